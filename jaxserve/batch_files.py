@@ -1,0 +1,449 @@
+"""Batch files: OpenAI's batch format, JSON lines in, JSON lines out, restartable at any moment.
+
+One line of input is one request, one line of output its record, in order of completion; a record's `id` names the
+line. The output file is the only state. Every record is appended whole, so after `kill -9` the file holds whole
+records and at most one torn one, which the next run cuts off before it does what is missing. What is written survives
+the end of the process at once, and a crash of the machine from the next fsync on, which comes every second.
+
+What holds across a restart: a request without a seed gets one from (run seed, line, prompt), so its samples are those
+of an uninterrupted run. A record's `request_id` is a fingerprint of its input line and the run seed; an output that
+belongs to another input or seed is refused before anything in it changes.
+
+Memory beyond the requests in flight, for a million lines: 8 MB at start to compare fingerprints, then a bit per line
+and about 70 MB for the hashes of custom_ids that find duplicates. Blank lines are skipped and have no record.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import os
+import re
+import stat
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.openai_format import (
+    CHAT,
+    COMPLETIONS,
+    BadRequestError,
+    Json,
+    ParsedRequest,
+    brief,
+    error_body,
+    parse_body,
+    refuse_unknown,
+    response_body,
+)
+from jaxserve.request import RequestOutput
+
+FSYNC_INTERVAL_S = 1.0
+_LINE_FIELDS = {"custom_id", "method", "url", "body"}
+_RECORD_START = b'{"id": "batch_req_'
+_RECORD = re.compile(  # a record's head, in the order that `_record` gives its fields; the rest is never needed again
+    _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|null), '
+    rb'"response": \{"status_code": ([0-9]+), "request_id": "([0-9a-f]{16})"'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """What the output holds and what this run did."""
+
+    num_records: int
+    num_errors: int  # of those records
+    num_resumed: int  # records of earlier runs
+    prompt_tokens: int
+    completion_tokens: int
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line that is being served."""
+
+    number: int
+    custom_id: str
+    fingerprint: str
+    request: ParsedRequest
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # finished, by prompt
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One prompt of a line, in the engine."""
+
+    line: _Line
+    index: int
+    num_tokens: int = 0
+
+
+def run_batch(
+    engine: Any,
+    in_path: str | Path,
+    out_path: str | Path,
+    *,
+    seed: int | None = None,
+    model_names: Sequence[str] = (),
+    max_in_flight: int | None = None,
+    use_tqdm: bool = True,
+) -> BatchSummary:
+    """Serve every line of `in_path` that has no record in `out_path` yet.
+
+    However it ends, `out_path` is left so that the same call goes on from there, and the engine without requests.
+
+    Args:
+        engine: an `LLM` or an `Engine` that nothing else is using.
+        in_path: a regular file of OpenAI batch requests for /v1/completions and /v1/chat/completions.
+        out_path: created, or resumed where it exists.
+        seed: of the run, for requests that bring none; None takes the engine's.
+        model_names: what `model` may be in a request, the first being that of requests that name none; by default
+            the model as it was given and the last part of its path.
+        max_in_flight: bound on sequences in the engine; None is twice `max_num_seqs`. A request of more waits until
+            it is alone.
+        use_tqdm: show progress where stderr is a terminal.
+
+    Raises:
+        ConfigError: a file cannot be used, or the output is of another input or is being written by another process.
+    """
+    engine = getattr(engine, "engine", engine)
+    config: EngineConfig = engine.config
+    with contextlib.ExitStack() as stack:
+        lines = stack.enter_context(_open_input(Path(in_path)))
+        out = stack.enter_context(_OutputFile(Path(out_path)))
+        key = str(config.seed if seed is None else seed).encode()
+        done = out.resume(lines, key)
+        run = _BatchRun(
+            engine=engine,
+            out=out,
+            done=done,
+            key=key,
+            model_names=tuple(model_names) or _model_names(config),
+            window=2 * engine.schedule.max_num_seqs if max_in_flight is None else max_in_flight,
+            progress=stack.enter_context(_progress_bar(done, use_tqdm)),
+        )
+        stack.callback(run.abort)
+        return run.run(lines)
+
+
+@dataclass(slots=True)
+class _BatchRun:
+    """The loop: admit while the window has room, step, write what finished."""
+
+    engine: Any
+    out: "_OutputFile"
+    done: "_Done"
+    key: bytes
+    model_names: tuple[str, ...]
+    window: int
+    progress: Any
+    in_flight: dict[str, _InFlight] = field(default_factory=dict)  # by request id
+    num_sequences: int = 0  # in flight
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def run(self, lines: IO[bytes]) -> BatchSummary:
+        """Serve every line that is not done."""
+        start_s = time.monotonic()
+        queue = self._prompts(lines)
+        waiting = next(queue, None)
+        while waiting or self.in_flight:
+            while waiting and self._has_room(waiting.line.request.params.n):
+                self._admit(waiting)
+                waiting = next(queue, None)
+            if self.in_flight:
+                self._step()
+            rate = self.completion_tokens / (time.monotonic() - start_s + 1e-9)
+            self.progress.set_postfix_str(f"{rate:.0f} tok/s, {self.out.num_errors} errors", refresh=False)
+        return BatchSummary(
+            num_records=self.out.num_records,
+            num_errors=self.out.num_errors,
+            num_resumed=self.done.num_records,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            elapsed_s=time.monotonic() - start_s,
+        )
+
+    def abort(self) -> None:
+        """Leave the engine without requests."""
+        for request_id in self.in_flight:
+            self.engine.abort(request_id)
+        self.in_flight.clear()
+
+    def _prompts(self, lines: IO[bytes]) -> Iterator[_InFlight]:
+        """The prompts to serve, in order of input; a line that cannot be served gets its error record here."""
+        seen: set[int] = set()
+        for number, raw in _numbered(lines):
+            custom_id = None
+            try:
+                content = _parse_json(raw)
+                custom_id = _read_custom_id(content)
+                _claim(custom_id, seen)
+                if number not in self.done:
+                    request = self._parse(content)
+                    line = _Line(number, custom_id, _fingerprint(raw, self.key), request)
+                    yield from (_InFlight(line, index) for index in range(len(request.prompts)))
+            except RequestError as error:
+                if number not in self.done:
+                    self._write_error(number, custom_id, _fingerprint(raw, self.key), error)
+
+    def _parse(self, content: Json) -> ParsedRequest:
+        refuse_unknown("line", content, _LINE_FIELDS)
+        method, url = content.get("method"), content.get("url")
+        if method != "POST":
+            raise BadRequestError(f'method must be "POST", got {brief(method)}', "method")
+        if url not in (COMPLETIONS, CHAT):
+            raise BadRequestError(f"url must be {COMPLETIONS} or {CHAT}, got {brief(url)}", "url", "invalid_url")
+        return parse_body(url, content.get("body"), self.model_names, self.engine.tokenizer)
+
+    def _has_room(self, num_sequences: int) -> bool:
+        return not self.in_flight or self.num_sequences + num_sequences <= self.window
+
+    def _admit(self, prompt: _InFlight) -> None:
+        line, index = prompt.line, prompt.index
+        if line.failed:
+            return
+        request_id, request, params = f"batch-{line.number}-{index}", line.request, line.request.params
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=_derived_seed(self.key, line.number, index))
+        try:
+            self.engine.add_request(request_id, request.prompts[index], params, cache_salt=request.cache_salt)
+        except RequestError as error:
+            self._fail(line, error)
+            return
+        self.in_flight[request_id] = prompt
+        self.num_sequences += params.n
+
+    def _step(self) -> None:
+        if not self.engine.has_unfinished():
+            raise RuntimeError(f"the engine lost the requests {sorted(self.in_flight)}")
+        for output in self.engine.step():
+            if (prompt := self.in_flight.get(output.request_id)) is not None:
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                self.completion_tokens += num_tokens - prompt.num_tokens
+                prompt.num_tokens = num_tokens
+                if output.finished:
+                    self._finish(output)
+
+    def _finish(self, output: RequestOutput) -> None:
+        prompt = self._forget(output.request_id)
+        line = prompt.line
+        self.prompt_tokens += len(output.prompt_token_ids)
+        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            self._fail(line, BadRequestError("the engine aborted the request", None, "aborted", 500))
+            return
+        line.outputs[prompt.index] = output
+        if len(line.outputs) == len(line.request.prompts):
+            outputs = [line.outputs[index] for index in range(len(line.outputs))]
+            body = response_body(
+                line.request,
+                outputs,
+                self.engine.tokenizer,
+                response_id=line.fingerprint,
+                created_s=int(time.time()),
+            )
+            self._write(_record(line.number, line.custom_id, line.fingerprint, 200, body, None))
+
+    def _fail(self, line: _Line, error: RequestError) -> None:
+        line.failed = True
+        for request_id in [i for i, prompt in self.in_flight.items() if prompt.line is line]:
+            self._forget(request_id)
+            self.engine.abort(request_id)
+        self._write_error(line.number, line.custom_id, line.fingerprint, error)
+
+    def _forget(self, request_id: str) -> _InFlight:
+        prompt = self.in_flight.pop(request_id)
+        self.num_sequences -= prompt.line.request.params.n
+        return prompt
+
+    def _write_error(self, number: int, custom_id: str | None, fingerprint: str, error: RequestError) -> None:
+        body = error_body(error)
+        short = {"code": body["error"]["code"], "message": body["error"]["message"]}
+        status_code = error.status_code if isinstance(error, BadRequestError) else 400
+        self.out.num_errors += 1
+        self._write(_record(number, custom_id, fingerprint, status_code, body, short))
+
+    def _write(self, record: Json) -> None:
+        self.out.append(record)
+        self.progress.update()
+
+
+def _open_input(path: Path) -> IO[bytes]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read the batch input {path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConfigError(f"the batch input must be a regular file, which a restart can read again, got {path}")
+    return file
+
+
+def _numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, content) of every line that is not blank."""
+    lines.seek(0)
+    for number, raw in enumerate(lines, 1):
+        if content := raw.strip():
+            yield number, content
+
+
+def _parse_json(raw: bytes) -> Json:
+    try:
+        content = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"a line must hold one JSON object, but: {error}", code="invalid_json_line") from None
+    if not isinstance(content, dict):
+        raise BadRequestError(f"a line must hold one JSON object, got {brief(content)}", code="invalid_json_line")
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _read_custom_id(content: Json) -> str:
+    custom_id = content.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BadRequestError(f"custom_id must be a non-empty string, got {brief(custom_id)}", "custom_id")
+    return custom_id
+
+
+def _claim(custom_id: str, seen: set[int]) -> None:
+    """Put the hash of a custom_id into `seen`; BadRequestError where an earlier line has it."""
+    if hash(custom_id) in seen:
+        message = f"custom_id must be unique in the file, got {brief(custom_id)} again"
+        raise BadRequestError(message, "custom_id", "duplicate_custom_id")
+    seen.add(hash(custom_id))
+
+
+def _fingerprint(raw: bytes, key: bytes) -> str:
+    return hashlib.blake2b(raw, digest_size=8, key=key, person=b"batch line").hexdigest()
+
+
+def _derived_seed(key: bytes, number: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _model_names(config: EngineConfig) -> tuple[str, ...]:
+    path_name = config.model_path.name
+    return (path_name,) if config.model in (None, path_name) else (config.model, path_name)
+
+
+def _record(
+    number: int, custom_id: str | None, fingerprint: str, status_code: int, body: Json, error: Json | None
+) -> Json:
+    response = {"status_code": status_code, "request_id": fingerprint, "body": body}
+    return {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
+
+
+@dataclass(slots=True)
+class _Done:
+    """The lines that have a record, one bit each, and how many lines there are."""
+
+    num_lines: int = 0  # without blank ones
+    num_records: int = 0
+    bits: bytearray = field(default_factory=bytearray)
+
+    def __contains__(self, number: int) -> bool:
+        return number >> 3 < len(self.bits) and bool(self.bits[number >> 3] >> (number & 7) & 1)
+
+    def add(self, number: int) -> None:
+        self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
+        self.bits[number >> 3] |= 1 << (number & 7)
+        self.num_records += 1
+
+
+class _OutputFile:
+    """The file of records: locked, checked, appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_records = 0
+        self.num_errors = 0
+        self._synced_s = time.monotonic()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write the batch output {path}: {error.strerror}") from error
+
+    def __enter__(self) -> "_OutputFile":
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise ConfigError(
+                f"another process is writing the batch output {self.path}; wait for it, or choose another output"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+    def resume(self, lines: IO[bytes], key: bytes) -> _Done:
+        """The lines that have a record. Cuts off a torn record, once all the others are known to be of this input."""
+        fingerprints, size = self._scan(max_number=os.fstat(lines.fileno()).st_size)
+        done = _Done()
+        for number, raw in _numbered(lines):
+            done.num_lines += 1
+            if number < len(fingerprints) and fingerprints[number]:
+                if fingerprints[number] != int(_fingerprint(raw, key), 16):
+                    raise self._foreign(f"its record of line {number} is of another request or another seed")
+                done.add(number)
+        if done.num_records < self.num_records:
+            raise self._foreign("it has records of lines that the input does not have")
+        os.ftruncate(self._fd, size)
+        return done
+
+    def append(self, record: Json) -> None:
+        """Write one record."""
+        data = memoryview(json.dumps(record).encode("ascii") + b"\n")
+        while data:  # one write but for a full disk, where the second one raises
+            data = data[os.write(self._fd, data) :]
+        self.num_records += 1
+        if time.monotonic() - self._synced_s >= FSYNC_INTERVAL_S:
+            os.fsync(self._fd)
+            self._synced_s = time.monotonic()
+
+    def _scan(self, max_number: int) -> tuple["array[int]", int]:
+        """Fingerprint by line number (0 where there is no record), and the bytes of all whole records."""
+        fingerprints: array[int] = array("Q")
+        size = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            for record in file:
+                if not record.endswith(b"\n"):
+                    if not record.startswith(_RECORD_START[: len(record)]):
+                        raise self._foreign("its last line is no record of a batch")
+                    break
+                head = _RECORD.match(record)
+                if head is None or not record.endswith(b"}\n"):
+                    raise self._foreign(f"its line {self.num_records + 1} is no record of a batch")
+                if (number := int(head[1])) > max_number:
+                    raise self._foreign("it has records of lines that the input does not have")
+                fingerprints.extend([0] * (number + 1 - len(fingerprints)))
+                if fingerprints[number]:
+                    raise self._foreign(f"it has two records of line {number}")
+                fingerprints[number] = int(head[3], 16)
+                self.num_records += 1
+                self.num_errors += head[2] != b"200"
+                size += len(record)
+        return fingerprints, size
+
+    def _foreign(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.path} does not belong to this batch: {reason}; choose another output file")
+
+
+def _progress_bar(done: _Done, use_tqdm: bool) -> Any:
+    from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
+
+    disable = None if use_tqdm else True  # None leaves it to whether stderr is a terminal
+    return tqdm(total=done.num_lines, initial=done.num_records, unit="req", desc="batch", disable=disable)

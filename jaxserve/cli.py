@@ -1,0 +1,183 @@
+"""The command line: `jaxserve generate` and `jaxserve batch`.
+
+Exit codes: 0 done; 1 done, but some records of a batch are errors; 2 a wrong command line or configuration, or a
+file that cannot be read or written, told in one line; 130 interrupted; 141 the reader of the output went away.
+"""
+
+import argparse
+import dataclasses
+import os
+import re
+import sys
+import types
+import typing
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxserve import __version__
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.request import SamplingParams
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
+    from jaxserve.request import RequestOutput
+
+_NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}  # nothing a command could do with them
+_DIRECTORIES = {"model", "tokenizer", "compilation_cache_dir"}
+_SAMPLING_FLAGS = {  # of `generate`; meanings and defaults are SamplingParams'
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "seed": int,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except (ConfigError, RequestError) as error:
+        print(f"jaxserve: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\njaxserve: interrupted{args.on_interrupt}", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # the interpreter flushes stdout once more at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OSError as error:
+        print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxserve", description="Serve large language models from JAX.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    generate = commands.add_parser("generate", help="complete one prompt, shown as it comes")
+    generate.set_defaults(run=_generate, on_interrupt="")
+    generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - or nothing reads standard input")
+    _add_sampling_flags(generate)
+    generate.add_argument("--stats", action="store_true", help="then write times and token counts to stderr")
+    _add_engine_flags(generate, leave_out=("seed",))
+
+    batch = commands.add_parser("batch", help="serve a file of OpenAI batch requests; the same command resumes it")
+    batch.set_defaults(run=_batch, on_interrupt="; run the same command again to resume")
+    batch.add_argument("input", metavar="IN", help="JSON lines in OpenAI's batch format")
+    batch.add_argument("output", metavar="OUT", help="JSON lines; where it exists, only missing records are added")
+    batch.add_argument(
+        "--served-model-name", nargs="+", default=(), metavar="NAME", help="what `model` may be in a request"
+    )
+    _add_engine_flags(batch)
+    return parser
+
+
+def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("sampling")
+    helps = _field_helps(SamplingParams)
+    group.add_argument("--max-tokens", type=int, default=256, metavar="INT", help=_help("longest output", 256))
+    for name, kind in _SAMPLING_FLAGS.items():
+        default = getattr(SamplingParams, name)
+        text = _help(helps[name], default)
+        group.add_argument(_flag(name), type=kind, default=default, metavar=kind.__name__.upper(), help=text)
+    group.add_argument("--stop", action="append", metavar="STR", help=f"{helps['stop']}; may be repeated")
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
+    """A flag for every field of EngineConfig; those that are given end up in `args` as "engine.<field>"."""
+    group = parser.add_argument_group("engine")
+    helps, hints = _field_helps(EngineConfig), typing.get_type_hints(EngineConfig)
+    for field in dataclasses.fields(EngineConfig):
+        if field.name in _NOT_FLAGS or field.name in leave_out:
+            continue
+        kind = _plain_type(hints[field.name])
+        options: dict[str, Any] = {"dest": f"engine.{field.name}", "default": argparse.SUPPRESS}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options |= {"type": kind, "metavar": "DIR" if field.name in _DIRECTORIES else kind.__name__.upper()}
+        group.add_argument(_flag(field.name), help=_help(helps[field.name], field.default), **options)
+
+
+def _help(text: str, default: object) -> str:
+    shown = text if default is None else f"{text} (default: {default})"
+    return shown.replace("%", "%%")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _plain_type(hint: Any) -> Any:
+    """`int` of `int | None`."""
+    if isinstance(hint, types.UnionType):
+        return next(kind for kind in typing.get_args(hint) if kind is not type(None))
+    return hint
+
+
+def _field_helps(config: type) -> dict[str, str]:
+    """What the class's docstring says of each attribute."""
+    attributes = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", config.__doc__ or "", re.DOTALL)
+    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", attributes[1] if attributes else "", re.MULTILINE)
+    return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
+
+
+def _load(args: argparse.Namespace) -> "LLM":
+    from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which --help and wrong flags need not wait for
+
+    return LLM(**{name.removeprefix("engine."): v for name, v in vars(args).items() if name.startswith("engine.")})
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = _read_prompt(args.prompt)
+    names = ("max_tokens", *_SAMPLING_FLAGS, "stop")
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    output = None
+    for output in _load(args).stream(prompt, params):
+        print(output.outputs[0].text, end="", flush=True)
+    print()
+    if args.stats and output is not None:
+        print(_stats(output), file=sys.stderr)
+    return 0
+
+
+def _read_prompt(given: str | None) -> str:
+    if given is not None and given != "-":
+        return given
+    if given is None and sys.stdin.isatty():
+        raise ConfigError('a prompt is needed: jaxserve generate "Once upon a time", or pipe it in')
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the prompt on standard input must be {error.encoding} text, but: {error.reason}") from error
+
+
+def _stats(output: "RequestOutput") -> str:
+    m = output.metrics
+    decode = f", {1 / m.itl_s:.1f} tok/s after the first" if m.itl_s else ""
+    times = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("TTFT", m.ttft_s), ("ITL", m.itl_s)) if seconds]
+    return (
+        f"prompt {len(output.prompt_token_ids)} tokens ({m.num_cached_tokens} cached), "
+        f"output {m.num_output_tokens} tokens{decode}; {', '.join(times)}; "
+        f"ended by {output.outputs[0].finish_reason}"
+    )
+
+
+def _batch(args: argparse.Namespace) -> int:
+    from jaxserve.batch_files import run_batch  # noqa: PLC0415
+
+    summary = run_batch(_load(args), args.input, args.output, model_names=args.served_model_name)
+    resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
+    print(
+        f"{args.output}: {summary.num_records} records{resumed}, {summary.num_errors} errors; "
+        f"{summary.completion_tokens} tokens in {summary.elapsed_s:.1f} s",
+        file=sys.stderr,
+    )
+    return 1 if summary.num_errors else 0

@@ -1,0 +1,189 @@
+"""EngineConfig: everything that can be set, every check, and the one bucket function.
+
+No other file reads the environment.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, no_type_check
+
+from jaxserve.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
+
+
+@no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
+@dataclass(frozen=True)
+class EngineConfig:
+    """How to run a model. Names and meanings are vLLM's where it has them.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint; None loads the embedded default.
+        tokenizer: directory of the tokenizer; None takes the model's.
+        skip_tokenizer_init: work on token ids alone.
+        dtype: weights and activations; "auto" is the checkpoint's on accelerators and float32 on CPU.
+        kv_cache_dtype: keys and values in the pool; "auto" is `dtype`.
+        tensor_parallel_size: devices the model is split over; 1 in this version.
+        max_model_len: longest prompt plus output; None is the model's own.
+        max_num_seqs: most requests in one step; None is 64 on CPU, 256 elsewhere.
+        max_num_batched_tokens: token budget of one step; None is 512 on CPU, 2048 elsewhere.
+        page_size: tokens per page of the KV pool.
+        num_pages: size of the pool; None sizes it from free memory.
+        gpu_memory_utilization: share of an accelerator's memory for weights, temporaries and the pool.
+        enable_prefix_caching: share pages between requests that begin alike.
+        seed: of the weights where they are random, and of requests that bring none.
+        attention_backend: "auto", or the name of one backend of ragged_paged_attention.
+        step_ahead: plan and dispatch a step before the tokens of the one before are read.
+        compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
+            before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
+            ready: it never compiles.
+        forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
+        compilation_cache_dir: XLA's persistent cache; "auto" is jaxserve/xla in the user's cache directory, None is
+            off.
+
+    Raises:
+        ConfigError: a value is out of range or two do not fit together.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    skip_tokenizer_init: bool = False
+    dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    attention_backend: str = "auto"
+    step_ahead: bool = True
+    compile_ahead: str = "background"
+    forbid_compiles: bool = False
+    compilation_cache_dir: str | None = "auto"
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
+        """Refuse unknown names with the error that bad values get."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(kwargs.keys() - names):
+            raise ConfigError(f"unsupported engine options {unknown}; supported are {sorted(names)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_cache_dtype"):
+            _check_choice(name, getattr(self, name), ("auto", *DTYPES))
+        _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):
+            if getattr(self, name) is not None:
+                _check_positive(name, getattr(self, name))
+        for name in ("page_size", "tensor_parallel_size"):
+            _check_positive(name, getattr(self, name))
+        for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
+            raise ConfigError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
+        if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+
+    @property
+    def model_path(self) -> Path:
+        """Directory of the checkpoint."""
+        return Path(self.model) if self.model is not None else embedded_model(DEFAULT_MODEL)
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Directory of the tokenizer."""
+        return Path(self.tokenizer) if self.tokenizer is not None else self.model_path
+
+    @property
+    def cache_dir(self) -> Path | None:
+        """Where compiled programs are kept between starts."""
+        if self.compilation_cache_dir == "auto":
+            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "xla"
+        return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
+
+
+def embedded_model(name: str) -> Path:
+    """Directory of a checkpoint shipped with the package."""
+    import weights  # noqa: PLC0415 - namespace only; the loader is not needed to name a path
+
+    return Path(weights.__file__).parent / name
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """The numbers that scheduler, packing and compiled programs agree on; all resolved."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens must be at least max_num_seqs so that every running request gets its token, "
+                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
+            )
+
+    @property
+    def max_pages_per_row(self) -> int:
+        """M, width of the page table."""
+        return -(-self.max_model_len // self.page_size)
+
+    def num_rows(self, num_tokens: int) -> int:
+        """R of a step whose token bucket is `num_tokens`: every row has a token."""
+        return min(num_tokens, self.max_num_seqs)
+
+    def buckets(self) -> tuple[int, ...]:
+        """Token-axis sizes of the compiled programs, ascending: exact to 8, then at most a quarter of padding."""
+        top = self.max_num_batched_tokens
+        sizes = list(range(1, min(8, top) + 1))
+        while sizes[-1] < top:
+            limit = (sizes[-1] + 1) * 4 // 3
+            grain = 4 if limit < 64 else 16 if limit < 512 else 64
+            sizes.append(min(max(limit // grain * grain, sizes[-1] + 1), top))
+        return tuple(sizes)
+
+
+def resolve_schedule(config: EngineConfig, *, max_position: int, on_cpu: bool, num_pages: int) -> ScheduleConfig:
+    """Fill in what was left to default; ConfigError where the model cannot do what was asked."""
+    max_model_len = config.max_model_len or max_position
+    if max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len must be at most the model's max_position_embeddings, got {max_model_len} and {max_position}"
+        )
+    max_num_seqs, budget = default_batch(config, on_cpu=on_cpu)
+    return ScheduleConfig(max_num_seqs, budget, max_model_len, config.page_size, num_pages)
+
+
+def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
+    """max_num_seqs and max_num_batched_tokens, defaults filled in without contradicting what was given."""
+    seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
+    if seqs is None:
+        seqs = min(64 if on_cpu else 256, budget or 2**31)
+    if budget is None:
+        budget = max(512 if on_cpu else 2048, seqs)
+    return seqs, budget
+
+
+def _check_positive(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {list(choices)}, got {value!r}")

@@ -1,0 +1,204 @@
+"""StepPlan -> StepBatch: the only place where a Python list becomes an array.
+
+A step's integers and floats travel as one int32 blob. `BatchLayout` says where each field lies in it; the host writes
+through numpy views, the device reads through slices of the same layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.request import Request
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from jaxserve.engine.scheduler import StepPlan
+
+_INT, _UINT, _FLOAT = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
+
+# What is fixed while a request runs: one record per slot, gathered by slot into each step's blob.
+SLOT_RECORD = np.dtype(
+    [
+        ("slot", _INT),
+        ("prompt_len", _INT),
+        ("top_k", _INT),
+        ("min_position", _INT),
+        ("use_bias", _INT),
+        ("seed", _UINT, (2,)),
+        ("temperature", _FLOAT),
+        ("top_p", _FLOAT),
+        ("min_p", _FLOAT),
+        ("presence_penalty", _FLOAT),
+        ("frequency_penalty", _FLOAT),
+        ("repetition_penalty", _FLOAT),
+    ]
+)
+_OFFSETS = {name: field[1] for name, field in (SLOT_RECORD.fields or {}).items()}  # bytes
+
+
+@struct.dataclass
+class StepBatch:
+    """One step's inputs on the device. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding."""
+
+    num_rows: Int[Array, ""]
+    wants_logprobs: Int[Array, ""]  # whether any row asked for logprobs
+    wants_prompt_logprobs: Int[Array, ""]
+    token_ids: Int[Array, " T"]  # -1: sampled by an earlier step and not yet seen by the host
+    cu_q_lens: Int[Array, " R1"]
+    kv_lens: Int[Array, " R"]  # including this step's tokens
+    samples: Int[Array, " R"]  # whether the row's last token ends its sequence so far
+    next_ids: Int[Array, " R"]  # the known token after the row's last one (prompt logprobs across chunks), else 0
+    page_table: Int[Array, "R M"]
+    slot: Int[Array, " R"]
+    prompt_len: Int[Array, " R"]
+    top_k: Int[Array, " R"]
+    min_position: Int[Array, " R"]
+    use_bias: Int[Array, " R"]
+    seed: UInt[Array, "R 2"]
+    temperature: Float[Array, " R"]
+    top_p: Float[Array, " R"]
+    min_p: Float[Array, " R"]
+    presence_penalty: Float[Array, " R"]
+    frequency_penalty: Float[Array, " R"]
+    repetition_penalty: Float[Array, " R"]
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Shapes of one bucket: T tokens, R rows, M pages per row."""
+
+    num_tokens: int
+    num_rows: int
+    num_pages: int
+
+    @classmethod
+    def of(cls, config: ScheduleConfig, bucket: int) -> BatchLayout:
+        """The layout of a token bucket."""
+        return cls(bucket, config.num_rows(bucket), config.max_pages_per_row)
+
+    def _fields(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+        yield from ((name, ()) for name in ("num_rows", "wants_logprobs", "wants_prompt_logprobs"))
+        yield "token_ids", (self.num_tokens,)
+        yield "cu_q_lens", (self.num_rows + 1,)
+        yield from ((name, (self.num_rows,)) for name in ("kv_lens", "samples", "next_ids"))
+        yield "page_table", (self.num_rows, self.num_pages)
+        yield "slot_records", (self.num_rows, SLOT_RECORD.itemsize // 4)
+
+    def slices(self) -> Iterator[tuple[str, slice, tuple[int, ...]]]:
+        """Where each field lies in the blob."""
+        start = 0
+        for name, shape in self._fields():
+            size = math.prod(shape)
+            yield name, slice(start, start + size), shape
+            start += size
+
+    @property
+    def blob_size(self) -> int:
+        """Length of the blob in 4-byte words."""
+        return max(where.stop for _, where, _ in self.slices())
+
+    def views(self, blob: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+        """Writable numpy views of the fields."""
+        return {name: blob[where].reshape(shape) for name, where, shape in self.slices()}
+
+    def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
+        """The fields on the device, floats by their bits."""
+        fields: dict[str, Any] = {name: blob[where].reshape(shape) for name, where, shape in self.slices()}
+        return StepBatch(**_unpack_records(fields.pop("slot_records")), **fields)
+
+
+def _unpack_records(records: Int[Array, "R words"]) -> dict[str, Array]:
+    columns = {}
+    for name in SLOT_RECORD.names or ():
+        dtype, offset = SLOT_RECORD[name], _OFFSETS[name]
+        first, width = offset // 4, dtype.itemsize // 4
+        words = records[:, first : first + width]
+        base = dtype.subdtype[0] if dtype.subdtype else dtype
+        column = words if base == _INT else lax.bitcast_convert_type(words, base)
+        columns[name] = column if dtype.subdtype else column[:, 0]
+    return columns
+
+
+class BatchPacker:
+    """Keeps one record and one page-table row per slot, and packs plans from them."""
+
+    def __init__(self, config: ScheduleConfig) -> None:
+        self.config = config
+        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
+        self._records = np.zeros(config.max_num_seqs, SLOT_RECORD)
+        self._pages = np.zeros((config.max_num_seqs, config.max_pages_per_row), np.int32)
+        self._num_pages = [0] * config.max_num_seqs  # entries of each slot's row that are up to date
+
+    def pack(self, plan: StepPlan, bucket: int) -> NDArray[np.int32]:
+        """The blob of `plan`, padded to `bucket` tokens. A new array each time: the device may read it later."""
+        rows = plan.rows
+        blob = np.zeros(self.layouts[bucket].blob_size, np.int32)
+        to = self.layouts[bucket].views(blob)
+        token_ids: list[int] = []
+        for row in rows:
+            self._sync_slot(row.request, row.slot, row.admitted)
+            token_ids += _token_ids(row.request, row.start, row.num_tokens)
+        counts, num_rows = [row.num_tokens for row in rows], len(rows)
+        to["num_rows"][...] = num_rows
+        to["wants_logprobs"][...] = any(row.samples and row.request.params.logprobs is not None for row in rows)
+        to["token_ids"][: len(token_ids)] = token_ids
+        np.cumsum(counts, dtype=np.int32, out=to["cu_q_lens"][1 : num_rows + 1])
+        to["cu_q_lens"][num_rows + 1 :] = len(token_ids)
+        to["kv_lens"][:num_rows] = [row.start + row.num_tokens for row in rows]
+        to["samples"][:num_rows] = [row.samples for row in rows]
+        slots = [row.slot for row in rows]
+        to["page_table"][:num_rows] = self._pages[slots]
+        to["slot_records"][:num_rows] = self._records[slots].view(np.int32).reshape(num_rows, -1)
+        if any(row.request.params.prompt_logprobs is not None for row in rows):
+            to["wants_prompt_logprobs"][...] = 1
+            to["next_ids"][:num_rows] = [_next_id(row.request, row.start + row.num_tokens) for row in rows]
+        return blob
+
+    def _sync_slot(self, request: Request, slot: int, admitted: bool) -> None:
+        if admitted:
+            self._records[slot] = _slot_record(request, slot)
+            self._num_pages[slot] = 0
+        have, need = self._num_pages[slot], len(request.pages)
+        if have < need:
+            self._pages[slot, have:need] = request.pages[have:need]
+            self._num_pages[slot] = need
+
+
+def _token_ids(request: Request, start: int, num_tokens: int) -> list[int]:
+    if start >= request.num_known_tokens:
+        return [-1]  # a decode row whose input is still on the device
+    return request.tokens(start, start + num_tokens)
+
+
+def _next_id(request: Request, position: int) -> int:
+    prompt = request.prompt_token_ids
+    return prompt[position] if position < len(prompt) else 0
+
+
+def _slot_record(request: Request, slot: int) -> tuple[Any, ...]:
+    p = request.params
+    seed = request.seed % 2**64
+    return (
+        slot,
+        request.num_prompt_tokens,
+        p.top_k,
+        request.num_prompt_tokens + p.min_tokens if p.min_tokens else 0,
+        bool(p.logit_bias),
+        (seed % 2**32, seed >> 32),
+        p.temperature,
+        p.top_p,
+        p.min_p,
+        p.presence_penalty,
+        p.frequency_penalty,
+        p.repetition_penalty,
+    )

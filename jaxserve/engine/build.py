@@ -1,0 +1,132 @@
+"""From an EngineConfig to what the engine runs: checkpoint, tokenizer, sizes, runner."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import psutil
+
+import weights
+from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
+from jaxserve.engine.runner import Runner
+from jaxserve.errors import ConfigError
+from jaxserve.models import decoder, registry
+from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.params import Params, stack_layers
+from pallas_kernels import ragged_paged_attention as attention
+from pallas_kernels.dispatch import UnsupportedBackendError
+
+logger = logging.getLogger(__name__)
+
+CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
+
+
+def build_arch(config: EngineConfig) -> ArchConfig:
+    """Read config.json and generation_config.json."""
+    try:
+        raw = weights.read_config(config.model_path)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    arch = registry.from_hf_config(raw)
+    return dataclasses.replace(arch, eos_ids=_eos_ids(config.model_path, arch))
+
+
+def _eos_ids(path: Path, arch: ArchConfig) -> frozenset[int]:
+    """generation_config.json adds the ids that end a chat turn."""
+    generation: Mapping[str, Any] = weights.read_generation_config(path)
+    return arch.eos_ids | token_id_set(generation.get("eos_token_id"))
+
+
+def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
+    """Load the weights in the serving dtype, stacked where layers are scanned."""
+    try:
+        params = weights.load(config.model_path, registry.param_specs(arch), dtype=compute_dtype(config, arch))
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
+    return stack_layers(params) if scan else params
+
+
+def compute_dtype(config: EngineConfig, arch: ArchConfig) -> jnp.dtype:
+    """What was asked for, else float32 on CPU and the checkpoint's elsewhere."""
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    return jnp.dtype("float32" if _on_cpu() else arch.dtype)
+
+
+def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runner:
+    """Size the pool, allocate the state and compile."""
+    _use_compilation_cache(config)
+    dtype = compute_dtype(config, arch)
+    kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
+    backend = _select_backend(config, arch, kv_dtype)
+    schedule = build_schedule(config, arch, kv_dtype)
+    runner = Runner(arch, params, schedule, kv_dtype=kv_dtype, backend=backend, seed=config.seed)
+    runner.warm_up(config.compile_ahead)
+    return runner
+
+
+def _select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> str:
+    try:
+        return attention.select_backend(
+            config.attention_backend,
+            num_query_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            page_size=config.page_size,
+            kv_dtype=kv_dtype,
+        )
+    except UnsupportedBackendError as error:
+        raise ConfigError(str(error)) from error
+
+
+def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> ScheduleConfig:
+    """The resolved sizes; the pool from `num_pages`, else from free memory."""
+    num_pages = config.num_pages or _num_pages_that_fit(config, arch, kv_dtype)
+    schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
+    logger.info("KV pool: %d pages of %d tokens", num_pages, schedule.page_size)
+    return schedule
+
+
+def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> int:
+    page_bytes = arch.kv_bytes_per_token(kv_dtype.itemsize) * config.page_size
+    row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
+    max_num_seqs, _ = default_batch(config, on_cpu=_on_cpu())
+    if _on_cpu():
+        budget = min(psutil.virtual_memory().total * CPU_POOL_SHARE, max_num_seqs * row_pages * page_bytes)
+    else:
+        stats = jax.local_devices()[0].memory_stats() or {}
+        if "bytes_limit" not in stats:
+            raise ConfigError("this device does not report its memory; set num_pages")
+        budget = stats["bytes_limit"] * config.gpu_memory_utilization - stats["bytes_in_use"]
+        budget -= _activation_bytes(config, arch)
+    if budget < page_bytes:
+        raise ConfigError(
+            f"the KV pool must hold at least one page of {page_bytes} bytes, got {int(budget)} bytes free; "
+            f"raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_pages"
+        )
+    return int(budget // page_bytes)
+
+
+def _activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
+    """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
+    seqs, tokens = default_batch(config, on_cpu=False)
+    widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size
+    return 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest)
+
+
+def _use_compilation_cache(config: EngineConfig) -> None:
+    """Keep compiled programs between starts, unless the caller has set a place for them."""
+    if config.cache_dir is None or getattr(jax.config, "jax_compilation_cache_dir", None):
+        return
+    jax.config.update("jax_compilation_cache_dir", str(config.cache_dir))
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+
+def _on_cpu() -> bool:
+    return jax.default_backend() == "cpu"

@@ -1,0 +1,315 @@
+"""Engine: schedule, pack, run, update. Everything a request meets between arrival and its last token."""
+
+import random
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.batch import BatchPacker
+from jaxserve.engine.build import build_arch, build_params, build_runner
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.runner import StepHandle, compile_counter
+from jaxserve.engine.scheduler import ScheduledRow, Scheduler, StepPlan
+from jaxserve.engine.step import StepOutput
+from jaxserve.errors import RequestError
+from jaxserve.metrics import EngineStats, StepStats
+from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
+from jaxserve.tokenizer import load_tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+@dataclass(slots=True)
+class _InFlight:
+    plan: StepPlan
+    handle: StepHandle
+    bucket: int
+    host_s: float
+    dispatched_s: float
+
+
+class Engine:
+    """One model behind one scheduler. Not thread-safe: one thread adds, steps and aborts.
+
+    Attributes:
+        config: as given.
+        arch: sizes of the model.
+        schedule: resolved sizes of steps and pool.
+        tokenizer: None with `skip_tokenizer_init`.
+        stats: totals since start.
+        last_step: account of the step collected last.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.arch = build_arch(config)
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self._runner = build_runner(config, self.arch, build_params(config, self.arch))
+        self.schedule = s = self._runner.schedule
+        self._scheduler = Scheduler(
+            max_num_seqs=s.max_num_seqs,
+            max_num_batched_tokens=s.max_num_batched_tokens,
+            page_size=s.page_size,
+            num_pages=s.num_pages,
+            max_model_len=s.max_model_len,
+        )
+        self._packer = BatchPacker(s)
+        self._in_flight: deque[_InFlight] = deque()
+        self._groups: dict[str, RequestGroup] = {}
+        self._group_of: dict[str, RequestGroup] = {}  # by the id of each sample
+        self._seeds = random.Random(config.seed)
+        self._num_groups = 0
+        self._device_free_s = 0.0
+        self.stats = EngineStats()
+        self.last_step: StepStats | None = None
+        tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)
+
+    # Requests
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+    ) -> None:
+        """Queue a request.
+
+        Args:
+            request_id: unique among unfinished requests.
+            prompt: text, token ids, or {"prompt": ...} or {"prompt_token_ids": [...]}, with "cache_salt" if wanted.
+            params: how to sample; default SamplingParams().
+            cache_salt: only requests with the same salt share cached pages.
+
+        Raises:
+            RequestError: the request cannot be served; nothing has changed.
+        """
+        params = params or SamplingParams()
+        text, token_ids, salt = self._read_prompt(prompt, cache_salt)
+        self._check(request_id, token_ids, params)
+        requests = self._samples(request_id, token_ids, params, salt)
+        self._scheduler.add(requests[0])  # refuses what can never fit; then its siblings fit as well
+        for request in requests[1:]:
+            self._scheduler.add(request)
+        group = RequestGroup(request_id, text, requests, self.tokenizer, time.monotonic)
+        self._groups[request_id] = group
+        self._group_of.update({r.request_id: group for r in requests})
+        self._num_groups += 1
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request now; returns what there is of it, None if it is not unfinished."""
+        group = self._groups.get(request_id)
+        if group is None:
+            return None
+        for request in group.requests:
+            if request.status is not RequestStatus.FINISHED:
+                self._scheduler.abort(request.request_id)
+                self._finish(request)
+        return group.output
+
+    def has_unfinished(self) -> bool:
+        """Whether any request still needs steps."""
+        return bool(self._groups)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages."""
+        self._scheduler.reset_prefix_cache()
+
+    def wait_until_warm(self) -> None:
+        """Block until every program is compiled (see EngineConfig.compile_ahead)."""
+        self._runner.wait_until_warm()
+
+    def close(self) -> None:
+        """Stop compiling in the background."""
+        self._runner.close()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a page or slot is lost or shared; for tests and audits."""
+        self._scheduler.check_integrity()
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages that running requests hold."""
+        return self._scheduler.num_pages_used
+
+    def _read_prompt(self, prompt: Prompt, cache_salt: str | None) -> tuple[str | None, TokenIds, str | None]:
+        if isinstance(prompt, Mapping):
+            if unknown := sorted(map(str, prompt.keys() - _PROMPT_KEYS)):
+                raise RequestError(f"a prompt takes the keys {sorted(_PROMPT_KEYS)}, got also {unknown}")
+            if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
+                raise RequestError(f"a prompt takes either prompt or prompt_token_ids, got {sorted(prompt)}")
+            salt = prompt.get("cache_salt", cache_salt)
+            content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+        else:
+            content, salt = prompt, cache_salt
+        if salt is not None and not isinstance(salt, str):
+            raise RequestError(f"cache_salt must be a string, got {salt!r}")
+        if isinstance(content, str):
+            if self.tokenizer is None:
+                raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
+            return content, self.tokenizer.encode(content), salt
+        return None, self._read_token_ids(content), salt
+
+    def _read_token_ids(self, content: object) -> TokenIds:
+        if not isinstance(content, Sequence) or isinstance(content, bytes):
+            raise RequestError(f"a prompt must be a string or a list of token ids, got {type(content).__name__}")
+        for position, token_id in enumerate(content):
+            if not isinstance(token_id, int) or isinstance(token_id, bool):
+                raise RequestError(f"token ids must be integers, got {token_id!r} at {position}")
+        return list(content)
+
+    def _check(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> None:
+        if request_id in self._groups:
+            raise RequestError(f"request_id must be unique among unfinished requests, got {request_id!r} again")
+        longest, vocab = self.schedule.max_model_len, self.arch.vocab_size
+        if not 0 < len(token_ids) < longest:
+            raise RequestError(
+                f"a prompt must have at least 1 and fewer than max_model_len tokens, got {len(token_ids)} with "
+                f"max_model_len {longest}; shorten it or raise max_model_len"
+            )
+        named = {
+            "prompt": token_ids,
+            "stop_token_ids": params.stop_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+        }
+        for name, ids in named.items():
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise RequestError(f"token ids in {name} must be in [0, {vocab}), got {min(ids)}..{max(ids)}")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
+
+    def _samples(self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> list[Request]:
+        """The `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache like any others."""
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(63)
+        limit = self.schedule.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(token_ids) + params.max_tokens)
+        eos = frozenset() if params.ignore_eos else self._eos_ids
+        shared = self.config.enable_prefix_caching
+        namespace = f"user:{salt or ''}" if shared else f"private:{self._num_groups}"
+        return [
+            Request(
+                request_id=f"{request_id}#{index}",
+                prompt_token_ids=token_ids,
+                params=params,
+                seed=seed + index,
+                max_total_tokens=limit,
+                stop_ids=eos | frozenset(params.stop_token_ids or ()),
+                salt=namespace.encode(),
+                read_prefix_cache=index > 0 or params.prompt_logprobs is None,
+            )
+            for index in range(params.n)
+        ]
+
+    # Steps
+
+    def step(self) -> list[RequestOutput]:
+        """Plan and dispatch one step, and collect the one before it (or this one, without `step_ahead`).
+
+        Returns the requests that progressed: cumulative outputs, final where `finished`.
+        """
+        started = time.monotonic()
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append(self._dispatch(plan, started))
+        keep = 1 if plan is not None and self.config.step_ahead else 0
+        progressed: dict[str, RequestOutput] = {}
+        while len(self._in_flight) > keep:
+            for output in self._collect(self._in_flight.popleft()):
+                progressed[output.request_id] = output
+        return list(progressed.values())
+
+    def _dispatch(self, plan: StepPlan, started: float) -> _InFlight:
+        compiles = compile_counter.count
+        for row in plan.rows:
+            if row.admitted:
+                self._runner.enter_slot(row.request)
+                self._group_of[row.request.request_id].admitted(row.request)
+        bucket = self._runner.bucket_for(plan.num_tokens)
+        handle = self._runner.run(
+            self._packer.pack(plan, bucket),
+            bucket,
+            wants_logprobs=any(r.samples and r.request.params.logprobs is not None for r in plan.rows),
+            wants_prompt_logprobs=any(r.request.params.prompt_logprobs is not None for r in plan.rows),
+        )
+        self._count_compiles(compile_counter.count - compiles)
+        now = time.monotonic()
+        return _InFlight(plan, handle, bucket, now - started, now)
+
+    def _count_compiles(self, count: int) -> None:
+        self.stats.num_compiles += count
+        if count and self.config.forbid_compiles:
+            raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
+
+    def _collect(self, step: _InFlight) -> list[RequestOutput]:
+        out = step.handle.fetch()
+        self._account(step)
+        if out.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(step.plan, out)
+        row_of = {row.request.request_id: index for index, row in enumerate(step.plan.rows)}
+        outputs = []
+        sampled = out.token_ids[: len(step.plan.rows)].tolist()
+        for request, token_id in self._scheduler.update(step.plan, sampled):
+            group = self._group_of[request.request_id]
+            stop = group.append(request, token_id, out.logprobs, row_of[request.request_id])
+            if request.status is RequestStatus.FINISHED or stop is not None:
+                self._finish(request, stop)
+            outputs.append(group.output)
+        return outputs
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, out: StepOutput) -> None:
+        token = 0  # first of the row on the step's token axis
+        for row in plan.rows:
+            request, start = row.request, row.start + 1  # what is predicted lies one further
+            group = self._group_of.get(request.request_id)
+            if group is not None and not request.read_prefix_cache:
+                ids = request.prompt_token_ids[start : start + row.num_tokens]
+                group.append_prompt_logprobs(start, ids, out.prompt_logprobs, token)
+            token += row.num_tokens
+
+    def _finish(self, request: Request, stop_string: str | None = None) -> None:
+        if stop_string is not None:
+            self._scheduler.finish(request, FinishReason.STOP)
+        group = self._group_of.pop(request.request_id)
+        if group.finish(request, stop_string):
+            del self._groups[group.output.request_id]
+            self.stats.num_finished += 1
+
+    def _account(self, step: _InFlight) -> None:
+        """Write the step's StepStats. Device time is from dispatch, or from the end of the step before, to result."""
+        now, plan, arch = time.monotonic(), step.plan, self.arch
+        device_s = now - max(step.dispatched_s, self._device_free_s)
+        self._device_free_s = now
+        weight_itemsize, kv_itemsize = self._runner.itemsizes
+        num_kv_tokens = sum(row.start + 2 * row.num_tokens for row in plan.rows)  # read all, write the new ones
+        self.last_step = StepStats(
+            step_id=plan.step_id,
+            num_rows=len(plan.rows),
+            num_tokens=plan.num_tokens,
+            num_padding_tokens=step.bucket - plan.num_tokens,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=plan.num_decode_tokens,
+            num_cached_tokens=plan.num_cached_tokens,
+            num_preemptions=len(plan.preempted),
+            num_pages_used=plan.num_pages_used,
+            num_slack_tokens=sum(_slack(row, self.schedule.page_size) for row in plan.rows),
+            num_waiting=self._scheduler.num_waiting,
+            host_ms=step.host_s * 1e3,
+            device_ms=device_s * 1e3,
+            weight_bytes=arch.num_params * weight_itemsize,
+            kv_bytes=num_kv_tokens * arch.kv_bytes_per_token(kv_itemsize),
+            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), _num_scores(plan)),
+        )
+        self.stats.add(self.last_step)
+        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
+
+
+def _slack(row: ScheduledRow, page_size: int) -> int:
+    """Positions of the row's last page that nothing is in."""
+    return -(row.start + row.num_tokens) % page_size
+
+
+def _num_scores(plan: StepPlan) -> int:
+    """Query-key pairs of one head in one layer."""
+    return sum(row.num_tokens * row.start + row.num_tokens * (row.num_tokens + 1) // 2 for row in plan.rows)

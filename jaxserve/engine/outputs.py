@@ -1,0 +1,129 @@
+"""From sampled tokens to what the user sees: text, log probabilities, times. One group per user request."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from jaxserve.request import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    TokenIds,
+)
+from jaxserve.sampling import TokenLogprobs
+from jaxserve.tokenizer import Detokenizer, Tokenizer
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class _Completion:
+    request: Request
+    output: CompletionOutput
+    detokenizer: Detokenizer
+
+
+class RequestGroup:
+    """The `n` samples of one user request and the RequestOutput that they fill."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        requests: Sequence[Request],
+        tokenizer: Tokenizer | None,
+        clock: Clock,
+    ) -> None:
+        self.params: SamplingParams = requests[0].params
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._texts: dict[int, str] = {}  # decoded single tokens, for logprobs
+        self._completions = {r.request_id: self._new_completion(i, r) for i, r in enumerate(requests)}
+        outputs = [c.output for c in self._completions.values()]
+        self.output = RequestOutput(request_id, prompt, requests[0].prompt_token_ids, outputs)
+        if self.params.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None]
+
+    def _new_completion(self, index: int, request: Request) -> _Completion:
+        output = CompletionOutput(index)
+        output.metrics.arrival_s = self._clock()
+        if self.params.logprobs is not None:
+            output.logprobs, output.cumulative_logprob = [], 0.0
+        return _Completion(request, output, Detokenizer(self._tokenizer, self.params, request.prompt_token_ids))
+
+    @property
+    def requests(self) -> list[Request]:
+        """The samples as the scheduler knows them."""
+        return [c.request for c in self._completions.values()]
+
+    def admitted(self, request: Request) -> None:
+        """Note that a sample got its slot."""
+        metrics = self._completions[request.request_id].output.metrics
+        if metrics.scheduled_s is None:
+            metrics.scheduled_s = self._clock()
+            metrics.num_cached_tokens = request.num_cached_tokens
+
+    def append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None, row: int) -> str | None:
+        """Take one token of a sample; returns the stop string that it completed, if any."""
+        completion = self._completions[request.request_id]
+        output, now = completion.output, self._clock()
+        output.token_ids.append(token_id)
+        output.metrics.num_output_tokens += 1
+        output.metrics.first_token_s = output.metrics.first_token_s or now
+        output.metrics.last_token_s = now
+        if output.logprobs is not None and logprobs is not None:
+            entry = self._logprob_entry(logprobs, row, token_id, self.params.logprobs or 0)
+            output.logprobs.append(entry)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[token_id].logprob
+        stop = None
+        if not self._is_hidden_stop(request, token_id):
+            stop = completion.detokenizer.push([token_id])
+        output.text = completion.detokenizer.text
+        return stop
+
+    def append_prompt_logprobs(self, start: int, token_ids: TokenIds, logprobs: TokenLogprobs, row: int) -> None:
+        """Take the logprobs of the prompt tokens `token_ids`, the first at position `start`; skips those it has."""
+        entries, top = self.output.prompt_logprobs, self.params.prompt_logprobs
+        assert entries is not None, "no one asked for prompt logprobs"
+        for offset, token_id in enumerate(token_ids):
+            if start + offset == len(entries):
+                entries.append(self._logprob_entry(logprobs, row + offset, token_id, top or 0))
+
+    def finish(self, request: Request, stop_string: str | None = None) -> bool:
+        """Close a sample that has ended; returns whether that ended the whole group."""
+        completion = self._completions[request.request_id]
+        output, metrics = completion.output, completion.output.metrics
+        stop_string = completion.detokenizer.finish() or stop_string
+        output.text = completion.detokenizer.text
+        output.finish_reason = str(request.finish_reason)
+        if stop_string is not None:
+            output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop_string
+        elif request.finish_reason is FinishReason.STOP and output.token_ids[-1] in (self.params.stop_token_ids or ()):
+            output.stop_reason = output.token_ids[-1]
+        metrics.finished_s = self._clock()
+        metrics.num_preemptions = request.num_preemptions
+        self.output.finished = all(c.output.finish_reason for c in self._completions.values())
+        return self.output.finished
+
+    def _is_hidden_stop(self, request: Request, token_id: int) -> bool:
+        """An id that ended the output leaves no text, unless stops are to be kept."""
+        ended = request.finish_reason is FinishReason.STOP and token_id in request.stop_ids
+        return ended and not self.params.include_stop_str_in_output
+
+    def _logprob_entry(self, logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> dict[int, Logprob]:
+        """The token itself, then the `top` most likely ones."""
+        entry = {token_id: Logprob(float(logprobs.logprob[row]), int(logprobs.rank[row]), self._text(token_id))}
+        ids, values = logprobs.top_ids[row, :top].tolist(), logprobs.top_logprobs[row, :top].tolist()
+        for rank, (other, value) in enumerate(zip(ids, values, strict=True), start=1):
+            if other >= 0 and other != token_id:
+                entry[other] = Logprob(value, rank, self._text(other))
+        return entry
+
+    def _text(self, token_id: int) -> str | None:
+        if self._tokenizer is None:
+            return None
+        if token_id not in self._texts:
+            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
+        return self._texts[token_id]

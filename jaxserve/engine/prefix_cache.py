@@ -1,0 +1,127 @@
+"""Finds pages whose content a request would otherwise compute again, and decides which page to give up next."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable
+from hashlib import blake2b
+
+from jaxserve.engine.page_pool import PagePool
+from jaxserve.request import Request, TokenIds
+
+DIGEST_SIZE = 16
+
+
+class PrefixCache:
+    """Full pages by the hash of everything up to their last token; allocation and release of all pages.
+
+    A page's hash covers the hash of the page before it (the salt, for the first), so that equal hashes mean equal
+    salts and equal token prefixes, which is what keys and values depend on. A registered page that loses its last owner
+    keeps its content and joins the evictable pages; these are reused, least recently released first, only when
+    no blank page is left.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int):
+        self.page_size = page_size
+        self._pool = pool
+        self._page_by_hash: dict[bytes, int] = {}
+        self._hash_by_page: dict[int, bytes] = {}
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated: blank and evictable ones."""
+        return self._pool.num_blank + len(self._evictable)
+
+    def hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the request's full pages of known tokens; kept on the request, extended as tokens become known."""
+        hashes = request.page_hashes
+        for start in range(len(hashes) * self.page_size, request.num_known_tokens - self.page_size + 1, self.page_size):
+            previous = hashes[-1] if hashes else _root_hash(request.salt)
+            hashes.append(_page_hash(previous, request.tokens(start, start + self.page_size)))
+        return hashes
+
+    def match(self, request: Request) -> list[int]:
+        """The longest run of cached pages of the request's prefix; takes no references.
+
+        At least one known token is left over, because sampling needs the hidden state of the last one.
+        """
+        pages = []
+        for page_hash in self.hashes(request)[: self.num_matchable(request)]:
+            page = self._page_by_hash.get(page_hash)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def num_matchable(self, request: Request) -> int:
+        """Most pages that `match` may return."""
+        return (request.num_known_tokens - 1) // self.page_size
+
+    def register(self, page_hash: bytes, page: int) -> None:
+        """Makes an owned page findable. If another page has the same content already, that one stays the cached one.
+
+        The caller vouches that the content is in the pool before any step that could find the page runs.
+        """
+        assert self._pool.num_refs(page) > 0, f"page {page} must be owned while it is registered"
+        if page_hash in self._page_by_hash:
+            return
+        assert page not in self._hash_by_page, f"page {page} is registered with other content"
+        self._page_by_hash[page_hash] = page
+        self._hash_by_page[page] = page_hash
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """New pages with one reference each and no content, or None (and no change) when there are too few."""
+        if num_pages > self.num_free:
+            return None
+        return [self._take() for _ in range(num_pages)]
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more owner for each of these pages."""
+        for page in pages:
+            self._pool.retain(page)
+            self._evictable.pop(page, None)
+
+    def release(self, pages: list[int]) -> None:
+        """One owner less for a request's pages, given in token order.
+
+        Goes from the last page to the first, so that tails are evicted before the heads that more requests share.
+        """
+        for page in reversed(pages):
+            if not self._pool.release(page):
+                continue
+            if page in self._hash_by_page:
+                self._evictable[page] = None
+            else:
+                self._pool.recycle(page)
+
+    def reset(self) -> None:
+        """Forgets all content. Pages in use stay with their owners."""
+        for page in self._evictable:
+            self._pool.recycle(page)
+        self._evictable.clear()
+        self._page_by_hash.clear()
+        self._hash_by_page.clear()
+
+    def check_integrity(self, owners: dict[int, int]) -> None:
+        """Asserts that pages are conserved; `owners` maps each page in use to its number of owners."""
+        self._pool.check_integrity(owners, set(self._evictable))
+        assert {page: page_hash for page_hash, page in self._page_by_hash.items()} == self._hash_by_page
+        assert self._evictable.keys() <= self._hash_by_page.keys(), "an evictable page has no content"
+
+    def _take(self) -> int:
+        if not self._pool.num_blank:
+            page, _ = self._evictable.popitem(last=False)
+            del self._page_by_hash[self._hash_by_page.pop(page)]
+            self._pool.recycle(page)
+        return self._pool.allocate()
+
+
+def _root_hash(salt: bytes) -> bytes:
+    # Hashed under another personalisation than pages: no salt that a user chooses can pose as a page's hash.
+    return blake2b(salt, digest_size=DIGEST_SIZE, person=b"salt").digest()
+
+
+def _page_hash(previous: bytes, token_ids: TokenIds) -> bytes:
+    return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_SIZE, person=b"page").digest()

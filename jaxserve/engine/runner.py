@@ -1,0 +1,203 @@
+"""Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
+
+import atexit
+import logging
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.batch import BatchLayout
+from jaxserve.engine.step import ServeState, StepOutput, make_serve_step, set_slot
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Request
+from jaxserve.sampling import SlotTable
+from pallas_kernels import ragged_paged_attention as attention
+
+logger = logging.getLogger(__name__)
+
+_MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # and the model's own end-of-sequence ids
+Compiled = Any  # jax.stages.Compiled
+
+
+class CompileCounter:
+    """Counts XLA compilations on the calling thread, whoever causes them. One per process."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+
+    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self._local.count = self.count + 1
+
+    @property
+    def count(self) -> int:
+        """Compilations so far on this thread."""
+        return getattr(self._local, "count", 0)
+
+
+compile_counter = CompileCounter()
+
+
+@dataclass
+class StepHandle:
+    """A dispatched step. `output` becomes ready later; fetching waits for it."""
+
+    output: StepOutput
+    wants_logprobs: bool
+    wants_prompt_logprobs: bool
+
+    def fetch(self) -> StepOutput:
+        """The output as numpy arrays; logprobs only where the step computed them."""
+        out = self.output
+        return StepOutput(
+            token_ids=np.asarray(out.token_ids),  # type: ignore[arg-type]
+            logprobs=jax.tree.map(np.asarray, out.logprobs) if self.wants_logprobs else None,  # type: ignore[arg-type]
+            prompt_logprobs=(
+                jax.tree.map(np.asarray, out.prompt_logprobs) if self.wants_prompt_logprobs else None  # type: ignore[arg-type]
+            ),
+        )
+
+
+class Runner:
+    """Compiled programs by bucket over one donated state."""
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        params: Params,
+        schedule: ScheduleConfig,
+        *,
+        kv_dtype: jax.typing.DTypeLike,
+        backend: str,
+        seed: int,
+    ) -> None:
+        self.arch, self.params, self.schedule = arch, params, schedule
+        self._backend, self._seed = backend, seed
+        self._kv_dtype = jnp.dtype(kv_dtype)
+        self._programs: dict[int, Compiled] = {}
+        self._set_slot: Compiled = None
+        self._closing = threading.Event()
+        self._background: threading.Thread | None = None
+        self.state = self._new_state()
+
+    def _new_state(self) -> ServeState:
+        """The device state, all zero: the pool, and what each slot remembers."""
+        a, s = self.arch, self.schedule
+        S = s.max_num_seqs
+        pool = attention.kv_shape(
+            self._backend,
+            num_layers=a.num_layers,
+            num_pages=s.num_pages,
+            page_size=s.page_size,
+            num_kv_heads=a.num_kv_heads,
+            head_dim=a.head_dim,
+        )
+        return ServeState(
+            kv_pages=jnp.zeros(pool, self._kv_dtype),
+            slots=SlotTable(
+                token_history=jnp.zeros((S, s.max_model_len), jnp.int32),
+                bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
+                bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
+                stop_ids=jnp.zeros((S, _MAX_STOP_IDS), jnp.int32),
+            ),
+        )
+
+    def abstract_state(self) -> ServeState:
+        """Shapes and dtypes of the device state."""
+        return jax.eval_shape(self._new_state)
+
+    @property
+    def itemsizes(self) -> tuple[int, int]:
+        """Bytes of one weight and of one number in the pool."""
+        return self.params["embed"].dtype.itemsize, self._kv_dtype.itemsize
+
+    # Programs
+
+    def lower(self, bucket: int) -> jax.stages.Lowered:
+        """The step of one bucket, traced and lowered but not compiled."""
+        layout = BatchLayout.of(self.schedule, bucket)
+        step = make_serve_step(self.arch, layout, backend=self._backend, seed=self._seed)
+        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+        return jax.jit(step, donate_argnums=1).lower(self.params, self.abstract_state(), blob)
+
+    def warm_up(self, compile_ahead: str) -> None:
+        """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead)."""
+        buckets = self.schedule.buckets()
+        self._set_slot = self._compile_set_slot()
+        self._compile(buckets if compile_ahead == "all" else (buckets[0], buckets[-1]))
+        rest = [b for b in buckets if b not in self._programs]
+        if rest and compile_ahead == "background":
+            self._background = threading.Thread(
+                target=self._compile, args=(rest,), name="jaxserve-compile", daemon=True
+            )
+            self._background.start()
+            atexit.register(self.close)
+
+    def _compile(self, buckets: Iterable[int]) -> None:
+        for bucket in buckets:
+            if self._closing.is_set():
+                return
+            if bucket not in self._programs:
+                self._programs[bucket] = self.lower(bucket).compile()
+        logger.debug("compiled step programs for %s tokens", sorted(self._programs))
+
+    def _compile_set_slot(self) -> Compiled:
+        state = self.abstract_state()
+        row = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.slots)
+        args = (row.token_history, row.bias_ids, row.bias_values, row.stop_ids)
+        return jax.jit(set_slot, donate_argnums=0).lower(state, jax.ShapeDtypeStruct((), jnp.int32), *args).compile()
+
+    def bucket_for(self, num_tokens: int) -> int:
+        """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
+        return min(b for b in tuple(self._programs) if b >= num_tokens)
+
+    def wait_until_warm(self) -> None:
+        """Block until every bucket is compiled."""
+        if self._background is not None:
+            self._background.join()
+
+    def close(self) -> None:
+        """Stop compiling in the background."""
+        self._closing.set()
+        self.wait_until_warm()
+
+    # Steps
+
+    def enter_slot(self, request: Request) -> None:
+        """Tell the device what it must know of an admitted request beyond its row: history, biases, stop ids."""
+        p, C = request.params, self.schedule.max_model_len
+        if not (p.has_penalties or p.logit_bias or p.min_tokens):
+            return
+        bias = p.logit_bias or {}
+        known = request.tokens(0, request.num_known_tokens)
+        self.state = self._set_slot(
+            self.state,
+            np.int32(request.slot),
+            _padded(known, C, 0, np.int32),
+            _padded(list(bias), MAX_LOGIT_BIAS, -1, np.int32),
+            _padded(list(bias.values()), MAX_LOGIT_BIAS, 0, np.float32),
+            _padded(sorted(request.stop_ids), _MAX_STOP_IDS, -1, np.int32),
+        )
+
+    def run(
+        self, blob: NDArray[np.int32], bucket: int, *, wants_logprobs: bool, wants_prompt_logprobs: bool
+    ) -> StepHandle:
+        """Dispatch one step: one upload, one program, and the download under way."""
+        self.state, output = self._programs[bucket](self.params, self.state, blob)
+        output.token_ids.copy_to_host_async()
+        return StepHandle(output, wants_logprobs, wants_prompt_logprobs)
+
+
+def _padded(values: list[Any], size: int, fill: int, dtype: Any) -> NDArray[Any]:
+    row = np.full(size, fill, dtype)
+    row[: len(values)] = values
+    return row

@@ -1,0 +1,421 @@
+"""Decides which request computes which tokens in the next step, from one token budget.
+
+There are no phases: every request has `num_computed_tokens` of `num_tokens`, and a step gives it some more until they
+meet, which samples one further token. Chunked prefill, prefix-cache hits and recompute after preemption are that one
+case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
+
+Step-ahead. Plan n + 1 may be made before the tokens of plan n are read, so `schedule()` already counts the tokens that
+a plan computes, and `num_pending_tokens` counts those sampled but not read. The caller promises one thing: every plan
+is packed before the next call into the scheduler, the device runs all plans in order, and `update()` gets them in that
+order. Then what a request frees can be handed out at once, although a step in flight may still write to it:
+
+- Pages. The next owner computes the page's positions in a later step, thus after that write. A page is registered in
+  the prefix cache only when all its ids are known and all its positions are in plans already made, so that whoever
+  finds it runs after it is complete, and the steps in flight write nothing but this content to it.
+- Slots. The next owner is marked `admitted` in a later plan and from then on sets every position that it reads.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.prefix_cache import PrefixCache
+from jaxserve.errors import RequestError
+from jaxserve.request import FinishReason, Request, RequestStatus
+
+
+class ScheduledRow(NamedTuple):
+    """One request's share of a step: tokens [start, start + num_tokens) of the request are computed.
+
+    Attributes:
+        request: its `pages` hold at least the tokens up to the end of the share.
+        slot: row of the per-request device state.
+        start: tokens computed before this step.
+        num_tokens: at least 1. Ids are known except the last one's, if it is still on the device.
+        samples: the share reaches the request's last token, so a further one is sampled.
+        admitted: the slot is new to the request; its per-request device state must be set.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+    admitted: bool
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes: rows in decode first, then those in prefill, then the newly admitted.
+
+    Attributes:
+        step_id: counts plans from 0.
+        rows: one per request, at least one.
+        num_decode_tokens: tokens of rows that had exactly one token left, already running before this step.
+        num_prefill_tokens: all other tokens.
+        num_cached_tokens: tokens that this step's admissions found in the prefix cache.
+        preempted: requests that lost their pages to older ones while this plan was made; none is in `rows`.
+        num_pages_used: pages that running requests own once the plan is made.
+    """
+
+    step_id: int
+    rows: list[ScheduledRow] = field(default_factory=list)
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    preempted: list[Request] = field(default_factory=list)
+    num_pages_used: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the step's token axis, before padding."""
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+
+class Scheduler:
+    """Continuous batching over a page pool: first come, first served; the last admitted is the first preempted.
+
+    At most one request is between two chunks of its prefill at a time, and it is the last admitted: a chunk
+    that does not complete a prefill takes the whole budget. So a preemption on behalf of a prefill can only hit that
+    prefill itself, and no row in decode ever misses a step because of one.
+
+    Args:
+        max_num_seqs: rows in a step and requests running at once.
+        max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
+        page_size: tokens per page.
+        num_pages: pages in the pool.
+        max_model_len: limit on a request's prompt and output tokens together.
+    """
+
+    def __init__(
+        self, *, max_num_seqs: int, max_num_batched_tokens: int, page_size: int, num_pages: int, max_model_len: int
+    ):
+        assert max_num_batched_tokens >= max_num_seqs, "all rows in decode must fit one step; the config checks it"
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self.max_model_len = max_model_len
+        self.num_wasted_tokens = 0
+        self._cache = PrefixCache(PagePool(num_pages), page_size)
+        self._requests: dict[str, Request] = {}  # waiting and running
+        # Ordered by arrival, the preempted in front. Not a deque: an abort in the middle takes constant time.
+        self._waiting: OrderedDict[str, Request] = OrderedDict()
+        self._running: dict[str, Request] = {}  # in order of admission
+        self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._unshared: set[Request] = set()  # running since before the last reset of the prefix cache
+        self._new_pages: dict[bytes, int] = {}  # those that the plan in the making fills, by hash
+        self._next_step_id = 0
+        self._last_updated_step_id = -1
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without pages and slot, new or preempted."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with pages and a slot."""
+        return len(self._running)
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages that running requests own; the others are blank or can be evicted."""
+        return self.num_pages - self._cache.num_free
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+        return bool(self._requests)
+
+    # Events
+
+    def add(self, request: Request) -> None:
+        """Queues a new request.
+
+        Raises:
+            RequestError: the id is in use, or the request could not run to its end even alone.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request_id must be unique among unfinished requests, got {request.request_id!r} again; "
+                "use another id, or abort the request that has it"
+            )
+        self._check_fits(request)
+        self._requests[request.request_id] = request
+        self._waiting[request.request_id] = request
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request in whatever state it is; None when no unfinished request has this id."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self.finish(request, FinishReason.ABORT)
+        return request
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request and frees its pages and slot; does nothing if it has ended already.
+
+        Tokens of it that are still on the device will be dropped by `update()`.
+        """
+        if request.status is RequestStatus.FINISHED:
+            return
+        if request.status is RequestStatus.RUNNING:
+            self._stop_running(request)
+        else:
+            del self._waiting[request.request_id]
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.num_pending_tokens = 0
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached content, as after a change of weights or a step that failed on the device.
+
+        Running requests keep their pages, but no one else will find what they compute on top of them.
+        """
+        self._cache.reset()
+        self._unshared.update(self._running.values())
+
+    # One step
+
+    def schedule(self) -> StepPlan | None:
+        """Plans the next step, or None when nothing can run.
+
+        None while requests are unfinished means that their next tokens depend on plans not yet updated.
+        """
+        plan = StepPlan(self._next_step_id)
+        self._schedule_running(plan)
+        if not plan.preempted:
+            self._admit_waiting(plan)
+        self._register_new_pages()
+        if not plan.rows:
+            return None
+        self._next_step_id += 1
+        plan.num_pages_used = self.num_pages_used
+        return plan
+
+    def update(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
+        """Takes the token ids that the device sampled for `plan`, one per row (ignored where the row does not sample).
+
+        Returns the requests that got a token, each with its token, in row order; those that it ended are FINISHED.
+        """
+        assert len(sampled) == len(plan.rows), f"{len(plan.rows)} rows but {len(sampled)} sampled ids"
+        assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
+        self._last_updated_step_id = plan.step_id
+        progressed = []
+        for row, token_id in zip(plan.rows, sampled, strict=True):
+            if not row.samples:
+                continue
+            if row.request.status is RequestStatus.FINISHED:
+                self.num_wasted_tokens += 1
+                continue
+            self._append_token(row.request, token_id)
+            progressed.append((row.request, token_id))
+        return progressed
+
+    def check_integrity(self) -> None:
+        """Asserts that pages and slots are conserved and that every request is where its status says."""
+        owners: dict[int, int] = {}
+        for request in self._running.values():
+            assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
+            assert len(request.pages) == self._num_pages_for(request.num_computed_tokens), request
+            for page in request.pages:
+                owners[page] = owners.get(page, 0) + 1
+        for request in self._waiting.values():
+            assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
+            held = (request.pages, request.slot, request.num_computed_tokens)
+            assert held == ([], -1, 0), f"{request.request_id} waits but holds {held}"
+        self._cache.check_integrity(owners)
+        assert self._requests.keys() == self._running.keys() | self._waiting.keys()
+        slots = [*self._free_slots, *(request.slot for request in self._running.values())]
+        assert sorted(slots) == list(range(self.max_num_seqs)), f"slots are lost or shared: {slots}"
+
+    # Parts of schedule()
+
+    def _schedule_running(self, plan: StepPlan) -> None:
+        """Gives every running row in decode its token, then rows in prefill what the budget leaves, oldest first."""
+        # A row that reaches its length limit with a token on the device computes nothing more; update() will end it.
+        rows = [request for request in self._running.values() if request.num_tokens < request.max_total_tokens]
+        for request in sorted(rows, key=_in_prefill):
+            if request.status is not RequestStatus.RUNNING:  # preempted for an older one
+                continue
+            num_tokens = min(_num_remaining(request), self._budget_left(plan))
+            if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
+                if _in_prefill(request):
+                    plan.num_prefill_tokens += num_tokens
+                else:
+                    plan.num_decode_tokens += num_tokens
+                self._add_row(request, num_tokens, plan)
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Allocates the pages of the next `num_tokens`; while too few are free, preempts the last admitted request.
+
+        False when that was `request` itself. It never is the oldest, which alone fits the pool: there is progress.
+        """
+        num_new = self._num_pages_for(request.num_computed_tokens + num_tokens) - len(request.pages)
+        while (pages := self._cache.allocate(num_new)) is None:
+            victim = next(reversed(self._running.values()))
+            self._preempt(victim, plan)
+            if victim is request:
+                return False
+        request.pages += pages
+        return True
+
+    def _preempt(self, request: Request, plan: StepPlan) -> None:
+        """Sends a running request back to the head of the queue; it will find its pages again if they stay cached."""
+        assert all(row.request is not request for row in plan.rows), "a row of this plan must keep its pages"
+        self._stop_running(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._waiting[request.request_id] = request
+        self._waiting.move_to_end(request.request_id, last=False)
+        plan.preempted.append(request)
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Starts waiting requests in their order while there are slots, budget and pages; none is overtaken."""
+        if not self._waiting or not self._free_slots:
+            return
+        # Each running row that can grow will soon need a page; a newcomer that takes the last ones is soon preempted.
+        num_reserved = sum(map(self._can_grow, self._running.values()))
+        while self._waiting and self._free_slots and self._budget_left(plan):
+            request = next(iter(self._waiting.values()))
+            # Preempted with tokens on the device: what there is to compute is not known before they are read.
+            if request.num_pending_tokens or not self._admit(request, num_reserved, plan):
+                break
+            num_reserved += self._can_grow(request)
+
+    def _admit(self, request: Request, num_reserved: int, plan: StepPlan) -> bool:
+        """Starts one request with its cached pages and a first chunk; False (and no change) if it must wait a step."""
+        if self._cache.num_free <= num_reserved:
+            return False
+        cached = self._cache.match(request) if request.read_prefix_cache else []
+        if request.read_prefix_cache and self._next_page_is_new(request, len(cached)):
+            return False
+        start = len(cached) * self.page_size
+        num_tokens = min(request.num_tokens - start, self._budget_left(plan))
+        pages = self._acquire(cached, self._num_pages_for(start + num_tokens) - len(cached), num_reserved)
+        if pages is None:
+            return False
+        if not request.num_preemptions:
+            request.num_cached_tokens = start
+        request.status = RequestStatus.RUNNING
+        request.slot = self._free_slots.pop()
+        request.pages = pages
+        request.num_computed_tokens = start
+        self._running[request.request_id] = self._waiting.pop(request.request_id)
+        plan.num_cached_tokens += start
+        plan.num_prefill_tokens += num_tokens
+        self._add_row(request, num_tokens, plan, admitted=True)
+        return True
+
+    def _acquire(self, cached: list[int], num_new: int, num_reserved: int) -> list[int] | None:
+        """Takes `cached` pages and `num_new` behind them; None (and no change) unless `num_reserved` stay free."""
+        self._cache.retain(cached)  # first of all, lest the allocation evicts them
+        new = self._cache.allocate(num_new) if num_new + num_reserved <= self._cache.num_free else None
+        if new is None:
+            self._cache.release(cached)
+            return None
+        return cached + new
+
+    def _next_page_is_new(self, request: Request, num_cached: int) -> bool:
+        """Whether a row of this plan computes the page that `request` would need next.
+
+        It cannot be read in the same step, in which reads and writes have no order, but in the next one it need not be
+        computed again: many requests with one prefix compute it once.
+        """
+        if num_cached == self._cache.num_matchable(request):
+            return False
+        return self._cache.hashes(request)[num_cached] in self._new_pages
+
+    def _add_row(self, request: Request, num_tokens: int, plan: StepPlan, admitted: bool = False) -> None:
+        """Puts the next `num_tokens` of a request into the plan and counts them as computed."""
+        start = request.num_computed_tokens
+        samples = start + num_tokens == request.num_tokens
+        plan.rows.append(ScheduledRow(request, request.slot, start, num_tokens, samples, admitted))
+        request.num_computed_tokens += num_tokens
+        self._new_pages.update(self._full_pages(request, start))
+        request.num_pending_tokens += samples
+
+    def _register_new_pages(self) -> None:
+        """Lets later steps find what this one computes."""
+        for page_hash, page in self._new_pages.items():
+            self._cache.register(page_hash, page)
+        self._new_pages.clear()
+
+    # Parts of update()
+
+    def _append_token(self, request: Request, token_id: int) -> None:
+        position = request.num_known_tokens
+        request.output_token_ids.append(token_id)
+        request.num_pending_tokens -= 1
+        if (reason := _finish_reason(request, token_id)) is not None:
+            self.finish(request, reason)
+        elif request.status is RequestStatus.RUNNING:
+            # Step-ahead: a plan made meanwhile may have filled a page with this token before its id was known.
+            for page_hash, page in self._full_pages(request, position):
+                self._cache.register(page_hash, page)
+
+    # Parts of both
+
+    def _full_pages(self, request: Request, start: int) -> list[tuple[bytes, int]]:
+        """Hash and id of the pages, from the one of position `start` on, whose tokens are all computed and known."""
+        first = start // self.page_size
+        stop = min(request.num_computed_tokens, request.num_known_tokens) // self.page_size
+        if first >= stop or request in self._unshared:
+            return []
+        return list(zip(self._cache.hashes(request)[first:stop], request.pages[first:stop], strict=True))
+
+    def _stop_running(self, request: Request) -> None:
+        del self._running[request.request_id]
+        self._unshared.discard(request)
+        self._free_slots.append(request.slot)
+        self._cache.release(request.pages)
+        request.slot = -1
+        request.pages = []
+
+    def _can_grow(self, request: Request) -> bool:
+        return len(request.pages) < self._num_pages_for(request.max_total_tokens - 1)
+
+    def _budget_left(self, plan: StepPlan) -> int:
+        return self.max_num_batched_tokens - plan.num_tokens
+
+    def _num_pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def _check_fits(self, request: Request) -> None:
+        num_prompt, max_total = request.num_prompt_tokens, request.max_total_tokens
+        if not 0 < num_prompt < max_total <= self.max_model_len:
+            raise RequestError(
+                "a prompt must have at least 1 token and fewer than max_total_tokens <= max_model_len, "
+                f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {self.max_model_len}; "
+                "shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        num_needed = self._num_pages_for(max_total - 1)  # the last token is never computed
+        if num_needed > self.num_pages:
+            raise RequestError(
+                f"a request must fit the page pool: {num_prompt} prompt tokens and up to {max_total - num_prompt} new "
+                f"ones need {num_needed} pages of {self.page_size} tokens, but there are {self.num_pages}; "
+                "lower max_tokens, shorten the prompt or raise num_pages"
+            )
+
+
+def _num_remaining(request: Request) -> int:
+    return request.num_tokens - request.num_computed_tokens
+
+
+def _in_prefill(request: Request) -> bool:
+    return _num_remaining(request) > 1
+
+
+def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
+    """Why the request ends with this token, just appended, if it does."""
+    # The device masks stop ids for the first min_tokens tokens, so that the first that may end a request follows those.
+    if token_id in request.stop_ids and len(request.output_token_ids) > request.params.min_tokens:
+        return FinishReason.STOP
+    if request.num_known_tokens == request.max_total_tokens:
+        return FinishReason.LENGTH
+    return None

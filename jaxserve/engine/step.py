@@ -1,0 +1,215 @@
+"""serve_step: the one program of the engine. Tokens in, sampled tokens out, the pool updated in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from jaxserve.engine.batch import BatchLayout, StepBatch
+from jaxserve.models import decoder
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, sample, token_logprobs
+from pallas_kernels.ragged_paged_attention import ragged_paged_attention
+
+PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
+
+
+@struct.dataclass
+class ServeState:
+    """What lives on the device between steps; donated to every step and returned by it."""
+
+    kv_pages: Shaped[Array, "..."]  # layout of the attention backend
+    slots: SlotTable  # tokens, biases and stop ids of every running request
+
+
+@struct.dataclass
+class StepOutput:
+    """What a step sends back. Entries of rows that did not sample are meaningless."""
+
+    token_ids: Int[Array, " R"]
+    logprobs: TokenLogprobs  # of `token_ids`; zeros unless the step wants logprobs
+    prompt_logprobs: TokenLogprobs  # per token of the step, of the token after it; zeros unless wanted
+
+
+@struct.dataclass
+class AttentionCarry:
+    """Threaded through the layers: the pool, and where each row's tokens are."""
+
+    kv_pages: Shaped[Array, "..."]
+    kv_lens: Int[Array, " R"]
+    page_table: Int[Array, "R M"]
+    cu_q_lens: Int[Array, " R1"]
+    num_rows: Int[Array, ""]
+
+
+def paged_attend(
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    carry: AttentionCarry,
+    layer: Int[Array, ""],
+    window: int | None,
+    *,
+    backend: str,
+) -> tuple[Float[Array, "T Q H"], AttentionCarry]:
+    """Write the new keys and values into the pool and attend over it."""
+    out, kv_pages = ragged_paged_attention(
+        q,
+        k,
+        v,
+        carry.kv_pages,
+        layer,
+        kv_lens=carry.kv_lens,
+        page_table=carry.page_table,
+        cu_q_lens=carry.cu_q_lens,
+        num_rows=carry.num_rows,
+        scale=q.shape[-1] ** -0.5,
+        window=window,
+        backend=backend,
+    )
+    return out, dataclasses.replace(carry, kv_pages=kv_pages)
+
+
+def make_serve_step(
+    arch: ArchConfig, layout: BatchLayout, *, backend: str, seed: int
+) -> Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]:
+    """The step of one bucket, to be jitted with `state` donated."""
+    attend = partial(paged_attend, backend=backend)
+
+    def serve_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
+        batch = layout.unpack(blob)
+        row_ids, positions = locate_tokens(batch)
+        token_ids = _input_ids(batch, state.slots, row_ids, positions)
+        carry = AttentionCarry(state.kv_pages, batch.kv_lens, batch.page_table, batch.cu_q_lens, batch.num_rows)
+        hidden, carry = decoder.forward(params, arch, token_ids, positions, attend, carry)
+        logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
+        with jax.named_scope("sample"):
+            rows = _sampling_rows(batch)
+            sampled = sample(logits, rows, state.slots, jax.random.key(seed))
+            slots = _remember(state.slots, batch, sampled)
+        out = StepOutput(
+            token_ids=sampled,
+            logprobs=_logprobs_if(batch.wants_logprobs, logits, sampled),
+            prompt_logprobs=_prompt_logprobs(params, batch, hidden, token_ids, row_ids),
+        )
+        return ServeState(kv_pages=carry.kv_pages, slots=slots), out
+
+    return serve_step
+
+
+def locate_tokens(batch: StepBatch) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
+    """Row and absolute position of every token; clipped to valid values for padding."""
+    T, R = batch.token_ids.shape[0], batch.kv_lens.shape[0]
+    tokens = jnp.arange(T, dtype=jnp.int32)
+    row_ids = jnp.searchsorted(batch.cu_q_lens[1:], tokens, side="right").astype(jnp.int32)
+    row_ids = jnp.minimum(row_ids, R - 1)
+    from_end = batch.cu_q_lens[1:][row_ids] - tokens  # 1 for the row's last token
+    return row_ids, jnp.maximum(batch.kv_lens[row_ids] - from_end, 0)
+
+
+def _input_ids(
+    batch: StepBatch, slots: SlotTable, row_ids: Int[Array, " T"], positions: Int[Array, " T"]
+) -> Int[Array, " T"]:
+    """Ids the host knew, and for the others what an earlier step sampled."""
+    sampled = slots.token_history.at[batch.slot[row_ids], positions].get(mode="clip")
+    return jnp.where(batch.token_ids < 0, sampled, batch.token_ids)
+
+
+def _samples(batch: StepBatch) -> Bool[Array, " R"]:
+    return (jnp.arange(batch.samples.shape[0]) < batch.num_rows) & (batch.samples > 0)
+
+
+def _sampling_rows(batch: StepBatch) -> SamplingRows:
+    return SamplingRows(
+        temperature=batch.temperature,
+        top_k=batch.top_k,
+        top_p=batch.top_p,
+        min_p=batch.min_p,
+        seed=batch.seed,
+        position=batch.kv_lens,
+        prompt_len=batch.prompt_len,
+        min_position=batch.min_position,
+        presence_penalty=batch.presence_penalty,
+        frequency_penalty=batch.frequency_penalty,
+        repetition_penalty=batch.repetition_penalty,
+        slot=batch.slot,
+        use_bias=batch.use_bias > 0,
+        live=_samples(batch),
+    )
+
+
+def _remember(slots: SlotTable, batch: StepBatch, sampled: Int[Array, " R"]) -> SlotTable:
+    """Write each sampled token to its request's history, where the next step reads its input."""
+    S, C = slots.token_history.shape
+    slot = jnp.where(_samples(batch), batch.slot, S)  # S: out of range, dropped
+    history = slots.token_history.at[slot, jnp.minimum(batch.kv_lens, C)].set(sampled, mode="drop")
+    return dataclasses.replace(slots, token_history=history)
+
+
+def _logprobs_if(wanted: Int[Array, ""], logits: Float[Array, "N V"], ids: Int[Array, " N"]) -> TokenLogprobs:
+    shapes = jax.eval_shape(token_logprobs, logits, ids)
+    return lax.cond(
+        wanted > 0,
+        token_logprobs,
+        lambda _logits, _ids: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
+        logits,
+        ids,
+    )
+
+
+def _prompt_logprobs(
+    params: Params,
+    batch: StepBatch,
+    hidden: Float[Array, "T D"],
+    token_ids: Int[Array, " T"],
+    row_ids: Int[Array, " T"],
+) -> TokenLogprobs:
+    """Logprobs of the token that follows each token of the step, in blocks so that [T, V] never exists."""
+    T = hidden.shape[0]
+    block = min(T, PROMPT_LOGPROB_BLOCK)
+    is_last = jnp.arange(T) == batch.cu_q_lens[1:][row_ids] - 1
+    following = jnp.where(is_last, batch.next_ids[row_ids], jnp.roll(token_ids, -1))
+
+    def one(start: Any) -> TokenLogprobs:
+        rows = lax.dynamic_slice_in_dim(hidden, start, block)
+        return token_logprobs(decoder.compute_logits(params, rows), lax.dynamic_slice_in_dim(following, start, block))
+
+    shapes = jax.eval_shape(one, 0)
+    empty = jax.tree.map(lambda s: jnp.zeros((T, *s.shape[1:]), s.dtype), shapes)
+    num_blocks = jnp.where(batch.wants_prompt_logprobs > 0, -(-batch.cu_q_lens[batch.num_rows] // block), 0)
+
+    def body(index: Any, out: TokenLogprobs) -> TokenLogprobs:
+        start = jnp.minimum(index * block, T - block)
+        return jax.tree.map(lambda to, x: lax.dynamic_update_slice_in_dim(to, x, start, 0), out, one(start))
+
+    return lax.fori_loop(0, num_blocks, body, empty)
+
+
+def set_slot(
+    state: ServeState,
+    slot: Int[Array, ""],
+    tokens: Int[Array, " C"],
+    bias_ids: Int[Array, " B"],
+    bias_values: Float[Array, " B"],
+    stop_ids: Int[Array, " E"],
+) -> ServeState:
+    """Enter a newly admitted request whose sampling looks at more than its logits. Donates `state`."""
+    table = state.slots
+    return dataclasses.replace(
+        state,
+        slots=SlotTable(
+            token_history=table.token_history.at[slot].set(tokens),
+            bias_ids=table.bias_ids.at[slot].set(bias_ids),
+            bias_values=table.bias_values.at[slot].set(bias_values),
+            stop_ids=table.stop_ids.at[slot].set(stop_ids),
+        ),
+    )

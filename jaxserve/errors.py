@@ -1,0 +1,9 @@
+"""The two errors a user meets. Each says what must hold, what came, and what to change."""
+
+
+class ConfigError(ValueError):
+    """The engine cannot start as configured; raised before any request is accepted."""
+
+
+class RequestError(ValueError):
+    """One request is refused; the engine and all other requests go on."""

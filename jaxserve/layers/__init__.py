@@ -1,0 +1,1 @@
+"""The small parts every decoder block is made of."""

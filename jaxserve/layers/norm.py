@@ -1,0 +1,12 @@
+"""Normalisation layers."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+
+def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang & Sennrich 2019, as Llama applies it)."""
+    x32 = x.astype(jnp.float32)
+    x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return x32.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)

@@ -1,0 +1,117 @@
+"""Rotary position embeddings and the ways checkpoints stretch them to long contexts."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+from numpy.typing import NDArray
+
+from jaxserve.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Hugging Face's `rope_parameters` (or `rope_theta` and `rope_scaling`), as they are."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    options: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> "RopeConfig":
+        """Read both the old and the new spelling; ConfigError if the scaling is not supported."""
+        raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        raw = raw.get("full_attention", raw)
+        theta = raw.get("rope_theta") or config.get("rope_theta") or 10000.0
+        kind = raw.get("rope_type") or raw.get("type") or "default"
+        if kind not in _SCALINGS:
+            raise ConfigError(f"rope_type must be one of {sorted(_SCALINGS)}, got {kind!r}")
+        if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
+            raise ConfigError(f"partial_rotary_factor must be 1, got {raw['partial_rotary_factor']}")
+        options = {k: float(v) for k, v in raw.items() if isinstance(v, int | float) and k != "rope_theta"}
+        options.setdefault("original_max_position_embeddings", float(config.get("max_position_embeddings", 2048)))
+        return cls(float(theta), kind, tuple(sorted(options.items())))
+
+    def frequencies(self, head_dim: int) -> tuple[NDArray[np.float32], float]:
+        """Inverse frequencies [head_dim / 2] and the factor on cos and sin."""
+        base = np.reciprocal(_periods(self.theta, head_dim))
+        try:
+            return _SCALINGS[self.kind](base, dict(self.options), self.theta, head_dim)
+        except KeyError as missing:
+            raise ConfigError(f"rope_type {self.kind!r} needs the parameter {missing}") from None
+
+
+def _periods(theta: float, dim: int) -> NDArray[np.float32]:
+    """Powers of theta, rounded once: an ulp of frequency is a visible angle at a far position."""
+    exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+    return np.power(np.float32(theta), exponent, dtype=np.float64).astype(np.float32)
+
+
+_Scaling = tuple[NDArray[np.float32], float]
+
+
+def _default(freq: NDArray[np.float32], _options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
+    return freq, 1.0
+
+
+def _linear(freq: NDArray[np.float32], options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
+    """Position interpolation (Chen et al. 2023)."""
+    return freq / np.float32(options["factor"]), 1.0
+
+
+def _llama3(freq: NDArray[np.float32], options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
+    """Llama 3.1: long waves are stretched, short ones kept, those between blended."""
+    factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
+    turns = options["original_max_position_embeddings"] / (2 * math.pi / freq)
+    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    return ((1 - keep) * freq / factor + keep * freq).astype(np.float32), 1.0
+
+
+def _yarn(freq: NDArray[np.float32], options: dict[str, float], theta: float, dim: int) -> _Scaling:
+    """YaRN (Peng et al. 2023), section 3.2-3.4."""
+    factor, trained = options["factor"], options["original_max_position_embeddings"]
+
+    def dim_of(turns: float) -> float:
+        return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = dim_of(options.get("beta_fast", 32.0)), dim_of(options.get("beta_slow", 1.0))
+    if options.get("truncate", 1.0):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / max(high - low, 1e-3), 0, 1)
+
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    if options.get("mscale") and options.get("mscale_all_dim"):
+        default = magnitude(options["mscale"]) / magnitude(options["mscale_all_dim"])
+    else:
+        default = magnitude(1.0)
+    scaled = 1 / (factor * _periods(theta, dim)) * ramp + freq * (1 - ramp)
+    return scaled.astype(np.float32), options.get("attention_factor", default)
+
+
+_SCALINGS: dict[str, Callable[[NDArray[np.float32], dict[str, float], float, int], _Scaling]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
+
+
+def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -> Float[Array, "2 T half"]:
+    """Cosines and sines of every token's angles, float32."""
+    freq, factor = config.frequencies(head_dim)
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
+    return jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor
+
+
+def apply_rope(x: Float[Array, "T N H"], table: Float[Array, "2 T half"]) -> Float[Array, "T N H"]:
+    """Rotate the two halves of each head (the layout of Hugging Face checkpoints)."""
+    cos, sin = table[:, :, None, :].astype(x.dtype)  # [T, 1, H/2] each
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -1,0 +1,182 @@
+"""LLM: the offline interface. vLLM's calls: generate and chat over lists, stream for one prompt."""
+
+import copy
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tqdm import tqdm
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine, Prompt
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate.
+
+    Args:
+        model: directory of a Hugging Face checkpoint; None loads the embedded default.
+        options: any further field of EngineConfig.
+
+    Raises:
+        ConfigError: the checkpoint or an option is not usable.
+    """
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        self.engine = Engine(EngineConfig(model=None if model is None else str(model), **options))
+        self._ids = itertools.count()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer in use; ConfigError with `skip_tokenizer_init`."""
+        if self.engine.tokenizer is None:
+            raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete all prompts; outputs in the order of the prompts.
+
+        Args:
+            prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
+            sampling_params: one for all, or one per prompt; default SamplingParams().
+            use_tqdm: show a progress bar with tokens per second.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; names it, and none has been started.
+        """
+        many = _as_list(prompts)
+        request_ids = self._add_all(many, _per_prompt(sampling_params, len(many)))
+        return self._run(request_ids, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
+        tokenizer = self.get_tokenizer()
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        texts = [
+            tokenizer.apply_chat_template(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt,
+                chat_template=chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        prompts = [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
+        outputs = self.generate(prompts, sampling_params, use_tqdm)
+        for output, text in zip(outputs, texts, strict=True):
+            output.prompt = text
+        return outputs
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding increments: each output's text and ids hold only what is new.
+
+        Closing the iterator early aborts the request.
+        """
+        (request_id,) = self._add_all([prompt], [sampling_params or SamplingParams()])
+        return self._stream(request_id, sampling_params.n if sampling_params else 1)
+
+    def _stream(self, request_id: str, n: int) -> Iterator[RequestOutput]:
+        sent = [CompletionOutput(index) for index in range(n)]
+        try:
+            while self.engine.has_unfinished():
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        yield _increment(output, sent)
+                        if output.finished:
+                            return
+        finally:
+            self.engine.abort(request_id)
+
+    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
+        added: list[str] = []
+        try:
+            for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+                request_id = str(next(self._ids))
+                try:
+                    self.engine.add_request(request_id, prompt, p)
+                except RequestError as error:
+                    raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+                added.append(request_id)
+        except BaseException:
+            self._abort_all(added)
+            raise
+        return added
+
+    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
+        done: dict[str, RequestOutput] = {}
+        wanted = set(request_ids)
+        try:
+            with tqdm(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                started = time.monotonic()
+                tokens_in = tokens_out = 0
+                while len(done) < len(request_ids):
+                    for output in self.engine.step():
+                        if output.finished and output.request_id in wanted:
+                            done[output.request_id] = output
+                            tokens_in += len(output.prompt_token_ids)
+                            tokens_out += sum(len(o.token_ids) for o in output.outputs)
+                            seconds = time.monotonic() - started
+                            rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
+                            bar.set_postfix_str(rates, refresh=False)
+                            bar.update()
+        except BaseException:  # an interrupted call must not leave requests behind
+            self._abort_all(request_ids)
+            raise
+        return [done[request_id] for request_id in request_ids]
+
+    def _abort_all(self, request_ids: Sequence[str]) -> None:
+        for request_id in request_ids:
+            self.engine.abort(request_id)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, which may itself be a list of ids, or many."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * count
+    if len(params) != count:
+        raise RequestError(f"sampling_params must be one for all or one per prompt, got {len(params)} for {count}")
+    return list(params)
+
+
+def _increment(output: RequestOutput, sent: list[CompletionOutput]) -> RequestOutput:
+    """What `output` has beyond `sent`, which is brought up to date."""
+    new = []
+    for now, before in zip(output.outputs, sent, strict=True):
+        new.append(
+            dataclasses.replace(
+                now,
+                text=now.text[len(before.text) :],
+                token_ids=now.token_ids[len(before.token_ids) :],
+                logprobs=None if now.logprobs is None else now.logprobs[len(before.token_ids) :],
+                metrics=copy.copy(now.metrics),
+            )
+        )
+        before.text, before.token_ids = now.text, now.token_ids[:]
+    return dataclasses.replace(output, outputs=new)

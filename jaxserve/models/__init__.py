@@ -1,0 +1,1 @@
+"""Model families: Hugging Face config -> ArchConfig, parameter rows, block."""

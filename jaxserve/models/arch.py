@@ -1,0 +1,75 @@
+"""ArchConfig: all that the engine needs to know of a model, whatever its family."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.rope import RopeConfig
+
+
+@dataclass(frozen=True)
+class ArchConfig:
+    """Sizes and switches of a decoder-only transformer. Letters as in einsum strings: V D L Q K H F."""
+
+    architecture: str  # Hugging Face class name
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn_size: int
+    max_position: int
+    norm_eps: float
+    rope: RopeConfig
+    windows: tuple[int | None, ...]  # per layer: sliding window in tokens, None attends to everything
+    tied_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    bos_id: int | None = None
+    eos_ids: frozenset[int] = frozenset()
+    dtype: str = "float32"  # that of the checkpoint
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_attention_heads must be a multiple of num_key_value_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, embeddings included once when tied."""
+        layer = self.hidden_size * (self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads) + 3 * self.ffn_size)
+        return self.num_layers * layer + (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
+
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        """Floating-point operations of a step: matrices over its tokens, logits of its rows, attention scores."""
+        head = self.vocab_size * self.hidden_size
+        body = self.num_params - (1 if self.tied_embeddings else 2) * head
+        scores = 2 * num_scores * self.num_layers * self.num_heads * self.head_dim
+        return 2 * (num_tokens * body + num_rows * head + scores)
+
+
+def require(config: Mapping[str, Any], *names: str) -> list[int]:
+    """The positive integers under `names`; ConfigError naming each that is missing or not one."""
+    bad = {n: config.get(n) for n in names if not isinstance(config.get(n), int) or config[n] <= 0}
+    if bad:
+        raise ConfigError(f"config.json must give positive integers for {sorted(bad)}, got {bad}")
+    return [config[n] for n in names]
+
+
+def token_id_set(value: Any) -> frozenset[int]:
+    """Hugging Face writes end-of-sequence ids as null, a number or a list."""
+    if value is None:
+        return frozenset()
+    return frozenset(value) if isinstance(value, list) else frozenset({value})

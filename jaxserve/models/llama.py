@@ -1,0 +1,131 @@
+"""Llama 2, 3 and 3.x, and the block that Mistral and Qwen share with it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import RopeConfig, apply_rope
+from jaxserve.models.arch import ArchConfig, require, token_id_set
+from jaxserve.models.params import ParamSpec
+
+
+def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
+    """Read a Llama config.json; families that differ override what differs."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ConfigError(f"hidden_act must be 'silu', got {config['hidden_act']!r}")
+    vocab, hidden, layers, heads, ffn = require(
+        config, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
+    )
+    bias = bool(config.get("attention_bias", False))
+    fields: dict[str, Any] = {
+        "architecture": config["architectures"][0],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": config.get("num_key_value_heads") or heads,
+        "head_dim": config.get("head_dim") or hidden // heads,
+        "ffn_size": ffn,
+        "max_position": config.get("max_position_embeddings", 2048),
+        "norm_eps": config.get("rms_norm_eps", 1e-6),
+        "rope": RopeConfig.from_hf(config),
+        "windows": (None,) * layers,
+        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+        "qkv_bias": bias,
+        "o_bias": bias,
+        "mlp_bias": bool(config.get("mlp_bias", False)),
+        "bos_id": config.get("bos_token_id"),
+        "eos_ids": token_id_set(config.get("eos_token_id")),
+        "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+    }
+    return ArchConfig(**{**fields, **overrides})
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """One row per tensor of the whole model."""
+    D, V = arch.hidden_size, arch.vocab_size
+    specs = [ParamSpec(("embed",), (V, D), ("vocab", "embed"), ("model.embed_tokens.weight",), (V,))]
+    for layer in range(arch.num_layers):
+        specs += _layer_specs(arch, layer)
+    specs.append(ParamSpec(("final_norm",), (D,), (None,), ("model.norm.weight",), (D,), "ones"))
+    if not arch.tied_embeddings:
+        specs.append(ParamSpec(("lm_head",), (V, D), ("vocab", "embed"), ("lm_head.weight",), (V,)))
+    return specs
+
+
+def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
+    D, F, H = arch.hidden_size, arch.ffn_size, arch.head_dim
+    q_rows, kv_rows = arch.num_heads * H, arch.num_kv_heads * H
+    attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+
+    def matrix(name: str, axes: tuple[str, str], names: list[str], rows: list[int], inner: int) -> ParamSpec:
+        hf_names = tuple(f"{n}.weight" for n in names)
+        return ParamSpec(("layers", layer, name), (sum(rows), inner), axes, hf_names, tuple(rows))
+
+    def vector(name: str, axis: str | None, names: list[str], rows: list[int], init: str) -> ParamSpec:
+        return ParamSpec(("layers", layer, name), (sum(rows),), (axis,), tuple(names), tuple(rows), init)
+
+    def norm(name: str, hf_name: str, size: int) -> ParamSpec:
+        return vector(name, None, [f"{hf_name}.weight"], [size], "ones")
+
+    qkv, qkv_rows = [f"{attn}.{x}_proj" for x in "qkv"], [q_rows, kv_rows, kv_rows]
+    gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
+    specs = [
+        norm("input_norm", f"model.layers.{layer}.input_layernorm", D),
+        matrix("qkv_proj", ("heads", "embed"), qkv, qkv_rows, D),
+        matrix("o_proj", ("embed", "heads"), [f"{attn}.o_proj"], [D], q_rows),
+        norm("mlp_norm", f"model.layers.{layer}.post_attention_layernorm", D),
+        matrix("gate_up_proj", ("ffn", "embed"), gate_up, [F, F], D),
+        matrix("down_proj", ("embed", "ffn"), [f"{mlp}.down_proj"], [D], F),
+    ]
+    if arch.qkv_bias:
+        specs.append(vector("qkv_bias", "heads", [f"{n}.bias" for n in qkv], qkv_rows, "zeros"))
+    if arch.o_bias:
+        specs.append(vector("o_bias", "embed", [f"{attn}.o_proj.bias"], [D], "zeros"))
+    if arch.mlp_bias:
+        specs.append(vector("gate_up_bias", "ffn", [f"{n}.bias" for n in gate_up], [F, F], "zeros"))
+        specs.append(vector("down_bias", "embed", [f"{mlp}.down_proj.bias"], [D], "zeros"))
+    if arch.qk_norm:
+        specs += [norm("q_norm", f"{attn}.q_norm", H), norm("k_norm", f"{attn}.k_norm", H)]
+    return specs
+
+
+def project_qkv(
+    p: dict[str, Array], x: Float[Array, "T D"], rope: Float[Array, "2 T half"], arch: ArchConfig
+) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+    """Queries, keys and values of every token, normed per head where the family does so, and rotated."""
+    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    qkv = linear(p["qkv_proj"], x, p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
+    q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
+    if arch.qk_norm:
+        q, k = rms_norm(q, p["q_norm"], arch.norm_eps), rms_norm(k, p["k_norm"], arch.norm_eps)
+    return apply_rope(q, rope), apply_rope(k, rope), v
+
+
+def block(
+    p: dict[str, Array],
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"],
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    window: int | None,
+    attend: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """One pre-norm decoder layer: x + attention, then + SwiGLU. `attend` also threads the KV pool in `carry`."""
+    with jax.named_scope("attention"):
+        q, k, v = project_qkv(p, rms_norm(x, p["input_norm"], arch.norm_eps), rope, arch)
+        out, carry = attend(q, k, v, carry, layer, window)
+        x = x + linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"))
+    with jax.named_scope("mlp"):
+        gate_up = linear(p["gate_up_proj"], rms_norm(x, p["mlp_norm"], arch.norm_eps), p.get("gate_up_bias"))
+        x = x + linear(p["down_proj"], swiglu(gate_up), p.get("down_bias"))
+    return x, carry

@@ -1,0 +1,34 @@
+"""Hugging Face architecture name -> family."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.models import llama, mistral, qwen
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import ParamSpec
+
+_ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ArchConfig]] = {
+    "LlamaForCausalLM": llama.arch,
+    "MistralForCausalLM": mistral.arch,
+    "Qwen2ForCausalLM": qwen.qwen2_arch,
+    "Qwen3ForCausalLM": qwen.qwen3_arch,
+}
+
+
+def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
+    """ArchConfig of a parsed config.json; ConfigError when the architecture or a setting is not supported."""
+    names = config.get("architectures") or []
+    if not names or names[0] not in _ARCHITECTURES:
+        raise ConfigError(f"architectures must name one of {sorted(_ARCHITECTURES)}, got {names}")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "?")
+        raise ConfigError(
+            f"quantized checkpoints are not supported, got quant_method {method!r}; use an unquantized one"
+        )
+    return _ARCHITECTURES[names[0]](config)
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """One row per tensor of the model; every family here has Llama's."""
+    return llama.param_specs(arch)

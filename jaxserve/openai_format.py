@@ -1,0 +1,273 @@
+"""OpenAI's request and response bodies, for /v1/completions and /v1/chat/completions, in the engine's terms.
+
+A body may bring what OpenAI's API knows and this engine does, and vLLM's further sampling parameters. Any other field
+is an error, never ignored; `user` is OpenAI's own bookkeeping and the one exception. A null means "not given".
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.errors import RequestError
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenIds
+from jaxserve.tokenizer import Tokenizer
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+Json = dict[str, Any]
+Prompt = str | TokenIds
+
+_SAMPLING_FIELDS = {  # those that SamplingParams knows by the same name and meaning
+    *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
+    *("skip_special_tokens", "include_stop_str_in_output"),
+}
+_SHARED_FIELDS = _SAMPLING_FIELDS | {"model", "max_tokens", "logprobs", "stream", "cache_salt", "user"}
+_FIELDS = {
+    COMPLETIONS: _SHARED_FIELDS | {"prompt"},
+    CHAT: _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
+}
+
+
+@dataclass(eq=False)
+class BadRequestError(RequestError):
+    """A body that cannot be served, with the fields of OpenAI's error object."""
+
+    message: str
+    param: str | None = None
+    code: str = "invalid_request"
+    status_code: int = 400
+
+    def __str__(self) -> str:
+        return self.message
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """A valid body.
+
+    Attributes:
+        prompts: text or token ids; a chat has one, rendered and encoded.
+        top_logprobs: alternatives per token that a chat asked for; None without log probabilities.
+    """
+
+    url: str
+    model: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    cache_salt: str | None = None
+    top_logprobs: int | None = None
+
+
+def parse_body(url: str, body: object, model_names: Sequence[str], tokenizer: Tokenizer | None) -> ParsedRequest:
+    """Check a request body and put it in the engine's terms.
+
+    Args:
+        url: COMPLETIONS or CHAT.
+        body: as parsed from JSON.
+        model_names: what `model` may be; the first is meant where it is not given.
+        tokenizer: renders and encodes chats.
+
+    Raises:
+        RequestError: what is wrong with it; a `BadRequestError` where the field is known.
+    """
+    if not isinstance(body, dict):
+        raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
+    given = {name: value for name, value in body.items() if value is not None}
+    refuse_unknown("body", given, _FIELDS[url])
+    if given.get("stream", False) is not False:
+        raise BadRequestError(f"stream must be false in a batch, got {brief(given['stream'])}", "stream")
+    _check_type(given, "cache_salt", str)
+    model = given.get("model", model_names[0])
+    if model not in model_names:
+        message = f"model must be one of {list(model_names)}, got {brief(model)}"
+        raise BadRequestError(message, "model", "model_not_found", 404)
+    salt = given.get("cache_salt")
+    if url == COMPLETIONS:
+        prompts, params = _completion_prompts(given.get("prompt")), _completion_params(given)
+        return ParsedRequest(url, model, prompts, params, salt)
+    params = _chat_params(given)
+    return ParsedRequest(url, model, [_chat_prompt(given, tokenizer)], params, salt, params.logprobs)
+
+
+def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
+    """BadRequestError that names every field of `given` that is not `known`."""
+    if unknown := sorted(given.keys() - known):
+        message = f"unsupported fields {unknown} in the {where}; supported are {sorted(known)}"
+        raise BadRequestError(message, unknown[0], "unsupported_parameter")
+
+
+def brief(value: object) -> str:
+    """A value as an error message shows it."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _completion_params(given: Json) -> SamplingParams:
+    names = _SAMPLING_FIELDS | {"max_tokens", "logprobs"}
+    return SamplingParams(**{name: given[name] for name in names & given.keys()})
+
+
+def _chat_params(given: Json) -> SamplingParams:
+    _check_type(given, "logprobs", bool)
+    wanted = given.get("logprobs", False)
+    if "top_logprobs" in given and not wanted:
+        raise BadRequestError("top_logprobs needs logprobs: true", "top_logprobs")
+    limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
+    if len(limits) == 2 and limits[0] != limits[1]:
+        raise BadRequestError("max_tokens and max_completion_tokens must agree; give one", "max_completion_tokens")
+    return SamplingParams(
+        **{name: given[name] for name in _SAMPLING_FIELDS & given.keys()},
+        max_tokens=limits[0] if limits else None,  # up to the model's length, as OpenAI has it for chats
+        logprobs=given.get("top_logprobs", 0) if wanted else None,
+    )
+
+
+def _chat_prompt(given: Json, tokenizer: Tokenizer | None) -> TokenIds:
+    if tokenizer is None:
+        raise BadRequestError("chats need a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
+    messages = given.get("messages")
+    if not isinstance(messages, list):
+        raise BadRequestError(f"messages must be a list of messages, got {brief(messages)}", "messages")
+    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        raise BadRequestError("every message must be an object with a role", "messages")
+    _check_type(given, "chat_template_kwargs", dict)
+    variables = given.get("chat_template_kwargs", {})
+    if reserved := sorted(variables.keys() & {"messages", "chat_template"}):
+        raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
+    return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables), add_special_tokens=False)
+
+
+def _completion_prompts(prompt: Any) -> list[Prompt]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt, list) and prompt:
+        if _are_token_ids(prompt):
+            return [prompt]
+        if all(isinstance(item, str) for item in prompt):
+            return prompt
+        if all(isinstance(item, list) and _are_token_ids(item) for item in prompt):
+            return prompt
+    message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    raise BadRequestError(f"{message}, got {brief(prompt)}", "prompt")
+
+
+def _are_token_ids(items: list[Any]) -> bool:
+    return all(type(item) is int and 0 <= item < 2**31 for item in items)
+
+
+def _check_type(given: Json, name: str, wanted: type) -> None:
+    if name in given and not isinstance(given[name], wanted):
+        raise BadRequestError(f"{name} must be a {wanted.__name__}, got {brief(given[name])}", name)
+
+
+def error_body(error: RequestError) -> Json:
+    """OpenAI's error object."""
+    known = error if isinstance(error, BadRequestError) else BadRequestError(str(error))
+    kind = "invalid_request_error" if known.status_code < 500 else "server_error"
+    return {"error": {"message": known.message, "type": kind, "param": known.param, "code": known.code}}
+
+
+def response_body(
+    request: ParsedRequest,
+    outputs: Sequence[RequestOutput],
+    tokenizer: Tokenizer | None,
+    *,
+    response_id: str,
+    created_s: int,
+) -> Json:
+    """The completion or chat completion; `outputs` are in the order of `request.prompts`."""
+    chat = request.url == CHAT
+    completions = [(output, completion) for output in outputs for completion in output.outputs]
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    completion_tokens = sum(len(completion.token_ids) for _, completion in completions)
+    token_text = _token_texts(tokenizer)
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{response_id}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": created_s,
+        "model": request.model,
+        "choices": [
+            {"index": i}
+            | (_chat_choice(c, request.top_logprobs or 0, tokenizer) if chat else _completion_choice(c, token_text))
+            | {"finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
+            | _prompt_logprobs(output, token_text)
+            for i, (output, c) in enumerate(completions)
+        ],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+        },
+    }
+
+
+_TokenText = Callable[[int, Logprob], str]
+
+
+def _token_texts(tokenizer: Tokenizer | None) -> _TokenText:
+    def text(token_id: int, entry: Logprob) -> str:
+        if entry.decoded_token is not None:
+            return entry.decoded_token
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+
+    return text
+
+
+def _completion_choice(completion: CompletionOutput, token_text: _TokenText) -> Json:
+    if completion.logprobs is None:
+        return {"text": completion.text, "logprobs": None}
+    rows = list(zip(completion.token_ids, completion.logprobs, strict=True))
+    tokens = [token_text(token_id, table[token_id]) for token_id, table in rows]
+    logprobs = {
+        "tokens": tokens,
+        "token_logprobs": [table[token_id].logprob for token_id, table in rows],
+        "top_logprobs": [_by_text(table, token_text) for _, table in rows],
+        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
+    }
+    return {"text": completion.text, "logprobs": logprobs}
+
+
+def _by_text(table: Mapping[int, Logprob], token_text: _TokenText) -> dict[str, float]:
+    """Text -> log probability; of tokens with one text, such as parts of a character, the likelier."""
+    best: dict[str, float] = {}
+    for token_id, entry in _ranked(table):
+        best.setdefault(token_text(token_id, entry), entry.logprob)
+    return best
+
+
+def _chat_choice(completion: CompletionOutput, num_top: int, tokenizer: Tokenizer | None) -> Json:
+    message = {"role": "assistant", "content": completion.text, "refusal": None}
+    if completion.logprobs is None:
+        return {"message": message, "logprobs": None}
+    content = [
+        _chat_token(token_id, table[token_id], tokenizer)
+        | {"top_logprobs": [_chat_token(i, entry, tokenizer) for i, entry in _ranked(table)[:num_top]]}
+        for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    return {"message": message, "logprobs": {"content": content, "refusal": None}}
+
+
+def _chat_token(token_id: int, entry: Logprob, tokenizer: Tokenizer | None) -> Json:
+    text = _token_texts(tokenizer)(token_id, entry)
+    data = tokenizer.byte_table[token_id] if tokenizer is not None and tokenizer.byte_table else text.encode()
+    return {"token": text, "logprob": entry.logprob, "bytes": list(data)}
+
+
+def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+    return sorted(table.items(), key=lambda item: item[1].rank)
+
+
+def _prompt_logprobs(output: RequestOutput, token_text: _TokenText) -> Json:
+    """vLLM's addition: token id -> log probability, rank and text, by position; the first position has none."""
+    if output.prompt_logprobs is None:
+        return {}
+
+    def described(table: Mapping[int, Logprob]) -> Json:
+        return {
+            str(i): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": token_text(i, entry)}
+            for i, entry in table.items()
+        }
+
+    return {"prompt_logprobs": [table and described(table) for table in output.prompt_logprobs]}

@@ -1,0 +1,318 @@
+"""What a user asks for and gets back: SamplingParams, Request, RequestOutput. Host values only; no jax here."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, no_type_check
+
+from jaxserve.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIAS = 300
+MAX_STOP_TOKEN_IDS = 64
+TokenIds = list[int]
+
+
+class FinishReason(enum.StrEnum):
+    """Why a completion ended."""
+
+    STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
+    LENGTH = "length"  # max_tokens or max_model_len
+    ABORT = "abort"
+
+
+@no_type_check  # it checks itself, and a wrong type must be a RequestError in tests too
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request. Names, meanings and defaults are vLLM's.
+
+    Attributes:
+        n: completions per prompt; they share the prompt's pages.
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`; in (0, 1].
+        top_k: keep the `top_k` most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least `min_p` times as likely as the most likely one; in [0, 1].
+        max_tokens: output limit; None means up to the model's maximum length.
+        min_tokens: end-of-sequence and stop ids cannot be sampled before this many tokens.
+        stop: strings that end the output; removed from the text unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end the output; at most 64.
+        ignore_eos: go on after the end-of-sequence token.
+        seed: the same seed and prompt give the same samples whatever else runs; None draws one.
+        logprobs: also return the log probabilities of this many most likely tokens (0..20).
+        prompt_logprobs: the same for every prompt token.
+        presence_penalty: subtracted once from the logit of each token already in the output; in [-2, 2].
+        frequency_penalty: subtracted for every occurrence in the output; in [-2, 2].
+        repetition_penalty: divides (or multiplies, below zero) the logits of tokens in prompt and output; above 0.
+        logit_bias: token id -> value added to its logit; at most 300 entries, values in [-100, 100].
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string in the text.
+        detokenize: produce text at all; must hold when `stop` is given.
+
+    Raises:
+        RequestError: a value is out of range or a parameter is unknown.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        """Refuse unknown names with the error that bad values get."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(kwargs.keys() - names):
+            raise RequestError(f"unsupported sampling parameters {unknown}; supported are {sorted(names)}")
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        _check_int("n", self.n, 1, 1024)
+        _check_real("temperature", self.temperature, 0, 1e4)
+        _check_real("top_p", self.top_p, 0, 1, open_low=True)
+        _check_int("top_k", self.top_k, -1, 2**31 - 1)
+        _check_real("min_p", self.min_p, 0, 1)
+        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
+        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        _check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            _check_int(name, getattr(self, name), 0, MAX_LOGPROBS, optional=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_real(name, getattr(self, name), -2, 2)
+        _check_real("repetition_penalty", self.repetition_penalty, 0, 1e4, open_low=True)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        self._check_stop()
+        self._check_logit_bias()
+
+    def _check_stop(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if isinstance(stop, bytes) or not _is_sequence(stop) or not all(isinstance(s, str) and s for s in stop):
+            raise RequestError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
+        if stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; drop stop, or use stop_token_ids")
+        ids = self.stop_token_ids or ()
+        if not _is_sequence(ids) or not all(_is_int(i) and 0 <= i < 2**31 for i in ids):
+            raise RequestError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
+        if len(ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(ids))
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIAS} entries, got {_brief(bias)}")
+        try:  # JSON knows only string keys
+            clean = {int(k) if isinstance(k, str) else k: v for k, v in bias.items()}
+        except ValueError:
+            raise RequestError(f"logit_bias keys must be token ids, got {_brief(list(bias))}") from None
+        for token_id, value in clean.items():
+            _check_int("logit_bias key", token_id, 0, 2**31 - 1)
+            _check_real("logit_bias value", value, -100, 100)
+        object.__setattr__(self, "logit_bias", clean)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether sampling depends on the tokens that came before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _check_int(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
+    if optional and value is None:
+        return
+    if not _is_int(value) or not low <= value <= high:  # type: ignore[operator]
+        raise RequestError(f"{name} must be an integer in [{low}, {high}], got {_brief(value)}")
+
+
+def _check_real(name: str, value: object, low: int | float, high: int | float, *, open_low: bool = False) -> None:
+    ok = isinstance(value, int | float) and not isinstance(value, bool)
+    if not ok or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+        raise RequestError(f"{name} must be a number in {'(' if open_low else '['}{low}, {high}], got {_brief(value)}")
+
+
+class RequestStatus(enum.Enum):
+    """Where a request is in its life."""
+
+    WAITING = enum.auto()  # owns no pages and no slot; new or preempted
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One sequence being generated. The scheduler owns every field below `status`.
+
+    A request is always in the middle of the same thing: `num_computed_tokens` of its `num_tokens` have keys and
+    values in the pool; each step computes some more until they meet, which samples one further token.
+    """
+
+    request_id: str
+    prompt_token_ids: TokenIds
+    params: SamplingParams
+    seed: int  # resolved; never None
+    max_total_tokens: int  # prompt + output limit
+    stop_ids: frozenset[int] = frozenset()  # any of these ends the output
+    salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
+    read_prefix_cache: bool = True  # False where every prompt position must be computed (prompt_logprobs)
+
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: FinishReason | None = None
+    output_token_ids: TokenIds = field(default_factory=list)  # those read from the device
+    num_pending_tokens: int = 0  # sampled on the device, not yet read (step-ahead)
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
+    num_preemptions: int = 0
+    pages: list[int] = field(default_factory=list)  # append-only while running
+    page_hashes: list[bytes] = field(default_factory=list)  # of the full pages of known tokens
+    slot: int = -1  # row of the per-request device state; -1 while not running
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Prompt length."""
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens whose ids the host has."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Known tokens and those still on the device."""
+        return self.num_known_tokens + self.num_pending_tokens
+
+    def tokens(self, start: int, stop: int) -> TokenIds:
+        """Known token ids in [start, stop)."""
+        split = len(self.prompt_token_ids)
+        if stop <= split:
+            return self.prompt_token_ids[start:stop]
+        return self.prompt_token_ids[start:split] + self.output_token_ids[max(start - split, 0) : stop - split]
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Log probability of one token at one position, before temperature, penalties and masks."""
+
+    logprob: float
+    rank: int  # 1 is the most likely
+    decoded_token: str | None = None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds on one monotonic clock, and counts."""
+
+    arrival_s: float = 0.0
+    scheduled_s: float | None = None  # first admission
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    finished_s: float | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    num_output_tokens: int = 0
+
+    @property
+    def queue_s(self) -> float | None:
+        """Arrival to first admission."""
+        return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
+
+    @property
+    def prefill_s(self) -> float | None:
+        """First admission to first token."""
+        if self.first_token_s is None or self.scheduled_s is None:
+            return None
+        return self.first_token_s - self.scheduled_s
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Time to first token, from arrival."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def itl_s(self) -> float | None:
+        """Mean time between output tokens (TPOT)."""
+        if self.num_output_tokens < 2 or self.first_token_s is None or self.last_token_s is None:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)
+
+    @property
+    def total_s(self) -> float | None:
+        """Arrival to finish."""
+        return None if self.finished_s is None else self.finished_s - self.arrival_s
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion of a prompt."""
+
+    index: int
+    text: str = ""
+    token_ids: TokenIds = field(default_factory=list)
+    cumulative_logprob: float | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None  # "stop", "length" or "abort" once ended
+    stop_reason: int | str | None = None  # the stop id or string that ended it; None for end-of-sequence
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's state so far; final when `finished`."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: TokenIds
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        """Times of the first completion."""
+        return self.outputs[0].metrics
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens answered from the prefix cache."""
+        return self.outputs[0].metrics.num_cached_tokens

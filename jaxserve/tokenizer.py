@@ -1,0 +1,503 @@
+"""Text to token ids and back: tokenizer, incremental detokenizer. Imports neither jax nor torch.
+
+`tokenizer.json` is read with the `tokenizers` library alone, which imports in 0.03 s where `transformers` takes over
+2 s. What `transformers` adds to it, the special tokens of `tokenizer_config.json` and `special_tokens_map.json`, is
+added here too. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` count for nothing beside a
+`tokenizer.json`, whose post-processor says which tokens surround a prompt; that is transformers' own rule from
+version 5 on. Directories without `tokenizer.json` go through `transformers.AutoTokenizer`.
+"""
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from jaxserve.chat_template import ChatTemplate, Message, plain_messages
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.request import SamplingParams, TokenIds
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class Tokenizer:
+    """A model's vocabulary, chat template and special tokens.
+
+    Attributes:
+        vocab_size: number of ids, added tokens included; the model's embedding may have more rows.
+        special_tokens: name ("bos_token", ...) -> text; the variables of the chat template.
+        special_ids: ids that `decode` leaves out when it skips special tokens.
+        bos_token_id: first token of a sequence, if the model has one.
+        eos_token_ids: every id that ends a sequence: the tokenizer's, then those of `generation_config.json`.
+        chat_template: template name -> Jinja source; "default" is the one for plain chats.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str, bool], TokenIds],
+        decode: Callable[[Sequence[int], bool], str],
+        *,
+        vocab_size: int,
+        special_tokens: dict[str, str],
+        special_ids: frozenset[int],
+        bos_token_id: int | None,
+        eos_token_ids: tuple[int, ...],
+        chat_template: dict[str, str],
+        byte_table: "ByteTable | None" = None,
+    ) -> None:
+        self._encode = encode
+        self._decode = decode
+        self.vocab_size = vocab_size
+        self.special_tokens = special_tokens
+        self.special_ids = special_ids
+        self.bos_token_id = bos_token_id
+        self.eos_token_ids = eos_token_ids
+        self.chat_template = chat_template
+        self.byte_table = byte_table
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The id that ends a sequence; the first where there are several."""
+        return self.eos_token_ids[0] if self.eos_token_ids else None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> TokenIds:
+        """Token ids of `text`; `add_special_tokens` adds what the model wants around a prompt, usually a BOS.
+
+        Raises:
+            RequestError: `text` is not valid Unicode.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(f"a prompt must be valid Unicode, got a lone surrogate at index {error.start}") from None
+        return self._encode(text, add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return self._decode(token_ids, skip_special_tokens)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> str:
+        """Render a chat as the model was trained to read it. Encode it with `add_special_tokens=False`.
+
+        Args:
+            messages: dicts with a "role" and usually "content", a string or a list of {"type": "text"} parts,
+                which are joined by newlines.
+            add_generation_prompt: end with the header of the assistant's turn.
+            chat_template: Jinja source, or the name of one of the tokenizer's templates.
+            variables: further variables of the template, such as `tools` or `enable_thinking`.
+
+        Raises:
+            RequestError: there is no template, it refuses the messages, or it has no such variable.
+        """
+        template = self._template(self._template_source(chat_template, bool(variables.get("tools"))))
+        if unknown := sorted(variables.keys() - template.variables):
+            raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
+        return template.render(
+            {"tools": None, "documents": None}
+            | self.special_tokens
+            | variables
+            | {"messages": plain_messages(messages), "add_generation_prompt": add_generation_prompt}
+        )
+
+    def _template_source(self, wanted: str | None, with_tools: bool) -> str:
+        if wanted is not None:
+            return self.chat_template.get(wanted, wanted)
+        name = "tool_use" if with_tools and "tool_use" in self.chat_template else "default"
+        if name not in self.chat_template:
+            raise RequestError(
+                "chat needs a chat template, and this tokenizer has none (chat_template.jinja, or chat_template in "
+                "tokenizer_config.json); pass chat_template=, or send the finished prompt as a completion"
+            )
+        return self.chat_template[name]
+
+    def _template(self, source: str) -> ChatTemplate:
+        if source not in self._compiled:
+            self._compiled[source] = ChatTemplate(source)
+        return self._compiled[source]
+
+    @cached_property
+    def _compiled(self) -> dict[str, ChatTemplate]:
+        return {}
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face directory. Looks at local files alone.
+
+    Raises:
+        ConfigError: the directory holds no tokenizer that loads; says what was looked for.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(f"the tokenizer must be a local directory, got {str(path)!r}")
+    config = _read_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # special_tokens_map.json is the older place of the same facts
+        config |= _read_json(directory / "special_tokens_map.json")
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return _load_with_transformers(directory, config)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises exactly this class
+        raise ConfigError(f"{file} must be readable by tokenizers {tokenizers.__version__}, but: {error}") from error
+    _add_special_tokens(backend, config)
+    return _from_backend(backend, config, directory)
+
+
+def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directory: Path) -> Tokenizer:
+    # a file may carry the truncation and padding of its training run
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    special = _special_token_texts(config)
+    return Tokenizer(
+        lambda text, add_special: backend.encode(text, add_special_tokens=add_special).ids,
+        lambda ids, skip_special: backend.decode(ids, skip_special_tokens=skip_special),
+        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        special_tokens=special,
+        special_ids=frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special),
+        bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
+        eos_token_ids=_eos_ids(
+            backend.token_to_id(special["eos_token"]) if "eos_token" in special else None, directory
+        ),
+        chat_template=_chat_templates(config, directory),
+        byte_table=ByteTable.of(backend),
+    )
+
+
+def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+
+    try:
+        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
+            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
+        ) from error
+    special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
+    if not len(slow) > len(slow.all_special_ids):
+        raise ConfigError(
+            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
+        )
+    if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
+        return _from_backend(backend, config | special, directory)
+    return Tokenizer(
+        lambda text, add_special: slow.encode(text, add_special_tokens=add_special),
+        lambda ids, skip_special: slow.decode(ids, skip_special_tokens=skip_special),
+        vocab_size=len(slow),
+        special_tokens=special,
+        special_ids=frozenset(slow.all_special_ids),
+        bos_token_id=slow.bos_token_id,
+        eos_token_ids=_eos_ids(slow.eos_token_id, directory),
+        chat_template=_chat_templates(config, directory),
+    )
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Make the backend know the added and special tokens of the configuration, as `transformers` does."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder", {})
+    missing = [_added_token(declared[i]) for i in sorted(declared, key=int) if declared[i]["content"] not in known]
+    backend.add_tokens(missing)
+    known |= {token.content: token for token in missing}
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    named = [*_special_token_texts(config).values(), *map(_text, extra.values() if isinstance(extra, dict) else extra)]
+    for text in named:
+        token = known.get(text) or tokenizers.AddedToken(text, special=True, normalized=False)
+        if text not in known or not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
+            known[text] = token
+
+
+def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
+    """`*_token` entries; anything beyond the usual seven is a model's own and a template may use it too."""
+    named = {k: v for k, v in config.items() if k.endswith("_token")}
+    texts = {k: _text(v) for k, v in named.items() if isinstance(v, str) or (isinstance(v, dict) and "content" in v)}
+    extra = config.get("extra_special_tokens")
+    return texts | ({k: _text(v) for k, v in extra.items()} if isinstance(extra, dict) else {})
+
+
+def _text(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})
+
+
+def _eos_ids(tokenizer_eos: int | None, directory: Path) -> tuple[int, ...]:
+    listed: list[int] = [] if tokenizer_eos is None else [tokenizer_eos]
+    for file in ("generation_config.json", "config.json"):
+        value = _read_json(directory / file).get("eos_token_id")
+        if value is not None:
+            listed += value if isinstance(value, list) else [value]
+            break
+    return tuple(dict.fromkeys(listed))
+
+
+def _chat_templates(config: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Template files where there are any, else those of `tokenizer_config.json`."""
+    files = {p.stem: p for p in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if (main := directory / "chat_template.jinja").is_file():
+        files["default"] = main
+    if files:
+        return {name: p.read_text(encoding="utf-8") for name, p in files.items()}
+    found = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template") or {}
+    if isinstance(found, str):
+        return {"default": found}
+    return found if isinstance(found, dict) else {entry["name"]: entry["template"] for entry in found}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} must hold JSON, but: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(" :")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of GPT-2's byte-level BPE (Radford et al. 2019, `bytes_to_unicode` in its encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [b for b in range(256) if b not in set(printable)]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+class ByteTable:
+    """The bytes each token stands for, for vocabularies whose decoder is a concatenation of bytes.
+
+    Attributes:
+        strip_left: leading spaces that the decoder takes off a text.
+    """
+
+    def __init__(
+        self, token_text: Callable[[int], str | None], to_bytes: Callable[[str], bytes], strip_left: int
+    ) -> None:
+        self._token_text = token_text
+        self._to_bytes = to_bytes
+        self._known: dict[int, bytes] = {}
+        self.strip_left = strip_left
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Bytes of a token; none for ids outside the vocabulary."""
+        if (found := self._known.get(token_id)) is None:
+            text = self._token_text(token_id)
+            found = self._known[token_id] = b"" if text is None else self._to_bytes(text)
+        return found
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
+        """The table of a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) decoder."""
+        match json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None:
+            case {"type": "ByteLevel"}:
+                alphabet = _byte_level_alphabet()
+                return cls(backend.id_to_token, lambda text: _byte_level_bytes(text, alphabet), 0)
+            case {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                    *strip,
+                ],
+            }:
+                match strip:
+                    case []:
+                        return cls(backend.id_to_token, lambda text: _fallback_bytes(text, old, new), 0)
+                    case [{"type": "Strip", "content": " ", "start": int(start), "stop": 0}]:
+                        return cls(backend.id_to_token, lambda text: _fallback_bytes(text, old, new), start)
+        return None
+
+
+def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
+    try:
+        return bytes([alphabet[c] for c in text])
+    except KeyError:  # an added token is plain text
+        return text.encode()
+
+
+def _fallback_bytes(text: str, old: str, new: str) -> bytes:
+    if re.fullmatch("<0x[0-9A-F]{2}>", text):
+        return bytes([int(text[3:5], 16)])
+    return text.replace(old, new).encode()
+
+
+class _ByteStream:
+    """O(1) per token, and exact: an incremental UTF-8 decoder over the tokens' bytes.
+
+    Byte-level vocabularies give what `decode` gives, bytes that are not UTF-8 included. A byte-fallback decoder
+    turns a whole run of byte tokens into U+FFFD if one of them is wrong; here only the wrong ones become it, because
+    the right ones may have been shown already.
+    """
+
+    def __init__(self, table: ByteTable, hidden: frozenset[int], at_start: bool) -> None:
+        self._table = table
+        self._hidden = hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = table.strip_left if at_start else 0
+
+    def push(self, token_id: int) -> str:
+        return "" if token_id in self._hidden else self._stripped(self._decoder.decode(self._table[token_id]))
+
+    def finish(self) -> str:
+        return self._stripped(self._decoder.decode(b"", True))
+
+    def _stripped(self, text: str) -> str:
+        taken = min(self._strip, len(text) - len(text.lstrip(" ")))
+        if text:
+            self._strip = self._strip - taken if taken == len(text) else 0
+        return text[taken:]
+
+
+class _WindowStream:
+    """For any other decoder: the text of a token is what it adds behind the tokens before it.
+
+    The prefix/read-offset algorithm of Hugging Face's text-generation-inference: tokens shown last are decoded again
+    before the new ones, so that a decoder sees where it is (spaces, "##" pieces). U+FFFD at the end may be a
+    character's first bytes: it is held until four tokens, the most a character can take, did not complete it.
+    """
+
+    def __init__(self, decode: Callable[[TokenIds], str], hidden: frozenset[int], context: Iterable[int]) -> None:
+        self._decode = decode
+        self._hidden = hidden
+        self._context = [i for i in context if i not in hidden]
+        self._context_len = len(decode(self._context))
+        self._pending: TokenIds = []
+
+    def push(self, token_id: int) -> str:
+        if token_id in self._hidden:
+            return ""
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        if text.endswith(REPLACEMENT) and len(self._pending) < 4:
+            return ""
+        return self._accept(text)
+
+    def finish(self) -> str:
+        return self._accept(self._decode(self._context + self._pending))
+
+    def _accept(self, text: str) -> str:
+        new = text[self._context_len :]
+        if self._pending:
+            self._context, self._pending = self._pending, []
+            self._context_len = len(self._decode(self._context))
+        return new
+
+
+class Detokenizer:
+    """The text of one completion, as its tokens arrive.
+
+    Text is visible once it is certain: incomplete UTF-8 is held back, and so is whatever may turn out to be the
+    beginning of a stop string. The stop string that is complete first ends the text (of two complete at once, the
+    longer), however the tokens cut it. Amortised O(1) per token.
+
+    Args:
+        tokenizer: None, or any tokenizer with `params.detokenize=False`, gives no text.
+        params: reads stop, include_stop_str_in_output, min_tokens, skip_special_tokens and detokenize.
+        prompt_token_ids: with them the text goes on where the prompt ends, and a leading space that the decoder
+            would strip from a text's beginning stays.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._stream = _token_stream(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
+        self._stops: tuple[str, ...] = tuple(params.stop or ())
+        self._longest_stop = max(map(len, self._stops), default=0)
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._visible: list[str] = []
+        self._held = ""  # a suffix of the text that begins some stop string
+        self._stop: str | None = None
+        self._finished = False
+
+    @property
+    def text(self) -> str:
+        """The visible text so far; it only ever grows."""
+        if len(self._visible) > 1:
+            self._visible = ["".join(self._visible)]
+        return self._visible[0] if self._visible else ""
+
+    def push(self, token_ids: Sequence[int]) -> str | None:
+        """Append tokens; returns the stop string once one is complete. Later tokens change nothing.
+
+        Like the ids of `stop_token_ids`, a stop string counts from the token after `min_tokens` on.
+        """
+        for token_id in token_ids:
+            if self._stream is None or self._finished:
+                break
+            self._num_tokens += 1
+            self._extend(self._stream.push(token_id), self._num_tokens > self._min_tokens)
+        return self._stop
+
+    def finish(self) -> str | None:
+        """Show what was held back, the output being over; returns the stop string if that completes one."""
+        if self._stream is not None and not self._finished:
+            self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
+            self._show(self._held)
+            self._finished = True
+        return self._stop
+
+    def _extend(self, piece: str, may_stop: bool) -> None:
+        if not self._stops or not piece:
+            self._show(piece)
+            return
+        text = self._held + piece
+        if may_stop and (hit := self._first_stop(text, len(self._held))):
+            end, start, self._stop = hit
+            self._show(text[: end if self._keep_stop else start])
+            self._held, self._finished = "", True
+            return
+        split = self._hold_from(text)
+        self._show(text[:split])
+        self._held = text[split:]
+
+    def _first_stop(self, text: str, num_searched: int) -> tuple[int, int, str] | None:
+        """(end, start, stop string) of the first to be complete after `num_searched` characters."""
+        found = ((text.find(stop, max(0, num_searched - len(stop) + 1)), stop) for stop in self._stops)
+        return min(((start + len(stop), start, stop) for start, stop in found if start >= 0), default=None)
+
+    def _hold_from(self, text: str) -> int:
+        """Where the longest suffix begins that a stop string may begin with."""
+        for start in range(max(0, len(text) - self._longest_stop + 1), len(text)):
+            if any(stop.startswith(text[start:]) for stop in self._stops):
+                return start
+        return len(text)
+
+    def _show(self, piece: str) -> None:
+        if piece:
+            self._visible.append(piece)
+
+
+def _token_stream(
+    tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
+) -> _ByteStream | _WindowStream:
+    hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    if tokenizer.byte_table is not None:
+        at_start = all(i in hidden for i in prompt_token_ids)
+        return _ByteStream(tokenizer.byte_table, hidden, at_start)
+    return _WindowStream(
+        lambda ids: tokenizer.decode(ids, params.skip_special_tokens), hidden, list(prompt_token_ids)[-4:]
+    )

@@ -1,0 +1,69 @@
+"""Choosing a backend for an operation.
+
+An operation keeps one mapping from backend name to backend, best first. "auto" takes the first that supports the call and
+logs the choice once; a named backend runs, or the caller is told why it cannot.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import jax
+
+AUTO = "auto"
+
+logger = logging.getLogger(__name__)
+
+B = TypeVar("B")
+
+
+class UnsupportedBackendError(ValueError):
+    """The backend asked for cannot run this call; the message names the reason and the backends that can."""
+
+
+def select(op: str, backends: Mapping[str, B], requested: str, supports: Callable[[B], str | None]) -> str:
+    """Returns the name of the backend that runs this call.
+
+    Args:
+      op: name of the operation, for messages.
+      backends: every backend of the operation by name, best first.
+      requested: "auto", or the name of one backend.
+      supports: tells of one backend why it cannot run this call; None if it can.
+
+    Raises:
+      UnsupportedBackendError: an unknown name, a named backend that does not support the call, or "auto" when none does.
+    """
+    if requested == AUTO:
+        return _select_best(op, backends, supports)
+    if requested not in backends:
+        raise UnsupportedBackendError(f"{op}: backend must be one of {[AUTO, *backends]}, got {requested!r}")
+    reason = supports(backends[requested])
+    if reason is not None:
+        able = [name for name, backend in backends.items() if supports(backend) is None]
+        raise UnsupportedBackendError(f"{op}: backend {requested!r} cannot run this call: {reason}; use one of {able}")
+    return requested
+
+
+def target_platform() -> str:
+    """The platform computations run on: "cpu", "gpu" or "tpu"."""
+    return jax.default_backend()
+
+
+def _select_best(op: str, backends: Mapping[str, B], supports: Callable[[B], str | None]) -> str:
+    refused: list[str] = []
+    for name, backend in backends.items():
+        reason = supports(backend)
+        if reason is None:
+            _log_choice(op, name, tuple(refused))
+            return name
+        refused.append(f"{name}: {reason}")
+    raise UnsupportedBackendError(f"{op}: no backend supports this call ({'; '.join(refused)})")
+
+
+@functools.cache  # the cache is what makes a choice appear in the log once, not on every trace
+def _log_choice(op: str, name: str, refused: tuple[str, ...]) -> None:
+    passed_over = f" (passed over {'; '.join(refused)})" if refused else ""
+    logger.info("%s: using backend %r%s", op, name, passed_over)

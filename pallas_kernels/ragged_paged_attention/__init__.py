@@ -1,0 +1,205 @@
+"""Ragged paged attention: write this step's keys and values to their pages, then attend, for every row at once.
+
+The binary interface, the same for all backends:
+
+- The rows of a step are packed on one token axis T: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]`, the last of its
+  sequence, at positions `kv_lens[r] - q_len .. kv_lens[r] - 1`. A row of one token is a decode, a row of many a prefill
+  chunk; one step mixes them freely. A page may belong to several rows (a shared prefix).
+- The pool is one array for all layers, in a layout that belongs to the backend: make it with `kv_shape`, and convert with
+  `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1) whatever moves pages elsewhere.
+  Under jit, donate the pool and pass it from layer to layer: it is then updated in place, and never copied.
+- T and R are static shapes, padded by the caller. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are
+  padding: whatever they hold (NaN in padding tokens aside) changes no live output and is not written to the pool. So do
+  page-table entries past a row's length, stale contents of pages past it, and the width M of the page table: the work
+  done follows the lengths alone. Outputs of padding tokens are finite and otherwise unspecified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.dispatch import AUTO, select, target_platform
+from pallas_kernels.ragged_paged_attention import reference, xla
+from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
+
+__all__ = [
+    "BACKENDS",
+    "PoolDims",
+    "Problem",
+    "RaggedRows",
+    "from_canonical",
+    "kv_shape",
+    "ragged_paged_attention",
+    "select_backend",
+    "to_canonical",
+]
+
+BACKENDS: Mapping[str, Backend] = {
+    "xla": xla,
+    "reference": reference,
+}
+"""Every backend, best first."""
+
+
+def ragged_paged_attention(
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_pages: Float[Array, "..."],
+    layer: int | Int32[Array, ""],
+    *,
+    kv_lens: Int32[Array, "R"],
+    page_table: Int32[Array, "R M"],
+    cu_q_lens: Int32[Array, "R+1"],
+    num_rows: Int32[Array, ""],
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float[Array, "Q"] | None = None,
+    backend: str = AUTO,
+) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
+    """Writes `k` and `v` to the pages of their rows, then attends; returns the output and the updated pool.
+
+    All new keys and values are written before any row attends. Scores and softmax are float32 whatever the dtypes.
+
+    Args:
+      q: queries; Q is a multiple of K, query head h reads kv head h // (Q / K).
+      k: new keys, cast to the dtype of the pool.
+      v: new values, cast to the dtype of the pool.
+      kv_pages: the pool, of shape `kv_shape(backend, ...)`. Consumed: donate it under jit and use the one returned.
+      layer: the layer of the pool to use; an int or a traced scalar.
+      kv_lens: tokens of each row in the pool, those of this step included.
+      page_table: pages of each row; entries past `ceil(kv_lens / P)` are never followed.
+      cu_q_lens: first token of each row, and the end of the last.
+      num_rows: number of live rows.
+      scale: factor on the scores, usually `H ** -0.5`.
+      window: a query at p sees keys in `(p - window, p]`; None for all up to p.
+      soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; None to leave them.
+      sinks: one extra logit per query head that takes part in the softmax and carries no value.
+      backend: "auto", or a name in `BACKENDS`.
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit together.
+      UnsupportedBackendError: the backend asked for cannot run this call.
+    """
+    rows = RaggedRows(kv_lens, page_table, cu_q_lens, num_rows)
+    _check_tokens(q, k, v)
+    _check_rows(rows)
+    _check_options(q.shape[1], window, soft_cap, sinks)
+    chosen = BACKENDS[_select_for_pool(backend, q, k, kv_pages)]
+    _check_pool(chosen.pool_dims(kv_pages.shape), k, kv_pages, layer)
+    kv_pages = chosen.write_kv(kv_pages, k, v, layer, rows)
+    out = chosen.attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return out, kv_pages
+
+
+def select_backend(
+    backend: str = AUTO,
+    *,
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    kv_dtype: jnp.dtype,
+    platform: str | None = None,
+) -> str:
+    """The name of the backend that serves these sizes: resolve "auto" once, then name the result everywhere.
+
+    Args:
+      backend: "auto", or the name that must be able to run.
+      num_query_heads: Q.
+      num_kv_heads: K.
+      head_dim: H.
+      page_size: tokens per page, P.
+      kv_dtype: dtype of the pool.
+      platform: "cpu", "gpu" or "tpu"; None for the one computations run on.
+
+    Raises:
+      UnsupportedBackendError: no backend, or not the named one, can run these sizes.
+    """
+    platform = platform or target_platform()
+    problem = Problem(num_query_heads, num_kv_heads, head_dim, page_size, jnp.dtype(kv_dtype), platform)
+    return select("ragged_paged_attention", BACKENDS, backend, lambda candidate: candidate.supports(problem))
+
+
+def kv_shape(
+    backend: str, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, ...]:
+    """Shape of the pool in the layout of a named backend (see `select_backend`).
+
+    Raises:
+      ValueError: the name is not that of a backend.
+    """
+    return _named(backend).kv_shape(num_layers, num_pages, page_size, num_kv_heads, head_dim)
+
+
+def to_canonical(backend: str, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P 2*K H"]:
+    """The pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, 2K, H]`."""
+    return _named(backend).to_canonical(kv_pages)
+
+
+def from_canonical(backend: str, kv_pages: Float[Array, "L N P 2*K H"]) -> Float[Array, "..."]:
+    """The pool, or any pages of it `[L, N, ...]`, from `[L, N, P, 2K, H]` to the layout of a named backend."""
+    return _named(backend).from_canonical(kv_pages)
+
+
+def _named(backend: str) -> Backend:
+    if backend not in BACKENDS:
+        hint = "; resolve it with select_backend first" if backend == AUTO else ""
+        raise ValueError(f"a pool's layout needs a backend's name, one of {list(BACKENDS)}, got {backend!r}{hint}")
+    return BACKENDS[backend]
+
+
+def _select_for_pool(backend: str, q: Array, k: Array, kv_pages: Array) -> str:
+    """Selects a backend when only the pool's shape is known: its page size depends on whose layout it is."""
+    platform = target_platform()
+
+    def supports(candidate: Backend) -> str | None:
+        page_size = candidate.pool_dims(kv_pages.shape).page_size
+        problem = Problem(q.shape[1], k.shape[1], q.shape[2], page_size, kv_pages.dtype, platform)
+        return candidate.supports(problem)
+
+    return select("ragged_paged_attention", BACKENDS, backend, supports)
+
+
+def _check_tokens(q: Array, k: Array, v: Array) -> None:
+    if q.ndim != 3 or k.ndim != 3 or k.shape != v.shape:
+        raise ValueError(f"q must be [T, Q, H] and k, v both [T, K, H], got {q.shape}, {k.shape} and {v.shape}")
+    if q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
+        raise ValueError(f"q and k must agree in tokens and head_dim, got q {q.shape} and k {k.shape}")
+    if q.shape[1] % k.shape[1]:
+        raise ValueError(f"query heads must be a multiple of kv heads, got {q.shape[1]} and {k.shape[1]}")
+
+
+def _check_rows(rows: RaggedRows) -> None:
+    R = rows.kv_lens.shape[0]
+    expected = {"kv_lens": (R,), "cu_q_lens": (R + 1,), "num_rows": ()}
+    for name, shape in expected.items():
+        array = getattr(rows, name)
+        if array.shape != shape or array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32 of shape {shape}, got {array.dtype} of shape {array.shape}")
+    table = rows.page_table
+    if table.ndim != 2 or table.shape[0] != R or table.dtype != jnp.int32:
+        raise ValueError(f"page_table must be int32 of shape ({R}, M), got {table.dtype} of shape {table.shape}")
+
+
+def _check_options(num_query_heads: int, window: int | None, soft_cap: float | None, sinks: Array | None) -> None:
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1 token, got {window}; pass None to see the whole sequence")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, got {soft_cap}; pass None to leave the scores uncapped")
+    if sinks is not None and sinks.shape != (num_query_heads,):
+        raise ValueError(f"sinks must have one logit per query head, shape ({num_query_heads},), got {sinks.shape}")
+
+
+def _check_pool(dims: PoolDims, k: Array, kv_pages: Array, layer: int | Array) -> None:
+    if (dims.num_kv_heads, dims.head_dim) != k.shape[1:]:
+        raise ValueError(
+            f"kv_pages holds {dims.num_kv_heads} kv heads of {dims.head_dim}, k has {k.shape[1]} of {k.shape[2]} "
+            f"(pool shape {kv_pages.shape}); make the pool with kv_shape of the same backend"
+        )
+    if isinstance(layer, int) and not 0 <= layer < dims.num_layers:
+        raise ValueError(f"layer must be in [0, {dims.num_layers}), got {layer}")

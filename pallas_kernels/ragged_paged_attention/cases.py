@@ -1,0 +1,158 @@
+"""The one list of cases of the operation, for tests, benchmarks, tuning and deviceless compilation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+
+class Inputs(NamedTuple):
+    """Arguments of one call; `kv_pages` in the canonical layout `[L, N, P, 2K, H]`."""
+
+    q: Float[Array, "T Q H"]
+    k: Float[Array, "T K H"]
+    v: Float[Array, "T K H"]
+    kv_pages: Float[Array, "L N P KV H"]
+    layer: int
+    kv_lens: Int32[Array, "R"]
+    page_table: Int32[Array, "R M"]
+    cu_q_lens: Int32[Array, "R+1"]
+    num_rows: Int32[Array, ""]
+    sinks: Float[Array, "Q"] | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: the lengths of its rows, the sizes of the model, and what is put in the padding.
+
+    Random pages hold the past of each row; `past_scale` of the whole pool and `stale` (written to every slot no live row
+    can see) tell leaks from noise.
+    """
+
+    name: str
+    q_lens: tuple[int, ...]
+    """New tokens of each live row."""
+    kv_lens: tuple[int, ...]
+    """Tokens of each live row after the step."""
+    num_query_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 32
+    page_size: int = 16
+    num_layers: int = 2
+    layer: int = 1
+    padding_rows: int = 0
+    padding_tokens: int = 0
+    shared_pages: int = 0
+    """Leading pages all rows have in common; their tokens must all be past ones."""
+    window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+    dtype: str = "float32"
+    kv_dtype: str = "float32"
+    stale: float = 1e4
+
+    @property
+    def scale(self) -> float:
+        """Factor on the scores."""
+        return float(self.head_dim**-0.5)
+
+    @property
+    def pages_per_row(self) -> tuple[int, ...]:
+        """Pages each row occupies."""
+        return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the pool: those in use and a few that no row refers to."""
+        own = sum(max(0, pages - self.shared_pages) for pages in self.pages_per_row)
+        return self.shared_pages + own + 3
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Random arguments; the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        T, Q, K, H = sum(self.q_lens) + self.padding_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
+        page_table = self._page_table(rng)
+        sinks = rng.normal(size=Q) if self.has_sinks else None
+        return Inputs(
+            q=jnp.asarray(rng.normal(size=(T, Q, H)), self.dtype),
+            k=jnp.asarray(rng.normal(size=(T, K, H)), self.dtype),
+            v=jnp.asarray(rng.normal(size=(T, K, H)), self.dtype),
+            kv_pages=jnp.asarray(self._pool(rng, page_table), self.kv_dtype),
+            layer=self.layer,
+            kv_lens=self._pad_rows(rng, np.array(self.kv_lens)),
+            page_table=jnp.asarray(page_table, jnp.int32),
+            cu_q_lens=self._pad_rows(rng, np.concatenate([[0], np.cumsum(self.q_lens)])),
+            num_rows=jnp.int32(len(self.q_lens)),
+            sinks=None if sinks is None else jnp.asarray(sinks, jnp.float32),
+        )
+
+    def _page_table(self, rng: np.random.Generator) -> np.ndarray:
+        """Shuffled pages for live rows; ids in and out of range everywhere else."""
+        ids = list(rng.permutation(self.num_pages))
+        shared = [ids.pop() for _ in range(self.shared_pages)]
+        shape = (len(self.q_lens) + self.padding_rows, max(self.pages_per_row, default=0) + 2)
+        table = rng.integers(-self.num_pages, 2 * self.num_pages, size=shape)
+        for row_id, num_pages in enumerate(self.pages_per_row):
+            pages = (shared + [ids.pop() for _ in range(num_pages - len(shared))])[:num_pages]
+            table[row_id, :num_pages] = pages
+        return table
+
+    def _pool(self, rng: np.random.Generator, page_table: np.ndarray) -> np.ndarray:
+        """Random pages, with `stale` in every slot past the end of its row and in pages of no row."""
+        page_shape = (self.num_layers, self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
+        pool = rng.normal(size=page_shape)
+        is_seen = np.zeros((self.num_pages, self.page_size), bool)
+        for row_id, kv_len in enumerate(self.kv_lens):
+            positions = np.arange(kv_len)
+            is_seen[page_table[row_id, positions // self.page_size], positions % self.page_size] = True
+        pool[:, ~is_seen] = self.stale
+        return pool
+
+    def _pad_rows(self, rng: np.random.Generator, values: np.ndarray) -> Int32[Array, "n"]:
+        garbage = rng.integers(-100, 100, size=self.padding_rows)
+        return jnp.asarray(np.concatenate([values, garbage]), jnp.int32)
+
+
+_RAGGED = {"q_lens": (1, 7, 1, 20, 1), "kv_lens": (50, 7, 1, 61, 16)}
+
+CASES: tuple[Case, ...] = (
+    Case("one_row_of_one_token", (1,), (1,)),
+    Case("one_row_decoding", (1,), (40,)),
+    Case("all_decode_ragged", (1,) * 6, (1, 15, 16, 17, 100, 130)),
+    Case("decode_more_rows_than_a_group", (1,) * 21, tuple(range(1, 85, 4))),
+    Case("rows_without_tokens", (1, 0, 3, 0), (9, 0, 5, 12)),
+    Case("one_whole_prompt", (70,), (70,)),
+    Case("one_long_chunk_after_context", (96,), (300,)),
+    Case("two_prompts_of_many_tiles", (150, 90), (150, 220)),
+    Case("mixed", **_RAGGED),
+    Case("lengths_at_page_edges", (1, 1, 1, 16, 17, 15), (16, 17, 32, 32, 33, 31)),
+    Case("padding_rows", **_RAGGED, padding_rows=3),
+    Case("padding_tokens", **_RAGGED, padding_tokens=6),
+    Case("padding_rows_and_tokens", **_RAGGED, padding_rows=4, padding_tokens=10),
+    Case("no_live_rows", (), (), padding_rows=2, padding_tokens=4),
+    Case("shared_prefix", (1, 5, 1, 9), (40, 41, 64, 45), shared_pages=2),
+    Case("window_inside_a_page", **_RAGGED, window=5),
+    Case("window_of_one_token", **_RAGGED, window=1),
+    Case("window_across_pages", (1, 90, 1, 1), (200, 210, 3, 17), window=40),
+    Case("window_wider_than_rows", **_RAGGED, window=1000),
+    Case("soft_cap", **_RAGGED, soft_cap=5.0),
+    Case("sinks", **_RAGGED, has_sinks=True, padding_tokens=3),
+    Case("sinks_window_soft_cap", **_RAGGED, has_sinks=True, window=20, soft_cap=10.0),
+    Case("stale_infinity", **_RAGGED, stale=float("inf")),
+    Case("stale_nan_window", **_RAGGED, stale=float("nan"), window=9),
+    Case("one_head", **_RAGGED, num_query_heads=1, num_kv_heads=1),
+    Case("no_groups", **_RAGGED, num_query_heads=4, num_kv_heads=4),
+    Case("group_of_3", **_RAGGED, num_query_heads=9, num_kv_heads=3, head_dim=64),
+    Case("group_of_4", **_RAGGED, num_query_heads=8, num_kv_heads=2, head_dim=64),
+    Case("group_of_8", **_RAGGED, num_query_heads=8, num_kv_heads=1, head_dim=128),
+    Case("head_dim_96", **_RAGGED, head_dim=96),
+    Case("pages_of_8", **_RAGGED, page_size=8),
+    Case("pages_of_32", **_RAGGED, page_size=32),
+    Case("pages_of_256", **_RAGGED, page_size=256),
+    Case("bfloat16_pool", **_RAGGED, kv_dtype="bfloat16"),
+    Case("bfloat16", **_RAGGED, dtype="bfloat16", kv_dtype="bfloat16"),
+)

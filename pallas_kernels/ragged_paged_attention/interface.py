@@ -1,0 +1,97 @@
+"""What the operation and its backends say to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+
+class PoolDims(NamedTuple):
+    """The sizes of a page pool, whatever the order of its axes."""
+
+    num_layers: int
+    num_pages: int
+    page_size: int
+    num_kv_heads: int
+    head_dim: int
+
+
+class RaggedRows(NamedTuple):
+    """Where the tokens of a step belong. Rows from `num_rows` on, and tokens from `cu_q_lens[num_rows]` on, are padding.
+
+    Padding may hold anything: no backend may let it reach a live output or the pool.
+    """
+
+    kv_lens: Int32[Array, "R"]
+    """Tokens of each row in the pool, those of this step included."""
+    page_table: Int32[Array, "R M"]
+    """Pages of each row in order; entries past `ceil(kv_lens / P)` are never followed."""
+    cu_q_lens: Int32[Array, "R+1"]
+    """Row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]` of the step, the last ones of its sequence."""
+    num_rows: Int32[Array, ""]
+    """Number of live rows."""
+
+    def live_q_lens(self) -> Int32[Array, "R"]:
+        """Tokens of each row in this step; zero for padding rows."""
+        row_ids = jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32)
+        return jnp.where(row_ids < self.num_rows, self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static facts of a call: what a backend needs to know to tell whether it can run it."""
+
+    num_query_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    kv_dtype: jnp.dtype
+    platform: str
+
+
+class Backend(Protocol):
+    """One way to store pages, write to them and attend over them. A module with these functions is a backend."""
+
+    def supports(self, problem: Problem) -> str | None:
+        """Why this backend cannot run the problem; None if it can."""
+
+    def kv_shape(
+        self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+    ) -> tuple[int, ...]:
+        """Shape of the pool in this backend's layout."""
+
+    def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
+        """The inverse of `kv_shape`."""
+
+    def to_canonical(self, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P 2K H"]:
+        """The pool as `[L, N, P, 2K, H]`, K of head h at 2h and V at 2h + 1."""
+
+    def from_canonical(self, kv_pages: Float[Array, "L N P 2K H"]) -> Float[Array, "..."]:
+        """The inverse of `to_canonical`."""
+
+    def write_kv(
+        self,
+        kv_pages: Float[Array, "..."],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
+        layer: int | Int32[Array, ""],
+        rows: RaggedRows,
+    ) -> Float[Array, "..."]:
+        """The pool with the keys and values of this step in their pages."""
+
+    def attend(
+        self,
+        q: Float[Array, "T Q H"],
+        kv_pages: Float[Array, "..."],
+        layer: int | Int32[Array, ""],
+        rows: RaggedRows,
+        *,
+        scale: float,
+        window: int | None,
+        soft_cap: float | None,
+        sinks: Float[Array, "Q"] | None,
+    ) -> Float[Array, "T Q H"]:
+        """Attention of every row over its pages, in the dtype of `q`."""

@@ -1,0 +1,118 @@
+"""Ragged paged attention as its definition reads: float32, one row and one query at a time, in NumPy.
+
+The judge of every other backend. It runs outside jit only, and copies the pool it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this backend cannot run the problem; None if it can."""
+    if not jnp.issubdtype(problem.kv_dtype, jnp.floating):
+        return f"the pool must hold floating point numbers, not {problem.kv_dtype}"
+    return None
+
+
+def kv_shape(
+    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """Shape of the pool: the canonical one, `[L, N, P, 2K, H]`."""
+    return (num_layers, num_pages, page_size, 2 * num_kv_heads, head_dim)
+
+
+def pool_dims(shape: tuple[int, ...]) -> PoolDims:
+    """The inverse of `kv_shape`."""
+    num_layers, num_pages, page_size, num_heads, head_dim = shape
+    return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)
+
+
+def to_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N P KV H"]:
+    """The pool as it is."""
+    return kv_pages
+
+
+def from_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N P KV H"]:
+    """The pool as it is."""
+    return kv_pages
+
+
+def write_kv(
+    kv_pages: Float[Array, "L N P KV H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+) -> Float[Array, "L N P KV H"]:
+    """A copy of the pool with the keys and values of this step in their pages."""
+    pool = np.array(kv_pages)
+    page_size = pool.shape[2]
+    new_k, new_v = np.asarray(k).astype(pool.dtype), np.asarray(v).astype(pool.dtype)
+    for row_id, token_id, position in _tokens(rows):
+        page = int(rows.page_table[row_id, position // page_size])
+        pool[int(layer), page, position % page_size, 0::2] = new_k[token_id]
+        pool[int(layer), page, position % page_size, 1::2] = new_v[token_id]
+    return jnp.asarray(pool)
+
+
+def attend(
+    q: Float[Array, "T Q H"],
+    kv_pages: Float[Array, "L N P KV H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "Q"] | None,
+) -> Float[Array, "T Q H"]:
+    """Attention of every query over the keys it sees; zeros for padding tokens."""
+    queries = np.asarray(q).astype(np.float32)
+    pages = np.asarray(kv_pages)[int(layer)]
+    page_table = np.asarray(rows.page_table)
+    sink_logits = None if sinks is None else np.asarray(sinks).astype(np.float32)
+    out = np.zeros_like(queries)
+    for row_id, token_id, position in _tokens(rows):
+        first = 0 if window is None else max(0, position - window + 1)
+        k, v = _read(pages, page_table[row_id], first, position + 1)
+        out[token_id] = _attend_one(queries[token_id], k, v, scale, soft_cap, sink_logits)
+    return jnp.asarray(out).astype(q.dtype)
+
+
+def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
+    """Every live token as (row, index in the step, position in its sequence)."""
+    cu_q_lens, kv_lens = np.asarray(rows.cu_q_lens), np.asarray(rows.kv_lens)
+    for row_id in range(int(rows.num_rows)):
+        for token_id in range(int(cu_q_lens[row_id]), int(cu_q_lens[row_id + 1])):
+            yield row_id, token_id, int(kv_lens[row_id]) - int(cu_q_lens[row_id + 1]) + token_id
+
+
+def _read(pages: np.ndarray, page_ids: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values at positions `first:end` of one sequence, each `f32[S, K, H]`."""
+    page_size = pages.shape[1]
+    positions = np.arange(first, end)
+    kv = pages[page_ids[positions // page_size], positions % page_size].astype(np.float32)  # [S, 2K, H]
+    return kv[:, 0::2], kv[:, 1::2]
+
+
+def _attend_one(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, soft_cap: float | None, sinks: np.ndarray | None
+) -> np.ndarray:
+    """One query `f32[Q, H]` over the keys it sees."""
+    group = q.shape[0] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)  # [S, Q, H]
+    scores = np.einsum("qh,sqh->qs", q, k) * scale
+    if soft_cap is not None:
+        scores = soft_cap * np.tanh(scores / soft_cap)
+    if sinks is not None:
+        scores = np.concatenate([scores, sinks[:, None]], axis=1)
+    weights = np.exp(scores - scores.max(axis=1, keepdims=True))
+    weights /= weights.sum(axis=1, keepdims=True)
+    return np.asarray(np.einsum("qs,sqh->qh", weights[:, : v.shape[0]], v))

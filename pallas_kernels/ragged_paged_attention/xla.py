@@ -1,0 +1,293 @@
+"""Ragged paged attention in plain XLA: the serving backend on CPU, and a fallback that runs anywhere.
+
+Pages are head-major, `[L, N, 2K, P, H]`, so that a gather of pages is ready for a matrix product per kv head.
+
+Decode rows (one token) are sorted by length and handled in groups of similar length; prefill rows are cut into tiles of
+queries. A group and a tile are the same problem, a few rows of a few queries each, solved block of keys by block of keys
+with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Every loop runs as often as the
+lengths ask, so a step without prefill rows pays nothing for them, nor one without decode rows. What a row computes does
+not depend on its neighbours: blocks past its end leave its state as it is, to the bit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+
+DECODE_GROUP_ROWS = 16
+DECODE_BLOCK_TOKENS = 64
+PREFILL_TILE_QUERIES = 64
+PREFILL_BLOCK_TOKENS = 128
+
+# Stands for minus infinity where a difference of two of them must be 0, not NaN.
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this backend cannot run the problem; None if it can."""
+    if not jnp.issubdtype(problem.kv_dtype, jnp.floating):
+        return f"the pool must hold floating point numbers, not {problem.kv_dtype}"
+    return None
+
+
+def kv_shape(
+    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """Shape of the pool: `[L, N, 2K, P, H]`."""
+    return (num_layers, num_pages, 2 * num_kv_heads, page_size, head_dim)
+
+
+def pool_dims(shape: tuple[int, ...]) -> PoolDims:
+    """The inverse of `kv_shape`."""
+    num_layers, num_pages, num_heads, page_size, head_dim = shape
+    return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)
+
+
+def to_canonical(kv_pages: Float[Array, "L N KV P H"]) -> Float[Array, "L N P KV H"]:
+    """The pool as `[L, N, P, 2K, H]`."""
+    return jnp.swapaxes(kv_pages, 2, 3)
+
+
+def from_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N KV P H"]:
+    """The inverse of `to_canonical`."""
+    return jnp.swapaxes(kv_pages, 2, 3)
+
+
+def write_kv(
+    kv_pages: Float[Array, "L N KV P H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+) -> Float[Array, "L N KV P H"]:
+    """Writes the keys and values of this step to their pages; donates the pool, one scatter in place."""
+    num_pages, page_size = kv_pages.shape[1], kv_pages.shape[3]
+    T, K, H = k.shape
+    position = _token_positions(rows, T)
+    row_id = _token_rows(rows, T)
+    is_live = position >= 0
+    page_id = rows.page_table.at[row_id, position // page_size].get(mode="clip")
+    # Dropped writes still need distinct indices for the scatter to be declared free of collisions.
+    page_id = jnp.where(is_live, page_id, num_pages + jnp.arange(T, dtype=jnp.int32))
+    kv = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H).astype(kv_pages.dtype)
+    target = kv_pages.at[layer, page_id, :, position % page_size]
+    return target.set(kv, mode="drop", unique_indices=True)
+
+
+def attend(
+    q: Float[Array, "T Q H"],
+    kv_pages: Float[Array, "L N KV P H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "Q"] | None,
+) -> Float[Array, "T Q H"]:
+    """Attention of every row over its pages; zeros for padding tokens."""
+    attention = _Attention(kv_pages, layer, scale, window, soft_cap, sinks)
+    out = jnp.zeros_like(q)
+    out = _attend_decode_rows(attention, q, out, rows)
+    if q.shape[0] == 1:
+        return out
+    return _attend_prefill_rows(attention, q, out, rows)
+
+
+class _Attention(NamedTuple):
+    """What is the same for every query of the call."""
+
+    kv_pages: Float[Array, "L N KV P H"]
+    layer: int | Int32[Array, ""]
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    sinks: Float[Array, "Q"] | None
+
+
+class _Softmax(NamedTuple):
+    """State of an online softmax over keys, for B sequences of X queries."""
+
+    max_score: Float32[Array, "B K G X"]
+    denominator: Float32[Array, "B K G X"]
+    weighted_sum: Float32[Array, "B K G X H"]
+
+
+def _token_rows(rows: RaggedRows, T: int) -> Int32[Array, "T"]:
+    """The row of each token; any row for padding tokens."""
+    token_id = jnp.arange(T, dtype=jnp.int32)
+    starts_by = (rows.cu_q_lens[None, 1:] <= token_id[:, None]) & _is_live(rows)[None, :]  # [T, R]
+    return jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), rows.kv_lens.shape[0] - 1)
+
+
+def _token_positions(rows: RaggedRows, T: int) -> Int32[Array, "T"]:
+    """The position of each token in its sequence; -1 for padding tokens."""
+    token_id = jnp.arange(T, dtype=jnp.int32)
+    position = token_id + (rows.kv_lens - rows.cu_q_lens[1:])[_token_rows(rows, T)]
+    return jnp.where(token_id < rows.cu_q_lens[rows.num_rows], position, -1)
+
+
+def _is_live(rows: RaggedRows) -> Bool[Array, "R"]:
+    return jnp.arange(rows.kv_lens.shape[0], dtype=jnp.int32) < rows.num_rows
+
+
+def _attend_decode_rows(
+    attention: _Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q H"], rows: RaggedRows
+) -> Float[Array, "T Q H"]:
+    """Fills in the outputs of the rows of one token, a group of rows of similar length at a time."""
+    T, R = q.shape[0], rows.kv_lens.shape[0]
+    group_rows = min(DECODE_GROUP_ROWS, R)
+    is_decode = rows.live_q_lens() == 1
+    kv_lens = jnp.where(is_decode, rows.kv_lens, 0)
+    longest_first = jnp.argsort(kv_lens, descending=True).astype(jnp.int32)
+
+    def attend_group(group: Int32[Array, ""], out: Float[Array, "T Q H"]) -> Float[Array, "T Q H"]:
+        # The last group starts early enough to be full: what it repeats, it repeats identically.
+        start = jnp.minimum(group * group_rows, R - group_rows)
+        row_id = lax.dynamic_slice(longest_first, (start,), (group_rows,))
+        token_id = jnp.where(is_decode[row_id], rows.cu_q_lens[row_id], T)
+        group_q = q.at[token_id].get(mode="clip")[:, None]  # [B, 1, Q, H]
+        position = kv_lens[row_id][:, None] - 1
+        group_out = _attend_blocks(attention, group_q, position, rows.page_table[row_id], DECODE_BLOCK_TOKENS)
+        return out.at[token_id].set(group_out[:, 0], mode="drop")
+
+    num_groups = (jnp.sum(is_decode, dtype=jnp.int32) + group_rows - 1) // group_rows
+    return lax.fori_loop(0, num_groups, attend_group, out)
+
+
+def _attend_prefill_rows(
+    attention: _Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q H"], rows: RaggedRows
+) -> Float[Array, "T Q H"]:
+    """Fills in the outputs of the rows of several tokens, a tile of queries of one row at a time."""
+    T = q.shape[0]
+    tile_size = min(PREFILL_TILE_QUERIES, T)
+    q_lens = rows.live_q_lens()
+    num_tiles = jnp.where(q_lens > 1, (q_lens + tile_size - 1) // tile_size, 0)
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+
+    def attend_tile(tile: Int32[Array, ""], out: Float[Array, "T Q H"]) -> Float[Array, "T Q H"]:
+        row_id = jnp.sum(tile_ends <= tile, dtype=jnp.int32)
+        first_token = rows.cu_q_lens[row_id] + (tile - tile_ends[row_id] + num_tiles[row_id]) * tile_size
+        end_token = jnp.minimum(first_token + tile_size, rows.cu_q_lens[row_id + 1])
+        # The last tile of the step may start before its first token: those queries are masked and kept.
+        start = jnp.minimum(first_token, T - tile_size)
+        token_id = start + jnp.arange(tile_size, dtype=jnp.int32)
+        is_own = (token_id >= first_token) & (token_id < end_token)
+        position = jnp.where(is_own, token_id + rows.kv_lens[row_id] - rows.cu_q_lens[row_id + 1], -1)
+        page_table = rows.page_table[row_id][None]
+        tile_q = lax.dynamic_slice_in_dim(q, start, tile_size)[None]  # [1, X, Q, H]
+        tile_out = _attend_blocks(attention, tile_q, position[None], page_table, PREFILL_BLOCK_TOKENS)
+        kept = lax.dynamic_slice_in_dim(out, start, tile_size)
+        merged = jnp.where(is_own[:, None, None], tile_out[0], kept)
+        return lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
+
+    return lax.fori_loop(0, tile_ends[-1], attend_tile, out)
+
+
+def _attend_blocks(
+    attention: _Attention,
+    q: Float[Array, "B X Q H"],
+    position: Int32[Array, "B X"],
+    page_table: Int32[Array, "B M"],
+    block_tokens: int,
+) -> Float[Array, "B X Q H"]:
+    """Attention of B sequences of X queries each, block of keys by block of keys; position -1 marks a query to ignore."""
+    B, X, Q, H = q.shape
+    page_size = attention.kv_pages.shape[3]
+    K = attention.kv_pages.shape[2] // 2
+    block_pages = max(1, block_tokens // page_size)
+    heads_q = q.astype(jnp.float32) * attention.scale
+    heads_q = heads_q.reshape(B, X, K, Q // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, X, H]
+    first_key, end_key = _key_range(position, attention.window)
+    first_page = first_key // page_size
+    num_blocks = _ceil_div(jnp.max(_ceil_div(end_key, page_size) - first_page), block_pages)
+
+    def absorb_block(block: Int32[Array, ""], state: _Softmax) -> _Softmax:
+        column = (first_page + block * block_pages)[:, None] + jnp.arange(block_pages, dtype=jnp.int32)[None, :]
+        is_used = column * page_size < end_key[:, None]
+        page_id = jnp.where(is_used, jnp.take_along_axis(page_table, column, axis=1, mode="clip"), 0)
+        k, v = _read_pages(attention.kv_pages, attention.layer, page_id)
+        key_position = column[:, :1] * page_size + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None, :]
+        # Zero weights alone would let a stale NaN or Inf through.
+        in_range = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])
+        v = jnp.where(in_range[:, None, :, None], v, 0)
+        return _absorb(attention, state, heads_q, k, v, _visible(position, key_position, attention.window))
+
+    state = lax.fori_loop(0, num_blocks, absorb_block, _start(attention.sinks, heads_q.shape))
+    out = state.weighted_sum / jnp.where(state.denominator > 0, state.denominator, 1)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, X, Q, H).astype(q.dtype)
+
+
+def _key_range(position: Int32[Array, "B X"], window: int | None) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+    """First key any query of each sequence sees, and the end of the last."""
+    last = jnp.max(position, axis=1)
+    if window is None:
+        return jnp.zeros_like(last), last + 1
+    first = jnp.min(jnp.where(position >= 0, position, last[:, None]), axis=1)
+    return jnp.maximum(first - window + 1, 0), last + 1
+
+
+def _visible(
+    position: Int32[Array, "B X"], key_position: Int32[Array, "B S"], window: int | None
+) -> Bool[Array, "B X S"]:
+    distance = position[:, :, None] - key_position[:, None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _read_pages(
+    kv_pages: Float[Array, "L N KV P H"], layer: int | Int32[Array, ""], page_id: Int32[Array, "B b"]
+) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S H"]]:
+    """Keys and values of some pages, per kv head in the order of the tokens."""
+    _, num_pages, num_heads, page_size, H = kv_pages.shape
+    B, K = page_id.shape[0], num_heads // 2
+    heads = kv_pages.reshape(-1, page_size, H)  # [L*N*2K, P, H]
+    k_id = ((layer * num_pages + page_id) * num_heads)[:, None, :] + 2 * jnp.arange(K, dtype=jnp.int32)[None, :, None]
+    k = heads.at[k_id].get(mode="promise_in_bounds").reshape(B, K, -1, H)
+    v = heads.at[k_id + 1].get(mode="promise_in_bounds").reshape(B, K, -1, H)
+    return k.astype(jnp.float32), v.astype(jnp.float32)
+
+
+def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> _Softmax:
+    """The softmax before any key: empty, or holding one sink per query head."""
+    B, K, G, X, _ = shape
+    if sinks is None:
+        max_score, denominator = jnp.full((B, K, G, X), _LOWEST), jnp.zeros((B, K, G, X))
+    else:
+        per_head = sinks.astype(jnp.float32).reshape(1, K, G, 1)
+        max_score, denominator = jnp.broadcast_to(per_head, (B, K, G, X)), jnp.ones((B, K, G, X))
+    return _Softmax(max_score, denominator, jnp.zeros(shape))
+
+
+def _absorb(
+    attention: _Attention,
+    state: _Softmax,
+    q: Float32[Array, "B K G X H"],
+    k: Float32[Array, "B K S H"],
+    v: Float32[Array, "B K S H"],
+    visible: Bool[Array, "B X S"],
+) -> _Softmax:
+    """The softmax after one more block of keys."""
+    visible = visible[:, None, None]  # [B, 1, 1, X, S]
+    scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
+    if attention.soft_cap is not None:
+        scores = attention.soft_cap * jnp.tanh(scores / attention.soft_cap)
+    scores = jnp.where(visible, scores, _LOWEST)
+    max_score = jnp.maximum(state.max_score, jnp.max(scores, axis=-1))
+    weights = jnp.where(visible, jnp.exp(scores - max_score[..., None]), 0)
+    rescale = jnp.exp(state.max_score - max_score)
+    values = jnp.einsum("bkgxs,bksh->bkgxh", weights, v, precision=lax.Precision.HIGHEST)
+    return _Softmax(
+        max_score=max_score,
+        denominator=state.denominator * rescale + jnp.sum(weights, axis=-1),
+        weighted_sum=state.weighted_sum * rescale[..., None] + values,
+    )
+
+
+def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
+    return (x + (divisor - 1)) // divisor

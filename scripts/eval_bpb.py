@@ -1,0 +1,120 @@
+"""Bits per byte of the embedded checkpoint and its draft on held-out modules, beside xz, and how often the two agree.
+
+    python scripts/eval_bpb.py [--limit BYTES]
+
+Every module is scored by itself, after <|endoftext|>, in windows that overlap by half: each token is predicted from at
+least half a window of the text before it, or from all there is. xz -9e compresses all of them as one stream.
+"""
+
+import argparse
+import json
+import lzma
+import math
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import stdlib_corpus
+from dense_model import load_model, logits, token_nats
+from jax import Array
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+WEIGHTS = Path(__file__).parents[1] / "weights"
+_BATCH = 4
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of every scored token: what it cost, and the id the model holds likeliest in its place."""
+
+    nats: NDArray[np.float32]
+    greedy_ids: NDArray[np.int32]
+
+
+def windows(ids: Sequence[int], size: int) -> Iterator[tuple[list[int], int]]:
+    """Windows of at most `size` + 1 ids that overlap by half, and the first position to score in each."""
+    half = size // 2
+    yield list(ids[: size + 1]), 0
+    for start in range(half, len(ids) - half - 1, half):
+        yield list(ids[start : start + size + 1]), half
+
+
+def score(params: Params, arch: ArchConfig, documents: Sequence[Sequence[int]], window: int) -> Scores:
+    """Score all ids but the first of each document."""
+    cut = [w for ids in documents for w in windows(ids, window)]
+    nats, greedy = [], []
+    for i in range(0, len(cut), _BATCH):
+        group = cut[i : i + _BATCH]
+        tokens = np.zeros((_BATCH, window + 1), np.int32)
+        for row, (ids, _) in zip(tokens, group, strict=False):
+            row[: len(ids)] = ids
+        group_nats, group_greedy = jax.device_get(_score_batch(params, jnp.asarray(tokens), arch=arch))
+        for j, (ids, first) in enumerate(group):
+            nats.append(group_nats[j, first : len(ids) - 1])
+            greedy.append(group_greedy[j, first : len(ids) - 1])
+    return Scores(np.concatenate(nats), np.concatenate(greedy))
+
+
+@partial(jax.jit, static_argnames="arch")
+def _score_batch(params: Params, tokens: Array, *, arch: ArchConfig) -> tuple[Array, Array]:
+    out = logits(params, arch, tokens[:, :-1])
+    return token_nats(out, tokens[:, 1:]), out.argmax(-1).astype(jnp.int32)
+
+
+def bits_per_byte(scores: Scores, documents: Sequence[bytes]) -> float:
+    return float(scores.nats.sum(dtype=np.float64)) / math.log(2) / sum(map(len, documents))
+
+
+def xz_bits_per_byte(documents: Sequence[bytes]) -> float:
+    data = b"".join(documents)
+    return 8 * len(lzma.compress(data, preset=9 | lzma.PRESET_EXTREME)) / len(data)
+
+
+def take(documents: Sequence[bytes], limit: int | None) -> list[bytes]:
+    """The first `limit` bytes of the documents, cut at the end of a line."""
+    taken: list[bytes] = []
+    for document in documents:
+        left = math.inf if limit is None else limit - sum(map(len, taken))
+        if len(document) > left:
+            return [*taken, document[: document.rfind(b"\n", 0, int(left)) + 1]]
+        taken.append(document)
+    return taken
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=WEIGHTS / "default")
+    parser.add_argument("--draft", type=Path, default=WEIGHTS / "default-draft")
+    parser.add_argument("--limit", type=int, help="bytes to score; all by default")
+    parser.add_argument("--window", type=int, default=1024, help="tokens the model sees at once")
+    args = parser.parse_args()
+
+    documents = take(stdlib_corpus.read(held_out=True), args.limit)
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    ids = [tokenizer.encode(stdlib_corpus.as_text(document)).ids for document in documents]
+    num_bytes, num_tokens = sum(map(len, documents)), sum(map(len, ids)) - len(ids)
+    versions = {"python": platform.python_version(), "jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    print(json.dumps({"bytes": num_bytes, "tokens": num_tokens, "window_tokens": args.window, **versions}))
+    print(json.dumps({"name": "xz -9e", "bits_per_byte": round(xz_bits_per_byte(documents), 4)}))
+
+    scores = {}
+    for directory in (args.model, args.draft):
+        params, arch = load_model(directory)
+        scores[directory] = score(params, arch, ids, args.window)
+        bpb = bits_per_byte(scores[directory], documents)
+        row = {"name": directory.name, "params": arch.num_params, "bits_per_byte": round(bpb, 4)}
+        print(json.dumps(row), flush=True)
+    agreement = (scores[args.model].greedy_ids == scores[args.draft].greedy_ids).mean()
+    print(json.dumps({"greedy_agreement": round(float(agreement), 4)}))
+
+
+if __name__ == "__main__":
+    main()

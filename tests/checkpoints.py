@@ -1,0 +1,118 @@
+"""Random tiny checkpoints of every family, written by transformers, and the model that wrote them (the oracle)."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+torch.set_num_threads(1)  # more threads than free cores make tiny models a hundred times slower
+CONFIGS = {
+    "llama": transformers.LlamaConfig,
+    "mistral": transformers.MistralConfig,
+    "qwen2": transformers.Qwen2Config,
+    "qwen3": transformers.Qwen3Config,
+}
+FAMILIES = tuple(CONFIGS)
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 1e4},
+    "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 5e5,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16},
+}
+_SIZES = {
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_FAMILY_SIZES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"sliding_window": 9},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "qwen3": {"head_dim": 16},
+}
+_WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
+
+
+def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
+    """A tiny config of `family`: two layers, 131 tokens."""
+    return CONFIGS[family](**{**_SIZES, **_FAMILY_SIZES[family], **overrides})
+
+
+def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
+    """A model of `build_config` with every parameter random, norms and biases included, in float32."""
+    model = transformers.AutoModelForCausalLM.from_config(build_config(family, **overrides), dtype=torch.float32).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * _WEIGHT_STD
+            parameter.copy_(noise + (1.0 if "norm" in name else 0.0))
+    return model
+
+
+def write_checkpoint(
+    path: Path, family: str, seed: int = 0, *, dtype: str = "float32", max_shard_size: str = "1GB", **overrides: Any
+) -> transformers.PreTrainedModel:
+    """Write a random checkpoint in `dtype` to `path`; returns the model in float32, with the values as written."""
+    model = build_model(family, seed, **overrides)
+    for parameter in model.parameters():  # not the rotary buffers, which stay float32 in the oracle
+        parameter.data = parameter.data.to(getattr(torch, dtype))
+    model.config.dtype = dtype
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    return model
+
+
+def reference_logits(model: transformers.PreTrainedModel, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
+    """Logits [T, V] of one sequence."""
+    with torch.no_grad():
+        return model(torch.tensor(token_ids, dtype=torch.long)[None]).logits[0].numpy()
+
+
+def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Overrides for `build_config`: odd sizes, query groups of 1 to 8, every RoPE, ties, biases, windows."""
+    rng = random.Random(f"{family}-{seed}")
+    for case in range(count):
+        kv_heads, group, layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8]), rng.randint(1, 4)
+        heads = kv_heads * group
+        rope = dict(ROPES[list(ROPES)[case % len(ROPES)]])
+        overrides: dict[str, Any] = {
+            "vocab_size": rng.randrange(67, 301, 2),
+            "hidden_size": heads * rng.randint(-(-24 // heads), -(-64 // heads)),  # transformers wants a multiple
+            "intermediate_size": rng.randrange(33, 100),
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads,
+            "head_dim": rng.choice([6, 8, 12, 16]),
+            "rope_parameters": {**rope, "rope_theta": 10 ** rng.uniform(3, 7)},
+            "rms_norm_eps": rng.choice([1e-5, 1e-6]),
+            "tie_word_embeddings": rng.random() < 0.5,
+        }
+        if family == "llama":
+            overrides |= {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
+        if family == "mistral":
+            overrides |= {"sliding_window": rng.choice([None, 5, 16])}
+        if family.startswith("qwen"):
+            overrides |= {"use_sliding_window": rng.random() < 0.7, "sliding_window": rng.choice([3, 8])}
+            overrides |= {"max_window_layers": rng.randint(0, layers)}
+        yield overrides

@@ -1,0 +1,684 @@
+"""The scheduler alone, on a simulated device that knows from which tokens every entry of the pool was computed."""
+
+import random
+import time
+import zlib
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import RequestError
+from jaxserve.request import FinishReason, Request, RequestStatus, SamplingParams
+
+VOCAB_SIZE = 5
+IGNORED = 10**6  # what the device returns for rows that do not sample
+
+
+def make_scheduler(max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=64, max_model_len=256):
+    return Scheduler(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+    )
+
+
+def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):
+    prompt = list(prompt)
+    params = SamplingParams(max_tokens=None, min_tokens=min_tokens)
+    return Request(request_id, prompt, params, seed=0, max_total_tokens=len(prompt) + max_tokens, **kwargs)
+
+
+def next_token(tokens):
+    """The model: any deterministic function of all tokens before."""
+    return zlib.crc32(repr(tokens).encode()) % VOCAB_SIZE
+
+
+def generate_alone(request):
+    """Output and reason of an undisturbed run."""
+    tokens = list(request.prompt_token_ids)
+    while True:
+        tokens.append(next_token(tokens))
+        num_output = len(tokens) - request.num_prompt_tokens
+        if tokens[-1] in request.stop_ids and num_output > request.params.min_tokens:
+            return tokens[request.num_prompt_tokens :], FinishReason.STOP
+        if len(tokens) == request.max_total_tokens:
+            return tokens[request.num_prompt_tokens :], FinishReason.LENGTH
+
+
+class Device:
+    """Runs plans in order. Each pool entry holds (salt, tokens up to its position), which is what its content depends on."""
+
+    def __init__(self, page_size):
+        self.page_size = page_size
+        self.kv = {}
+        self.history = {}  # slot -> position -> token
+
+    def run(self, plan):
+        sequences = [self._sequence(row) for row in plan.rows]
+        # Reads and writes of one step have no order, so what a row did not compute itself must be there before
+        # the first write and after the last.
+        for row, tokens in zip(plan.rows, sequences, strict=True):
+            self._check_content(row, tokens[: row.start])
+        self._write(plan, sequences)
+        for row, tokens in zip(plan.rows, sequences, strict=True):
+            self._check_content(row, tokens)
+        return [self._sample(row, tokens) for row, tokens in zip(plan.rows, sequences, strict=True)]
+
+    def _sequence(self, row):
+        request, stop = row.request, row.start + row.num_tokens
+        if row.admitted:
+            self.history[row.slot] = dict(enumerate(request.tokens(0, request.num_known_tokens)))
+        tokens = [self.history[row.slot][i] for i in range(stop)]
+        num_known = min(stop, request.num_known_tokens)
+        assert tokens[:num_known] == request.tokens(0, num_known), "the slot holds another request's tokens"
+        assert num_known >= stop - 1, "only the last token of a row may be unknown"
+        return tokens
+
+    def _write(self, plan, sequences):
+        written = set()
+        for row, tokens in zip(plan.rows, sequences, strict=True):
+            for position in range(row.start, row.start + row.num_tokens):
+                entry = self._entry(row.request, position)
+                assert entry not in written, f"{entry} is written twice in one step"
+                written.add(entry)
+                self.kv[entry] = (row.request.salt, tuple(tokens[: position + 1]))
+
+    def _check_content(self, row, tokens):
+        for position in range(len(tokens)):
+            content = self.kv.get(self._entry(row.request, position))
+            expected = (row.request.salt, tuple(tokens[: position + 1]))
+            assert content == expected, f"{row.request.request_id} finds {content} at position {position}"
+
+    def _sample(self, row, tokens):
+        if not row.samples:
+            return IGNORED
+        self.history[row.slot][len(tokens)] = token = next_token(tokens)
+        return token
+
+    def _entry(self, request, position):
+        return request.pages[position // self.page_size], position % self.page_size
+
+
+class Loop:
+    """Scheduler and device with `depth` plans in flight, as an engine drives them."""
+
+    def __init__(self, scheduler, depth=0):
+        self.scheduler, self.depth = scheduler, depth
+        self.device = Device(scheduler.page_size)
+        self.in_flight = []
+        self.plans = []
+
+    def schedule(self):
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.in_flight.append((plan, self.device.run(plan)))
+            self.plans.append(plan)
+        return plan
+
+    def update(self):
+        return self.scheduler.update(*self.in_flight.pop(0))
+
+    def step(self):
+        plan = self.schedule()
+        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            self.update()
+        self.scheduler.check_integrity()
+        return plan
+
+    def drain(self):
+        while self.scheduler.has_unfinished() or self.in_flight:
+            assert self.step() is not None or self.in_flight or not self.scheduler.has_unfinished(), "idle"
+        return self
+
+    def add(self, *requests):
+        for request in requests:
+            self.scheduler.add(request)
+        return self
+
+
+def starts(plan):
+    """Request id -> (start, num_tokens)."""
+    return {row.request.request_id: (row.start, row.num_tokens) for row in plan.rows}
+
+
+def num_computed(plans):
+    return sum(plan.num_tokens for plan in plans)
+
+
+PROMPTS = st.builds(
+    lambda num_common, tail: [1, 2, 3, 4, 3, 2, 1, 0, 1, 1, 2, 2, 3, 3, 4, 4][:num_common] + tail,
+    st.integers(0, 16),
+    st.lists(st.integers(0, 1), min_size=1, max_size=8),
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Random traffic against a model of the queue: two lists, in order of service and of admission."""
+
+    @initialize(
+        max_num_seqs=st.integers(1, 6),
+        more_budget=st.integers(0, 24),
+        page_size=st.sampled_from([1, 2, 4]),
+        num_pages=st.integers(4, 24),
+        depth=st.integers(0, 2),
+    )
+    def start(self, max_num_seqs, more_budget, page_size, num_pages, depth):
+        budget = max_num_seqs + more_budget
+        self.scheduler = make_scheduler(max_num_seqs, budget, page_size, num_pages, max_model_len=40)
+        self.loop = Loop(self.scheduler, depth)
+        self.requests = []
+        self.waiting, self.running = [], []
+        self.num_wasted = 0
+
+    @rule(
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 12),
+        min_tokens=st.integers(0, 3),
+        stop_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
+        salt=st.sampled_from([b"", b"", b"", b"tenant"]),
+        read_prefix_cache=st.sampled_from([True, True, True, False]),
+    )
+    def add(self, prompt, max_tokens, **kwargs):
+        request = make_request(str(len(self.requests)), prompt, max_tokens, **kwargs)
+        if request.max_total_tokens - 1 > self.scheduler.num_pages * self.scheduler.page_size:
+            with pytest.raises(RequestError, match="fit the page pool"):
+                self.scheduler.add(request)
+            return
+        self.scheduler.add(request)
+        self.requests.append(request)
+        self.waiting.append(request)
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def abort(self, data):
+        request = data.draw(st.sampled_from(self.requests))
+        unfinished = request.status is not RequestStatus.FINISHED
+        assert self.scheduler.abort(request.request_id) is (request if unfinished else None)
+        self.forget_finished()
+
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data())
+    def finish(self, data):
+        request = data.draw(st.sampled_from(self.requests))
+        reason = request.finish_reason or FinishReason.STOP
+        self.scheduler.finish(request, FinishReason.STOP)
+        assert request.finish_reason is reason
+        self.forget_finished()
+
+    @rule()
+    def reset_prefix_cache(self):
+        self.scheduler.reset_prefix_cache()
+
+    @rule(num_steps=st.integers(1, 4))
+    def step(self, num_steps):
+        for _ in range(num_steps):
+            plan = self.schedule()
+            if self.loop.in_flight and (plan is None or len(self.loop.in_flight) > self.loop.depth):
+                self.update()
+
+    @precondition(lambda self: self.loop.in_flight)
+    @rule()
+    def update(self):
+        plan, sampled = self.loop.in_flight[0]
+        live = [row.request.status is not RequestStatus.FINISHED for row in plan.rows]
+        progressed = self.loop.update()
+        rows = list(zip(plan.rows, sampled, live, strict=True))
+        assert progressed == [(row.request, token) for row, token, alive in rows if row.samples and alive]
+        self.num_wasted += sum(row.samples and not alive for row, _, alive in rows)
+        assert self.scheduler.num_wasted_tokens == self.num_wasted
+        self.forget_finished()
+
+    @invariant()
+    def pages_and_slots_are_conserved(self):
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_waiting == len(self.waiting)
+        assert self.scheduler.num_running == len(self.running)
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        for _ in range(2000):
+            if not self.scheduler.has_unfinished() and not self.loop.in_flight:
+                break
+            self.step(1)
+        for request in self.requests:
+            self.check_output(request)
+        self.scheduler.check_integrity()
+        assert self.scheduler.num_pages_used == 0
+
+    def forget_finished(self):
+        self.waiting = [request for request in self.waiting if request.status is not RequestStatus.FINISHED]
+        self.running = [request for request in self.running if request.status is not RequestStatus.FINISHED]
+
+    def schedule(self):
+        active = [request for request in self.running if request.num_tokens < request.max_total_tokens]
+        decodes = [request for request in active if request.num_tokens - request.num_computed_tokens == 1]
+        prefills = [request for request in active if request not in decodes]
+        plan = self.loop.schedule()
+        preempted = [request for request in self.running[::-1] if request.status is RequestStatus.WAITING]
+        assert preempted == self.running[::-1][: len(preempted)], "the last admitted are preempted first"
+        self.running = self.running[: len(self.running) - len(preempted)]
+        if plan is None:
+            assert self.loop.in_flight or not self.scheduler.has_unfinished(), "idle with runnable work"
+        else:
+            assert preempted == plan.preempted
+            self.check_plan(plan, decodes, prefills)
+        self.waiting = preempted[::-1] + self.waiting
+        return plan
+
+    def check_plan(self, plan, decodes, prefills):
+        scheduler, rows = self.scheduler, {row.request: row for row in plan.rows}
+        assert 0 < len(rows) == len(plan.rows) <= scheduler.max_num_seqs
+        assert len({row.slot for row in plan.rows}) == len(rows)
+        assert all(row.num_tokens > 0 for row in plan.rows)
+        assert plan.num_tokens == sum(row.num_tokens for row in plan.rows) <= scheduler.max_num_batched_tokens
+        assert not rows.keys() & set(plan.preempted)
+        decodes = [request for request in decodes if request not in plan.preempted]
+        assert [row.request for row in plan.rows[: len(decodes)]] == decodes, "a row in decode missed a step"
+        assert all(rows[request].num_tokens == 1 for request in decodes)
+        assert plan.num_decode_tokens == len(decodes)
+        budget_left = scheduler.max_num_batched_tokens - plan.num_tokens
+        for request in prefills:
+            assert request in rows or request in plan.preempted or not budget_left
+        admitted = [row.request for row in plan.rows if row.admitted]
+        assert admitted == self.waiting[: len(admitted)], "first come, first served"
+        assert plan.num_cached_tokens == sum(rows[request].start for request in admitted)
+        assert all(rows[request].start == 0 for request in admitted if not request.read_prefix_cache)
+        self.waiting = self.waiting[len(admitted) :]
+        self.running += admitted
+        assert plan.num_pages_used == len({page for request in self.running for page in request.pages})
+        if plan.preempted:
+            assert not admitted
+        elif self.waiting and budget_left and len(self.running) < scheduler.max_num_seqs:
+            self.check_head_must_wait(self.waiting[0], plan, budget_left)
+
+    def check_head_must_wait(self, head, plan, budget_left):
+        num_pages = -(-min(head.num_tokens, budget_left) // self.scheduler.page_size)
+        num_free = self.scheduler.num_pages - plan.num_pages_used
+        pages_short = num_pages + len(self.running) > num_free
+        first_page = head.tokens(0, self.scheduler.page_size)
+        shared = any(row.request.tokens(0, self.scheduler.page_size) == first_page for row in plan.rows)
+        assert head.num_pending_tokens or pages_short or (shared and head.read_prefix_cache), "the head could have run"
+
+    def check_output(self, request):
+        output, reason = generate_alone(request)
+        assert request.status is RequestStatus.FINISHED
+        num_read = len(request.output_token_ids)
+        assert request.output_token_ids == output[:num_read]
+        if request.finish_reason is FinishReason.LENGTH or num_read == len(output):
+            assert request.output_token_ids == output
+            assert request.finish_reason is reason
+        assert (request.pages, request.slot, request.num_pending_tokens) == ([], -1, 0)
+
+
+SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSchedulerMachine = SchedulerMachine.TestCase
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_outputs_do_not_depend_on_pool_budget_or_order(seed, depth):
+    rng = random.Random(seed)
+    page_size, num_pages = rng.choice([1, 2, 4, 8]), rng.randint(24, 64)
+    max_num_seqs = rng.randint(2, 12)
+    loop = Loop(make_scheduler(max_num_seqs, max_num_seqs + rng.randint(0, 20), page_size, num_pages), depth)
+    common = [rng.randrange(VOCAB_SIZE) for _ in range(10)]
+    requests = [
+        make_request(str(i), common[: rng.randint(1, 10)] + [0] * rng.randint(0, 4), rng.randint(1, 10))
+        for i in range(40)
+    ]
+    for request in requests:
+        loop.add(request)
+        if rng.random() < 0.5:
+            loop.step()
+    loop.drain()
+    assert [(r.output_token_ids, r.finish_reason) for r in requests] == [generate_alone(r) for r in requests]
+    assert loop.scheduler.num_pages_used == 0
+
+
+def test_the_same_events_give_the_same_plans():
+    def record():
+        loop = Loop(make_scheduler(num_pages=10, max_num_batched_tokens=12), depth=1)
+        loop.add(*(make_request(str(i), range(i + 3), 9) for i in range(8)))
+        return [(plan.step_id, starts(plan)) for plan in loop.drain().plans]
+
+    assert record() == record()
+
+
+def test_step_ids_count_plans():
+    loop = Loop(make_scheduler()).add(make_request("a", range(3)))
+    assert loop.scheduler.has_unfinished()
+    assert [plan.step_id for plan in loop.drain().plans] == [0, 1, 2, 3]
+    assert loop.schedule() is None
+    assert not loop.scheduler.has_unfinished()
+
+
+# The budget
+
+
+def test_a_long_prompt_is_computed_in_chunks_and_samples_at_the_end():
+    loop = Loop(make_scheduler(max_num_batched_tokens=16)).add(make_request("a", range(40), 1))
+    plans = loop.drain().plans
+    assert [starts(plan)["a"] for plan in plans] == [(0, 16), (16, 16), (32, 8)]
+    assert [plan.rows[0].samples for plan in plans] == [False, False, True]
+    assert [plan.rows[0].admitted for plan in plans] == [True, False, False]
+
+
+def test_decodes_go_on_while_a_long_prompt_is_computed():
+    loop = Loop(make_scheduler(max_num_batched_tokens=16), depth=1).add(make_request("a", range(4), 20))
+    loop.step()
+    loop.add(make_request("b", range(50, 90), 4), make_request("c", range(9), 4))
+    plans = [loop.step() for _ in range(4)]
+    assert all(plan.rows[0].request.request_id == "a" and plan.num_decode_tokens == 1 for plan in plans[:3])
+    assert [starts(plan).get("b") for plan in plans] == [(0, 15), (15, 15), (30, 10), (40, 1)]
+    assert starts(plans[2])["c"] == (4, 5)  # what the prefill left of the budget; its first page is the one of "a"
+    assert [row.request.request_id for row in plans[3].rows] == ["a", "b", "c"]
+
+
+def test_no_more_requests_run_than_there_are_slots():
+    loop = Loop(make_scheduler(max_num_seqs=2)).add(*(make_request(str(i), [i]) for i in range(3)))
+    assert list(starts(loop.step())) == ["0", "1"]
+    assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 1)
+    loop.scheduler.abort("0")
+    assert list(starts(loop.step())) == ["1", "2"]
+
+
+# Prefix sharing
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_submitted_together_compute_their_common_prefix_once(depth):
+    loop = Loop(make_scheduler(64, 2048, 16, 1024, 1024), depth)
+    prefix = [i % 7 for i in range(512)]
+    loop.add(*(make_request(str(i), [*prefix, 10 + i, 10 + i], 2) for i in range(64)))
+    plans = loop.drain().plans
+    assert [plan.num_prefill_tokens for plan in plans[:2]] == [514, 2 * 63]
+    assert plans[1].num_cached_tokens == 512 * 63
+    assert num_computed(plans) == 512 + 64 * (2 + 1)
+
+
+def test_siblings_share_the_pages_of_their_prompt():
+    loop = Loop(make_scheduler())
+    siblings = [make_request(f"a-{i}", range(10), 6) for i in range(4)]
+    loop.add(*siblings)
+    loop.step()
+    loop.step()
+    assert all(request.pages[:2] == siblings[0].pages[:2] for request in siblings)
+    assert len({request.pages[2] for request in siblings}) == 4
+    assert [request.num_cached_tokens for request in siblings] == [0, 8, 8, 8]
+    loop.drain()
+
+
+def test_a_follow_up_finds_prompt_and_output():
+    for depth in (0, 1, 2):
+        loop = Loop(make_scheduler(), depth)
+        first = make_request("a", range(6), 11)
+        loop.add(first).drain()
+        second = make_request("b", [*first.prompt_token_ids, *first.output_token_ids, 9], 1)
+        loop.add(second).drain()
+        assert second.num_cached_tokens == 16
+
+
+def test_salts_are_separate():
+    loop = Loop(make_scheduler())
+    loop.add(make_request("a", range(9), 1, salt=b"a")).drain()
+    loop.add(make_request("b", range(9), 1, salt=b"b"), make_request("c", range(9), 1)).drain()
+    assert [starts(plan) for plan in loop.plans] == [{"a": (0, 9)}, {"b": (0, 9), "c": (0, 9)}]
+    loop.add(make_request("d", range(9), 1, salt=b"a")).drain()
+    assert starts(loop.plans[-1]) == {"d": (8, 1)}
+
+
+def test_a_request_may_refuse_cached_pages_but_its_own_are_found():
+    loop = Loop(make_scheduler())
+    loop.add(*(make_request(i, range(9), 1, read_prefix_cache=False) for i in "ab"))
+    assert starts(loop.step()) == {"a": (0, 9), "b": (0, 9)}
+    loop.add(make_request("c", range(9), 1))
+    assert starts(loop.step()) == {"c": (8, 1)}
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token():
+    loop = Loop(make_scheduler())
+    loop.add(make_request("a", range(8), 1)).drain()
+    loop.add(make_request("b", range(8), 1)).drain()
+    assert starts(loop.plans[-1]) == {"b": (4, 4)}
+
+
+def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them():
+    loop = Loop(make_scheduler(), depth=1)
+    running = make_request("a", range(6), 20)
+    loop.add(running)
+    loop.step()
+    loop.scheduler.reset_prefix_cache()
+    for _ in range(12):
+        loop.step()
+    loop.add(make_request("b", running.tokens(0, 13), 1))
+    assert starts(loop.step())["b"] == (0, 13)
+    loop.drain()
+    loop.add(make_request("c", range(6), 1)).drain()
+    assert starts(loop.plans[-1]) == {"c": (4, 2)}  # from "b", which started after the reset
+
+
+# Preemption
+
+
+def test_the_last_admitted_gives_way_and_finds_its_pages_again():
+    loop = Loop(make_scheduler(page_size=2, num_pages=8))
+    old, young = make_request("old", [1, 1, 1], 12), make_request("young", [2, 2, 2], 12)
+    loop.add(old, young, make_request("next", [3], 1))
+    while not young.num_preemptions:
+        plan = loop.step()
+    assert plan.preempted == [young]
+    assert list(starts(plan)) == ["old"]
+    assert young.status is RequestStatus.WAITING
+    assert loop.scheduler.num_waiting == 2
+    num_before = num_computed(loop.plans)
+    loop.drain()
+    order = [row.request.request_id for plan in loop.plans for row in plan.rows if row.admitted]
+    assert order == ["old", "young", "young", "next"]
+    assert (old.output_token_ids, young.output_token_ids) == (generate_alone(old)[0], generate_alone(young)[0])
+    assert num_computed(loop.plans) > num_before
+
+
+def test_a_preempted_request_waits_in_its_place_until_its_tokens_are_known():
+    loop = Loop(make_scheduler(page_size=1, num_pages=8), depth=1)
+    old, young = make_request("old", [1, 1], 4), make_request("young", [2, 2], 6)
+    loop.add(old, young)
+    while not young.num_preemptions:
+        loop.schedule()
+        if len(loop.in_flight) == 2 and not young.num_preemptions:
+            loop.update()
+    loop.add(make_request("next", [3], 1))
+    loop.scheduler.abort("old")
+    assert young.num_pending_tokens == 1
+    assert loop.schedule() is None
+    while young.num_pending_tokens:
+        assert loop.schedule() is None
+        loop.update()
+    assert list(starts(loop.schedule())) == ["young", "next"]
+    loop.drain()
+    assert young.output_token_ids == generate_alone(young)[0]
+
+
+def test_a_preempted_request_may_end_while_it_waits():
+    scheduler = make_scheduler(page_size=1, num_pages=8)
+    old, young = make_request("old", [1, 1], 6), make_request("young", [2, 2], 6, stop_ids=frozenset([4]))
+    for request in (old, young):
+        scheduler.add(request)
+    plans = [scheduler.schedule()]
+    while not young.num_preemptions:
+        plans.append(scheduler.schedule())
+    assert young.num_pending_tokens == 3
+    scheduler.update(plans[0], [0, 4])
+    assert (young.status, young.output_token_ids) == (RequestStatus.FINISHED, [4])
+    scheduler.update(plans[1], [0, 4])
+    assert scheduler.num_wasted_tokens == 1
+    scheduler.check_integrity()
+
+
+def test_admission_leaves_a_page_to_each_running_row():
+    loop = Loop(make_scheduler(page_size=4, num_pages=4))
+    loop.add(*(make_request(i, [ord(i)] * 4, 5) for i in "abc"))
+    assert list(starts(loop.step())) == ["a", "b"]
+    loop.drain()
+    assert all(not plan.preempted for plan in loop.plans)
+
+
+def test_rows_that_cannot_grow_need_no_reserve():
+    loop = Loop(make_scheduler(page_size=4, num_pages=4))
+    loop.add(*(make_request(i, [ord(i)], 4) for i in "abcd"))
+    assert list(starts(loop.step())) == ["a", "b", "c", "d"]
+
+
+# Ends
+
+
+def test_the_length_limit_wastes_nothing_however_far_ahead_the_plans_are():
+    for depth in (0, 1, 2):
+        loop = Loop(make_scheduler(), depth)
+        request = make_request("a", range(5), 7)
+        loop.add(request).drain()
+        assert request.finish_reason is FinishReason.LENGTH
+        assert len(request.output_token_ids) == 7
+        assert len(loop.plans) == 7
+        assert loop.scheduler.num_wasted_tokens == 0
+
+
+@pytest.mark.parametrize(("min_tokens", "num_output"), [(0, 1), (1, 2), (3, 4), (5, 5)])
+def test_the_first_token_that_may_stop_follows_min_tokens(min_tokens, num_output):
+    scheduler = make_scheduler()
+    request = make_request("a", [1], 5, min_tokens=min_tokens, stop_ids=frozenset([7]))
+    scheduler.add(request)
+    while scheduler.has_unfinished():
+        scheduler.update(scheduler.schedule(), [7])
+    assert len(request.output_token_ids) == num_output
+    assert request.finish_reason is (FinishReason.LENGTH if min_tokens == 5 else FinishReason.STOP)
+
+
+def test_a_stop_found_one_step_late_wastes_one_token():
+    scheduler = make_scheduler(page_size=2)
+    request = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([7]))
+    scheduler.add(request)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert scheduler.update(first, [7]) == [(request, 7)]
+    assert request.finish_reason is FinishReason.STOP
+    assert scheduler.num_pages_used == 0
+    assert scheduler.update(second, [5]) == []
+    assert request.output_token_ids == [7]
+    assert scheduler.num_wasted_tokens == 1
+    scheduler.check_integrity()
+
+
+def test_finish_ends_a_request_once():
+    loop = Loop(make_scheduler(), depth=1)
+    request = make_request("a", range(4), 9)
+    loop.add(request)
+    loop.step()
+    loop.step()
+    loop.scheduler.finish(request, FinishReason.STOP)
+    loop.scheduler.finish(request, FinishReason.ABORT)
+    assert request.finish_reason is FinishReason.STOP
+    assert loop.scheduler.num_pages_used == 0
+    loop.drain()
+    assert loop.scheduler.num_wasted_tokens == 1
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_abort_in_any_state(num_steps):
+    loop = Loop(make_scheduler(max_num_batched_tokens=8), depth=1)
+    request = make_request("a", range(12), 9)
+    loop.add(request)
+    for _ in range(num_steps):
+        loop.step()
+    assert loop.scheduler.abort("a") is request
+    assert (request.status, request.finish_reason) == (RequestStatus.FINISHED, FinishReason.ABORT)
+    assert loop.scheduler.abort("a") is None
+    assert not loop.scheduler.has_unfinished()
+    assert loop.schedule() is None
+    loop.drain()
+
+
+def test_an_id_can_be_used_again_while_steps_of_its_first_owner_are_in_flight():
+    loop = Loop(make_scheduler(), depth=1)
+    first, second = make_request("a", range(4), 5), make_request("a", range(4, 9), 5)
+    loop.add(first)
+    loop.step()
+    loop.scheduler.abort("a")
+    loop.add(second).drain()
+    assert first.output_token_ids == []
+    assert second.output_token_ids == generate_alone(second)[0]
+
+
+def test_abort_of_an_unknown_id_is_none():
+    assert make_scheduler().abort("nobody") is None
+
+
+# Refusals
+
+
+def test_a_request_that_cannot_fit_the_pool_is_refused_with_the_numbers():
+    scheduler = make_scheduler(page_size=4, num_pages=4)
+    scheduler.add(make_request("fits", range(10), 7))
+    with pytest.raises(RequestError, match=r"10 prompt tokens and up to 8 new ones need 5 pages .* there are 4; lower"):
+        scheduler.add(make_request("a", range(10), 8))
+    assert scheduler.num_waiting == 1
+
+
+def test_an_id_in_use_is_refused():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    with pytest.raises(RequestError, match="unique among unfinished requests, got 'a' again"):
+        scheduler.add(make_request("a", [1]))
+
+
+@pytest.mark.parametrize(("prompt_len", "max_tokens"), [(0, 4), (4, 0), (250, 7)])
+def test_lengths_out_of_range_are_refused(prompt_len, max_tokens):
+    with pytest.raises(RequestError, match="at least 1 token and fewer than max_total_tokens <= max_model_len"):
+        make_scheduler().add(make_request("a", range(prompt_len), max_tokens))
+
+
+def test_plans_must_be_updated_in_order():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1]))
+    plans = [scheduler.schedule(), scheduler.schedule()]
+    scheduler.update(plans[1], [0])
+    with pytest.raises(AssertionError, match="in order"):
+        scheduler.update(plans[0], [0])
+
+
+# Cost
+
+
+def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
+    def median_s(scheduler):
+        times = []
+        for _ in range(200):
+            begin = time.perf_counter()
+            plan = scheduler.schedule()
+            times.append(time.perf_counter() - begin)
+            scheduler.update(plan, [0] * len(plan.rows))
+        return sorted(times)[100]
+
+    def loaded(num_waiting):
+        scheduler = make_scheduler(max_num_seqs=8, page_size=16, num_pages=512)
+        for i in range(8 + num_waiting):
+            scheduler.add(make_request(str(i), [i % 5], 250))
+        return scheduler
+
+    short, long = loaded(10), loaded(100_000)
+    assert median_s(long) < 5 * median_s(short)
+    ids = [str(i) for i in range(100_008)]
+    random.Random(0).shuffle(ids)
+    begin = time.perf_counter()
+    for request_id in ids[:50_000]:
+        long.abort(request_id)
+    half_s = time.perf_counter() - begin
+    for request_id in ids[50_000:]:
+        long.abort(request_id)
+    assert time.perf_counter() - begin < 10 * half_s
+    assert not long.has_unfinished()
+    long.check_integrity()

@@ -1,0 +1,114 @@
+"""An engine without a model, for what stands above engines: tokens are a hash of prompt, seed and position.
+
+As a program it serves a batch file: `python fake_engine.py TOKENIZER IN OUT [STEP_S]`.
+"""
+
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+from jaxserve.batch_files import run_batch
+from jaxserve.config import EngineConfig
+from jaxserve.errors import RequestError
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+
+
+@dataclass
+class FakeEngine:
+    """The Engine API over hashed tokens. Prompts that contain "refuse" are refused."""
+
+    tokenizer: Tokenizer | None
+    config: EngineConfig = field(default_factory=lambda: EngineConfig(model="tiny"))
+    max_num_seqs: int = 4
+    step_s: float = 0.0
+    waiting: dict[str, "_Running"] = field(default_factory=dict)
+    most_unfinished: int = 0
+    num_added: int = 0
+
+    @property
+    def schedule(self) -> SimpleNamespace:
+        return SimpleNamespace(max_num_seqs=self.max_num_seqs)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> None:
+        if isinstance(prompt, str):
+            if "refuse" in prompt:
+                raise RequestError("a prompt must not say refuse; leave it out")
+            token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = list(prompt)
+        assert request_id not in self.waiting
+        self.waiting[request_id] = _Running(request_id, token_ids, params or SamplingParams(), self.tokenizer)
+        self.num_added += 1
+        self.most_unfinished = max(self.most_unfinished, sum(r.params.n for r in self.waiting.values()))
+
+    def abort(self, request_id: str) -> None:
+        self.waiting.pop(request_id, None)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[RequestOutput]:
+        time.sleep(self.step_s)
+        outputs = [request.advance() for request in list(self.waiting.values())[: self.max_num_seqs]]
+        for output in outputs:
+            if output.finished:
+                del self.waiting[output.request_id]
+        return outputs
+
+
+class _Running:
+    def __init__(self, request_id: str, prompt: list[int], params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+        self.params = params
+        self.tokenizer = tokenizer
+        completions = [CompletionOutput(i) for i in range(params.n)]
+        self.output = RequestOutput(request_id, None, prompt, completions)
+        self.texts = [Detokenizer(tokenizer, params) for _ in completions]
+
+    def advance(self) -> RequestOutput:
+        for completion, text in zip(self.output.outputs, self.texts, strict=True):
+            if completion.finish_reason is None:
+                self._append(completion, text)
+        self.output.finished = all(c.finish_reason for c in self.output.outputs)
+        return self.output
+
+    def _append(self, completion: CompletionOutput, text: Detokenizer) -> None:
+        position = len(completion.token_ids)
+        source = (self.output.prompt_token_ids, self.params.seed, completion.index, position)
+        vocab_size = self.tokenizer.vocab_size if self.tokenizer else 100
+        token_id = int.from_bytes(hashlib.blake2b(repr(source).encode(), digest_size=4).digest()) % vocab_size
+        completion.token_ids.append(token_id)
+        completion.metrics.num_output_tokens += 1
+        if self.params.logprobs is not None:
+            others = {(token_id + i) % vocab_size: Logprob(-1.0 - i, i + 1) for i in range(self.params.logprobs)}
+            completion.logprobs = [*(completion.logprobs or []), {token_id: Logprob(-1.0, 1)} | others]
+        completion.stop_reason = text.push([token_id])
+        if completion.stop_reason is not None:
+            completion.finish_reason = "stop"
+        elif position + 1 == (self.params.max_tokens or 40):
+            text.finish()
+            completion.finish_reason = "length"
+        completion.text = text.text
+
+
+def main() -> None:
+    tokenizer, in_path, out_path, *step_s = sys.argv[1:]
+    engine = FakeEngine(load_tokenizer(Path(tokenizer)), step_s=float(*step_s))
+    summary = run_batch(engine, in_path, out_path)
+    print(json.dumps({"num_records": summary.num_records, "num_resumed": summary.num_resumed}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The decoder's logits against Hugging Face transformers in float32, the oracle, on checkpoints it has written."""
+
+import json
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import weights
+from jaxserve.errors import ConfigError
+from jaxserve.models import decoder, registry
+from jaxserve.models.params import stack_layers
+from tests.checkpoints import FAMILIES, ROPES, build_config, random_configs, reference_logits, write_checkpoint
+
+NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
+TOLERANCE = 1e-4
+NUM_CASES = 3
+
+
+def attend(q, k, v, carry, layer, window):
+    """Causal attention over one whole sequence, as a dense matrix."""
+    T, Q, H = q.shape
+    k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
+    distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
+    seen = (distance >= 0) & (distance < (window or T))
+    scores = jnp.where(seen[None], jnp.einsum("tqh,sqh->qts", q, k) * H**-0.5, -jnp.inf)
+    return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), carry + layer
+
+
+def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS):
+    """Arch, token ids, logits and the carry for the checkpoint at `path`, computed in float32."""
+    arch = registry.from_hf_config(weights.read_config(path))
+    params = weights.load(path, registry.param_specs(arch), jnp.float32)
+    token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, num_tokens).astype(np.int32)
+    params = stack_layers(params) if stacked else params
+    logits, carry = run(params, arch, jnp.asarray(token_ids))
+    return arch, token_ids, np.asarray(logits), int(carry)
+
+
+@partial(jax.jit, static_argnames="arch", compiler_options={"xla_backend_optimization_level": 0})
+def run(params, arch, token_ids):
+    hidden, carry = decoder.forward(params, arch, token_ids, jnp.arange(len(token_ids)), attend, jnp.int32(10))
+    return decoder.compute_logits(params, hidden), carry
+
+
+def assert_close(logits, expected):
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
+
+
+CASES = [(family, case) for family in FAMILIES for case in range(NUM_CASES)]
+
+
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_random_configs_match_transformers(tmp_path, family, case):
+    model = write_checkpoint(tmp_path, family, case, **list(random_configs(family, NUM_CASES))[case])
+    _, token_ids, logits, _ = load_logits(tmp_path)
+    assert_close(logits, reference_logits(model, token_ids))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_scanned_layers_match_unrolled(tmp_path, family):
+    write_checkpoint(tmp_path, family, num_hidden_layers=3)
+    arch, _, unrolled, unrolled_carry = load_logits(tmp_path)
+    _, _, scanned, scanned_carry = load_logits(tmp_path, stacked=True)
+    assert decoder.can_scan(arch)
+    np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
+    assert scanned_carry == unrolled_carry == 10 + 0 + 1 + 2  # the carry has met every layer once, with its index
+
+
+def test_mixed_windows_cannot_scan():
+    arch = registry.from_hf_config(hf_dict("qwen2"))
+    assert arch.windows == (None, 7)
+    assert not decoder.can_scan(arch)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_checkpoints_computed_in_float32(tmp_path, dtype):
+    model = write_checkpoint(tmp_path, "qwen3", dtype=dtype)
+    arch, token_ids, logits, _ = load_logits(tmp_path)
+    assert arch.dtype == dtype
+    assert_close(logits, reference_logits(model, token_ids))
+
+
+def test_sharded_checkpoint(tmp_path):
+    model = write_checkpoint(tmp_path, "mistral", max_shard_size="50KB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    _, token_ids, logits, _ = load_logits(tmp_path)
+    assert_close(logits, reference_logits(model, token_ids))
+
+
+def test_one_token(tmp_path):
+    model = write_checkpoint(tmp_path, "llama")
+    _, token_ids, logits, _ = load_logits(tmp_path, num_tokens=1)
+    assert_close(logits, reference_logits(model, token_ids))
+
+
+@pytest.mark.parametrize("kind", list(ROPES))
+@pytest.mark.parametrize("type_key", ["type", "rope_type"])
+def test_older_spelling_of_rope_reads_the_same(kind, type_key):
+    new = hf_dict("llama", rope_parameters=ROPES[kind])
+    old = {key: value for key, value in new.items() if key not in {"rope_parameters", "dtype"}}
+    scaling = dict(new["rope_parameters"])
+    old["rope_theta"] = scaling.pop("rope_theta")
+    scaling[type_key] = scaling.pop("rope_type")
+    old |= {"rope_scaling": scaling if kind != "default" else None, "torch_dtype": "float32"}
+    assert registry.from_hf_config(old) == registry.from_hf_config(new)
+
+
+def test_older_spelling_loads_a_checkpoint(tmp_path):
+    model = write_checkpoint(tmp_path, "llama", rope_parameters=ROPES["llama3"])
+    config = weights.read_config(tmp_path)
+    scaling = config.pop("rope_parameters")
+    config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, token_ids, logits, _ = load_logits(tmp_path)
+    assert_close(logits, reference_logits(model, token_ids))
+
+
+def hf_dict(family, **overrides):
+    config = build_config(family, **overrides)
+    return {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["architectures"]),
+        ({"hidden_act": "gelu"}, ["gelu"]),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["longrope", "yarn"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq"]),
+        ({"num_attention_heads": 5}, ["num_attention_heads", "num_key_value_heads", "5"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers"]),
+        ({"vocab_size": -1}, ["vocab_size"]),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unsupported_config_is_named(family, change, named):
+    with pytest.raises(ConfigError) as error:
+        registry.from_hf_config({**hf_dict(family), **change})
+    assert all(word in str(error.value) for word in named)
+
+
+def test_missing_rope_option_is_named():
+    rope = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+    arch = registry.from_hf_config({**hf_dict("llama"), "rope_parameters": rope})
+    with pytest.raises(ConfigError, match="low_freq_factor"):
+        arch.rope.frequencies(arch.head_dim)
+
+
+def test_layer_types_must_fit():
+    with pytest.raises(ConfigError, match="layer_types"):
+        registry.from_hf_config({**hf_dict("qwen2"), "layer_types": ["chunked_attention", "full_attention"]})

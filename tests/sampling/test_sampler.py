@@ -1,0 +1,221 @@
+"""The drawn token: its distribution, what it may depend on, and what forces or forbids it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from sampling_cases import CAPACITY, make_rows, make_table, take_rows
+from scipy.stats import chisquare
+
+from jaxserve.sampling import sample
+from jaxserve.sampling.sampler import token_weights
+
+KEY = jax.random.key(42)
+draw = jax.jit(sample)
+
+
+def random_logits(shape, seed=0, scale=2.0):
+    return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(np.float32)
+
+
+def any_rows(rng, num_rows):
+    """Rows that ask for everything at random, greedy and padding rows included."""
+
+    def maybe(off, values):
+        return np.where(rng.random(num_rows) < 0.5, off, values)
+
+    prompt_len = rng.integers(1, CAPACITY // 2, num_rows)
+    return make_rows(
+        num_rows,
+        seed=rng.integers(0, 2**63, num_rows),
+        temperature=maybe(0, rng.uniform(0.1, 2, num_rows)),
+        top_k=maybe(0, rng.integers(1, 50, num_rows)),
+        top_p=maybe(1, rng.uniform(0.1, 1, num_rows)),
+        min_p=maybe(0, rng.uniform(0, 0.3, num_rows)),
+        prompt_len=prompt_len,
+        position=prompt_len + rng.integers(0, CAPACITY // 2, num_rows),
+        min_position=maybe(0, CAPACITY),
+        presence_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
+        frequency_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
+        repetition_penalty=maybe(1, rng.uniform(0.5, 2, num_rows)),
+        use_bias=rng.random(num_rows) < 0.5,
+        live=rng.random(num_rows) < 0.8,
+    )
+
+
+def any_table(rng, num_slots, vocab_size):
+    history = rng.integers(0, vocab_size, (num_slots, CAPACITY))
+    return make_table(num_slots, history, bias={1: 3.0, 7: -5.0}, stop_ids=[2, 5])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"temperature": 0.6}, {"temperature": 1.4, "top_k": 40}, {"top_p": 0.8}, {"min_p": 0.05, "top_k": 100}],
+)
+def test_draws_follow_the_distribution(fields):
+    num_draws, vocab_size = 6000, 300
+    logits = np.tile(random_logits((1, vocab_size), seed=1), (num_draws, 1))
+    rows = make_rows(num_draws, seed=11, position=np.arange(num_draws), **fields)
+    token_ids = np.asarray(draw(logits, rows, make_table(num_draws), KEY))
+    probs = np.asarray(jax.jit(token_weights)(logits[:1], take_rows(rows, [0])))[0].astype(np.float64)
+    expected = probs / probs.sum() * num_draws
+    observed = np.bincount(token_ids, minlength=vocab_size)
+    assert not observed[expected == 0].any()
+    rare = expected < 5
+    bins = np.stack([observed, expected])
+    bins = np.concatenate([bins[:, ~rare], bins[:, rare].sum(1, keepdims=True)], 1)
+    bins = bins[:, bins[1] > 0]
+    assert chisquare(*bins).pvalue > 0.001
+
+
+def test_draws_of_seeds_and_of_positions_are_independent():
+    num_draws = 6000
+    logits = np.full((num_draws, 300), -np.inf, np.float32)
+    chosen = [7, 100, 150, 299]  # two of them in one block of the draw
+    logits[:, chosen] = np.log([1, 2, 3, 4])
+    seed = np.arange(num_draws)
+    streams = [
+        draw(logits, make_rows(num_draws, seed=s, position=p), make_table(num_draws), KEY)
+        for s, p in [(seed, 0), (seed, 1), (seed + 1, 0), (seed << 32, 0)]
+    ]
+    probs = np.arange(1, 5) / 10
+    for i, first in enumerate(streams):
+        for second in streams[:i]:
+            pairs = 4 * np.searchsorted(chosen, first) + np.searchsorted(chosen, second)
+            observed = np.bincount(pairs, minlength=16)
+            assert chisquare(observed, np.outer(probs, probs).ravel() * num_draws).pvalue > 0.001
+
+
+def test_same_token_alone_in_a_batch_and_in_any_row():
+    rng = np.random.default_rng(8)
+    num_rows, vocab_size = 64, 1000
+    logits, rows = random_logits((num_rows, vocab_size)), any_rows(rng, num_rows)
+    table = any_table(rng, num_rows, vocab_size)
+    together = np.asarray(draw(logits, rows, table, KEY))
+    shuffled = rng.permutation(num_rows)
+    assert np.array_equal(together[shuffled], draw(logits[shuffled], take_rows(rows, shuffled), table, KEY))
+    live = np.nonzero(rows.live)[0]
+    assert np.array_equal(together[live[:17]], draw(logits[live[:17]], take_rows(rows, live[:17]), table, KEY))
+    for r in live:
+        assert together[r] == draw(logits[[r]], take_rows(rows, [r]), table, KEY)[0]
+
+
+def test_garbage_in_padding_rows_changes_nothing():
+    rng = np.random.default_rng(9)
+    logits, rows, table = random_logits((64, 300)), any_rows(rng, 64), any_table(rng, 64, 300)
+    expected = draw(logits, rows, table, KEY)
+    dead = ~np.asarray(rows.live)
+
+    def spoil(x, value):
+        return jnp.where(dead.reshape(-1, *[1] * (x.ndim - 1)), jnp.asarray(value, x.dtype), x)
+
+    for number, integer in [(np.nan, 2**31 - 1), (np.inf, -(2**31)), (-1e30, -1)]:
+        garbage = jax.tree.map(
+            lambda x: spoil(x, number if x.dtype == np.float32 else integer if x.dtype == np.int32 else 1),  # noqa: B023
+            rows,
+        ).replace(live=rows.live)
+        token_ids = np.asarray(draw(spoil(jnp.asarray(logits), number), garbage, table, KEY))
+        assert np.array_equal(token_ids[~dead], np.asarray(expected)[~dead])
+        assert (token_ids >= 0).all()
+        assert (token_ids < 300).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 9e-6])
+def test_greedy_rows_take_the_first_of_the_largest_logits(temperature):
+    logits = np.round(random_logits((64, 300)) * 2)
+    rows = make_rows(64, temperature=np.where(np.arange(64) % 2, temperature, 1.0), top_k=3, top_p=0.1, min_p=0.5)
+    token_ids = np.asarray(draw(logits, rows, make_table(64), KEY))
+    assert np.array_equal(token_ids[1::2], logits[1::2].argmax(1))
+    all_greedy = draw(logits, make_rows(64, temperature=temperature), make_table(64), KEY)
+    assert np.array_equal(all_greedy, logits.argmax(1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_bias_forces_and_bans(temperature):
+    logits = random_logits((64, 300))
+    rows = make_rows(64, temperature=temperature, use_bias=np.arange(64) % 2 == 0, position=np.arange(64))
+    forced = np.asarray(draw(logits, rows, make_table(64, bias={77: 100.0}), KEY))
+    plain = np.asarray(draw(logits, rows.replace(use_bias=jnp.zeros(64, bool)), make_table(64), KEY))
+    assert (forced[::2] == 77).all()
+    assert np.array_equal(forced[1::2], plain[1::2])
+    favourite = int(logits[0].argmax())
+    same = np.tile(logits[:1], (64, 1))
+    banned = np.asarray(draw(same, rows, make_table(64, bias={favourite: -100.0}), KEY))
+    assert favourite not in banned[::2]
+    assert favourite in banned[1::2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_stop_ids_wait_for_min_position(temperature):
+    logits = random_logits((64, 300))
+    logits[:, [4, 290]] = 30.0
+    rows = make_rows(64, temperature=temperature, position=np.arange(64), min_position=10)
+    stopped = np.isin(np.asarray(draw(logits, rows, make_table(64, stop_ids=[4, 290]), KEY)), [4, 290])
+    assert np.array_equal(stopped, np.arange(64) >= 10)
+
+
+def test_masked_logits_are_never_drawn():
+    logits = np.full((64, 300), -np.inf, np.float32)
+    logits[:, [3, 150, 299]] = [0.0, -1.0, 1.0]
+    rows = make_rows(64, temperature=50.0, position=np.arange(64))
+    assert set(np.asarray(draw(logits, rows, make_table(64), KEY)).tolist()) == {3, 150, 299}
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 129])
+def test_any_vocabulary_size(vocab_size):
+    logits = np.zeros((300, vocab_size), np.float32)
+    rows = make_rows(300, position=np.arange(300), top_k=vocab_size, top_p=0.99999)
+    token_ids = np.asarray(draw(logits, rows, make_table(300), KEY))
+    assert token_ids.min() >= 0
+    assert token_ids.max() < vocab_size
+    assert len(set(token_ids.tolist())) > min(vocab_size, 100) // 2
+
+
+def test_what_requests_ask_traces_nothing_new():
+    traces = []
+
+    @jax.jit
+    def counted(*args):
+        traces.append(args)
+        return sample(*args)
+
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        counted(random_logits((8, 64)), any_rows(rng, 8), any_table(rng, 8, 64), KEY)
+    counted(random_logits((8, 64)), make_rows(8, temperature=0.0), any_table(rng, 8, 64), KEY)
+    assert len(traces) == 1
+
+
+def primitives(jaxpr, inside_cond=True):
+    """Names of the primitives of a jaxpr, calls entered; those under a `cond` only if asked."""
+    for eqn in jaxpr.eqns:
+        yield eqn.primitive.name
+        if eqn.primitive.name == "cond" and not inside_cond:
+            continue
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from primitives(inner, inside_cond)
+
+
+COSTLY = {"exp", "log", "while", "scatter", "scatter-add", "gather", "random_bits", "threefry2x32", "random_fold_in"}
+
+
+def test_costly_work_stands_under_cond_and_nothing_sorts():
+    args = (random_logits((4, 64)), make_rows(4), make_table(4), KEY)
+    jaxpr = jax.make_jaxpr(sample)(*args).jaxpr
+    assert not {"sort", "top_k", "cumsum", "approx_top_k"} & set(primitives(jaxpr))
+    assert set(primitives(jaxpr)) >= COSTLY - {"threefry2x32"}
+    always = set(primitives(jaxpr, inside_cond=False))
+    assert not COSTLY & always
+    assert "cond" in always
+
+
+def test_compiled_program_keeps_the_conditionals_and_few_copies():
+    num_rows, vocab_size = 32, 4096
+    args = (random_logits((num_rows, vocab_size)), make_rows(num_rows), make_table(num_rows), KEY)
+    compiled = draw.lower(*args).compile()
+    assert compiled.as_text().count(" conditional(") >= 5
+    assert "f64[" not in compiled.as_text()
+    assert "s64[" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4 * num_rows * vocab_size * 4

@@ -1,0 +1,62 @@
+"""Small tokenizers, built with the `tokenizers` library alone, of the decoder families that models use."""
+
+import json
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+TEXT = [
+    "Once upon a time there was a small engine that could.",
+    "Tokens go in, tokens come out; naïve façades, 東京 and 😀 too.",
+    "    indented = code(1, 2)\n\treturn 'x'",
+]
+
+
+def byte_level(vocab_size: int = 320) -> Tokenizer:
+    """Like GPT-2's, Llama 3's and Qwen's."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<s>", "</s>"],
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def byte_fallback(*, strip: bool = True) -> Tokenizer:
+    """Like Llama 2's and Mistral's, or with `strip=False` Gemma's."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
+    pieces += ["▁", *sorted(set("".join(TEXT)) - set(" \n\t東京😀"))]
+    merges = [("▁", "a"), ("i", "n"), ("o", "u"), ("t", "i")]
+    pieces += ["".join(pair) for pair in merges]
+    vocab = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    prepend = [normalizers.Prepend("▁")] if strip else []
+    tokenizer.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if strip else []))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+def metaspace() -> Tokenizer:
+    """Like T5's: a decoder that is no concatenation of bytes."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=150, special_tokens=["<unk>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(TEXT, trainer)
+    return tokenizer
+
+
+def write(directory: Path, tokenizer: Tokenizer, **config: object) -> Path:
+    """A Hugging Face directory of `tokenizer`, with `config` in tokenizer_config.json."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return directory

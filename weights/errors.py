@@ -1,0 +1,37 @@
+"""CheckpointError, and how a checkpoint that does not fit its model is described."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+_MAX_LISTED = 32
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read, or does not hold what the model needs."""
+
+
+@dataclass
+class Mismatch:
+    """Every difference between the tensors a model needs and those a checkpoint holds."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    misshapen: list[str] = field(default_factory=list)
+    mistyped: list[str] = field(default_factory=list)
+
+    def raise_if_any(self, where: object, advice: str) -> None:
+        """CheckpointError naming every difference (the first 32 of a kind), if there is one."""
+        kinds = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape": self.misshapen,
+            "of an unsupported dtype": self.mistyped,
+        }
+        lines = [f"  {len(names)} {kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+        if lines:
+            raise CheckpointError("\n".join([f"{where} must hold the tensors of the model, got", *lines, advice]))
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_LISTED
+    return ", ".join(names[:_MAX_LISTED]) + (f", and {more} more" if more > 0 else "")

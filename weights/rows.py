@@ -1,0 +1,76 @@
+"""What a caller says of each tensor, and the parameter tree built from it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from jax.sharding import Sharding
+
+Path = tuple[str | int, ...]
+Params = dict[str, Any]  # nested dicts and lists; strings of a path are keys, integers are indices
+Shardings = Callable[[Path], Sharding] | Params
+
+
+@runtime_checkable
+class TensorRow(Protocol):
+    """One tensor of a model."""
+
+    @property
+    def path(self) -> Path:
+        """Where it stands in the parameter tree, e.g. ("layers", 3, "qkv_proj")."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape in the parameter tree."""
+
+    @property
+    def hf_names(self) -> tuple[str, ...]:
+        """The tensors of a Hugging Face checkpoint that it is made of, concatenated along axis 0."""
+
+    @property
+    def hf_rows(self) -> tuple[int, ...]:
+        """Length of axis 0 of each of them."""
+
+    @property
+    def init(self) -> str:
+        """Random initial value: "normal", "ones" or "zeros"."""
+
+
+RowT = TypeVar("RowT", bound=TensorRow)
+
+
+def build_tree(rows: Sequence[RowT], leaf: Callable[[RowT], Any]) -> Params:
+    """The nested parameter tree whose leaves are `leaf(row)`; rows of a list come in order of their index."""
+    tree: Params = {}
+    for row in rows:
+        node: Any = tree
+        for key, below in zip(row.path, row.path[1:], strict=False):
+            node = _child(node, key, [] if isinstance(below, int) else {})
+        _child(node, row.path[-1], leaf(row))
+    return tree
+
+
+def _child(node: Any, key: Any, new: Any) -> Any:
+    if isinstance(node, list):
+        if key == len(node):
+            node.append(new)
+        return node[key]
+    return node.setdefault(key, new)
+
+
+def leaf_at(tree: Any, path: Path) -> Any:
+    """The leaf under `path`; KeyError, IndexError or TypeError if there is none."""
+    for key in path:
+        tree = tree[key]
+    return tree
+
+
+def sharding_at(shardings: Shardings | None, path: Path) -> Sharding | None:
+    """The sharding of one tensor, from a function of its path or a tree like the parameters."""
+    if shardings is None:
+        return None
+    return shardings(path) if callable(shardings) else leaf_at(shardings, path)
+
+
+def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each checkpoint tensor of a row."""
+    return {name: (rows, *row.shape[1:]) for name, rows in zip(row.hf_names, row.hf_rows, strict=True)}

@@ -1,0 +1,91 @@
+"""The safetensors format (https://github.com/huggingface/safetensors#format): a JSON header, then raw tensors.
+
+Read and written here byte by byte, because a memory map lets each device take its own slices, in any dtype and
+without torch, while the numpy front end of the safetensors package reads no bfloat16.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.errors import CheckpointError
+
+_HEADER_ALIGNMENT = 8
+DTYPES: dict[str, np.dtype] = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
+    "I64": np.dtype(np.int64),
+    "I32": np.dtype(np.int32),
+    "I16": np.dtype(np.int16),
+    "I8": np.dtype(np.int8),
+    "U64": np.dtype(np.uint64),
+    "U32": np.dtype(np.uint32),
+    "U16": np.dtype(np.uint16),
+    "U8": np.dtype(np.uint8),
+    "BOOL": np.dtype(np.bool_),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
+    """Every tensor of a file as a view of its memory map: nothing is read before it is copied.
+
+    Raises:
+        CheckpointError: the file is damaged, or has a dtype unknown here.
+    """
+    try:
+        data = np.asarray(np.memmap(file, np.uint8, mode="r"))
+        body_start = 8 + int(data[:8].view("<u8")[0])
+        header = json.loads(data[8:body_start].tobytes())
+        header.pop("__metadata__", None)
+        return {name: _view(data[body_start:], **entry) for name, entry in header.items()}
+    except (OSError, ValueError, TypeError, IndexError, AttributeError) as error:
+        raise CheckpointError(
+            f"{file} must be a complete safetensors file, got {file.stat().st_size} bytes with a fault: {error}; "
+            f"download or write it again"
+        ) from error
+
+
+def _view(body: NDArray[np.uint8], *, dtype: str, shape: list[int], data_offsets: list[int]) -> NDArray[Any]:
+    begin, end = data_offsets
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if not 0 <= begin <= end <= body.size:
+        raise ValueError(f"bytes {begin} to {end} of a tensor are not among the {body.size} that follow the header")
+    return body[begin:end].view(DTYPES[dtype]).reshape(shape)
+
+
+def write_file(
+    file: FilePath, tensors: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], NDArray[Any]]
+) -> None:
+    """Write the tensors that `read(name)` returns, one at a time, and wait until they are on disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for this entry
+    end = 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + num_bytes(tensor)
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": tensor.shape, "data_offsets": (begin, end)}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with file.open("wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        for name in tensors:
+            out.write(np.ascontiguousarray(read(name)).reshape(-1).view(np.uint8).data)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
+    """Size of a tensor on disk."""
+    return prod(tensor.shape) * tensor.dtype.itemsize

@@ -1,0 +1,335 @@
+"""Hugging Face checkpoint directories: config.json beside safetensors, in one file or in shards with an index."""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path as FilePath
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import Array
+from jax.sharding import Sharding
+from numpy.typing import NDArray
+
+from weights.errors import CheckpointError, Mismatch
+from weights.rows import Params, Path, Shardings, TensorRow, build_tree, hf_shapes, leaf_at, sharding_at
+from weights.safetensors_file import map_file, num_bytes, write_file
+
+_CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
+_NUM_READERS = 8
+_READ_BYTES = 16 << 20
+_ALIGNMENT = 64  # XLA:CPU takes over an aligned host buffer instead of copying it
+
+Tensors = Mapping[str, NDArray[Any]]  # views of memory-mapped files
+Index = tuple[slice, ...]
+Piece = tuple[NDArray[Any], NDArray[Any]]  # where to copy, and from where
+
+
+def load(
+    path: str | os.PathLike[str],
+    specs: Sequence[TensorRow],
+    dtype: jax.typing.DTypeLike | None = None,
+    shardings: Shardings | None = None,
+) -> Params:
+    """Read a Hugging Face directory into the parameter tree that `specs` describe.
+
+    Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of
+    them besides the result. Rotary inverse frequencies are ignored, and `lm_head.weight` where embeddings are tied.
+
+    Args:
+        path: directory with `model.safetensors`, or `model.safetensors.index.json` and the files it names.
+        specs: one row per tensor of the result.
+        dtype: of the result; None keeps that of the files (float32, float16 or bfloat16).
+        shardings: a function of a row's path, or a tree of them; each device reads its own slices only.
+
+    Raises:
+        CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
+    """
+    tensors = _open(FilePath(path))
+    _check(FilePath(path), specs, tensors)
+    previous: list[Array] = []
+
+    def leaf(row: TensorRow) -> Array:
+        parts = [tensors[name] for name in row.hf_names]
+        array = _place(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
+        # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
+        jax.block_until_ready(previous)
+        previous[:] = [array]
+        return array
+
+    with ThreadPoolExecutor(_NUM_READERS) as readers:
+        return build_tree(specs, leaf)
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed config.json of a checkpoint directory; CheckpointError if it is missing or malformed."""
+    directory = FilePath(path)
+    _require_directory(directory)
+    if not (directory / _CONFIG).is_file():
+        raise CheckpointError(f"{directory} must contain {_CONFIG}, got {_listing(directory)}")
+    return _read_json(directory / _CONFIG)
+
+
+def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The parsed generation_config.json, {} where there is none; CheckpointError if it is malformed."""
+    file = FilePath(path) / _GENERATION_CONFIG
+    return _read_json(file) if file.is_file() else {}
+
+
+def save(
+    path: str | os.PathLike[str],
+    specs: Sequence[TensorRow],
+    params: Params,
+    hf_config: Mapping[str, Any],
+    *,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Write `params` as a Hugging Face directory, which transformers reads.
+
+    All files are written in full before the first takes its place, and weights of an older checkpoint there are
+    then removed.
+
+    Args:
+        path: directory, created if absent; files other than config.json and model*.safetensors stay as they are.
+        specs: one row per tensor; those made of several checkpoint tensors are split again.
+        params: tree of arrays, as `load` returns it.
+        hf_config: contents of config.json; its dtype is set to that of the parameters.
+        max_shard_bytes: size above which weights go to several files; a larger tensor has one of its own.
+
+    Raises:
+        CheckpointError: `params` lacks tensors of `specs`, or has them in another shape or dtype (all named).
+    """
+    directory = FilePath(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = _split(specs, params)
+    shards = _shards({name: part.struct for name, part in tensors.items()}, max_shard_bytes)
+    with TemporaryDirectory(prefix=".saving-", dir=directory) as temporary:
+        scratch = FilePath(temporary)
+        for file, shard in shards.items():
+            write_file(scratch / file, shard, lambda name: tensors[name].read())
+        if len(shards) > 1:
+            _write_json(scratch / _INDEX, _index(shards))
+        _write_json(scratch / _CONFIG, _with_dtype(hf_config, shards))
+        _replace(scratch, directory)
+
+
+# Reading
+
+
+def _open(directory: FilePath) -> Tensors:
+    """Every tensor of a checkpoint by name, none of them read yet."""
+    _require_directory(directory)
+    if (directory / _SINGLE).is_file():
+        return map_file(directory / _SINGLE)
+    if not (directory / _INDEX).is_file():
+        raise CheckpointError(_no_weights(directory))
+    weight_map = _read_json(directory / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{directory / _INDEX} must have a weight_map from tensor names to file names")
+    files = sorted(set(weight_map.values()))
+    if absent := [f for f in files if not (directory / f).is_file()]:
+        raise CheckpointError(f"{directory / _INDEX} must name files beside it, got {absent} absent; download them too")
+    mapped = {f: map_file(directory / f) for f in files}
+    return {name: mapped[f][name] for name, f in weight_map.items() if name in mapped[f]}
+
+
+def _require_directory(directory: FilePath) -> None:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, got {directory} "
+            f"({'a file' if directory.exists() else 'absent'}); "
+            f"fetch a model of the Hugging Face hub with `hf download NAME --local-dir DIRECTORY`"
+        )
+
+
+def _no_weights(directory: FilePath) -> str:
+    message = f"{directory} must contain {_SINGLE} or {_INDEX}, got {_listing(directory)}"
+    if any(f.suffix in {".bin", ".pt", ".pth"} for f in directory.iterdir()):
+        message += "; convert the torch weights to safetensors: load them with transformers and save_pretrained them"
+    return message
+
+
+def _listing(directory: FilePath) -> str:
+    names = sorted(f.name for f in directory.iterdir())
+    return ", ".join([*names[:12], *(["..."] if len(names) > 12 else [])]) or "an empty directory"
+
+
+def _read_json(file: FilePath) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} must be a readable JSON file, got a fault: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file} must hold a JSON object, got a {type(value).__name__}")
+    return value
+
+
+def _check(directory: FilePath, specs: Sequence[TensorRow], tensors: Tensors) -> None:
+    expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
+    shared = [name for name in expected if name in tensors]
+    Mismatch(
+        missing=[name for name in expected if name not in tensors],
+        unexpected=[name for name in tensors if name not in expected and not _is_ignored(name)],
+        misshapen=[
+            f"{name} {tensors[name].shape} instead of {expected[name]}"
+            for name in shared
+            if tensors[name].shape != expected[name]
+        ],
+        mistyped=[f"{name} {tensors[name].dtype}" for name in shared if tensors[name].dtype not in _FLOATS],
+    ).raise_if_any(directory, f"check that {_CONFIG} belongs to these weights, and that they are not quantized")
+
+
+def _is_ignored(name: str) -> bool:
+    """Tensors that are computed, or that tied embeddings stand for; transformers ignores them too."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def _dtype_of(parts: Sequence[NDArray[Any]], dtype: jax.typing.DTypeLike | None) -> np.dtype:
+    return jnp.dtype(jnp.result_type(*(part.dtype for part in parts)) if dtype is None else dtype)
+
+
+def _place(
+    parts: Sequence[NDArray[Any]], dtype: np.dtype, sharding: Sharding | None, readers: ThreadPoolExecutor
+) -> Array:
+    """The concatenation of `parts` on its devices, of which each reads what it holds."""
+    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
+
+    def read(index: Index | None) -> NDArray[Any]:
+        return _read(parts, index or (slice(None),) * len(shape), dtype, readers)
+
+    return jax.device_put(read(None)) if sharding is None else jax.make_array_from_callback(shape, sharding, read)
+
+
+def _read(parts: Sequence[NDArray[Any]], index: Index, dtype: np.dtype, readers: ThreadPoolExecutor) -> NDArray[Any]:
+    """The slice `index` of the concatenation of `parts` along axis 0, in `dtype`."""
+    start, stop, _ = index[0].indices(sum(len(part) for part in parts))
+    inner_shape = parts[0][:0, *index[1:]].shape[1:]
+    out = _aligned_empty((stop - start, *inner_shape), dtype)
+    pieces: list[Piece] = []
+    offset = -start  # row of `out` where the part at hand would begin
+    for part in parts:
+        low, high = max(0, -offset), min(len(part), len(out) - offset)
+        if low < high:
+            pieces += _pieces(out[offset + low : offset + high], part[low:high, *index[1:]])
+        offset += len(part)
+    list(readers.map(_copy, pieces))
+    return out
+
+
+def _pieces(out: NDArray[Any], source: NDArray[Any]) -> Iterator[Piece]:
+    """Blocks of rows small enough that several threads share one tensor."""
+    step = max(1, _READ_BYTES * len(source) // max(1, source.nbytes))
+    for row in range(0, len(source), step):
+        yield out[row : row + step], source[row : row + step]
+
+
+def _copy(piece: Piece) -> None:
+    to, source = piece
+    np.copyto(to, source, casting="unsafe")
+
+
+def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
+    size = prod(shape) * dtype.itemsize
+    raw = np.empty(size + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)
+
+
+# Writing
+
+Shard = dict[str, jax.ShapeDtypeStruct]  # tensor name -> shape and dtype
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows `begin` to `end` of a parameter: one tensor of the checkpoint."""
+
+    array: Array
+    begin: int
+    end: int
+
+    @property
+    def struct(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.end - self.begin, *self.array.shape[1:]), self.array.dtype)
+
+    def read(self) -> NDArray[Any]:
+        """Copied to the host by way of a slice, since jax keeps the host copy of a whole array alive with it."""
+        return np.asarray(self.array[self.begin : self.end])
+
+
+def _split(specs: Sequence[TensorRow], params: Params) -> dict[str, _Part]:
+    """Every tensor of the checkpoint by name; CheckpointError if `params` is not what `specs` describe."""
+    found = Mismatch()
+    tensors: dict[str, _Part] = {}
+    for row in specs:
+        array, name = _leaf_or_none(params, row.path), "/".join(map(str, row.path))
+        if array is None:
+            found.missing.append(name)
+        elif array.shape != row.shape:
+            found.misshapen.append(f"{name} {array.shape} instead of {row.shape}")
+        elif array.dtype not in _FLOATS:
+            found.mistyped.append(f"{name} {array.dtype}")
+        else:
+            ends = list(accumulate(row.hf_rows))
+            parts = zip(row.hf_names, row.hf_rows, ends, strict=True)
+            tensors |= {hf_name: _Part(array, end - rows, end) for hf_name, rows, end in parts}
+    found.raise_if_any("params", "save the tree that load returned, layers unstacked, in a floating dtype")
+    return tensors
+
+
+def _leaf_or_none(params: Params, path: Path) -> Array | None:
+    try:
+        return leaf_at(params, path)
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _shards(tensors: Shard, max_bytes: float) -> dict[str, Shard]:
+    """File name -> its tensors, in order, each file as full as `max_bytes` allows."""
+    shards: list[Shard] = [{}]
+    size = 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + num_bytes(tensor) > max_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor
+        size += num_bytes(tensor)
+    if len(shards) == 1:
+        return {_SINGLE: shards[0]}
+    return {f"model-{i:05d}-of-{len(shards):05d}.safetensors": shard for i, shard in enumerate(shards, 1)}
+
+
+def _index(shards: Mapping[str, Shard]) -> dict[str, Any]:
+    total_size = sum(num_bytes(tensor) for shard in shards.values() for tensor in shard.values())
+    weight_map = {name: file for file, shard in shards.items() for name in shard}
+    return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+
+
+def _with_dtype(hf_config: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, Any]:
+    """The config with the dtype of the weights, under the name of today's transformers and that of older ones."""
+    dtype = jnp.result_type(*{tensor.dtype for shard in shards.values() for tensor in shard.values()}).name
+    return {**hf_config, "dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in hf_config else {})}
+
+
+def _write_json(file: FilePath, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def _replace(scratch: FilePath, directory: FilePath) -> None:
+    """Move the files of `scratch` into `directory`, and remove what they replace under other names."""
+    new = sorted(file.name for file in scratch.iterdir())
+    for name in new:
+        os.replace(scratch / name, directory / name)
+    for file in {*directory.glob("model*.safetensors"), directory / _INDEX}:
+        if file.name not in new:
+            file.unlink(missing_ok=True)
