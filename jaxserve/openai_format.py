@@ -141,9 +141,9 @@ def _chat_prompt(given: Json, tokenizer: Tokenizer | None) -> TokenIds:
 def _completion_prompts(prompt: Any) -> list[Prompt]:
     if isinstance(prompt, str):
         return [prompt]
+    if isinstance(prompt, list) and _are_token_ids(prompt):
+        return [prompt]
     if isinstance(prompt, list) and prompt:
-        if _are_token_ids(prompt):
-            return [prompt]
         if all(isinstance(item, str) for item in prompt):
             return prompt
         if all(isinstance(item, list) and _are_token_ids(item) for item in prompt):
@@ -153,7 +153,7 @@ def _completion_prompts(prompt: Any) -> list[Prompt]:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    return all(type(item) is int and 0 <= item < 2**31 for item in items)
+    return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
 
 
 def _check_type(given: Json, name: str, wanted: type) -> None:

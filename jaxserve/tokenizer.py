@@ -7,11 +7,9 @@ added here too. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` c
 version 5 on. Directories without `tokenizer.json` go through `transformers.AutoTokenizer`.
 """
 
-import codecs
+import itertools
 import json
-import re
-from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +18,7 @@ import tokenizers
 from jaxserve.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams, TokenIds
-
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
 
 
 class Tokenizer:
@@ -47,7 +44,7 @@ class Tokenizer:
         bos_token_id: int | None,
         eos_token_ids: tuple[int, ...],
         chat_template: dict[str, str],
-        byte_table: "ByteTable | None" = None,
+        byte_table: ByteTable | None = None,
     ) -> None:
         self._encode = encode
         self._decode = decode
@@ -58,6 +55,7 @@ class Tokenizer:
         self.eos_token_ids = eos_token_ids
         self.chat_template = chat_template
         self.byte_table = byte_table
+        self._compiled: dict[str, ChatTemplate] = {}
 
     @property
     def eos_token_id(self) -> int | None:
@@ -125,10 +123,6 @@ class Tokenizer:
         if source not in self._compiled:
             self._compiled[source] = ChatTemplate(source)
         return self._compiled[source]
-
-    @cached_property
-    def _compiled(self) -> dict[str, ChatTemplate]:
-        return {}
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -277,134 +271,6 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0].rstrip(" :")
 
 
-def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of GPT-2's byte-level BPE (Radford et al. 2019, `bytes_to_unicode` in its encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [b for b in range(256) if b not in set(printable)]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-class ByteTable:
-    """The bytes each token stands for, for vocabularies whose decoder is a concatenation of bytes.
-
-    Attributes:
-        strip_left: leading spaces that the decoder takes off a text.
-    """
-
-    def __init__(
-        self, token_text: Callable[[int], str | None], to_bytes: Callable[[str], bytes], strip_left: int
-    ) -> None:
-        self._token_text = token_text
-        self._to_bytes = to_bytes
-        self._known: dict[int, bytes] = {}
-        self.strip_left = strip_left
-
-    def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of a token; none for ids outside the vocabulary."""
-        if (found := self._known.get(token_id)) is None:
-            text = self._token_text(token_id)
-            found = self._known[token_id] = b"" if text is None else self._to_bytes(text)
-        return found
-
-    @classmethod
-    def of(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
-        """The table of a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) decoder."""
-        match json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None:
-            case {"type": "ByteLevel"}:
-                alphabet = _byte_level_alphabet()
-                return cls(backend.id_to_token, lambda text: _byte_level_bytes(text, alphabet), 0)
-            case {
-                "type": "Sequence",
-                "decoders": [
-                    {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
-                    {"type": "ByteFallback"},
-                    {"type": "Fuse"},
-                    *strip,
-                ],
-            }:
-                match strip:
-                    case []:
-                        return cls(backend.id_to_token, lambda text: _fallback_bytes(text, old, new), 0)
-                    case [{"type": "Strip", "content": " ", "start": int(start), "stop": 0}]:
-                        return cls(backend.id_to_token, lambda text: _fallback_bytes(text, old, new), start)
-        return None
-
-
-def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
-    try:
-        return bytes([alphabet[c] for c in text])
-    except KeyError:  # an added token is plain text
-        return text.encode()
-
-
-def _fallback_bytes(text: str, old: str, new: str) -> bytes:
-    if re.fullmatch("<0x[0-9A-F]{2}>", text):
-        return bytes([int(text[3:5], 16)])
-    return text.replace(old, new).encode()
-
-
-class _ByteStream:
-    """O(1) per token, and exact: an incremental UTF-8 decoder over the tokens' bytes.
-
-    Byte-level vocabularies give what `decode` gives, bytes that are not UTF-8 included. A byte-fallback decoder
-    turns a whole run of byte tokens into U+FFFD if one of them is wrong; here only the wrong ones become it, because
-    the right ones may have been shown already.
-    """
-
-    def __init__(self, table: ByteTable, hidden: frozenset[int], at_start: bool) -> None:
-        self._table = table
-        self._hidden = hidden
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = table.strip_left if at_start else 0
-
-    def push(self, token_id: int) -> str:
-        return "" if token_id in self._hidden else self._stripped(self._decoder.decode(self._table[token_id]))
-
-    def finish(self) -> str:
-        return self._stripped(self._decoder.decode(b"", True))
-
-    def _stripped(self, text: str) -> str:
-        taken = min(self._strip, len(text) - len(text.lstrip(" ")))
-        if text:
-            self._strip = self._strip - taken if taken == len(text) else 0
-        return text[taken:]
-
-
-class _WindowStream:
-    """For any other decoder: the text of a token is what it adds behind the tokens before it.
-
-    The prefix/read-offset algorithm of Hugging Face's text-generation-inference: tokens shown last are decoded again
-    before the new ones, so that a decoder sees where it is (spaces, "##" pieces). U+FFFD at the end may be a
-    character's first bytes: it is held until four tokens, the most a character can take, did not complete it.
-    """
-
-    def __init__(self, decode: Callable[[TokenIds], str], hidden: frozenset[int], context: Iterable[int]) -> None:
-        self._decode = decode
-        self._hidden = hidden
-        self._context = [i for i in context if i not in hidden]
-        self._context_len = len(decode(self._context))
-        self._pending: TokenIds = []
-
-    def push(self, token_id: int) -> str:
-        if token_id in self._hidden:
-            return ""
-        self._pending.append(token_id)
-        text = self._decode(self._context + self._pending)
-        if text.endswith(REPLACEMENT) and len(self._pending) < 4:
-            return ""
-        return self._accept(text)
-
-    def finish(self) -> str:
-        return self._accept(self._decode(self._context + self._pending))
-
-    def _accept(self, text: str) -> str:
-        new = text[self._context_len :]
-        if self._pending:
-            self._context, self._pending = self._pending, []
-            self._context_len = len(self._decode(self._context))
-        return new
-
-
 class Detokenizer:
     """The text of one completion, as its tokens arrive.
 
@@ -493,11 +359,10 @@ class Detokenizer:
 
 def _token_stream(
     tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
-) -> _ByteStream | _WindowStream:
+) -> ByteStream | WindowStream:
     hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    visible = (i for i in reversed(prompt_token_ids) if i not in hidden)
+    context = list(itertools.islice(visible, 4))[::-1]
     if tokenizer.byte_table is not None:
-        at_start = all(i in hidden for i in prompt_token_ids)
-        return _ByteStream(tokenizer.byte_table, hidden, at_start)
-    return _WindowStream(
-        lambda ids: tokenizer.decode(ids, params.skip_special_tokens), hidden, list(prompt_token_ids)[-4:]
-    )
+        return ByteStream(tokenizer.byte_table, hidden, at_start=not context)
+    return WindowStream(lambda ids: tokenizer.decode(ids, params.skip_special_tokens), hidden, context)

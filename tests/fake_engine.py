@@ -1,22 +1,24 @@
 """An engine without a model, for what stands above engines: tokens are a hash of prompt, seed and position.
 
-As a program it serves a batch file: `python fake_engine.py TOKENIZER IN OUT [STEP_S]`.
+As a program it is the `jaxserve` command over that engine; each step takes FAKE_STEP_S seconds.
 """
 
 import hashlib
-import json
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
+from typing import Any
 
-from jaxserve.batch_files import run_batch
+from jaxserve import cli
 from jaxserve.config import EngineConfig
 from jaxserve.errors import RequestError
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jaxserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+
+STEP_S = "FAKE_STEP_S"
 
 
 @dataclass
@@ -103,12 +105,24 @@ class _Running:
         completion.text = text.text
 
 
-def main() -> None:
-    tokenizer, in_path, out_path, *step_s = sys.argv[1:]
-    engine = FakeEngine(load_tokenizer(Path(tokenizer)), step_s=float(*step_s))
-    summary = run_batch(engine, in_path, out_path)
-    print(json.dumps({"num_records": summary.num_records, "num_resumed": summary.num_resumed}))
+class FakeLLM:
+    """`jaxserve.llm.LLM` over a FakeEngine; the model's directory is that of a tokenizer."""
+
+    def __init__(self, model: str | None = None, **options: Any) -> None:
+        config = EngineConfig(model=model, **options)
+        self.engine = FakeEngine(load_tokenizer(config.tokenizer_path), config, step_s=float(os.environ.get(STEP_S, 0)))
+
+    def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
+        self.engine.add_request("0", prompt, params)
+        shown = ""
+        while self.engine.has_unfinished():
+            (output,) = self.engine.step()
+            completion = output.outputs[0]
+            increment = replace(completion, text=completion.text.removeprefix(shown))
+            shown = completion.text
+            yield replace(output, outputs=[increment])
 
 
 if __name__ == "__main__":
-    main()
+    sys.modules["jaxserve.llm"] = SimpleNamespace(LLM=FakeLLM)
+    sys.exit(cli.main())

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 
-def run_with_kills(command: Sequence[str], out_path: Path, num_kills: int, seed: int, most_bytes: int = 4000) -> int:
+def run_with_kills(command: Sequence[str], out_path: Path, num_kills: int, seed: int, most_bytes: int) -> int:
     """Run `command` until it ends by itself, having sent it SIGKILL `num_kills` times before, less if it is faster.
 
     A kill comes once the output has grown by up to `most_bytes` and up to 5 ms more; one in five comes before that,
-    within the first 0.3 s. Returns how many kills there were; fails if the program does.
+    within the first 0.3 s. Returns how many kills there were; fails unless the program ends with 0 or 1.
     """
     rng = random.Random(seed)
     for kills in range(num_kills):
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         if _wait_for_growth(process, out_path, rng, most_bytes):
-            assert process.wait() == 0
+            assert process.wait() in (0, 1)
             return kills
         process.kill()
         process.wait()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert subprocess.run(command, check=False, capture_output=True).returncode in (0, 1)
     return num_kills
 
 

@@ -265,15 +265,17 @@ def test_input_is_read_no_further_than_the_window(tokenizer: Tokenizer, tmp_path
 # Restarts
 
 
-def test_ten_kills_lose_and_repeat_nothing(tokenizer_dir: Path, tmp_path: Path) -> None:
+def test_ten_kills_lose_and_repeat_nothing(
+    tokenizer_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_lines(tmp_path / "in.jsonl", mixed_requests(300))
-    command = [sys.executable, fake_engine.__file__, str(tokenizer_dir), str(tmp_path / "in.jsonl")]
-    subprocess.run([*command, str(tmp_path / "whole.jsonl"), "0"], check=True, stdout=subprocess.DEVNULL)
-    out = tmp_path / "killed.jsonl"
-    size = (tmp_path / "whole.jsonl").stat().st_size
-    kills = run_with_kills([*command, str(out), "0.0005"], out, 10, seed=1, most_bytes=size // 8)
+    command = [sys.executable, fake_engine.__file__, "batch", "--model", str(tokenizer_dir), str(tmp_path / "in.jsonl")]
+    whole_path, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+    assert subprocess.run([*command, str(whole_path)], check=False, stderr=subprocess.DEVNULL).returncode == 1
+    monkeypatch.setenv(fake_engine.STEP_S, "0.0005")
+    kills = run_with_kills([*command, str(out)], out, 10, seed=1, most_bytes=whole_path.stat().st_size // 8)
     assert kills == 10
-    whole = records_by_id(tmp_path / "whole.jsonl")
+    whole = records_by_id(whole_path)
     assert len(whole) == 300
     assert records_by_id(out) == whole
 

@@ -64,6 +64,8 @@ def _view(body: NDArray[np.uint8], *, dtype: str, shape: list[int], data_offsets
         raise ValueError(f"dtype {dtype} is not one of {', '.join(DTYPES)}")
     if not 0 <= begin <= end <= body.size:
         raise ValueError(f"bytes {begin} to {end} of a tensor are not among the {body.size} that follow the header")
+    if any(size < 0 for size in shape):
+        raise ValueError(f"shape {shape} is negative")
     return body[begin:end].view(DTYPES[dtype]).reshape(shape)
 
 

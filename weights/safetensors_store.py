@@ -92,7 +92,7 @@ def save(
     params: Params,
     hf_config: Mapping[str, Any],
     *,
-    max_shard_bytes: float = 5e9,
+    max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Write `params` as a Hugging Face directory, which transformers reads.
 
@@ -294,7 +294,7 @@ def _leaf_or_none(params: Params, path: Path) -> Array | None:
         return None
 
 
-def _shards(tensors: Shard, max_bytes: float) -> dict[str, Shard]:
+def _shards(tensors: Shard, max_bytes: int) -> dict[str, Shard]:
     """File name -> its tensors, in order, each file as full as `max_bytes` allows."""
     shards: list[Shard] = [{}]
     size = 0

@@ -1,6 +1,7 @@
 """Repetition, presence and frequency penalties, counted on device from the token history."""
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
@@ -29,7 +30,7 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
         adjusted = jnp.where(logits > 0, logits / repetition, logits * repetition)
         adjusted -= rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
         adjusted -= jnp.where(counts > 0, rows.presence_penalty[:, None], 0.0)
-        return jnp.minimum(adjusted, jnp.finfo(jnp.float32).max)  # a tiny repetition penalty overflows to inf
+        return jnp.minimum(adjusted, np.finfo(np.float32).max)  # a tiny repetition penalty overflows to inf
 
     penalised: Array = lax.cond(jnp.any(wanted), penalise, lambda: logits)
     return penalised

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
@@ -63,7 +64,7 @@ def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Arra
     sampled = _sampled_rows(rows)
     temperature = jnp.where(sampled, rows.temperature, 1.0)
     weights = jnp.exp((logits - jnp.max(logits, axis=1, keepdims=True)) / temperature[:, None])
-    threshold = jnp.maximum(rows.min_p, jnp.finfo(jnp.float32).tiny)  # weights that underflow are never drawn
+    threshold = jnp.maximum(rows.min_p, np.finfo(np.float32).tiny)  # weights that underflow are never drawn
 
     use_top_k = sampled & (rows.top_k > 0) & (rows.top_k < logits.shape[1])
     threshold = lax.cond(
@@ -91,8 +92,8 @@ def draw_tokens(weights: Float[Array, "R V"], rows: SamplingRows, base_key: PRNG
     block = jnp.argmax(jnp.log(block_weights) + noise[:, :num_blocks], axis=1)
 
     token_ids = block[:, None] * DRAW_BLOCK + jnp.arange(DRAW_BLOCK)[None, :]  # [R, DRAW_BLOCK]
-    token_weights = jnp.take_along_axis(weights, token_ids, axis=1, mode="fill", fill_value=0.0)
-    within = jnp.argmax(jnp.log(token_weights) + noise[:, num_blocks:], axis=1)
+    in_block = jnp.take_along_axis(weights, token_ids, axis=1, mode="fill", fill_value=0.0)
+    within = jnp.argmax(jnp.log(in_block) + noise[:, num_blocks:], axis=1)
     return jnp.minimum(block * DRAW_BLOCK + within, vocab_size - 1).astype(jnp.int32)
 
 
@@ -183,7 +184,7 @@ def _largest_threshold(
             jnp.where(lower_high, middle_measure, high_measure),
         )
 
-    above_all = jnp.full_like(floor, 1.0 + jnp.finfo(jnp.float32).eps)
+    above_all = jnp.full_like(floor, 1.0 + np.finfo(np.float32).eps)
     start = (bits(floor), bits(above_all), floor_measure, jnp.zeros_like(floor))
     low, *_ = lax.while_loop(lambda state: jnp.any(pending(*state)), step, start)
     return value(low)

@@ -246,11 +246,14 @@ def _read_pages(
     """Keys and values of some pages, per kv head in the order of the tokens."""
     _, num_pages, num_heads, page_size, H = kv_pages.shape
     B, K = page_id.shape[0], num_heads // 2
-    heads = kv_pages.reshape(-1, page_size, H)  # [L*N*2K, P, H]
+    pages_by_head = kv_pages.reshape(-1, page_size, H)  # [L*N*2K, P, H]
     k_id = ((layer * num_pages + page_id) * num_heads)[:, None, :] + 2 * jnp.arange(K, dtype=jnp.int32)[None, :, None]
-    k = heads.at[k_id].get(mode="promise_in_bounds").reshape(B, K, -1, H)
-    v = heads.at[k_id + 1].get(mode="promise_in_bounds").reshape(B, K, -1, H)
-    return k.astype(jnp.float32), v.astype(jnp.float32)
+
+    def read(head_page_id: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
+        blocks = pages_by_head.at[head_page_id].get(mode="promise_in_bounds", wrap_negative_indices=False)
+        return blocks.reshape(B, K, -1, H).astype(jnp.float32)
+
+    return read(k_id), read(k_id + 1)
 
 
 def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> _Softmax:

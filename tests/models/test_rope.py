@@ -1,4 +1,4 @@
-"""Rotary frequencies against transformers, bit for bit but for the last one or two: far positions multiply the error."""
+"""Rotary frequencies against transformers, to an ulp or two: far positions multiply the error."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,151 @@
+"""Tokens to text as they come. Text that a stream has given never changes, whatever tokens follow."""
+
+import codecs
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import tokenizers
+
+from jaxserve.request import TokenIds
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+class ByteTable:
+    """The bytes each token stands for, for vocabularies whose decoder is a concatenation of bytes.
+
+    Attributes:
+        strip_left: leading spaces that the decoder takes off a text.
+    """
+
+    def __init__(
+        self, token_text: Callable[[int], str | None], to_bytes: Callable[[str], bytes], strip_left: int
+    ) -> None:
+        self._token_text = token_text
+        self._to_bytes = to_bytes
+        self._known: dict[int, bytes] = {}
+        self.strip_left = strip_left
+
+    def __getitem__(self, token_id: int) -> bytes:
+        """Bytes of a token; none for ids outside the vocabulary."""
+        if (found := self._known.get(token_id)) is None:
+            text = self._token_text(token_id)
+            found = self._known[token_id] = b"" if text is None else self._to_bytes(text)
+        return found
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
+        """The table of a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) decoder."""
+        match json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None:
+            case {"type": "ByteLevel"}:
+                alphabet = _byte_level_alphabet()
+                return cls(backend.id_to_token, lambda text: _byte_level_bytes(text, alphabet), 0)
+            case {
+                "type": "Sequence",
+                "decoders": [
+                    {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)},
+                    {"type": "ByteFallback"},
+                    {"type": "Fuse"},
+                    *rest,
+                ],
+            } if (strip_left := _strip_left(rest)) is not None:
+                return cls(backend.id_to_token, lambda text: _fallback_bytes(text, old, new), strip_left)
+        return None
+
+
+def _strip_left(steps: list[dict[str, Any]]) -> int | None:
+    """Leading spaces that the last steps of a decoder take off; None if they do anything else."""
+    match steps:
+        case []:
+            return 0
+        case [{"type": "Strip", "content": " ", "start": int(start), "stop": 0}]:
+            return start
+    return None
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Character -> byte of GPT-2's byte-level BPE (Radford et al. 2019, `bytes_to_unicode` in its encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
+    try:
+        return bytes([alphabet[c] for c in text])
+    except KeyError:  # an added token is plain text
+        return text.encode()
+
+
+def _fallback_bytes(text: str, old: str, new: str) -> bytes:
+    if re.fullmatch("<0x[0-9A-F]{2}>", text):
+        return bytes([int(text[3:5], 16)])
+    return text.replace(old, new).encode()
+
+
+class ByteStream:
+    """O(1) per token, and exact: an incremental UTF-8 decoder over the tokens' bytes.
+
+    Byte-level vocabularies give what `decode` gives, bytes that are not UTF-8 included. A byte-fallback decoder
+    turns a whole run of byte tokens into U+FFFD if one of them is wrong; here only the wrong ones become it, because
+    the right ones may have been shown already.
+    """
+
+    def __init__(self, table: ByteTable, hidden: frozenset[int], at_start: bool) -> None:
+        self._table = table
+        self._hidden = hidden
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = table.strip_left if at_start else 0
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain with this token, often none."""
+        return "" if token_id in self._hidden else self._stripped(self._decoder.decode(self._table[token_id]))
+
+    def finish(self) -> str:
+        """The rest."""
+        return self._stripped(self._decoder.decode(b"", True))
+
+    def _stripped(self, text: str) -> str:
+        taken = min(self._strip, len(text) - len(text.lstrip(" ")))
+        if text:
+            self._strip = self._strip - taken if taken == len(text) else 0
+        return text[taken:]
+
+
+class WindowStream:
+    """For any other decoder: the text of a token is what it adds behind the tokens before it.
+
+    The prefix/read-offset algorithm of Hugging Face's text-generation-inference: tokens shown last are decoded again
+    before the new ones, so that a decoder sees where it is (spaces, "##" pieces). U+FFFD at the end may be a
+    character's first bytes: it is held until four tokens, the most a character can take, did not complete it.
+    """
+
+    def __init__(self, decode: Callable[[TokenIds], str], hidden: frozenset[int], context: TokenIds) -> None:
+        self._decode = decode
+        self._hidden = hidden
+        self._context = context
+        self._context_len = len(decode(context))
+        self._pending: TokenIds = []
+
+    def push(self, token_id: int) -> str:
+        """Text that is certain with this token, often none."""
+        if token_id in self._hidden:
+            return ""
+        self._pending.append(token_id)
+        text = self._decode(self._context + self._pending)
+        if text.endswith(REPLACEMENT) and len(self._pending) < 4:
+            return ""
+        return self._accept(text)
+
+    def finish(self) -> str:
+        """The rest."""
+        return self._accept(self._decode(self._context + self._pending))
+
+    def _accept(self, text: str) -> str:
+        new = text[self._context_len :]
+        if self._pending:
+            self._context, self._pending = self._pending, []
+            self._context_len = len(self._decode(self._context))
+        return new

@@ -1,0 +1,36 @@
+"""Complete a text file of prompts, one per line, as a batch that can be killed and started again at any moment.
+
+    python scripts/offline_batch.py prompts.txt results.jsonl --model DIR
+
+`results.jsonl` has OpenAI's batch format; the requests are kept beside it. Run the same command again to go on.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from jaxserve import LLM
+from jaxserve.batch_files import run_batch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint; the embedded default without")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    args = parser.parse_args()
+
+    requests = args.results.with_suffix(".requests.jsonl")
+    with requests.open("w") as file:
+        for number, prompt in enumerate(args.prompts.read_text().splitlines(), 1):
+            body = {"prompt": prompt, "max_tokens": args.max_tokens}
+            request = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+            file.write(json.dumps(request) + "\n")
+
+    summary = run_batch(LLM(model=args.model), requests, args.results)
+    print(f"{summary.num_records} records in {args.results}, {summary.num_errors} errors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import fake_engine
+import pytest
+import tiny_tokenizers
+from killing import records_by_id
+
+import jaxserve
+from jaxserve import EngineConfig, cli
+
+PROGRAM = [sys.executable, fake_engine.__file__]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_tokenizers.write(tmp_path_factory.mktemp("model"), tiny_tokenizers.byte_level()))
+
+
+@pytest.fixture(autouse=True)
+def fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=fake_engine.FakeLLM))
+
+
+def batch_input(path: Path, count: int, **body: object) -> str:
+    body = {"prompt": "Once", "max_tokens": 5} | body
+    line = {"method": "POST", "url": "/v1/completions", "body": body}
+    path.write_text("".join(json.dumps(line | {"custom_id": str(i)}) + "\n" for i in range(count)))
+    return str(path)
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not (path.exists() and path.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["batch", "--help"], ["--version"]])
+def test_help_is_instant(arguments: list[str]) -> None:
+    program = (
+        "import sys; from jaxserve.cli import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "assert not {'jax', 'numpy', 'torch', 'transformers', 'tokenizers', 'tqdm'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"jaxserve {jaxserve.__version__}\n"
+
+
+def test_python_m_jaxserve() -> None:
+    shown = subprocess.run([sys.executable, "-m", "jaxserve", "--version"], check=True, capture_output=True, text=True)
+    assert shown.stdout == f"jaxserve {jaxserve.__version__}\n"
+
+
+def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {
+        "model": "m",
+        "tokenizer": "t",
+        "dtype": "bfloat16",
+        "kv_cache_dtype": "float32",
+        "tensor_parallel_size": 1,
+        "max_model_len": 64,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 5,
+        "page_size": 8,
+        "num_pages": 100,
+        "gpu_memory_utilization": 0.5,
+        "enable_prefix_caching": False,
+        "seed": 7,
+        "attention_backend": "xla",
+        "step_ahead": False,
+        "compile_ahead": "all",
+        "compilation_cache_dir": "",
+    }
+    assert {f.name for f in dataclasses.fields(EngineConfig)} == given.keys() | cli._NOT_FLAGS
+    seen = {}
+    monkeypatch.setattr(fake_engine, "FakeLLM", None)
+    monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=lambda **options: seen.update(options)))
+    flags = []
+    for name, value in given.items():
+        flag = "--" + name.replace("_", "-")
+        flags += [flag.replace("--", "--no-", 1)] if value is False else [flag, str(value)]
+    cli._load(cli._parser().parse_args(["batch", "in", "out", *flags]))
+    assert seen == given
+    seen.clear()
+    cli._load(cli._parser().parse_args(["batch", "in", "out"]))
+    assert seen == {}  # EngineConfig alone knows the defaults
+
+
+def test_every_flag_has_a_help() -> None:
+    for command in ("generate", "batch"):
+        commands = cli._parser()._subparsers._group_actions[0].choices
+        assert all(action.help for action in commands[command]._actions)
+
+
+def test_generate_shows_the_text_as_it_comes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", "Once", "--model", model, "--max-tokens", "12", "--seed", "3", "--stats"]
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr()
+    engine = fake_engine.FakeLLM(model).engine
+    engine.add_request("0", "Once", jaxserve.SamplingParams(max_tokens=12, seed=3))
+    while engine.has_unfinished():
+        (output,) = engine.step()
+    assert shown.out == output.outputs[0].text + "\n"
+    assert "output 12 tokens" in shown.err
+    assert "ended by length" in shown.err
+
+
+@pytest.mark.parametrize("argument", [[], ["-"]])
+def test_generate_reads_standard_input(model: str, argument: list[str]) -> None:
+    command = [*PROGRAM, "generate", "--model", model, "--seed", "0"]
+    piped = subprocess.run([*command, *argument], input=b"Once", check=True, capture_output=True)
+    assert piped.stdout == subprocess.run([*command, "Once"], check=True, capture_output=True).stdout
+
+
+def test_batch_exit_codes_and_resume(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = batch_input(tmp_path / "in.jsonl", 3), str(tmp_path / "out.jsonl")
+    assert cli.main(["batch", source, out, "--model", model]) == 0
+    assert "3 records, 0 errors; 15 tokens" in capsys.readouterr().err
+    with open(source, "a") as file:
+        file.write("{}\n")
+    for _ in range(2):  # resumed and finished alike
+        assert cli.main(["batch", source, out, "--model", model]) == 1
+    assert "4 records (4 from before), 1 errors; 0 tokens" in capsys.readouterr().err
+
+
+def test_served_model_names(model: str, tmp_path: Path) -> None:
+    source, out = batch_input(tmp_path / "in.jsonl", 1, model="b"), tmp_path / "out.jsonl"
+    assert cli.main(["batch", source, str(out), "--model", model, "--served-model-name", "a", "b"]) == 0
+    assert records_by_id(out)["batch_req_1"]["response"]["body"]["model"] == "b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "x", "--top-p", "7"], "top_p must be a number in (0, 1], got 7.0"),
+        (["generate", "x", "--page-size", "0"], "page_size must be a positive integer, got 0"),
+        (["generate", "x", "--model", "/no/such"], "the tokenizer must be a local directory"),
+        (["batch", "/no/such", "out.jsonl"], "cannot read the batch input /no/such: No such file or directory"),
+    ],
+)
+def test_configuration_errors_are_one_line(
+    model: str, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    if "--model" not in arguments:
+        arguments = [*arguments, "--model", model]
+    assert cli.main(arguments) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"jaxserve: error: {message}")
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate", "--nonsense"], ["batch", "in"], ["generate", "--top-k", "x"]])
+def test_usage_errors(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+
+
+def test_a_full_disk_is_one_line(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "write", full)
+    source = batch_input(tmp_path / "in.jsonl", 3)
+    code = cli.main(["batch", source, str(tmp_path / "out.jsonl"), "--model", model])
+    monkeypatch.undo()
+    assert code == 2
+    assert "No space left on device; run the same command again to resume" in capsys.readouterr().err
+
+
+def test_interrupted_batch_resumes(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, out = batch_input(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+    command = [*PROGRAM, "batch", source, str(out), "--model", model]
+    slow = subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | {fake_engine.STEP_S: "0.01"}, text=True)
+    wait_for(out)
+    slow.send_signal(signal.SIGINT)
+    _, shown = slow.communicate(timeout=30)
+    assert slow.returncode == 130
+    assert shown == "\njaxserve: interrupted; run the same command again to resume\n"
+    before = len(records_by_id(out))
+    assert 0 < before < 60
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert f"60 records ({before} from before), 0 errors" in done.stderr
+    assert len(records_by_id(out)) == 60
+
+
+def test_a_reader_that_goes_away_is_no_error(model: str) -> None:
+    command = [*PROGRAM, "generate", "Once", "--model", model, "--max-tokens", "300"]
+    env = os.environ | {fake_engine.STEP_S: "0.005"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)
+    process.stdout.read(1)
+    process.stdout.close()
+    shown = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(30) == 141
+    assert shown == b""

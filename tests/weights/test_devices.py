@@ -1,0 +1,85 @@
+"""Loading over several devices, in a process that has four of them, and what serving code must not import."""
+
+import os
+import subprocess
+import sys
+
+SHARDED = """
+import jax, numpy as np
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import weights
+from weights import safetensors_store as store
+from weights.rows import leaf_at
+from jaxserve.models import registry
+
+path = {path!r}
+config = dict(architectures=["LlamaForCausalLM"], vocab_size=132, hidden_size=64, num_hidden_layers=2,
+              num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
+specs = registry.param_specs(registry.from_hf_config(config))
+mesh = Mesh(np.array(jax.devices()), ("model",))
+axes = {{"heads": "model", "ffn": "model", "vocab": "model"}}
+shardings = {{s.path: NamedSharding(mesh, PartitionSpec(*(axes.get(a) for a in s.axes))) for s in specs}}
+alone = weights.dummy(specs, 7, jnp.bfloat16)
+assert len(jax.devices()) == 4
+for dummy in (weights.dummy(specs, 7, jnp.bfloat16, shardings=shardings.get), alone):
+    assert jax.tree.all(jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), dummy, alone))
+weights.save(path, specs, alone, config)
+
+copied = []
+original = store._copy
+store._copy = lambda piece: (copied.append(piece[1].nbytes), original(piece))
+as_tree = store.build_tree(specs, lambda s: shardings[s.path])
+for given in (shardings.get, as_tree):
+    copied.clear()
+    params = weights.load(path, specs, jnp.float32, given)
+    for s in specs:
+        array, want = leaf_at(params, s.path), leaf_at(alone, s.path)
+        assert array.sharding == shardings[s.path] and array.dtype == jnp.float32, s
+        assert (np.asarray(array) == np.asarray(want, np.float32)).all(), s
+        held = {{shard.data.nbytes for shard in array.addressable_shards}}
+        assert held == {{array.nbytes // (1 if array.is_fully_replicated else 4)}}, s
+    # Replicated tensors are read once and each shard by its device alone: in all, the file once.
+    assert sum(copied) == sum(x.nbytes for x in jax.tree.leaves(alone)), sum(copied)
+
+one = jax.devices()[2]
+copied.clear()
+only = lambda path: NamedSharding(Mesh(np.array([one]), ("model",)), PartitionSpec())
+assert leaf_at(weights.load(path, specs, None, only), ("embed",)).devices() == {{one}}
+
+half = [NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), s.spec) for s in shardings.values()]
+device_reads = []
+read = store._read
+store._read = lambda parts, index, *rest: (out := read(parts, index, *rest), device_reads.append(out.nbytes))[0]
+weights.load(path, specs, None, dict(zip(shardings, half)).get)
+largest = max(x.nbytes for x in jax.tree.leaves(alone))
+assert max(device_reads) == largest // 2
+"""
+
+IMPORTS = """
+import sys
+import weights, weights.orbax_store
+import jaxserve.models.registry, jaxserve.models.decoder
+assert "torch" not in sys.modules
+assert not any(name.startswith("transformers") for name in sys.modules)
+"""
+
+
+def run(script, **environment):
+    command = [sys.executable, "-W", "error", "-c", script]
+    done = subprocess.run(
+        command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_each_device_reads_its_own_slices(tmp_path):
+    run(
+        SHARDED.format(path=str(tmp_path)),
+        JAX_PLATFORMS="cpu",
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+    )
+
+
+def test_serving_code_does_not_import_torch():
+    run(IMPORTS)

@@ -1,0 +1,339 @@
+"""Hugging Face directories: what is read, what is refused and how it is named, what is written."""
+
+import json
+import re
+import tracemalloc
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors
+import safetensors.numpy
+import torch
+import transformers
+
+import weights
+from jaxserve.models import registry
+from tests.checkpoints import FAMILIES, build_config, write_checkpoint
+from weights import safetensors_store
+from weights.rows import leaf_at
+
+CONFIG = {**build_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
+SPECS = registry.param_specs(registry.from_hf_config(CONFIG))
+
+
+@pytest.fixture
+def params():
+    return weights.dummy(SPECS, 0, jnp.float32)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, params):
+    weights.save(tmp_path / "model", SPECS, params, CONFIG)
+    return tmp_path / "model"
+
+
+def read_all(path):
+    tensors = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= safetensors.numpy.load_file(file)
+    return tensors
+
+
+def rewrite(path, change):
+    """Apply `change` to the dict of tensors of a single-file checkpoint."""
+    tensors = read_all(path)
+    change(tensors)
+    safetensors.numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def assert_trees_equal(tree, expected):
+    assert jax.tree.structure(tree) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True):
+        assert got.dtype == want.dtype
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+# What is read
+
+
+def test_tree_holds_the_tensors_of_the_file(tmp_path):
+    write_checkpoint(tmp_path, "qwen2", use_sliding_window=False)
+    specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
+    params, tensors = weights.load(tmp_path, specs), read_all(tmp_path)
+    for spec in specs:
+        array = leaf_at(params, spec.path)
+        assert isinstance(array, jax.Array)
+        assert array.shape == spec.shape
+        np.testing.assert_array_equal(array, np.concatenate([tensors[name] for name in spec.hf_names]))
+    assert isinstance(params["layers"], list)
+
+
+@pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [None, "float32", "float16", "bfloat16"])
+def test_dtypes(tmp_path, params, stored, dtype):
+    params = jax.tree.map(lambda x: x.astype(stored), params)
+    weights.save(tmp_path, SPECS, params, CONFIG)
+    expected = params if dtype is None else jax.tree.map(lambda x: x.astype(dtype), params)
+    assert_trees_equal(weights.load(tmp_path, SPECS, dtype and jnp.dtype(dtype)), expected)
+
+
+def test_fused_tensors_of_different_dtypes_are_promoted(checkpoint, params):
+    name = "model.layers.0.self_attn.k_proj.weight"
+    rewrite(checkpoint, lambda t: t.update({name: t[name].astype(np.float16)}))
+    loaded = weights.load(checkpoint, SPECS)
+    assert loaded["layers"][0]["qkv_proj"].dtype == jnp.float32
+    np.testing.assert_allclose(loaded["layers"][0]["qkv_proj"], params["layers"][0]["qkv_proj"], atol=1e-4)
+
+
+def test_large_tensors_are_read_in_several_pieces(checkpoint, params, monkeypatch):
+    monkeypatch.setattr(safetensors_store, "_READ_BYTES", 1000)
+    assert_trees_equal(weights.load(checkpoint, SPECS), params)
+
+
+def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
+    tied = [spec for spec in SPECS if spec.path != ("lm_head",)]
+    inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}
+    rewrite(checkpoint, lambda t: t.update(inv_freq))
+    del params["lm_head"]
+    assert_trees_equal(weights.load(checkpoint, tied), params)
+
+
+def test_host_memory_stays_near_one_tensor(tmp_path, monkeypatch):
+    config = {**CONFIG, "vocab_size": 4000, "num_hidden_layers": 6, "intermediate_size": 16000}
+    specs = registry.param_specs(registry.from_hf_config(config))
+    weights.save(tmp_path, specs, weights.dummy(specs, 0, jnp.bfloat16), config)
+    largest, total = (4 * measure(int(np.prod(s.shape)) for s in specs) for measure in (max, sum))
+    # numpy aligns to 16 bytes only: jax then copies each buffer and lets go of it, as it does for an accelerator.
+    monkeypatch.setattr(safetensors_store, "_aligned_empty", np.empty)
+    tracemalloc.start()
+    params = weights.load(tmp_path, specs, jnp.float32)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(x.nbytes for x in jax.tree.leaves(params)) == total
+    assert total > 8 * largest
+    assert largest < peak < 2.5 * largest
+
+
+# What is refused
+
+
+def failure(path, specs=SPECS):
+    with pytest.raises(weights.CheckpointError) as error:
+        weights.load(path, specs)
+    return str(error.value)
+
+
+def test_every_difference_is_named_at_once(checkpoint):
+    def change(tensors):
+        del tensors["model.norm.weight"], tensors["model.layers.1.mlp.up_proj.weight"]
+        tensors["model.layers.0.mlp.extra"] = np.ones(2, np.float32)
+        tensors["lm_head.weight"] = np.ones((131, 63), np.float32)
+        tensors["model.layers.0.self_attn.q_proj.weight"] = np.ones((64, 64), np.int8)
+
+    rewrite(checkpoint, change)
+    message = failure(checkpoint)
+    assert "2 missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
+    assert "1 unexpected: model.layers.0.mlp.extra" in message
+    assert "1 of another shape: lm_head.weight (131, 63) instead of (131, 64)" in message
+    assert "1 of an unsupported dtype: model.layers.0.self_attn.q_proj.weight int8" in message
+
+
+def test_messages_are_bounded(checkpoint):
+    rewrite(checkpoint, lambda t: t.update({f"extra.{i}": np.ones(1, np.float32) for i in range(1000)}))
+    message = failure(checkpoint)
+    assert "1000 unexpected" in message
+    assert "and 968 more" in message
+    assert len(message) < 2000
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.float8_e4m3fn, np.float64, np.int8, np.uint8])
+def test_quantized_dtypes(tmp_path, dtype):
+    name, array = "model.norm.weight", np.ones(64, dtype)
+    safetensors.numpy.save_file({name: array}, tmp_path / "model.safetensors")
+    message = failure(tmp_path, [spec for spec in SPECS if spec.hf_names == (name,)])
+    assert f"{name} {np.dtype(dtype)}" in message
+    assert "quantized" in message
+
+
+def test_unknown_dtype(tmp_path):
+    write_raw(tmp_path / "model.safetensors", {"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, b"1")
+    assert "dtype F4 is not one of F64, F32" in failure(tmp_path)
+
+
+def write_raw(file, header, body=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + body)
+
+
+@pytest.mark.parametrize("kept", [0, 5, 8, 100, 0.5, -1])
+def test_truncated_files(checkpoint, kept):
+    file = checkpoint / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data[: int(kept * len(data)) if kept == 0.5 else kept])
+    message = failure(checkpoint)
+    assert str(file) in message
+    assert "complete safetensors file" in message
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"not json",
+        b"\xff\xfe",
+        b"[]",
+        {"a": 3},
+        {"a": {"dtype": "F32", "shape": [2]}},
+        {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
+        {"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}},
+        {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 8]}},
+        {"a": {"dtype": "F32", "shape": ["x"], "data_offsets": [0, 4]}},
+        {"a": {"dtype": [], "shape": [1], "data_offsets": [0, 4]}},
+    ],
+)
+def test_damaged_headers(tmp_path, header):
+    write_raw(tmp_path / "model.safetensors", header, b"12345678")
+    assert "complete safetensors file" in failure(tmp_path)
+
+
+def test_index_names_absent_files(tmp_path, params):
+    weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=50_000)
+    first, second, *_ = sorted(tmp_path.glob("model-*"))
+    first.unlink()
+    second.unlink()
+    message = failure(tmp_path)
+    assert first.name in message
+    assert second.name in message
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 3}}'])
+def test_malformed_index(tmp_path, index):
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json" in failure(tmp_path)
+
+
+def test_tensors_that_the_index_forgets_or_invents(tmp_path, params):
+    weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=50_000)
+    file = tmp_path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    del index["weight_map"]["model.norm.weight"]
+    index["weight_map"]["lm_head.weight"] = min(index["weight_map"].values())
+    file.write_text(json.dumps(index))
+    assert "2 missing: model.norm.weight, lm_head.weight" in failure(tmp_path)
+
+
+def test_torch_weights_are_to_be_converted(tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    message = failure(tmp_path)
+    assert "pytorch_model.bin" in message
+    assert "convert" in message
+
+
+def test_no_weights(tmp_path):
+    assert "got an empty directory" in failure(tmp_path)
+    assert "absent" in failure(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    assert "a file" in failure(tmp_path / "file")
+    assert "got file" in failure(tmp_path)
+
+
+def test_config_is_read_or_refused(tmp_path):
+    with pytest.raises(weights.CheckpointError, match=r"must contain config\.json, got an empty directory"):
+        weights.read_config(tmp_path)
+    with pytest.raises(weights.CheckpointError, match="local directory"):
+        weights.read_config(tmp_path / "nowhere")
+    assert weights.read_generation_config(tmp_path) == {}
+    for name, read in [
+        ("config.json", weights.read_config),
+        ("generation_config.json", weights.read_generation_config),
+    ]:
+        (tmp_path / name).write_text('{"hidden_size": 3}')
+        assert read(tmp_path) == {"hidden_size": 3}
+        for text in ("{", "[1]", "\udcff"):
+            (tmp_path / name).write_bytes(text.encode(errors="surrogateescape"))
+            with pytest.raises(weights.CheckpointError, match=re.escape(name)):
+                read(tmp_path)
+
+
+# What is written
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 40_000])
+def test_transformers_reads_what_is_saved(tmp_path, family, max_shard_bytes):
+    source, target = tmp_path / "source", tmp_path / "target"
+    model = write_checkpoint(source, family, dtype="bfloat16")
+    config = weights.read_config(source)
+    specs = registry.param_specs(registry.from_hf_config(config))
+    params = weights.load(source, specs)
+    weights.save(target, specs, params, config, max_shard_bytes=max_shard_bytes)
+    assert_trees_equal(weights.load(target, specs), params)
+    again = transformers.AutoModelForCausalLM.from_pretrained(target)
+    assert again.dtype == torch.bfloat16
+    assert again.config.to_dict() == model.config.to_dict() | {"_name_or_path": str(target)}
+    expected = model.state_dict()
+    assert again.state_dict().keys() == expected.keys()
+    assert all((tensor.float() == expected[name]).all() for name, tensor in again.state_dict().items())
+
+
+def test_shards_fill_up_to_the_limit(tmp_path, params):
+    limit = 40_000
+    weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=limit)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    files = sorted(set(index["weight_map"].values()))
+    sizes = [sum(t.nbytes for t in safetensors.numpy.load_file(tmp_path / f).values()) for f in files]
+    assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+    assert index["metadata"]["total_size"] == sum(sizes) == sum(x.nbytes for x in jax.tree.leaves(params))
+    assert max(sizes) <= limit
+    assert min(a + b for a, b in pairwise(sizes)) > limit
+
+
+def test_files_are_what_the_safetensors_package_expects(checkpoint):
+    with safetensors.safe_open(checkpoint / "model.safetensors", framework="np") as file:
+        assert file.metadata() == {"format": "pt"}
+        assert set(file.keys()) == {name for spec in SPECS for name in spec.hf_names}
+
+
+def test_saving_replaces_weights_and_keeps_other_files(tmp_path, params):
+    weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=40_000)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    new = jax.tree.map(lambda x: x + 1, params)
+    weights.save(tmp_path, SPECS, new, CONFIG)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert_trees_equal(weights.load(tmp_path, SPECS), new)
+    weights.save(tmp_path, SPECS, params, CONFIG, max_shard_bytes=40_000)
+    assert not (tmp_path / "model.safetensors").exists()
+    assert_trees_equal(weights.load(tmp_path, SPECS), params)
+
+
+def test_failed_save_leaves_the_old_checkpoint(checkpoint, params, monkeypatch):
+    def fail(*_args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors_store, "_write_json", fail)
+    with pytest.raises(OSError, match="disk full"):
+        weights.save(checkpoint, SPECS, jax.tree.map(lambda x: x + 1, params), CONFIG)
+    assert sorted(f.name for f in checkpoint.iterdir()) == ["config.json", "model.safetensors"]
+    assert_trees_equal(weights.load(checkpoint, SPECS), params)
+
+
+def test_config_dtype_is_that_of_the_weights(tmp_path, params):
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+    weights.save(tmp_path, SPECS, half, {**CONFIG, "dtype": "float32", "torch_dtype": "float32"})
+    config = weights.read_config(tmp_path)
+    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
+
+
+def test_params_that_do_not_fit_are_named(tmp_path, params):
+    del params["final_norm"]
+    params["embed"] = params["embed"][:5]
+    params["lm_head"] = params["lm_head"].astype(jnp.int8)
+    with pytest.raises(weights.CheckpointError) as error:
+        weights.save(tmp_path, SPECS, params, CONFIG)
+    for text in ("1 missing: final_norm", "embed (5, 64) instead of (131, 64)", "lm_head int8"):
+        assert text in str(error.value)
+    assert list(tmp_path.iterdir()) == []
