@@ -10,7 +10,7 @@ of an uninterrupted run. A record's `request_id` is a fingerprint of its input l
 belongs to another input or seed is refused before anything in it changes.
 
 Memory beyond the requests in flight, for a million lines: 8 MB at start to compare fingerprints, then a bit per line
-and about 70 MB for the hashes of custom_ids that find duplicates. Blank lines are skipped and have no record.
+and about 80 MB for the hashes of custom_ids that find duplicates. Blank lines are skipped and have no record.
 """
 
 import contextlib
@@ -105,8 +105,8 @@ def run_batch(
         in_path: a regular file of OpenAI batch requests for /v1/completions and /v1/chat/completions.
         out_path: created, or resumed where it exists.
         seed: of the run, for requests that bring none; None takes the engine's.
-        model_names: what `model` may be in a request, the first being that of requests that name none; by default
-            the model as it was given and the last part of its path.
+        model_names: what `model` may be in a request, the first being that of requests that name none. By default
+            any name stands for the one model that is loaded, so that a file written for another service runs.
         max_in_flight: bound on sequences in the engine; None is twice `max_num_seqs`. A request of more waits until
             it is alone.
         use_tqdm: show progress where stderr is a terminal.
@@ -126,7 +126,8 @@ def run_batch(
             out=out,
             done=done,
             key=key,
-            model_names=tuple(model_names) or _model_names(config),
+            own_name=model_names[0] if model_names else config.model or config.model_path.name,
+            model_names=tuple(model_names),
             window=2 * engine.schedule.max_num_seqs if max_in_flight is None else max_in_flight,
             progress=stack.enter_context(_progress_bar(done, use_tqdm)),
         )
@@ -142,6 +143,7 @@ class _BatchRun:
     out: "_OutputFile"
     done: "_Done"
     key: bytes
+    own_name: str
     model_names: tuple[str, ...]
     window: int
     progress: Any
@@ -202,7 +204,7 @@ class _BatchRun:
             raise BadRequestError(f'method must be "POST", got {brief(method)}', "method")
         if url not in (COMPLETIONS, CHAT):
             raise BadRequestError(f"url must be {COMPLETIONS} or {CHAT}, got {brief(url)}", "url", "invalid_url")
-        return parse_body(url, content.get("body"), self.model_names, self.engine.tokenizer)
+        return parse_body(url, content.get("body"), self.own_name, self.model_names, self.engine.tokenizer)
 
     def _has_room(self, num_sequences: int) -> bool:
         return not self.in_flight or self.num_sequences + num_sequences <= self.window
@@ -331,11 +333,6 @@ def _fingerprint(raw: bytes, key: bytes) -> str:
 def _derived_seed(key: bytes, number: int, index: int) -> int:
     digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _model_names(config: EngineConfig) -> tuple[str, ...]:
-    path_name = config.model_path.name
-    return (path_name,) if config.model in (None, path_name) else (config.model, path_name)
 
 
 def _record(

@@ -6,6 +6,7 @@ file that cannot be read or written, told in one line; 130 interrupted; 141 the 
 
 import argparse
 import dataclasses
+import inspect
 import os
 import re
 import sys
@@ -73,7 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     batch.add_argument("input", metavar="IN", help="JSON lines in OpenAI's batch format")
     batch.add_argument("output", metavar="OUT", help="JSON lines; where it exists, only missing records are added")
     batch.add_argument(
-        "--served-model-name", nargs="+", default=(), metavar="NAME", help="what `model` may be in a request"
+        "--served-model-name",
+        nargs="+",
+        default=(),
+        metavar="NAME",
+        help="what `model` may be in a request (default: anything)",
     )
     _add_engine_flags(batch)
     return parser
@@ -93,7 +98,7 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
     """A flag for every field of EngineConfig; those that are given end up in `args` as "engine.<field>"."""
     group = parser.add_argument_group("engine")
-    helps, hints = _field_helps(EngineConfig), typing.get_type_hints(EngineConfig)
+    helps, hints = _field_helps(EngineConfig), inspect.get_annotations(EngineConfig, eval_str=True)
     for field in dataclasses.fields(EngineConfig):
         if field.name in _NOT_FLAGS or field.name in leave_out:
             continue

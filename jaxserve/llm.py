@@ -56,8 +56,9 @@ class LLM:
             RequestError: a prompt or its parameters cannot be served; names it, and none has been started.
         """
         many = _as_list(prompts)
-        request_ids = self._add_all(many, _per_prompt(sampling_params, len(many)))
-        return self._run(request_ids, use_tqdm)
+        outputs = self._add_all(many, _per_prompt(sampling_params, len(many)))
+        self._run(outputs, use_tqdm)
+        return outputs
 
     def chat(
         self,
@@ -91,47 +92,47 @@ class LLM:
 
         Closing the iterator early aborts the request.
         """
-        (request_id,) = self._add_all([prompt], [sampling_params or SamplingParams()])
-        return self._stream(request_id, sampling_params.n if sampling_params else 1)
+        (output,) = self._add_all([prompt], [sampling_params or SamplingParams()])
+        return self._stream(output)
 
-    def _stream(self, request_id: str, n: int) -> Iterator[RequestOutput]:
-        sent = [CompletionOutput(index) for index in range(n)]
+    def _stream(self, output: RequestOutput) -> Iterator[RequestOutput]:
+        sent = [CompletionOutput(completion.index) for completion in output.outputs]
         try:
-            while self.engine.has_unfinished():
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield _increment(output, sent)
-                        if output.finished:
-                            return
+            while True:
+                finished = output.finished
+                if finished or any(
+                    len(o.token_ids) > len(s.token_ids) for o, s in zip(output.outputs, sent, strict=True)
+                ):
+                    yield _increment(output, sent)
+                if finished:
+                    return
+                self.engine.step()
         finally:
-            self.engine.abort(request_id)
+            self.engine.abort(output.request_id)
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        added: list[str] = []
+    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
+        added: list[RequestOutput] = []
         try:
             for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                request_id = str(next(self._ids))
                 try:
-                    self.engine.add_request(request_id, prompt, p)
+                    added.append(self.engine.add_request(str(next(self._ids)), prompt, p))
                 except RequestError as error:
                     raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-                added.append(request_id)
         except BaseException:
             self._abort_all(added)
             raise
         return added
 
-    def _run(self, request_ids: list[str], use_tqdm: bool) -> list[RequestOutput]:
-        done: dict[str, RequestOutput] = {}
-        wanted = set(request_ids)
+    def _run(self, outputs: list[RequestOutput], use_tqdm: bool) -> None:
+        unfinished = {output.request_id for output in outputs}
+        tokens_in = tokens_out = 0
+        started = time.monotonic()
         try:
-            with tqdm(total=len(request_ids), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                started = time.monotonic()
-                tokens_in = tokens_out = 0
-                while len(done) < len(request_ids):
+            with tqdm(total=len(outputs), desc="Generating", unit="req", disable=not use_tqdm) as bar:
+                while unfinished:
                     for output in self.engine.step():
-                        if output.finished and output.request_id in wanted:
-                            done[output.request_id] = output
+                        if output.finished and output.request_id in unfinished:
+                            unfinished.remove(output.request_id)
                             tokens_in += len(output.prompt_token_ids)
                             tokens_out += sum(len(o.token_ids) for o in output.outputs)
                             seconds = time.monotonic() - started
@@ -139,13 +140,12 @@ class LLM:
                             bar.set_postfix_str(rates, refresh=False)
                             bar.update()
         except BaseException:  # an interrupted call must not leave requests behind
-            self._abort_all(request_ids)
+            self._abort_all(outputs)
             raise
-        return [done[request_id] for request_id in request_ids]
 
-    def _abort_all(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self.engine.abort(request_id)
+    def _abort_all(self, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            self.engine.abort(output.request_id)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -59,13 +59,16 @@ class ParsedRequest:
     top_logprobs: int | None = None
 
 
-def parse_body(url: str, body: object, model_names: Sequence[str], tokenizer: Tokenizer | None) -> ParsedRequest:
+def parse_body(
+    url: str, body: object, own_name: str, model_names: Sequence[str], tokenizer: Tokenizer | None
+) -> ParsedRequest:
     """Check a request body and put it in the engine's terms.
 
     Args:
         url: COMPLETIONS or CHAT.
         body: as parsed from JSON.
-        model_names: what `model` may be; the first is meant where it is not given.
+        own_name: the model's name where a request gives none.
+        model_names: what `model` may be; empty lets a request call the one model there is as it likes.
         tokenizer: renders and encodes chats.
 
     Raises:
@@ -78,8 +81,9 @@ def parse_body(url: str, body: object, model_names: Sequence[str], tokenizer: To
     if given.get("stream", False) is not False:
         raise BadRequestError(f"stream must be false in a batch, got {brief(given['stream'])}", "stream")
     _check_type(given, "cache_salt", str)
-    model = given.get("model", model_names[0])
-    if model not in model_names:
+    _check_type(given, "model", str)
+    model = given.get("model", own_name)
+    if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
     salt = given.get("cache_salt")

@@ -1,7 +1,7 @@
 """Choosing a backend for an operation.
 
-An operation keeps one mapping from backend name to backend, best first. "auto" takes the first that supports the call and
-logs the choice once; a named backend runs, or the caller is told why it cannot.
+An operation keeps one mapping from backend name to backend, best first. "auto" takes the first that supports the call
+and logs the choice once; a named backend runs, or the caller is told why it cannot.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def select(op: str, backends: Mapping[str, B], requested: str, supports: Callabl
       supports: tells of one backend why it cannot run this call; None if it can.
 
     Raises:
-      UnsupportedBackendError: an unknown name, a named backend that does not support the call, or "auto" when none does.
+      UnsupportedBackendError: an unknown name, a named backend that cannot run the call, or "auto" when none can.
     """
     if requested == AUTO:
         return _select_best(op, backends, supports)

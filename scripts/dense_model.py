@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
@@ -14,7 +14,7 @@ from jaxserve.models.params import Params
 from jaxserve.models.registry import from_hf_config, param_specs
 from weights import load, read_config
 
-_QUERY_BLOCK = 256  # queries of a block skip the keys behind it: half of the causal square is never computed
+_QUERY_BLOCK = 128  # queries of a block skip the keys behind it: half of the causal square is never computed
 
 
 def load_model(directory: Path) -> tuple[Params, ArchConfig]:
@@ -44,20 +44,24 @@ def dense_attend(seq_len: int) -> Attend:
     def attend(q: Array, k: Array, v: Array, carry: Any, layer: Any, window: int | None) -> tuple[Array, Any]:
         if window is not None:
             raise NotImplementedError(f"dense_attend has no sliding window, got window={window}")
-        K, H = k.shape[1:]
-        q = q.reshape(-1, seq_len, K, q.shape[1] // K, H)  # [B, S, K, G, H]
-        k, v = (x.reshape(-1, seq_len, K, H) for x in (k, v))
-        starts = range(0, seq_len, _QUERY_BLOCK)
-        out = jnp.concatenate([_attend_block(q, k, v, start) for start in starts], axis=1)
-        return out.reshape(-1, K * out.shape[3], H), carry
+        T, K, H = k.shape
+        B, G = T // seq_len, q.shape[1] // K
+        q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * H**-0.5  # [B, K, G, S, H]
+        k, v = (x.reshape(B, seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
+        out = [_attend_block(q, k, v, start) for start in range(0, seq_len, _QUERY_BLOCK)]
+        return jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4).reshape(T, K * G, H), carry
 
     return attend
 
 
 def _attend_block(q: Array, k: Array, v: Array, start: int) -> Array:
-    end = min(start + _QUERY_BLOCK, q.shape[1])
-    q, k, v = q[:, start:end], k[:, :end], v[:, :end]
-    scores = jnp.einsum("bqkgh,bskh->bkgqs", q, k) * q.shape[-1] ** -0.5
-    seen = jnp.arange(start, end)[:, None] >= jnp.arange(end)[None, :]
-    weights = jax.nn.softmax(jnp.where(seen[None, None, None], scores, -1e30), axis=-1)
-    return jnp.einsum("bkgqs,bskh->bqkgh", weights, v)
+    """Queries from `start` on, softmax normalised after the values are summed."""
+    B, K, G, S, H = q.shape
+    end = min(start + _QUERY_BLOCK, S)
+    block = q[:, :, :, start:end].reshape(B, K, -1, H)
+    scores = jnp.einsum("bkqh,bksh->bkqs", block, k[:, :, :end])
+    hidden = jnp.tile(jnp.arange(start, end)[:, None] < jnp.arange(end)[None, :], (G, 1))
+    scores = jnp.where(hidden[None, None], -1e30, scores)
+    weights = jnp.exp(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    out = jnp.einsum("bkqs,bksh->bkqh", weights, v[:, :, :end]) / weights.sum(axis=-1, keepdims=True)
+    return out.reshape(B, K, G, end - start, H)

@@ -212,8 +212,9 @@ def train(
     opt_state = tx.init(tensors)
     first = checkpoints.latest_step() or 0
     if first:
-        restored = checkpoints.restore(first, args=ocp.args.StandardRestore((tensors, opt_state)))
-        tensors, opt_state = restored
+        state = {"tensors": tensors, "opt_state": opt_state}
+        state = checkpoints.restore(first, args=ocp.args.StandardRestore(state))
+        tensors, opt_state = state["tensors"], state["opt_state"]
     started = time.monotonic()
     for step in range(first, recipe.steps):
         tensors, opt_state, nats = train_step(
@@ -224,7 +225,7 @@ def train(
             row = {"step": done, "nats_per_token": round(float(nats), 4), "tokens": done * recipe.batch_size}
             print(json.dumps({**row, "elapsed_s": round(time.monotonic() - started, 1)}), flush=True)
         if done % 50 == 0 or done == recipe.steps:
-            checkpoints.save(done, args=ocp.args.StandardSave((tensors, opt_state)))
+            checkpoints.save(done, args=ocp.args.StandardSave({"tensors": tensors, "opt_state": opt_state}))
     checkpoints.wait_until_finished()
     return tensors
 
@@ -244,7 +245,9 @@ def main() -> None:
     parser.add_argument("--draft", action="store_true", help="train the draft of the checkpoint in weights/default")
     parser.add_argument("--target", type=Path, default=WEIGHTS / "default", help="what the draft learns from")
     parser.add_argument("--out", type=Path, help="default: weights/default or weights/default-draft")
-    parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"), help="one folder per run is made below")
+    parser.add_argument(
+        "--checkpoints", type=Path, default=Path("checkpoints"), help="one folder per run is made below"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
     parser.add_argument("--steps", type=int, help="in place of the recipe's")
     parser.add_argument("--seed", type=int, default=0)

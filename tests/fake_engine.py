@@ -110,7 +110,9 @@ class FakeLLM:
 
     def __init__(self, model: str | None = None, **options: Any) -> None:
         config = EngineConfig(model=model, **options)
-        self.engine = FakeEngine(load_tokenizer(config.tokenizer_path), config, step_s=float(os.environ.get(STEP_S, 0)))
+        self.engine = FakeEngine(
+            load_tokenizer(config.tokenizer_path), config, step_s=float(os.environ.get(STEP_S, "0"))
+        )
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
         self.engine.add_request("0", prompt, params)

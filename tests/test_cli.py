@@ -1,4 +1,4 @@
-import dataclasses
+import inspect
 import json
 import os
 import signal
@@ -67,38 +67,25 @@ def test_python_m_jaxserve() -> None:
 
 
 def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {
-        "model": "m",
-        "tokenizer": "t",
-        "dtype": "bfloat16",
-        "kv_cache_dtype": "float32",
-        "tensor_parallel_size": 1,
-        "max_model_len": 64,
-        "max_num_seqs": 3,
-        "max_num_batched_tokens": 5,
-        "page_size": 8,
-        "num_pages": 100,
-        "gpu_memory_utilization": 0.5,
-        "enable_prefix_caching": False,
-        "seed": 7,
-        "attention_backend": "xla",
-        "step_ahead": False,
-        "compile_ahead": "all",
-        "compilation_cache_dir": "",
-    }
-    assert {f.name for f in dataclasses.fields(EngineConfig)} == given.keys() | cli._NOT_FLAGS
-    seen = {}
-    monkeypatch.setattr(fake_engine, "FakeLLM", None)
+    seen: dict[str, object] = {}
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=lambda **options: seen.update(options)))
-    flags = []
-    for name, value in given.items():
-        flag = "--" + name.replace("_", "-")
-        flags += [flag.replace("--", "--no-", 1)] if value is False else [flag, str(value)]
-    cli._load(cli._parser().parse_args(["batch", "in", "out", *flags]))
-    assert seen == given
-    seen.clear()
     cli._load(cli._parser().parse_args(["batch", "in", "out"]))
     assert seen == {}  # EngineConfig alone knows the defaults
+
+    given: dict[str, object] = {}
+    flags = []
+    for name, kind in inspect.get_annotations(EngineConfig, eval_str=True).items():
+        flag = "--" + name.replace("_", "-")
+        if name in cli._NOT_FLAGS:
+            continue
+        if kind is bool:
+            given[name] = not getattr(EngineConfig, name)
+            flags.append(flag if given[name] else flag.replace("--", "--no-", 1))
+        else:
+            given[name] = 7 if kind in (int, int | None) else 0.5 if kind is float else "text"
+            flags += [flag, str(given[name])]
+    cli._load(cli._parser().parse_args(["batch", "in", "out", *flags]))
+    assert seen == given
 
 
 def test_every_flag_has_a_help() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, no_type_check
 
 import numpy as np
 from flax import struct
@@ -46,6 +46,7 @@ SLOT_RECORD = np.dtype(
 _OFFSETS = {name: field[1] for name, field in (SLOT_RECORD.fields or {}).items()}  # bytes
 
 
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class StepBatch:
     """One step's inputs on the device. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding."""

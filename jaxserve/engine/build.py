@@ -2,9 +2,6 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,16 +26,12 @@ def build_arch(config: EngineConfig) -> ArchConfig:
     """Read config.json and generation_config.json."""
     try:
         raw = weights.read_config(config.model_path)
+        generation = weights.read_generation_config(config.model_path)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     arch = registry.from_hf_config(raw)
-    return dataclasses.replace(arch, eos_ids=_eos_ids(config.model_path, arch))
-
-
-def _eos_ids(path: Path, arch: ArchConfig) -> frozenset[int]:
-    """generation_config.json adds the ids that end a chat turn."""
-    generation: Mapping[str, Any] = weights.read_generation_config(path)
-    return arch.eos_ids | token_id_set(generation.get("eos_token_id"))
+    # generation_config.json adds the ids that end a chat turn.
+    return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
 
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:

@@ -73,8 +73,8 @@ class Engine:
 
     def add_request(
         self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
-    ) -> None:
-        """Queue a request.
+    ) -> RequestOutput:
+        """Queue a request; returns its output, empty now and filled by `step`.
 
         Args:
             request_id: unique among unfinished requests.
@@ -96,6 +96,7 @@ class Engine:
         self._groups[request_id] = group
         self._group_of.update({r.request_id: group for r in requests})
         self._num_groups += 1
+        return group.output
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns what there is of it, None if it is not unfinished."""
@@ -256,6 +257,7 @@ class Engine:
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
             outputs.append(group.output)
+        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
         return outputs
 
     def _collect_prompt_logprobs(self, plan: StepPlan, out: StepOutput) -> None:
@@ -302,7 +304,6 @@ class Engine:
             flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), _num_scores(plan)),
         )
         self.stats.add(self.last_step)
-        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
 
 
 def _slack(row: ScheduledRow, page_size: int) -> int:

@@ -134,7 +134,8 @@ class Runner:
         buckets = self.schedule.buckets()
         self._set_slot = self._compile_set_slot()
         self._compile(buckets if compile_ahead == "all" else (buckets[0], buckets[-1]))
-        rest = [b for b in buckets if b not in self._programs]
+        decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # of a full batch: wanted first
+        rest = sorted(set(buckets) - self._programs.keys(), key=lambda bucket: (bucket != decode, bucket))
         if rest and compile_ahead == "background":
             self._background = threading.Thread(
                 target=self._compile, args=(rest,), name="jaxserve-compile", daemon=True

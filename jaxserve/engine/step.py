@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pallas_kernels.ragged_paged_attention import ragged_paged_attention
 PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
 
 
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class ServeState:
     """What lives on the device between steps; donated to every step and returned by it."""
@@ -31,6 +32,7 @@ class ServeState:
     slots: SlotTable  # tokens, biases and stop ids of every running request
 
 
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class StepOutput:
     """What a step sends back. Entries of rows that did not sample are meaningless."""
@@ -40,6 +42,7 @@ class StepOutput:
     prompt_logprobs: TokenLogprobs  # per token of the step, of the token after it; zeros unless wanted
 
 
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class AttentionCarry:
     """Threaded through the layers: the pool, and where each row's tokens are."""
@@ -110,9 +113,10 @@ def locate_tokens(batch: StepBatch) -> tuple[Int[Array, " T"], Int[Array, " T"]]
     """Row and absolute position of every token; clipped to valid values for padding."""
     T, R = batch.token_ids.shape[0], batch.kv_lens.shape[0]
     tokens = jnp.arange(T, dtype=jnp.int32)
-    row_ids = jnp.searchsorted(batch.cu_q_lens[1:], tokens, side="right").astype(jnp.int32)
+    ends = jnp.where(jnp.arange(R) < batch.num_rows, batch.cu_q_lens[1:], T)  # sorted, whatever padding rows hold
+    row_ids = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
     row_ids = jnp.minimum(row_ids, R - 1)
-    from_end = batch.cu_q_lens[1:][row_ids] - tokens  # 1 for the row's last token
+    from_end = ends[row_ids] - tokens  # 1 for the row's last token
     return row_ids, jnp.maximum(batch.kv_lens[row_ids] - from_end, 0)
 
 

@@ -1,13 +1,16 @@
 """ParamSpec: one row per tensor. It drives shapes, sharding, random init, Hugging Face names, storage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Params = dict[str, Any]  # {"embed", "layers": [{...}] | {... stacked}, "final_norm", "lm_head"}
+from weights.rows import Params, build_tree
+
+__all__ = ["ParamSpec", "Params", "abstract_params", "build_tree", "stack_layers"]
+
+# A parameter tree is {"embed", "layers": [{...}] or {...} when stacked, "final_norm", "lm_head" unless tied}.
 
 
 @dataclass(frozen=True)
@@ -29,25 +32,6 @@ class ParamSpec:
     hf_names: tuple[str, ...]
     hf_rows: tuple[int, ...]
     init: str = "normal"
-
-
-def build_tree(specs: Sequence[ParamSpec], leaf: Callable[[ParamSpec], Any]) -> Params:
-    """The nested parameter tree whose leaves are `leaf(spec)`."""
-    tree: Params = {}
-    for spec in specs:
-        node: Any = tree
-        for key, below in zip(spec.path, spec.path[1:], strict=False):
-            node = _child(node, key, [] if isinstance(below, int) else {})
-        _child(node, spec.path[-1], leaf(spec))
-    return tree
-
-
-def _child(node: Any, key: str | int, new: Any) -> Any:
-    if isinstance(key, int):
-        if key == len(node):
-            node.append(new)
-        return node[key]
-    return node.setdefault(key, new)
 
 
 def abstract_params(specs: Sequence[ParamSpec], dtype: jax.typing.DTypeLike) -> Params:

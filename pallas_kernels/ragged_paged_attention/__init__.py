@@ -5,13 +5,15 @@ The binary interface, the same for all backends:
 - The rows of a step are packed on one token axis T: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]`, the last of its
   sequence, at positions `kv_lens[r] - q_len .. kv_lens[r] - 1`. A row of one token is a decode, a row of many a prefill
   chunk; one step mixes them freely. A page may belong to several rows (a shared prefix).
-- The pool is one array for all layers, in a layout that belongs to the backend: make it with `kv_shape`, and convert with
-  `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1) whatever moves pages elsewhere.
-  Under jit, donate the pool and pass it from layer to layer: it is then updated in place, and never copied.
+- The pool is one array for all layers, in a layout that belongs to the backend: make it with `kv_shape`. What moves
+  pages elsewhere goes through `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
+  Under jit, donate the pool and pass it from layer to layer: it is then updated in place, and never copied, as long as
+  each layer's keys depend on the output of the one before (in a transformer they do: it is what orders read and write).
 - T and R are static shapes, padded by the caller. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are
-  padding: whatever they hold (NaN in padding tokens aside) changes no live output and is not written to the pool. So do
-  page-table entries past a row's length, stale contents of pages past it, and the width M of the page table: the work
-  done follows the lengths alone. Outputs of padding tokens are finite and otherwise unspecified.
+  padding: whatever they hold (NaN in padding tokens aside) changes no live output and is not written to the pool. Nor
+  do page-table entries past a row's length, stale contents of its pages past it, and the width M of the page table
+  change anything: the work done follows the lengths alone. Outputs of padding tokens are finite, and otherwise
+  unspecified.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import AUTO, select, target_platform
@@ -103,7 +106,7 @@ def select_backend(
     num_kv_heads: int,
     head_dim: int,
     page_size: int,
-    kv_dtype: jnp.dtype,
+    kv_dtype: DTypeLike,
     platform: str | None = None,
 ) -> str:
     """The name of the backend that serves these sizes: resolve "auto" once, then name the result everywhere.
@@ -136,12 +139,12 @@ def kv_shape(
     return _named(backend).kv_shape(num_layers, num_pages, page_size, num_kv_heads, head_dim)
 
 
-def to_canonical(backend: str, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P 2*K H"]:
+def to_canonical(backend: str, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P KV H"]:
     """The pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, 2K, H]`."""
     return _named(backend).to_canonical(kv_pages)
 
 
-def from_canonical(backend: str, kv_pages: Float[Array, "L N P 2*K H"]) -> Float[Array, "..."]:
+def from_canonical(backend: str, kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "..."]:
     """The pool, or any pages of it `[L, N, ...]`, from `[L, N, P, 2K, H]` to the layout of a named backend."""
     return _named(backend).from_canonical(kv_pages)
 

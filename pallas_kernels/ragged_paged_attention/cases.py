@@ -29,8 +29,7 @@ class Inputs(NamedTuple):
 class Case:
     """One call: the lengths of its rows, the sizes of the model, and what is put in the padding.
 
-    Random pages hold the past of each row; `past_scale` of the whole pool and `stale` (written to every slot no live row
-    can see) tell leaks from noise.
+    Random pages hold the past of each row; every slot that no live row sees holds `stale`, so that a leak shows.
     """
 
     name: str
@@ -117,7 +116,7 @@ class Case:
         return jnp.asarray(np.concatenate([values, garbage]), jnp.int32)
 
 
-_RAGGED = {"q_lens": (1, 7, 1, 20, 1), "kv_lens": (50, 7, 1, 61, 16)}
+_RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
 
 CASES: tuple[Case, ...] = (
     Case("one_row_of_one_token", (1,), (1,)),
@@ -128,31 +127,31 @@ CASES: tuple[Case, ...] = (
     Case("one_whole_prompt", (70,), (70,)),
     Case("one_long_chunk_after_context", (96,), (300,)),
     Case("two_prompts_of_many_tiles", (150, 90), (150, 220)),
-    Case("mixed", **_RAGGED),
+    Case("mixed", *_RAGGED),
     Case("lengths_at_page_edges", (1, 1, 1, 16, 17, 15), (16, 17, 32, 32, 33, 31)),
-    Case("padding_rows", **_RAGGED, padding_rows=3),
-    Case("padding_tokens", **_RAGGED, padding_tokens=6),
-    Case("padding_rows_and_tokens", **_RAGGED, padding_rows=4, padding_tokens=10),
+    Case("padding_rows", *_RAGGED, padding_rows=3),
+    Case("padding_tokens", *_RAGGED, padding_tokens=6),
+    Case("padding_rows_and_tokens", *_RAGGED, padding_rows=4, padding_tokens=10),
     Case("no_live_rows", (), (), padding_rows=2, padding_tokens=4),
     Case("shared_prefix", (1, 5, 1, 9), (40, 41, 64, 45), shared_pages=2),
-    Case("window_inside_a_page", **_RAGGED, window=5),
-    Case("window_of_one_token", **_RAGGED, window=1),
+    Case("window_inside_a_page", *_RAGGED, window=5),
+    Case("window_of_one_token", *_RAGGED, window=1),
     Case("window_across_pages", (1, 90, 1, 1), (200, 210, 3, 17), window=40),
-    Case("window_wider_than_rows", **_RAGGED, window=1000),
-    Case("soft_cap", **_RAGGED, soft_cap=5.0),
-    Case("sinks", **_RAGGED, has_sinks=True, padding_tokens=3),
-    Case("sinks_window_soft_cap", **_RAGGED, has_sinks=True, window=20, soft_cap=10.0),
-    Case("stale_infinity", **_RAGGED, stale=float("inf")),
-    Case("stale_nan_window", **_RAGGED, stale=float("nan"), window=9),
-    Case("one_head", **_RAGGED, num_query_heads=1, num_kv_heads=1),
-    Case("no_groups", **_RAGGED, num_query_heads=4, num_kv_heads=4),
-    Case("group_of_3", **_RAGGED, num_query_heads=9, num_kv_heads=3, head_dim=64),
-    Case("group_of_4", **_RAGGED, num_query_heads=8, num_kv_heads=2, head_dim=64),
-    Case("group_of_8", **_RAGGED, num_query_heads=8, num_kv_heads=1, head_dim=128),
-    Case("head_dim_96", **_RAGGED, head_dim=96),
-    Case("pages_of_8", **_RAGGED, page_size=8),
-    Case("pages_of_32", **_RAGGED, page_size=32),
-    Case("pages_of_256", **_RAGGED, page_size=256),
-    Case("bfloat16_pool", **_RAGGED, kv_dtype="bfloat16"),
-    Case("bfloat16", **_RAGGED, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("window_wider_than_rows", *_RAGGED, window=1000),
+    Case("soft_cap", *_RAGGED, soft_cap=5.0),
+    Case("sinks", *_RAGGED, has_sinks=True, padding_tokens=3),
+    Case("sinks_window_soft_cap", *_RAGGED, has_sinks=True, window=20, soft_cap=10.0),
+    Case("stale_infinity", *_RAGGED, stale=float("inf")),
+    Case("stale_nan_window", *_RAGGED, stale=float("nan"), window=9),
+    Case("one_head", *_RAGGED, num_query_heads=1, num_kv_heads=1),
+    Case("no_groups", *_RAGGED, num_query_heads=4, num_kv_heads=4),
+    Case("group_of_3", *_RAGGED, num_query_heads=9, num_kv_heads=3, head_dim=64),
+    Case("group_of_4", *_RAGGED, num_query_heads=8, num_kv_heads=2, head_dim=64),
+    Case("group_of_8", *_RAGGED, num_query_heads=8, num_kv_heads=1, head_dim=128),
+    Case("head_dim_96", *_RAGGED, head_dim=96),
+    Case("pages_of_8", *_RAGGED, page_size=8),
+    Case("pages_of_32", *_RAGGED, page_size=32),
+    Case("pages_of_256", *_RAGGED, page_size=256),
+    Case("bfloat16_pool", *_RAGGED, kv_dtype="bfloat16"),
+    Case("bfloat16", *_RAGGED, dtype="bfloat16", kv_dtype="bfloat16"),
 )

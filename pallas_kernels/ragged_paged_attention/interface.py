@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Bool, Float, Int32
 
 
 class PoolDims(NamedTuple):
@@ -20,9 +20,10 @@ class PoolDims(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """Where the tokens of a step belong. Rows from `num_rows` on, and tokens from `cu_q_lens[num_rows]` on, are padding.
+    """Where the tokens of a step belong.
 
-    Padding may hold anything: no backend may let it reach a live output or the pool.
+    Rows from `num_rows` on, and tokens from `cu_q_lens[num_rows]` on, are padding, and may hold anything: no
+    backend may let it reach a live output or the pool.
     """
 
     kv_lens: Int32[Array, "R"]
@@ -34,10 +35,13 @@ class RaggedRows(NamedTuple):
     num_rows: Int32[Array, ""]
     """Number of live rows."""
 
+    def is_live(self) -> Bool[Array, "R"]:
+        """Which rows are not padding."""
+        return jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32) < self.num_rows
+
     def live_q_lens(self) -> Int32[Array, "R"]:
         """Tokens of each row in this step; zero for padding rows."""
-        row_ids = jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32)
-        return jnp.where(row_ids < self.num_rows, self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
+        return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Problem:
     platform: str
 
 
+@runtime_checkable
 class Backend(Protocol):
     """One way to store pages, write to them and attend over them. A module with these functions is a backend."""
 
@@ -64,12 +69,12 @@ class Backend(Protocol):
         """Shape of the pool in this backend's layout."""
 
     def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
-        """The inverse of `kv_shape`."""
+        """The inverse of `kv_shape`. Raises ValueError for a shape that is none of this layout."""
 
-    def to_canonical(self, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P 2K H"]:
+    def to_canonical(self, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P KV H"]:
         """The pool as `[L, N, P, 2K, H]`, K of head h at 2h and V at 2h + 1."""
 
-    def from_canonical(self, kv_pages: Float[Array, "L N P 2K H"]) -> Float[Array, "..."]:
+    def from_canonical(self, kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "..."]:
         """The inverse of `to_canonical`."""
 
     def write_kv(

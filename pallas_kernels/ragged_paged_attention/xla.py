@@ -3,18 +3,18 @@
 Pages are head-major, `[L, N, 2K, P, H]`, so that a gather of pages is ready for a matrix product per kv head.
 
 Decode rows (one token) are sorted by length and handled in groups of similar length; prefill rows are cut into tiles of
-queries. A group and a tile are the same problem, a few rows of a few queries each, solved block of keys by block of keys
-with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Every loop runs as often as the
-lengths ask, so a step without prefill rows pays nothing for them, nor one without decode rows. What a row computes does
-not depend on its neighbours: blocks past its end leave its state as it is, to the bit.
+queries. A group and a tile are the same problem, a few rows of a few queries each, solved one block of keys after the
+other with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Every loop runs as often
+as the lengths ask, so a step without prefill rows pays nothing for them, nor one without decode rows. What a decode row
+computes does not depend on its neighbours: blocks past its end leave its state as it is, to the bit.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
@@ -26,7 +26,7 @@ PREFILL_TILE_QUERIES = 64
 PREFILL_BLOCK_TOKENS = 128
 
 # Stands for minus infinity where a difference of two of them must be 0, not NaN.
-_LOWEST = float(jnp.finfo(jnp.float32).min)
+_LOWEST = float(np.finfo(np.float32).min)
 
 
 def supports(problem: Problem) -> str | None:
@@ -45,6 +45,10 @@ def kv_shape(
 
 def pool_dims(shape: tuple[int, ...]) -> PoolDims:
     """The inverse of `kv_shape`."""
+    if len(shape) != 5 or shape[2] % 2:
+        raise ValueError(
+            f"the pool of backend 'xla' must be [L, N, 2K, P, H], got shape {shape}; make it with kv_shape"
+        )
     num_layers, num_pages, num_heads, page_size, head_dim = shape
     return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)
 
@@ -122,7 +126,7 @@ class _Softmax(NamedTuple):
 def _token_rows(rows: RaggedRows, T: int) -> Int32[Array, "T"]:
     """The row of each token; any row for padding tokens."""
     token_id = jnp.arange(T, dtype=jnp.int32)
-    starts_by = (rows.cu_q_lens[None, 1:] <= token_id[:, None]) & _is_live(rows)[None, :]  # [T, R]
+    starts_by = (rows.cu_q_lens[None, 1:] <= token_id[:, None]) & rows.is_live()[None, :]  # [T, R]
     return jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), rows.kv_lens.shape[0] - 1)
 
 
@@ -131,10 +135,6 @@ def _token_positions(rows: RaggedRows, T: int) -> Int32[Array, "T"]:
     token_id = jnp.arange(T, dtype=jnp.int32)
     position = token_id + (rows.kv_lens - rows.cu_q_lens[1:])[_token_rows(rows, T)]
     return jnp.where(token_id < rows.cu_q_lens[rows.num_rows], position, -1)
-
-
-def _is_live(rows: RaggedRows) -> Bool[Array, "R"]:
-    return jnp.arange(rows.kv_lens.shape[0], dtype=jnp.int32) < rows.num_rows
 
 
 def _attend_decode_rows(
@@ -197,7 +197,7 @@ def _attend_blocks(
     page_table: Int32[Array, "B M"],
     block_tokens: int,
 ) -> Float[Array, "B X Q H"]:
-    """Attention of B sequences of X queries each, block of keys by block of keys; position -1 marks a query to ignore."""
+    """Attention of B sequences of X queries each, a block of keys at a time; position -1 marks a query to ignore."""
     B, X, Q, H = q.shape
     page_size = attention.kv_pages.shape[3]
     K = attention.kv_pages.shape[2] // 2

@@ -1,0 +1,92 @@
+"""Tiny engines, each started once for all tests and handed out with an empty prefix cache.
+
+All that do not ask for other sizes share their compiled programs, so that a further engine starts in about a second.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import pytest
+import tiny_tokenizers
+import transformers
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.llm import LLM
+
+Start = Callable[..., Engine]
+
+# 96 positions in the pool and rows of up to 64: four busy rows do not fit, so that preemption is common.
+SIZES: dict[str, Any] = {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "page_size": 4,
+    "num_pages": 24,
+    "compile_ahead": "minimal",
+    "forbid_compiles": True,
+}
+VOCAB_SIZE = 320
+EOS = 1
+CHAT_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot] {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama checkpoint of one token per byte and some merges, with its tokenizer: 0 is <s>, 1 is </s>."""
+    path = tmp_path_factory.mktemp("llama")
+    checkpoints.write_checkpoint(path, "llama", vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
+    tokenizer = tiny_tokenizers.byte_level(VOCAB_SIZE)
+    assert tokenizer.get_vocab_size() == VOCAB_SIZE
+    return tiny_tokenizers.write(path, tokenizer, bos_token="<s>", eos_token="</s>", chat_template=CHAT_TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def oracle(llama: Path) -> transformers.PreTrainedModel:
+    """The model of `llama` as transformers runs it."""
+    return transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
+
+
+@pytest.fixture(scope="session")
+def engines() -> dict[tuple[tuple[str, Any], ...], Engine]:
+    """Those started so far, by their options."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Start:
+    """Start an engine, or reuse the one with the same options."""
+
+    def start(**options: Any) -> Engine:
+        options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
+        key = tuple(sorted(options.items()))
+        if key not in engines:
+            engines[key] = Engine(EngineConfig(**options))
+        engines[key].reset_prefix_cache()
+        return engines[key]
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def llm(llama: Path) -> LLM:
+    """The offline interface over the same programs, with the tokenizer."""
+    return LLM(str(llama), **SIZES)
+
+
+@pytest.fixture(autouse=True)
+def drained(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
+    """After every test all requests have ended, all pages are back and nothing was compiled."""
+    yield
+    for engine in engines.values():
+        unfinished = list(engine._groups)
+        for request_id in unfinished:
+            engine.abort(request_id)  # so that a failure stays one
+        assert not unfinished
+        assert engine.num_pages_used == 0
+        assert engine.stats.num_compiles == 0
+        engine.check_integrity()

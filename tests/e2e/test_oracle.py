@@ -1,0 +1,138 @@
+"""Every family through the whole engine against transformers in float32, on checkpoints that transformers wrote."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import transformers
+from checkpoints import ROPES, reference_logits
+from scipy.special import log_softmax
+from workloads import TOLERANCE, generate, tokens
+
+from jaxserve.engine.engine import Engine
+from jaxserve.request import Logprob, RequestOutput, SamplingParams
+
+Start = Callable[..., Engine]
+
+# `sliding` layers are shorter than the prompts; `max_window_layers` of qwen2 leaves its first layer without one.
+CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-llama3-tied": ("llama", {"rope_parameters": ROPES["llama3"], "tie_word_embeddings": True}),
+    "llama-linear-bias": ("llama", {"rope_parameters": ROPES["linear"], "attention_bias": True, "mlp_bias": True}),
+    "mistral-window": ("mistral", {}),
+    "qwen2-window-of-some": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+NUM_OUTPUT = 9
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4, prompt_logprobs=2)
+# One chunk, several chunks, chunk and page edges, one token; together they fill the budget unevenly.
+PROMPTS = [tokens(n, n) for n in (7, 40, 16, 1, 33)]
+
+
+class Oracle:
+    """What transformers says, by sequence."""
+
+    def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self.logprobs = functools.cache(lambda ids: log_softmax(reference_logits(model, np.array(ids)), axis=-1))
+
+    def greedy(self, prompt: Sequence[int], count: int = NUM_OUTPUT) -> list[int]:
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.logprobs(tuple(ids))[-1].argmax()))
+        return ids[len(prompt) :]
+
+    def check(self, output: RequestOutput) -> None:
+        """Greedy ids, and every log probability that came with them."""
+        prompt, completion = output.prompt_token_ids, output.outputs[0]
+        assert completion.token_ids == self.greedy(prompt)
+        expected = self.logprobs(tuple(prompt + completion.token_ids))
+        for row, entry in zip(expected[len(prompt) - 1 :], completion.logprobs, strict=False):
+            self.check_entry(entry, row, 4)
+        total = sum(row[i] for row, i in zip(expected[len(prompt) - 1 :], completion.token_ids, strict=False))
+        assert completion.cumulative_logprob == pytest.approx(total, abs=TOLERANCE * NUM_OUTPUT)
+        self.check_prompt(output)
+
+    def check_prompt(self, output: RequestOutput, top: int = 2) -> None:
+        prompt, entries = output.prompt_token_ids, output.prompt_logprobs
+        assert entries[0] is None
+        assert [next(iter(entry)) for entry in entries[1:]] == prompt[1:]
+        for row, entry in zip(self.logprobs(tuple(prompt)), entries[1:], strict=False):
+            self.check_entry(entry, row, top)
+
+    def check_entry(self, entry: dict[int, Logprob], row: np.ndarray, top: int) -> None:
+        """The token itself first, then the most likely ones, best first; ranks count from 1."""
+        chosen, *_ = entry
+        best = np.argsort(-row, kind="stable")[:top].tolist()
+        assert list(entry) == [chosen] + [i for i in best if i != chosen]
+        for token_id, logprob in entry.items():
+            assert logprob.logprob == pytest.approx(row[token_id], abs=TOLERANCE)
+            assert logprob.rank == 1 + int((row > row[token_id]).sum())
+
+
+@pytest.fixture(scope="session", params=["llama", *CHECKPOINTS])
+def pair(
+    request: pytest.FixtureRequest,
+    start: Start,
+    oracle: transformers.PreTrainedModel,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Callable[[], Engine], Oracle]:
+    """An engine, given out with an empty cache, and the oracle of the same checkpoint."""
+    if request.param == "llama":
+        return start, Oracle(oracle)
+    family, overrides = CHECKPOINTS[request.param]
+    path: Path = tmp_path_factory.mktemp(family)
+    model = checkpoints.write_checkpoint(path, family, **overrides)
+    return lambda: start(model=str(path)), Oracle(model)
+
+
+def test_ragged_batch_in_chunks(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+    start, oracle = pair
+    for output in generate(start(), PROMPTS, GREEDY):
+        oracle.check(output)
+
+
+def test_prefix_hits(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+    start, oracle = pair
+    engine = start()
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4)
+    generate(engine, PROMPTS[1:2], params)
+    prompts = [PROMPTS[1][:n] + tokens(3, n) for n in (40, 21, 38)]
+    outputs = generate(engine, prompts, params)
+    assert [output.num_cached_tokens for output in outputs] == [40, 20, 36]
+    for output in outputs:
+        assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids)
+        expected = oracle.logprobs(tuple(output.prompt_token_ids + output.outputs[0].token_ids))
+        for row, entry in zip(expected[len(output.prompt_token_ids) - 1 :], output.outputs[0].logprobs, strict=False):
+            oracle.check_entry(entry, row, 4)
+
+
+def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+    start, oracle = pair
+    engine = start()
+    for _ in range(2):
+        for output in generate(engine, PROMPTS, GREEDY):
+            oracle.check(output)
+
+
+def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+    start, oracle = pair
+    params = SamplingParams(n=3, seed=3, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=1)
+    (output,) = generate(start(), [tokens(37, "n")], params)
+    oracle.check_prompt(output, top=1)
+    for completion in output.outputs:
+        expected = oracle.logprobs(tuple(output.prompt_token_ids + completion.token_ids))[36:]
+        for row, entry, token_id in zip(expected, completion.logprobs, completion.token_ids, strict=False):
+            assert list(entry) == [token_id]
+            oracle.check_entry(entry, row, 0)
+
+
+def test_prompt_logprobs_survive_preemption(start: Start, oracle: transformers.PreTrainedModel) -> None:
+    engine = start()
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=2)
+    outputs = generate(engine, [tokens(25, i) for i in range(4)], params)
+    assert any(output.metrics.num_preemptions for output in outputs)
+    for output in outputs:
+        Oracle(oracle).check_prompt(output)

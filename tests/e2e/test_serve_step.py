@@ -1,0 +1,103 @@
+"""The compiled step: the pool is updated in place, nothing as large is copied, and padding is inert."""
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from workloads import generate, tokens
+
+from jaxserve.engine.batch import BatchLayout
+from jaxserve.engine.engine import Engine
+from jaxserve.request import SamplingParams
+
+Start = Callable[..., Engine]
+
+
+def test_pool_is_updated_in_place(start: Start) -> None:
+    """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
+    runner = copy.copy(start()._runner)
+    runner.schedule = dataclasses.replace(runner.schedule, num_pages=50_000)
+    pool = runner.abstract_state().kv_pages
+    compiled = runner.lower(16).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize > 100e6
+    assert memory.temp_size_in_bytes < 1e6
+    shape = ",".join(map(str, pool.shape))
+    makers = re.findall(rf"= f32\[{shape}\]\S* ([a-z-]+)\(", compiled.as_text())
+    assert makers, "the pool is in the program"
+    assert not {"copy", "copy-start", "transpose", "concatenate", "pad"} & set(makers)
+
+
+class Twin:
+    """Runs each step twice on equal states, the second time with garbage wherever the batch is padding."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.runner, self.schedule = engine._runner, engine.schedule
+        self.run_once = engine._runner.run
+        self.rng = np.random.default_rng(0)
+        self.num_padded = 0
+
+    def run(self, blob: np.ndarray, bucket: int, **wants: bool) -> Any:
+        before = jax.tree.map(np.array, self.runner.state)
+        clean = self.run_once(blob, bucket, **wants).fetch()
+        after = jax.tree.map(np.array, self.runner.state)
+        self.runner.state = jax.device_put(before)
+        handle = self.run_once(self._spoil(blob, bucket), bucket, **wants)
+        fields = BatchLayout.of(self.schedule, bucket).views(blob)
+        num_rows = int(fields["num_rows"])
+        live = {"row": num_rows, "token": int(fields["cu_q_lens"][num_rows])}
+        self._compare(clean, handle.fetch(), live)
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, self.runner.state), after)
+        return handle
+
+    def _spoil(self, blob: np.ndarray, bucket: int) -> np.ndarray:
+        spoilt = blob.copy()
+        to = BatchLayout.of(self.schedule, bucket).views(spoilt)
+        num_rows = int(to["num_rows"])
+        num_tokens = int(to["cu_q_lens"][num_rows])
+        self.num_padded += bucket - num_tokens
+        self._fill(to["token_ids"][num_tokens:])
+        self._fill(to["cu_q_lens"][num_rows + 1 :])
+        for name in ("kv_lens", "samples", "next_ids", "page_table", "slot_records"):
+            self._fill(to[name][num_rows:])
+        for row in range(num_rows):
+            self._fill(to["page_table"][row, -(-to["kv_lens"][row] // self.schedule.page_size) :])
+        return spoilt
+
+    def _fill(self, view: np.ndarray) -> None:
+        """Large and small values, negative ones, and bits that are NaN and infinity as floats."""
+        kinds = [self.rng.integers(-(2**31), 2**31, view.shape), self.rng.integers(-200, 200, view.shape)]
+        kinds.append(self.rng.choice([0x7FC00000, 0x7F800000, 0x3F800000, 1, 0], view.shape))
+        view[...] = self.rng.choice(np.stack(kinds), axis=0) if view.size else 0
+
+    def _compare(self, clean: Any, spoilt: Any, live: dict[str, int]) -> None:
+        rows, num_tokens = live["row"], live["token"]
+        np.testing.assert_array_equal(spoilt.token_ids[:rows], clean.token_ids[:rows])
+        for name, count in (("logprobs", rows), ("prompt_logprobs", num_tokens)):
+            a, b = getattr(spoilt, name), getattr(clean, name)
+            jax.tree.map(lambda x, y, n=count: np.testing.assert_array_equal(x[:n], y[:n]), a, b)
+
+
+@pytest.mark.parametrize("budget", [16, 64])
+def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
+    engine = start(step_ahead=False, max_num_batched_tokens=budget)
+    twin = Twin(engine)
+    monkeypatch.setattr(engine._runner, "run", twin.run)
+    params = SamplingParams(
+        temperature=0.8,
+        top_p=0.9,
+        seed=4,
+        max_tokens=6,
+        min_tokens=2,
+        logprobs=3,
+        prompt_logprobs=2,
+        repetition_penalty=1.2,
+        logit_bias={5: 3.0},
+    )
+    generate(engine, [tokens(n, n) for n in (19, 2, 5, 9, 1)], params)
+    assert twin.num_padded > 100

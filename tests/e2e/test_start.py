@@ -1,0 +1,104 @@
+"""Starting, and what is never compiled afterwards."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SIZES
+from hypothesis import given
+from workloads import Job, few_but_rich, generate, jobs, run, tokens
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.request import SamplingParams
+
+Start = Callable[..., Engine]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+def start_process(llama: Path, cache_dir: Path) -> dict[str, Any]:
+    command = [sys.executable, str(Path(__file__).with_name("start_program.py")), str(llama), str(cache_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
+    first, second = start_process(llama, tmp_path), start_process(llama, tmp_path)
+    assert first["misses"] >= 2
+    assert second["misses"] == 0
+    assert second["hits"] == first["misses"] + first["hits"]
+    assert second["token_ids"] == first["token_ids"]
+    for result in (first, second):
+        assert result["compiled_while_serving"] == 0
+        assert result["refused"], "wrong types are RequestErrors without any type checker"
+
+
+@given(jobs=jobs(aborts=True))
+@few_but_rich
+def test_no_request_compiles_anything(start: Start, jobs: list[Job]) -> None:
+    engine = start()  # forbid_compiles: a step that compiles raises
+    run(engine, jobs)
+    assert engine.stats.num_compiles == 0
+
+
+def test_a_compile_while_serving_is_noticed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    engine = start()
+    run_step = engine._runner.run
+
+    def compiling(*args: Any, **kwargs: Any) -> Any:
+        jax.jit(lambda x: x * 3.25)(1.0)
+        return run_step(*args, **kwargs)
+
+    monkeypatch.setattr(engine._runner, "run", compiling)
+    engine.add_request("a", tokens(3, 0), GREEDY)
+    with pytest.raises(RuntimeError, match="compiled 1 programs after warm-up"):
+        engine.step()
+    engine.abort("a")
+    engine.stats.num_compiles = 0
+
+
+ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "float16"}]
+)
+def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
+    """They run, and what they generate is near: the log probabilities of the first token are within 0.1."""
+    params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
+    (exact,) = generate(start(), [tokens(9, 0)], params)
+    engine = start(**ONE_ROW | options)
+    (narrow,) = generate(engine, [tokens(9, 0)], params)
+    kv_dtype = options.get("kv_cache_dtype", "bfloat16")
+    assert engine._runner.state.kv_pages.dtype == kv_dtype
+    assert engine._runner.params["embed"].dtype == options.get("dtype", "float32")
+    a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (exact, narrow))
+    assert a == pytest.approx(b, abs=0.1)
+    assert len(narrow.outputs[0].token_ids) == 5
+
+
+def test_background_compiles_end_and_serve(llama: Path) -> None:
+    """Requests are served meanwhile, with the next larger program that is ready."""
+    sizes = {**SIZES, "max_num_seqs": 3, "max_num_batched_tokens": 3, "compile_ahead": "background"}
+    engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
+    early = generate(engine, [tokens(9, 0)], GREEDY)
+    engine.wait_until_warm()
+    assert sorted(engine._runner._programs) == [1, 2, 3]
+    assert generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids == early[0].outputs[0].token_ids
+    engine.close()
+    engine.close()
+
+
+def test_the_pool_is_sized_from_memory_when_not_given(llama: Path) -> None:
+    sizes = {**ONE_ROW, "num_pages": None}
+    engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
+    assert engine.schedule.num_pages == 16  # one row of full length needs no more
+    generate(engine, [tokens(9, 0)], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))

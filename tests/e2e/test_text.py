@@ -1,0 +1,291 @@
+"""Text in and out: stop strings, streams, chat, and a script written for vLLM."""
+
+import contextlib
+import io
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from conftest import SIZES
+from hypothesis import given
+from hypothesis import strategies as st
+from workloads import few_but_rich, tokens
+
+from jaxserve.errors import RequestError
+from jaxserve.llm import LLM
+from jaxserve.request import RequestOutput, SamplingParams
+
+PROMPT = "Once upon a time"
+SAMPLED = SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)
+
+
+def generate(
+    llm: LLM, prompts: Sequence[object], params: SamplingParams | Sequence[SamplingParams]
+) -> list[RequestOutput]:
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+@pytest.fixture(scope="module")
+def ascii_only(llm: LLM) -> dict[int, float]:
+    """A bias after which only printable ASCII comes out."""
+    texts = {i: llm.get_tokenizer().decode([i], skip_special_tokens=False) for i in range(320)}
+    return {i: -100.0 for i, text in texts.items() if not (text.isascii() and text.isprintable())}
+
+
+class TestStopStrings:
+    def test_any_place_of_the_text(self, llm: LLM, ascii_only: dict[int, float]) -> None:
+        """Wherever a stop string begins and ends, the output ends there, and so do its tokens."""
+        params = replace(SAMPLED, logit_bias=ascii_only)
+        (whole,) = generate(llm, [PROMPT], params)
+        text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
+        assert llm.get_tokenizer().decode(ids) == text
+        num_straddling = 0
+        for start in range(0, len(text) - 4, 5):
+            for length in (1, 2, 5, 9):
+                stop = text[start : start + length]
+                (output,) = generate(llm, [PROMPT], replace(params, stop=["never there", stop]))
+                end = output.outputs[0]
+                at = text.index(stop)
+                assert (end.finish_reason, end.stop_reason, end.text) == ("stop", stop, text[:at])
+                assert end.token_ids == ids[: len(end.token_ids)]
+                cut = [len(llm.get_tokenizer().decode(ids[:n])) for n in (len(end.token_ids) - 1, len(end.token_ids))]
+                assert cut[0] < at + len(stop) <= cut[1], "no token too many or too few"
+                num_straddling += cut[0] > at
+        assert num_straddling > 3
+
+    def test_may_stay_in_the_text(self, llm: LLM, ascii_only: dict[int, float]) -> None:
+        params = replace(SAMPLED, logit_bias=ascii_only)
+        text = generate(llm, [PROMPT], params)[0].outputs[0].text
+        (output,) = generate(llm, [PROMPT], replace(params, stop=text[4:7], include_stop_str_in_output=True))
+        assert output.outputs[0].text == text[: text.index(text[4:7]) + 3]
+
+    def test_not_before_min_tokens(self, llm: LLM, ascii_only: dict[int, float]) -> None:
+        params = replace(SAMPLED, logit_bias=ascii_only)
+        whole = generate(llm, [PROMPT], params)[0].outputs[0]
+        (output,) = generate(llm, [PROMPT], replace(params, stop=whole.text[0], min_tokens=6))
+        assert output.outputs[0].token_ids[:6] == whole.token_ids[:6]
+
+    def test_stop_in_the_last_token_allowed(self, llm: LLM, ascii_only: dict[int, float]) -> None:
+        params = replace(SAMPLED, logit_bias=ascii_only, max_tokens=4)
+        whole = generate(llm, [PROMPT], params)[0].outputs[0]
+        last = llm.get_tokenizer().decode(whole.token_ids[-1:])
+        if last not in whole.text[: -len(last)]:
+            (output,) = generate(llm, [PROMPT], replace(params, stop=last))
+            assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", last)
+        assert whole.finish_reason == "length"
+
+    def test_each_sample_stops_by_itself(self, llm: LLM, ascii_only: dict[int, float]) -> None:
+        params = replace(SAMPLED, logit_bias=ascii_only, n=3)
+        whole = generate(llm, [PROMPT], params)[0].outputs
+        stop = whole[1].text[2:4]
+        (output,) = generate(llm, [PROMPT], replace(params, stop=stop))
+        for end, full in zip(output.outputs, whole, strict=True):
+            assert end.text == full.text.partition(stop)[0]
+            assert end.finish_reason == ("stop" if stop in full.text else "length")
+
+    def test_eos_leaves_no_text(self, llm: LLM) -> None:
+        params = SamplingParams(temperature=0, logit_bias={1: 100}, skip_special_tokens=False)
+        assert generate(llm, [PROMPT], params)[0].outputs[0].text == ""
+        kept = replace(params, include_stop_str_in_output=True)
+        assert generate(llm, [PROMPT], kept)[0].outputs[0].text == "</s>"
+
+    def test_without_detokenize_there_is_no_text(self, llm: LLM) -> None:
+        (output,) = generate(llm, [PROMPT], replace(SAMPLED, detokenize=False))
+        assert output.outputs[0].text == ""
+        assert len(output.outputs[0].token_ids) == 24
+
+
+class TestStream:
+    @given(
+        seed=st.integers(0, 2**32),
+        n=st.integers(1, 3),
+        stop=st.sampled_from([None, ["e"], ["on", "a"]]),
+        logprobs=st.sampled_from([None, 1]),
+    )
+    @few_but_rich
+    def test_increments_make_the_output(
+        self, llm: LLM, seed: int, n: int, stop: list[str] | None, logprobs: int | None
+    ) -> None:
+        params = replace(SAMPLED, seed=seed, n=n, stop=stop, logprobs=logprobs)
+        (whole,) = generate(llm, [PROMPT], params)
+        parts = list(llm.stream(PROMPT, params))
+        assert [part.finished for part in parts] == [False] * (len(parts) - 1) + [True]
+        for index, full in enumerate(whole.outputs):
+            pieces = [part.outputs[index] for part in parts]
+            assert "".join(piece.text for piece in pieces) == full.text
+            assert [i for piece in pieces for i in piece.token_ids] == full.token_ids
+            assert pieces[-1].finish_reason == full.finish_reason
+            if logprobs is not None:
+                assert [list(e) for piece in pieces for e in piece.logprobs] == [list(e) for e in full.logprobs]
+
+    def test_no_character_is_split(self, llm: LLM) -> None:
+        """Bytes of one character in three tokens: it comes whole, and never as U+FFFD."""
+        character = llm.get_tokenizer().encode("\u4eac", add_special_tokens=False)  # in three bytes
+        forced = {i: 100.0 for i in character}
+        params = replace(SAMPLED, logit_bias=forced, max_tokens=40, temperature=2.0)
+        pieces = [part.outputs[0].text for part in llm.stream(PROMPT, params)]
+        (whole,) = generate(llm, [PROMPT], params)
+        assert "\u4eac" in whole.outputs[0].text
+        assert "".join(pieces) == whole.outputs[0].text
+        assert whole.outputs[0].text == bytes_of(llm, whole.outputs[0].token_ids).decode(errors="replace")
+
+    @pytest.mark.parametrize("num_parts", [0, 1, 3])
+    def test_closing_it_aborts_the_request(self, llm: LLM, num_parts: int) -> None:
+        parts = llm.stream(PROMPT, replace(SAMPLED, n=2))
+        for _ in range(num_parts):
+            next(parts)
+        parts.close()
+        assert not llm.engine.has_unfinished()
+        llm.engine.check_integrity()
+
+    def test_streams_and_calls_interleave(self, llm: LLM) -> None:
+        """What drives the engine for one gets the others further too; none of them loses anything."""
+        params = [replace(SAMPLED, seed=seed, max_tokens=4 + 6 * seed) for seed in range(3)]
+        whole = [generate(llm, [PROMPT], p)[0].outputs[0] for p in params]
+        long, short = llm.stream(PROMPT, params[2]), llm.stream(PROMPT, params[0])
+        texts = [next(long).outputs[0].text, next(short).outputs[0].text]
+        assert generate(llm, [PROMPT], params[1])[0].outputs[0].text == whole[1].text
+        texts[0] += "".join(part.outputs[0].text for part in long)
+        rest = list(short)
+        texts[1] += "".join(part.outputs[0].text for part in rest)
+        assert texts == [whole[2].text, whole[0].text]
+        assert rest[-1].finished
+        assert rest[-1].outputs[0].finish_reason == "length"
+
+    def test_bad_requests_are_refused(self, llm: LLM) -> None:
+        with pytest.raises(RequestError, match="logit_bias"):
+            list(llm.stream(PROMPT, SamplingParams(logit_bias={10_000: 1})))
+
+
+def bytes_of(llm: LLM, token_ids: Sequence[int]) -> bytes:
+    table = llm.get_tokenizer().byte_table
+    assert table is not None
+    return b"".join(table[i] for i in token_ids)
+
+
+class TestCalls:
+    def test_forms_of_prompts(self, llm: LLM) -> None:
+        ids = llm.get_tokenizer().encode(PROMPT)
+        forms = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids}]
+        outputs = generate(llm, forms, SAMPLED)
+        for form, output in zip(forms, outputs, strict=True):
+            assert output.prompt_token_ids == ids
+            assert output.prompt == (PROMPT if form in (PROMPT, {"prompt": PROMPT}) else None)
+            assert output.outputs[0].text == outputs[0].outputs[0].text
+            (single,) = llm.generate(form, SAMPLED, use_tqdm=False)
+            assert single.outputs[0].token_ids == output.outputs[0].token_ids
+
+    def test_one_params_each(self, llm: LLM) -> None:
+        lengths = [3, 1, 7, 2, 5]
+        prompts = [tokens(4, n) for n in lengths]
+        outputs = generate(llm, prompts, [replace(SAMPLED, max_tokens=n) for n in lengths])
+        assert [len(output.outputs[0].token_ids) for output in outputs] == lengths
+        assert [output.prompt_token_ids for output in outputs] == prompts
+        with pytest.raises(RequestError, match="one for all or one per prompt, got 2 for 1"):
+            generate(llm, [PROMPT], [SAMPLED, SAMPLED])
+
+    def test_no_prompts(self, llm: LLM) -> None:
+        assert generate(llm, [], SAMPLED) == []
+
+    def test_one_bad_prompt_starts_none(self, llm: LLM) -> None:
+        with pytest.raises(RequestError, match=r"prompt 1: .* got 0 with max_model_len 64"):
+            generate(llm, [PROMPT, []], SAMPLED)
+        assert not llm.engine.has_unfinished()
+        assert len(generate(llm, [PROMPT], SAMPLED)) == 1
+
+    def test_an_interrupted_call_leaves_nothing_behind(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        step, calls = llm.engine.step, []
+
+        def interrupted() -> list[RequestOutput]:
+            calls.append(1)
+            if len(calls) == 5:
+                raise KeyboardInterrupt
+            return step()
+
+        monkeypatch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm, [PROMPT, "two"], SAMPLED)
+        assert not llm.engine.has_unfinished()
+
+    def test_chat_renders_the_template(self, llm: LLM) -> None:
+        chats = [
+            [{"role": "user", "content": "a"}],
+            [{"role": "system", "content": "b"}, {"role": "user", "content": "c"}],
+        ]
+        outputs = llm.chat(chats, SAMPLED, use_tqdm=False)
+        texts = ["[user] a\n[bot] ", "[system] b\n[user] c\n[bot] "]
+        assert [output.prompt for output in outputs] == texts
+        for output, plain in zip(outputs, generate(llm, texts, SAMPLED), strict=True):
+            assert output.outputs[0].text == plain.outputs[0].text
+        (single,) = llm.chat(chats[0], SAMPLED, use_tqdm=False)
+        assert single.outputs[0].text == outputs[0].outputs[0].text
+
+
+# From vLLM's documentation (offline inference: basic, chat, prompt caching, logprobs), but for model and sizes.
+VLLM_SCRIPT = """
+from vllm import LLM, SamplingParams
+
+# Sample prompts.
+prompts = [
+    "Hello, my name is",
+    "The president of the United States is",
+    "The capital of France is",
+    "The future of AI is",
+]
+# Create a sampling params object.
+sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
+
+# Create an LLM.
+llm = LLM(model=MODEL, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True)
+# Generate texts from the prompts. The output is a list of RequestOutput objects
+# that contain the prompt, generated text, and other information.
+outputs = llm.generate(prompts, sampling_params)
+# Print the outputs.
+print("\\nGenerated Outputs:\\n" + "-" * 60)
+for output in outputs:
+    prompt = output.prompt
+    generated_text = output.outputs[0].text
+    print(f"Prompt:    {prompt!r}")
+    print(f"Output:    {generated_text!r}")
+    print("-" * 60)
+
+# Chat
+conversation = [
+    {"role": "system", "content": "Be helpful"},
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "Hi"},
+    {"role": "user", "content": "Tell me"},
+]
+outputs += llm.chat(conversation, sampling_params, use_tqdm=False)
+outputs += llm.chat([conversation for _ in range(2)], sampling_params=sampling_params, use_tqdm=True)
+
+# Log probabilities, token ids, stops
+params = SamplingParams(n=2, temperature=0.7, top_k=20, min_p=0.01, seed=42, max_tokens=8, min_tokens=2, stop=["\\n"],
+                        stop_token_ids=[1], logprobs=2, prompt_logprobs=1, repetition_penalty=1.1)
+outputs += llm.generate({"prompt_token_ids": [5, 6, 7]}, params)
+for completion in outputs[-1].outputs:
+    for token_id, position in zip(completion.token_ids, completion.logprobs):
+        assert position[token_id].logprob <= 0 and position[token_id].rank >= 1
+        assert isinstance(position[token_id].decoded_token, str)
+    print(completion.index, completion.cumulative_logprob, completion.finish_reason, completion.stop_reason)
+assert outputs[-1].prompt_logprobs[0] is None and len(outputs[-1].prompt_logprobs) == 3
+assert all(output.finished and output.request_id and output.num_cached_tokens >= 0 for output in outputs)
+tokenizer = llm.get_tokenizer()
+assert tokenizer.encode(prompts[0]) == outputs[0].prompt_token_ids
+"""
+
+
+def test_a_script_written_for_vllm_runs_with_its_import_changed(llama: Path) -> None:
+    printed = io.StringIO()
+    names = {"MODEL": str(llama), "__name__": "__main__"}
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(io.StringIO()):
+        exec(VLLM_SCRIPT.replace("from vllm import", "from jaxserve import"), names)
+    assert len(names["outputs"]) == 4 + 1 + 2 + 1
+    assert printed.getvalue().count("Output:") == 4
+    assert names["llm"].engine.stats.num_compiles == 0
+
+
+def test_llm_takes_engine_options(llama: Path) -> None:
+    with pytest.raises(RequestError, match="needs a tokenizer"):
+        LLM(str(llama), **SIZES, skip_tokenizer_init=True).generate(PROMPT)

@@ -1,0 +1,41 @@
+import logging
+
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import UnsupportedBackendError, select
+
+REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
+
+
+def test_auto_takes_the_best_that_supports_the_call():
+    assert select("op", REASONS, "auto", lambda reason: reason) == "plain"
+
+
+def test_auto_logs_its_choice_once(caplog):
+    dispatch._log_choice.cache_clear()
+    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+        for _ in range(3):
+            select("logged_op", REASONS, "auto", lambda reason: reason)
+    assert [record.message for record in caplog.records] == [
+        "logged_op: using backend 'plain' (passed over fast: needs a GPU)"
+    ]
+
+
+def test_named_backend_runs():
+    assert select("op", REASONS, "slow", lambda reason: reason) == "slow"
+
+
+def test_named_backend_says_why_it_cannot():
+    with pytest.raises(UnsupportedBackendError, match=r"'fast' cannot run this call: needs a GPU.*'plain', 'slow'"):
+        select("op", REASONS, "fast", lambda reason: reason)
+
+
+def test_unknown_name():
+    with pytest.raises(UnsupportedBackendError, match=r"must be one of .*'auto'.*got 'tritn'"):
+        select("op", REASONS, "tritn", lambda reason: reason)
+
+
+def test_auto_with_no_backend_lists_every_reason():
+    with pytest.raises(UnsupportedBackendError, match="fast: broken; plain: broken; slow: broken"):
+        select("op", REASONS, "auto", lambda _: "broken")

@@ -1,0 +1,323 @@
+import functools
+import math
+import re
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from pallas_kernels.dispatch import UnsupportedBackendError
+from pallas_kernels.ragged_paged_attention import (
+    BACKENDS,
+    from_canonical,
+    kv_shape,
+    ragged_paged_attention,
+    select_backend,
+    to_canonical,
+)
+from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+
+SERVING = [name for name in BACKENDS if name != "reference" and jax.default_backend() == "cpu"]
+BY_NAME = {case.name: case for case in CASES}
+
+jitted = jax.jit(
+    ragged_paged_attention, static_argnames=("scale", "window", "soft_cap", "backend"), donate_argnames="kv_pages"
+)
+
+
+def run(case, inputs, backend):
+    """Output of all tokens, and the pool in canonical layout."""
+    op = ragged_paged_attention if backend == "reference" else jitted
+    out, pool = op(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        jnp.array(from_canonical(backend, inputs.kv_pages)),
+        inputs.layer,
+        kv_lens=inputs.kv_lens,
+        page_table=inputs.page_table,
+        cu_q_lens=inputs.cu_q_lens,
+        num_rows=inputs.num_rows,
+        scale=case.scale,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        sinks=inputs.sinks,
+        backend=backend,
+    )
+    return np.asarray(out).astype(np.float32), np.asarray(to_canonical(backend, pool))
+
+
+def live(case, out):
+    return out[: sum(case.q_lens)]
+
+
+@functools.cache
+def reference(name):
+    return run(BY_NAME[name], BY_NAME[name].inputs(), "reference")
+
+
+def test_case_names_are_unique():
+    assert len(BY_NAME) == len(CASES)
+
+
+@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_matches_reference(case, backend):
+    expected, expected_pool = reference(case.name)
+    out, pool = run(case, case.inputs(), backend)
+    tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(pool, expected_pool)
+    assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("name", ["mixed", "all_decode_ragged", "shared_prefix", "group_of_4", "window_across_pages"])
+def test_reference_matches_torch(name):
+    torch = pytest.importorskip("torch")
+    case = BY_NAME[name]
+    inputs = case.inputs()
+    out, _ = reference(name)
+    pool, table = np.asarray(inputs.kv_pages)[inputs.layer], np.asarray(inputs.page_table)
+    start = 0
+    for row_id, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
+        tokens = slice(start, start + q_len)
+        past = pool[table[row_id, : case.pages_per_row[row_id]]]  # [M, P, 2K, H]
+        past = past.reshape(-1, *past.shape[2:])[: kv_len - q_len]
+        k = np.concatenate([past[:, 0::2], np.asarray(inputs.k)[tokens]])
+        v = np.concatenate([past[:, 1::2], np.asarray(inputs.v)[tokens]])
+        distance = np.arange(kv_len - q_len, kv_len)[:, None] - np.arange(kv_len)[None, :]
+        q, k, v = (torch.tensor(x).transpose(0, 1) for x in (np.asarray(inputs.q)[tokens], k, v))
+        visible = torch.tensor((distance >= 0) & (distance < (case.window or math.inf)))
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, enable_gqa=True)
+        np.testing.assert_allclose(out[tokens], expected.transpose(0, 1).numpy(), rtol=1e-5, atol=1e-5)
+        start += q_len
+
+
+# One static shape, so that the random cases below share one program per backend.
+MAX_TOKENS, MAX_ROWS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 24, 5, 4, 6, 40
+
+
+@st.composite
+def ragged_rows(draw):
+    """New and past tokens of up to MAX_ROWS rows that fit the one shape."""
+    rows, left = [], MAX_TOKENS
+    for _ in range(draw(st.integers(0, MAX_ROWS))):
+        q_len = draw(st.sampled_from([1, 1, 2, 3, 8])) if left >= 8 else min(left, 1)
+        rows.append((q_len, draw(st.integers(0, MAX_PAGES * PAGE_SIZE - q_len))))
+        left -= q_len
+    return rows
+
+
+def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
+    """(case, inputs) of the one shape; `padding_seed` decides everything that must not matter."""
+    case = Case(
+        "random",
+        tuple(q_len for q_len, _ in rows),
+        tuple(q_len + past for q_len, past in rows),
+        num_kv_heads=num_heads,
+        head_dim=8,
+        page_size=PAGE_SIZE,
+        padding_rows=MAX_ROWS - len(rows),
+        padding_tokens=MAX_TOKENS - sum(q_len for q_len, _ in rows),
+    )
+    inputs = case.inputs(seed)
+    rng = np.random.default_rng(padding_seed)
+    num_live = sum(case.q_lens)
+
+    def refill(x, end):
+        return jnp.concatenate([x[:end], jnp.asarray(rng.normal(0, 100, x[end:].shape), x.dtype)])
+
+    def garbage(*shape):
+        return rng.integers(-(2**20), 2**20, size=shape)
+
+    table = garbage(MAX_ROWS, MAX_PAGES)
+    seen = np.zeros((NUM_PAGES + MAX_ROWS * MAX_PAGES, PAGE_SIZE), bool)
+    for row_id, num_pages in enumerate(case.pages_per_row):
+        table[row_id, :num_pages] = inputs.page_table[row_id, :num_pages]
+        positions = np.arange(case.kv_lens[row_id])
+        seen[table[row_id, positions // PAGE_SIZE], positions % PAGE_SIZE] = True
+    pool = rng.normal(0, 100, size=(case.num_layers, *seen.shape, *inputs.kv_pages.shape[3:])).astype(np.float32)
+    seen_here = seen[: case.num_pages]
+    pool[:, : case.num_pages][:, seen_here] = np.asarray(inputs.kv_pages)[:, seen_here]
+    inputs = inputs._replace(
+        q=refill(inputs.q, num_live),
+        k=refill(inputs.k, num_live),
+        v=refill(inputs.v, num_live),
+        kv_pages=jnp.asarray(pool),
+        kv_lens=jnp.asarray(np.concatenate([case.kv_lens, garbage(case.padding_rows)]), jnp.int32),
+        cu_q_lens=jnp.asarray(
+            np.concatenate([np.asarray(inputs.cu_q_lens)[: len(rows) + 1], garbage(case.padding_rows)]), jnp.int32
+        ),
+        page_table=jnp.asarray(table, jnp.int32),
+    )
+    return case, inputs, seen
+
+
+@pytest.mark.parametrize("backend", SERVING)
+@settings(max_examples=25, deadline=None)
+@given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
+def test_random_rows_match_reference(backend, rows, seed):
+    case, inputs, _ = random_inputs(rows, seed)
+    expected, expected_pool = run(case, inputs, "reference")
+    out, pool = run(case, inputs, backend)
+    np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(pool, expected_pool)
+
+
+@pytest.mark.parametrize("backend", SERVING)
+@settings(max_examples=25, deadline=None)
+@given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
+def test_padding_is_inert(backend, rows, seed):
+    """Other garbage in padding and stale slots: the same live outputs to the bit, and only live slots written."""
+    outs, pools = [], []
+    for padding_seed in (1, 2):
+        case, inputs, seen = random_inputs(rows, seed, padding_seed=padding_seed)
+        out, pool = run(case, inputs, backend)
+        before = np.asarray(inputs.kv_pages)
+        np.testing.assert_array_equal(pool[:, ~seen], before[:, ~seen])
+        np.testing.assert_array_equal(pool[0], before[0])  # the step writes layer 1 alone
+        outs.append(live(case, out))
+        pools.append(pool[:, seen])
+    np.testing.assert_array_equal(*outs)
+    np.testing.assert_array_equal(*pools)
+
+
+@pytest.mark.parametrize("backend", SERVING)
+@settings(max_examples=25, deadline=None)
+@given(pasts=st.lists(st.integers(0, MAX_PAGES * PAGE_SIZE - 1), min_size=2, max_size=MAX_ROWS), data=st.data())
+def test_decode_row_does_not_depend_on_its_neighbours(backend, pasts, data):
+    """A row among others and alone: the same bits."""
+    rows = [(1, past) for past in pasts]
+    case, inputs, _ = random_inputs(rows, seed=3)
+    out, _ = run(case, inputs, backend)
+    row_id = data.draw(st.integers(0, len(rows) - 1))
+    alone = inputs._replace(
+        **{name: jnp.roll(getattr(inputs, name), -row_id, axis=0) for name in ("q", "k", "v", "kv_lens", "page_table")},
+        num_rows=jnp.int32(1),
+    )
+    out_alone, _ = run(case, alone, backend)
+    np.testing.assert_array_equal(out_alone[0], out[row_id])
+
+
+def compile_layers(backend, num_layers=3):
+    """A program of several layers over one donated pool; keys of a layer depend on the output of the one before."""
+    T, R, M, Q, K, H, P, N = 32, 8, 64, 4, 2, 32, 16, 512
+    pool = jax.ShapeDtypeStruct(
+        kv_shape(backend, num_layers=num_layers, num_pages=N, page_size=P, num_kv_heads=K, head_dim=H), jnp.float32
+    )
+
+    def step(q, pool, kv_lens, page_table, cu_q_lens, num_rows):
+        for layer in range(num_layers):
+            out, pool = ragged_paged_attention(
+                q,
+                q[:, :K],
+                q[:, K:],
+                pool,
+                layer,
+                kv_lens=kv_lens,
+                page_table=page_table,
+                cu_q_lens=cu_q_lens,
+                num_rows=num_rows,
+                scale=H**-0.5,
+                backend=backend,
+            )
+            q = q + out
+        return q, pool
+
+    def ints(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    arguments = (jax.ShapeDtypeStruct((T, Q, H), jnp.float32), pool, ints(R), ints(R, M), ints(R + 1), ints())
+    return jax.jit(step, donate_argnums=1).lower(*arguments).compile(), pool
+
+
+@pytest.mark.parametrize("backend", SERVING)
+def test_donated_pool_is_updated_in_place(backend):
+    compiled, pool = compile_layers(backend)
+    pool_bytes = math.prod(pool.shape) * 4
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < 2**20 < pool_bytes
+    pool_shape = re.escape(f"f32[{','.join(map(str, pool.shape))}]")
+    assert not re.search(rf"= {pool_shape}\S* (copy|transpose)\(", compiled.as_text())
+
+
+def test_xla_plans_the_rows_once_for_all_layers():
+    compiled, _ = compile_layers("xla")
+    assert len(re.findall(r" sort\(", compiled.as_text())) == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_canonical_round_trip(backend):
+    canonical = CASES[0].inputs().kv_pages
+    pool = from_canonical(backend, canonical)
+    L, N, P, KV, H = canonical.shape
+    assert pool.shape == kv_shape(backend, num_layers=L, num_pages=N, page_size=P, num_kv_heads=KV // 2, head_dim=H)
+    assert BACKENDS[backend].pool_dims(pool.shape) == (L, N, P, KV // 2, H)
+    np.testing.assert_array_equal(to_canonical(backend, pool), canonical)
+
+
+def call(backend="xla", **changes):
+    inputs = BY_NAME["mixed"].inputs()
+    arguments = inputs._replace(kv_pages=from_canonical("xla", inputs.kv_pages))._asdict() | {"scale": 1.0} | changes
+    return ragged_paged_attention(**arguments, backend=backend)
+
+
+@pytest.fixture
+def without_jaxtyping():
+    """Serving runs without annotations checked: what users see are the operation's own messages."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+def test_traced_layer_equals_static_layer():
+    case = BY_NAME["mixed"]
+    out, _ = run(case, case.inputs(), "xla")
+    np.testing.assert_array_equal(out, run(case, case.inputs()._replace(layer=jnp.int32(1)), "xla")[0])
+
+
+@pytest.mark.usefixtures("without_jaxtyping")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"window": 0}, "window must be at least 1 token, got 0"),
+        ({"soft_cap": 0.0}, r"soft_cap must be positive, got 0\.0"),
+        ({"q": jnp.zeros((30, 3, 32))}, "query heads must be a multiple of kv heads, got 3 and 2"),
+        ({"v": jnp.zeros((30, 1, 32))}, r"k, v both \[T, K, H\]"),
+        ({"k": jnp.zeros((29, 2, 32)), "v": jnp.zeros((29, 2, 32))}, "agree in tokens and head_dim"),
+        ({"kv_lens": jnp.zeros(5)}, r"kv_lens must be int32 of shape \(5,\), got float32"),
+        ({"cu_q_lens": jnp.zeros(5, jnp.int32)}, r"cu_q_lens must be int32 of shape \(6,\)"),
+        ({"page_table": jnp.zeros((4, 3), jnp.int32)}, r"page_table must be int32 of shape \(5, M\)"),
+        ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
+        ({"sinks": jnp.zeros(3)}, r"shape \(4,\), got \(3,\)"),
+        ({"kv_pages": jnp.zeros((2, 9, 8, 16, 32))}, "kv_pages holds 4 kv heads of 32, k has 2 of 32"),
+        ({"kv_pages": jnp.zeros((9, 8, 16, 32))}, "the pool of backend 'xla' must be"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_unknown_backend_is_refused():
+    with pytest.raises(UnsupportedBackendError, match="backend must be one of"):
+        call(backend="cudnn")
+
+
+def test_layout_needs_a_resolved_name():
+    sizes = {"num_kv_heads": 2, "head_dim": 32, "page_size": 16}
+    with pytest.raises(ValueError, match="resolve it with select_backend first"):
+        kv_shape("auto", num_layers=1, num_pages=1, **sizes)
+    name = select_backend("auto", num_query_heads=4, kv_dtype=jnp.float32, **sizes)
+    assert kv_shape(name, num_layers=1, num_pages=3, **sizes) == (1, 3, 4, 16, 32)
+
+
+def test_integer_pool_is_refused():
+    with pytest.raises(UnsupportedBackendError, match="the pool must hold floating point numbers, not int8"):
+        select_backend("xla", num_query_heads=4, num_kv_heads=2, head_dim=32, page_size=16, kv_dtype=jnp.dtype("int8"))
