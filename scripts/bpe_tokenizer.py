@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -48,7 +49,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str], seed: int) -> list[ND
     for text in documents:
         cuts = np.sort(rng.integers(0, len(text) + 1, size=len(text) // _CHARS_PER_CUT))
         bounds = [0, *cuts.tolist(), len(text)]
-        pieces = [text[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        pieces = [text[a:b] for a, b in pairwise(bounds)]
         ids = [e.ids for e in tokenizer.encode_batch(pieces, add_special_tokens=False)]
         encoded.append(np.concatenate([[END_ID], *ids]).astype(np.int32))
     return encoded

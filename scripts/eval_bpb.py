@@ -19,13 +19,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-import stdlib_corpus
-from dense_model import load_model, logits, token_nats
 from jax import Array
-from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
+
+import stdlib_corpus
+from dense_model import load_model, logits, token_nats
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 _BATCH = 4

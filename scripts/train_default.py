@@ -4,9 +4,10 @@
     python scripts/train_default.py --draft
 
 Everything follows from the seed and the number of steps: the tokenizer, the order of the documents, the weights. The
-learning rate is `peak * min((step + 1) / warmup_steps, 1, (steps - step) / (decay_fraction * steps))`: warm-up, constant,
-linear decay to zero. It is constant until the decay, so a run that turns out slow can end early: interrupt it, and give
-fewer `--steps` with `--resume`. The draft learns the target's whole next-token distribution (Hinton et al. 2015).
+learning rate is `peak * min((step + 1) / warmup_steps, 1, (steps - step) / (decay_fraction * steps))`: warm-up,
+constant, linear decay to zero. It is constant until the decay, so a run that turns out slow can end early: interrupt
+it, and give fewer `--steps` with `--resume`. The draft learns the target's whole next-token distribution (Hinton et
+al. 2015).
 """
 
 import argparse
@@ -18,20 +19,21 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import bpe_tokenizer
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from jax import Array
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+import bpe_tokenizer
 import stdlib_corpus
 from dense_model import load_model, logits, token_nats
-from jax import Array
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree
 from jaxserve.models.registry import from_hf_config, param_specs
-from numpy.typing import NDArray
-from tokenizers import Tokenizer
 from weights import save
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
@@ -136,7 +138,7 @@ class Batches:
 
 
 def init_tensors(specs: Sequence[ParamSpec], seed: int) -> Tensors:
-    """Normal(0.02), norms at one, and zero in what writes to the residual stream, so that every block starts as identity."""
+    """Normal(0.02), norms at one, zero in what writes to the residual stream: every block starts as the identity."""
     rng = np.random.default_rng((seed, 2))
     tensors = {}
     for spec in specs:

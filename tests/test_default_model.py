@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import jax
@@ -92,7 +93,7 @@ def test_windows_score_every_token_once():
     for length in range(1, 40):
         ids = list(range(length))
         scored = [ids[first + 1 :] for ids, first in windows(ids, 8)]
-        assert sum(scored, []) == ids[1:]
+        assert list(chain.from_iterable(scored)) == ids[1:]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +113,7 @@ def test_training_learns_repeats_and_resumes(tiny, tmp_path, capsys):
     import json
 
     import orbax.checkpoint as ocp
+
     from train_default import train
 
     recipe, documents = tiny
@@ -128,8 +130,8 @@ def test_training_learns_repeats_and_resumes(tiny, tmp_path, capsys):
 
 
 def test_another_seed_is_another_model(tiny):
-    from train_default import Batches, init_tensors
     from jaxserve.models.registry import from_hf_config, param_specs
+    from train_default import Batches, init_tensors
 
     recipe, documents = tiny
     other = replace(recipe, seed=1)

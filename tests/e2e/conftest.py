@@ -73,9 +73,11 @@ def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> St
 
 
 @pytest.fixture(scope="session")
-def llm(llama: Path) -> LLM:
+def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> LLM:
     """The offline interface over the same programs, with the tokenizer."""
-    return LLM(str(llama), **SIZES)
+    llm = LLM(str(llama), **SIZES)
+    engines[("llm", True),] = llm.engine
+    return llm
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, run_alone, tokens
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import RequestOutput, SamplingParams
+from workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, run_alone, tokens
 
 Start = Callable[..., Engine]
 

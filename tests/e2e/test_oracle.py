@@ -11,10 +11,10 @@ import pytest
 import transformers
 from checkpoints import ROPES, reference_logits
 from scipy.special import log_softmax
-from workloads import TOLERANCE, generate, tokens
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
+from workloads import TOLERANCE, generate, tokens
 
 Start = Callable[..., Engine]
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 from conftest import SIZES, VOCAB_SIZE
-from workloads import assert_same, busy_step, drain, generate, tokens
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
+from workloads import assert_same, busy_step, drain, generate, tokens
 
 Start = Callable[..., Engine]
 
@@ -37,7 +37,7 @@ BAD_PARAMS: dict[str, list[Any]] = {
     "presence_penalty": [2.1, -2.1, NAN, None, "0"],
     "frequency_penalty": [2.1, -2.1, NAN, None],
     "repetition_penalty": [0, -1, NAN, None, 1e5],
-    "logit_bias": [{-1: 0}, {VOCAB_SIZE: 1}, {1: 101}, {1: NAN}, {"a": 1}, {1.5: 1}, [1], {i: 0 for i in range(301)}],
+    "logit_bias": [{-1: 0}, {VOCAB_SIZE: 1}, {1: 101}, {1: NAN}, {"a": 1}, {1.5: 1}, [1], dict.fromkeys(range(301), 0)],
     "detokenize": [0, None],
     "skip_special_tokens": [1],
     "best_of": [2],

@@ -8,10 +8,10 @@ import pytest
 import transformers
 from checkpoints import reference_logits
 from conftest import EOS, VOCAB_SIZE
-from workloads import assert_same, generate, tokens
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
+from workloads import assert_same, generate, tokens
 
 Start = Callable[..., Engine]
 
@@ -45,7 +45,7 @@ def test_top_k_and_logit_bias_bound_the_samples(start: Start) -> None:
     bias = {i: -100.0 for i in range(VOCAB_SIZE - 20) if i not in allowed}
     bias |= {20: 0.0}
     params = replace(SAMPLED, n=4, temperature=1.0, logit_bias=bias, top_k=3)
-    (output,) = generate(start(), [PROMPT], replace(params, logit_bias={i: 100.0 for i in allowed}))
+    (output,) = generate(start(), [PROMPT], replace(params, logit_bias=dict.fromkeys(allowed, 100.0)))
     assert {i for o in output.outputs for i in o.token_ids} <= allowed
 
 
@@ -60,7 +60,7 @@ def test_logprobs_are_raw(start: Start) -> None:
     forced = {300: 100.0}
     params = replace(SAMPLED, logit_bias=forced, logprobs=3, max_tokens=1, repetition_penalty=1.5, temperature=3)
     biased = generate(start(), [PROMPT], params)[0].outputs[0].logprobs[0]
-    assert list(biased)[0] == 300
+    assert next(iter(biased)) == 300
     assert list(biased)[1:] == list(plain)[:3]
     for token_id in plain:
         assert biased[token_id].logprob == pytest.approx(plain[token_id].logprob, abs=1e-5)
@@ -91,7 +91,7 @@ def test_penalties_are_their_formulas(
 def test_slots_remember_nothing_of_earlier_requests(start: Start) -> None:
     engine = start()
     fresh = generate(engine, [tokens(5, i) for i in range(4)], replace(SAMPLED, presence_penalty=1.0))
-    loud = replace(SAMPLED, repetition_penalty=3.0, logit_bias={i: -50.0 for i in range(100)}, min_tokens=5)
+    loud = replace(SAMPLED, repetition_penalty=3.0, logit_bias=dict.fromkeys(range(100), -50.0), min_tokens=5)
     generate(engine, [tokens(6, i) for i in range(4)], loud)
     again = generate(engine, [tokens(5, i) for i in range(4)], replace(SAMPLED, presence_penalty=1.0))
     plain = generate(engine, [tokens(5, i) for i in range(4)], SAMPLED)

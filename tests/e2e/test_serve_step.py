@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from workloads import generate, tokens
 
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
+from workloads import generate, tokens
 
 Start = Callable[..., Engine]
 
@@ -100,4 +100,4 @@ def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget:
         logit_bias={5: 3.0},
     )
     generate(engine, [tokens(n, n) for n in (19, 2, 5, 9, 1)], params)
-    assert twin.num_padded > 100
+    assert twin.num_padded > 50

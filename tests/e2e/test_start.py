@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from conftest import SIZES
 from hypothesis import given
-from workloads import Job, few_but_rich, generate, jobs, run, tokens
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
+from workloads import Job, few_but_rich, generate, jobs, run, tokens
 
 Start = Callable[..., Engine]
 

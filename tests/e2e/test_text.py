@@ -10,11 +10,11 @@ import pytest
 from conftest import SIZES
 from hypothesis import given
 from hypothesis import strategies as st
-from workloads import few_but_rich, tokens
 
 from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
+from workloads import few_but_rich, tokens
 
 PROMPT = "Once upon a time"
 SAMPLED = SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)
@@ -122,7 +122,7 @@ class TestStream:
     def test_no_character_is_split(self, llm: LLM) -> None:
         """Bytes of one character in three tokens: it comes whole, and never as U+FFFD."""
         character = llm.get_tokenizer().encode("\u4eac", add_special_tokens=False)  # in three bytes
-        forced = {i: 100.0 for i in character}
+        forced = dict.fromkeys(character, 100.0)
         params = replace(SAMPLED, logit_bias=forced, max_tokens=40, temperature=2.0)
         pieces = [part.outputs[0].text for part in llm.stream(PROMPT, params)]
         (whole,) = generate(llm, [PROMPT], params)
@@ -237,7 +237,7 @@ prompts = [
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
 
 # Create an LLM.
-llm = LLM(model=MODEL, max_model_len=64, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True)
+llm = LLM(model=MODEL, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True)
 # Generate texts from the prompts. The output is a list of RequestOutput objects
 # that contain the prompt, generated text, and other information.
 outputs = llm.generate(prompts, sampling_params)
