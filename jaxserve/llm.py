@@ -90,12 +90,12 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding increments: each output's text and ids hold only what is new.
 
-        Closing the iterator early aborts the request.
+        The request is queued when the first increment is asked for; closing the iterator early aborts it.
+
+        Raises:
+            RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
         (output,) = self._add_all([prompt], [sampling_params or SamplingParams()])
-        return self._stream(output)
-
-    def _stream(self, output: RequestOutput) -> Iterator[RequestOutput]:
         sent = [CompletionOutput(completion.index) for completion in output.outputs]
         try:
             while True:

@@ -105,11 +105,11 @@ DRAFT = Recipe(hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, ffn_si
 
 
 class Batches:
-    """The batch of any step: documents shuffled anew each epoch, packed end to end, cut into sequences."""
+    """The batch of any step: each epoch packs the documents in a new order, cuts them into sequences and shuffles those."""
 
     def __init__(self, documents: Sequence[NDArray[np.int32]], recipe: Recipe) -> None:
         self._documents, self._recipe = documents, recipe
-        self._epoch_tokens = sum(map(len, documents))
+        self._num_tokens = sum(map(len, documents))
         self._epoch = lru_cache(maxsize=2)(self._shuffled)
 
     def at(self, step: int) -> NDArray[np.int32]:
@@ -119,22 +119,21 @@ class Batches:
         """
         r = self._recipe
         S = r.seq_len_at(step)
-        stream = self._slice(step * r.batch_size, (step + 1) * r.batch_size + 1)
-        rows = np.lib.stride_tricks.sliding_window_view(stream, S + 1)[::S].copy()
-        rows[np.random.default_rng((r.seed, 1, step)).random(len(rows)) < 0.5, 0] = bpe_tokenizer.END_ID
+        num_rows = r.batch_size // S
+        rows = np.stack([self._sequence(i, S) for i in range(step * num_rows, (step + 1) * num_rows)])
+        rows[np.random.default_rng((r.seed, 1, step)).random(num_rows) < 0.5, 0] = bpe_tokenizer.END_ID
         return rows.reshape(-1, r.microbatch_size // S, S + 1)
 
-    def _slice(self, start: int, stop: int) -> NDArray[np.int32]:
-        parts = []
-        while start < stop:
-            epoch, offset = divmod(start, self._epoch_tokens)
-            parts.append(self._epoch(epoch)[offset : offset + stop - start])
-            start += len(parts[-1])
-        return np.concatenate(parts)
+    def _sequence(self, index: int, S: int) -> NDArray[np.int32]:
+        epoch, i = divmod(index, (self._num_tokens - 1) // S)
+        stream, order = self._epoch(epoch, S)
+        return stream[order[i] * S : order[i] * S + S + 1]
 
-    def _shuffled(self, epoch: int) -> NDArray[np.int32]:
-        order = np.random.default_rng((self._recipe.seed, 0, epoch)).permutation(len(self._documents))
-        return np.concatenate([self._documents[i] for i in order])
+    def _shuffled(self, epoch: int, S: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+        """All documents end to end, and the order in which to take its sequences."""
+        rng = np.random.default_rng((self._recipe.seed, 0, epoch))
+        stream = np.concatenate([self._documents[i] for i in rng.permutation(len(self._documents))])
+        return stream, rng.permutation((len(stream) - 1) // S)
 
 
 def init_tensors(specs: Sequence[ParamSpec], seed: int) -> Tensors:
