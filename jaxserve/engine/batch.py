@@ -151,7 +151,7 @@ class BatchPacker:
             token_ids += _token_ids(row.request, row.start, row.num_tokens)
         counts, num_rows = [row.num_tokens for row in rows], len(rows)
         to["num_rows"][...] = num_rows
-        to["wants_logprobs"][...] = any(row.samples and row.request.params.logprobs is not None for row in rows)
+        to["wants_logprobs"][...] = any(row.wants_logprobs for row in rows)
         to["token_ids"][: len(token_ids)] = token_ids
         np.cumsum(counts, dtype=np.int32, out=to["cu_q_lens"][1 : num_rows + 1])
         to["cu_q_lens"][num_rows + 1 :] = len(token_ids)
@@ -160,7 +160,7 @@ class BatchPacker:
         slots = [row.slot for row in rows]
         to["page_table"][:num_rows] = self._pages[slots]
         to["slot_records"][:num_rows] = self._records[slots].view(np.int32).reshape(num_rows, -1)
-        if any(row.request.params.prompt_logprobs is not None for row in rows):
+        if any(row.wants_prompt_logprobs for row in rows):
             to["wants_prompt_logprobs"][...] = 1
             to["next_ids"][:num_rows] = [_next_id(row.request, row.start + row.num_tokens) for row in rows]
         return blob

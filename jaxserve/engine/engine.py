@@ -5,6 +5,9 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
+
+import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import BatchPacker
@@ -153,12 +156,14 @@ class Engine:
         return None, self._read_token_ids(content), salt
 
     def _read_token_ids(self, content: object) -> TokenIds:
+        if isinstance(content, np.ndarray):
+            content = content.tolist()
         if not isinstance(content, Sequence) or isinstance(content, bytes):
             raise RequestError(f"a prompt must be a string or a list of token ids, got {type(content).__name__}")
         for position, token_id in enumerate(content):
-            if not isinstance(token_id, int) or isinstance(token_id, bool):
+            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
                 raise RequestError(f"token ids must be integers, got {token_id!r} at {position}")
-        return list(content)
+        return [int(token_id) for token_id in content]
 
     def _check(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> None:
         if request_id in self._groups:
@@ -197,7 +202,7 @@ class Engine:
                 seed=seed + index,
                 max_total_tokens=limit,
                 stop_ids=eos | frozenset(params.stop_token_ids or ()),
-                salt=namespace.encode(),
+                salt=namespace.encode(errors="surrogatepass"),
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
             )
             for index in range(params.n)
@@ -231,8 +236,8 @@ class Engine:
         handle = self._runner.run(
             self._packer.pack(plan, bucket),
             bucket,
-            wants_logprobs=any(r.samples and r.request.params.logprobs is not None for r in plan.rows),
-            wants_prompt_logprobs=any(r.request.params.prompt_logprobs is not None for r in plan.rows),
+            wants_logprobs=any(row.wants_logprobs for row in plan.rows),
+            wants_prompt_logprobs=any(row.wants_prompt_logprobs for row in plan.rows),
         )
         self._count_compiles(compile_counter.count - compiles)
         now = time.monotonic()
@@ -265,7 +270,7 @@ class Engine:
         for row in plan.rows:
             request, start = row.request, row.start + 1  # what is predicted lies one further
             group = self._group_of.get(request.request_id)
-            if group is not None and not request.read_prefix_cache:
+            if group is not None and row.wants_prompt_logprobs:
                 ids = request.prompt_token_ids[start : start + row.num_tokens]
                 group.append_prompt_logprobs(start, ids, out.prompt_logprobs, token)
             token += row.num_tokens

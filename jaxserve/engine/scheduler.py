@@ -47,6 +47,21 @@ class ScheduledRow(NamedTuple):
     samples: bool
     admitted: bool
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the sampled token's log probabilities were asked for."""
+        return self.samples and self.request.params.logprobs is not None
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the row predicts prompt tokens whose log probabilities were asked for. One sample does it for all."""
+        request = self.request
+        return (
+            request.params.prompt_logprobs is not None
+            and not request.read_prefix_cache
+            and self.start + 1 < request.num_prompt_tokens
+        )
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -97,7 +97,7 @@ def make_serve_step(
         logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
         with jax.named_scope("sample"):
             rows = _sampling_rows(batch)
-            sampled = sample(logits, rows, state.slots, jax.random.key(seed))
+            sampled = sample(logits, rows, state.slots, jax.random.key(seed, impl="threefry2x32"))
             slots = _remember(state.slots, batch, sampled)
         out = StepOutput(
             token_ids=sampled,

@@ -20,7 +20,7 @@ class ParamSpec:
     Attributes:
         path: keys into the parameter tree, e.g. ("layers", 3, "qkv_proj").
         shape: as stored here; matrices are [out, in].
-        axes: logical axis of each dimension; sharding.py maps them to the mesh.
+        axes: logical axis of each dimension, by which it is sharded.
         hf_names: tensors of a Hugging Face checkpoint, concatenated along axis 0.
         hf_rows: length of axis 0 of each of them.
         init: "normal", "ones" or "zeros", for random weights.

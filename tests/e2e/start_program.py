@@ -17,6 +17,9 @@ WRONG_TYPES = [5, None, 1.5, [1.5], ["a", "b"], [[3, 4], 5], [None], {"prompt": 
 def main(model: str, cache_dir: str) -> None:
     events: collections.Counter[str] = collections.Counter()
     jax.monitoring.register_event_listener(lambda event, **_: events.update([event.rsplit("/", 1)[-1]]))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, _, **__: events.update([event.rsplit("/", 1)[-1]])
+    )
     sizes = {"max_model_len": 32, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_pages": 8}
     llm = LLM(model, compilation_cache_dir=cache_dir, compile_ahead="minimal", forbid_compiles=True, **sizes)
     start = dict(events)
@@ -45,6 +48,7 @@ def main(model: str, cache_dir: str) -> None:
     result = {
         "misses": start.get("cache_misses", 0),
         "hits": start.get("cache_hits", 0),
+        "programs": start.get("backend_compile_duration", 0),  # those read from the cache count too
         "compiled_while_serving": llm.engine.stats.num_compiles,
         "token_ids": [o.token_ids for output in outputs for o in output.outputs],
         "refused": refused == len(WRONG_TYPES),

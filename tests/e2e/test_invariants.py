@@ -2,6 +2,8 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given
@@ -40,12 +42,12 @@ class TestAnyWorkload:
 
     @given(jobs=jobs(), order=st.randoms(use_true_random=False))
     @few_but_rich
-    def test_order_of_arrival_changes_nothing(self, start: Start, jobs: list[Job], order: object) -> None:
+    def test_order_of_arrival_changes_nothing(self, start: Start, jobs: list[Job], order: Random) -> None:
         engine = start()
-        expected = run(engine, jobs)
-        shuffled = list(zip(jobs, expected, strict=True))
-        order.shuffle(shuffled)
-        for output, (job, wanted) in zip(run(engine, [job for job, _ in shuffled]), shuffled, strict=True):
+        expected = list(zip(jobs, run(engine, jobs), strict=True))
+        order.shuffle(expected)
+        shuffled = [replace(job, arrival=order.randrange(12)) for job, _ in expected]
+        for output, (job, wanted) in zip(run(engine, shuffled), expected, strict=True):
             assert_same(output, wanted, job)
 
     @given(jobs=jobs(aborts=True))
@@ -111,7 +113,7 @@ def test_outputs_are_cached_too(start: Start) -> None:
 
 @BOTH
 def test_preempted_is_undisturbed(start: Start, alone: Callable[[Job], RequestOutput], params: SamplingParams) -> None:
-    batch = [Job(tokens(20, i), SamplingParams(**{**vars(params), "max_tokens": 25})) for i in range(4)]
+    batch = [Job(tokens(20, i), replace(params, max_tokens=25)) for i in range(4)]
     engine = start()
     preemptions = engine.stats.num_preemptions
     outputs = run(engine, batch)

@@ -129,6 +129,20 @@ def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[[], Engine], Or
             oracle.check_entry(entry, row, 0)
 
 
+def test_prompt_logprobs_cost_nothing_after_the_prompt(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = start(step_ahead=False), []
+    run_step = engine._runner.run
+
+    def spy(*args: Any, wants_prompt_logprobs: bool, **wants: bool) -> Any:
+        asked.append(wants_prompt_logprobs)
+        return run_step(*args, wants_prompt_logprobs=wants_prompt_logprobs, **wants)
+
+    monkeypatch.setattr(engine._runner, "run", spy)
+    params = SamplingParams(n=2, seed=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
+    generate(engine, [tokens(30, "cost")], params)
+    assert asked == 2 * [True] + 5 * [False]  # two chunks; the second sample waits for them and begins one step later
+
+
 def test_prompt_logprobs_survive_preemption(start: Start, oracle: transformers.PreTrainedModel) -> None:
     engine = start()
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, prompt_logprobs=2)

@@ -139,6 +139,16 @@ class TestStream:
         assert not llm.engine.has_unfinished()
         llm.engine.check_integrity()
 
+    def test_closing_one_leaves_another_alone(self, llm: LLM) -> None:
+        other = replace(SAMPLED, seed=8)
+        whole = generate(llm, [PROMPT], other)[0].outputs[0].text
+        closed, going = llm.stream("A" * 30, replace(SAMPLED, n=2)), llm.stream(PROMPT, other)
+        text = next(going).outputs[0].text
+        next(closed)
+        text += next(going).outputs[0].text
+        closed.close()
+        assert text + "".join(part.outputs[0].text for part in going) == whole
+
     def test_streams_and_calls_interleave(self, llm: LLM) -> None:
         """What drives the engine for one gets the others further too; none of them loses anything."""
         params = [replace(SAMPLED, seed=seed, max_tokens=4 + 6 * seed) for seed in range(3)]
