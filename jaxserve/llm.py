@@ -40,6 +40,10 @@ class LLM:
             raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """SamplingParams with what the checkpoint's generation_config.json recommends."""
+        return self.engine.default_sampling_params
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -50,14 +54,15 @@ class LLM:
 
         Args:
             prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
-            sampling_params: one for all, or one per prompt; default SamplingParams().
+            sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: show a progress bar with tokens per second.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; names it, and none has been started.
         """
         many = _as_list(prompts)
-        outputs = self._add_all(many, _per_prompt(sampling_params, len(many)))
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        outputs = self._add_all(many, _per_prompt(params, len(many)))
         self._run(outputs, use_tqdm)
         return outputs
 
@@ -96,14 +101,12 @@ class LLM:
         Raises:
             RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
-        (output,) = self._add_all([prompt], [sampling_params or SamplingParams()])
+        (output,) = self._add_all([prompt], [sampling_params or self.get_default_sampling_params()])
         sent = [CompletionOutput(completion.index) for completion in output.outputs]
         try:
             while True:
-                finished = output.finished
-                if finished or any(
-                    len(o.token_ids) > len(s.token_ids) for o, s in zip(output.outputs, sent, strict=True)
-                ):
+                finished = output.finished  # read first: other calls may finish it while this one is suspended
+                if finished or _has_news(output, sent):
                     yield _increment(output, sent)
                 if finished:
                     return
@@ -158,12 +161,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * count
+def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * count
     if len(params) != count:
         raise RequestError(f"sampling_params must be one for all or one per prompt, got {len(params)} for {count}")
     return list(params)
+
+
+def _has_news(output: RequestOutput, sent: list[CompletionOutput]) -> bool:
+    pairs = zip(output.outputs, sent, strict=True)
+    return any(len(now.token_ids) > len(before.token_ids) for now, before in pairs)
 
 
 def _increment(output: RequestOutput, sent: list[CompletionOutput]) -> RequestOutput:

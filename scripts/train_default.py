@@ -100,12 +100,15 @@ class Recipe:
         return lr
 
 
-TARGET = Recipe(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=768, steps=4000)
-DRAFT = Recipe(hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, ffn_size=256, steps=600)
+TARGET = Recipe(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=768, steps=1500)
+DRAFT = Recipe(
+    hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, ffn_size=256, steps=500,
+    muon_lr=0.03, adam_lr=0.008, warmup_steps=30,
+)  # fmt: skip
 
 
 class Batches:
-    """The batch of any step: each epoch packs the documents in a new order, cuts them into sequences and shuffles those."""
+    """The batch of any step: an epoch packs the documents in a new order, cuts sequences, and shuffles those."""
 
     def __init__(self, documents: Sequence[NDArray[np.int32]], recipe: Recipe) -> None:
         self._documents, self._recipe = documents, recipe

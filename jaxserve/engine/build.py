@@ -10,14 +10,24 @@ import psutil
 import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.engine.runner import Runner
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.params import Params, stack_layers
+from jaxserve.request import SamplingParams
 from pallas_kernels import ragged_paged_attention as attention
 from pallas_kernels.dispatch import UnsupportedBackendError
 
 logger = logging.getLogger(__name__)
+
+_GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
 
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
@@ -32,6 +42,16 @@ def build_arch(config: EngineConfig) -> ArchConfig:
     arch = registry.from_hf_config(raw)
     # generation_config.json adds the ids that end a chat turn.
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
+
+
+def build_sampling_params(config: EngineConfig) -> SamplingParams:
+    """The checkpoint's recommendation; where it has none, SamplingParams' own defaults."""
+    generation = weights.read_generation_config(config.model_path)
+    wanted = {ours: generation.get(theirs) for theirs, ours in _GENERATION_CONFIG.items()}
+    try:
+        return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
+    except RequestError as error:
+        raise ConfigError(f"generation_config.json in {config.model_path}: {error}") from error
 
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import BatchPacker
-from jaxserve.engine.build import build_arch, build_params, build_runner
+from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.runner import StepHandle, compile_counter
 from jaxserve.engine.scheduler import ScheduledRow, Scheduler, StepPlan
@@ -43,6 +43,7 @@ class Engine:
         arch: sizes of the model.
         schedule: resolved sizes of steps and pool.
         tokenizer: None with `skip_tokenizer_init`.
+        default_sampling_params: what the checkpoint recommends.
         stats: totals since start.
         last_step: account of the step collected last.
     """
@@ -51,6 +52,7 @@ class Engine:
         self.config = config
         self.arch = build_arch(config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self.default_sampling_params = build_sampling_params(config)
         self._runner = build_runner(config, self.arch, build_params(config, self.arch))
         self.schedule = s = self._runner.schedule
         self._scheduler = Scheduler(
@@ -82,13 +84,13 @@ class Engine:
         Args:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or {"prompt": ...} or {"prompt_token_ids": [...]}, with "cache_salt" if wanted.
-            params: how to sample; default SamplingParams().
+            params: how to sample; default `default_sampling_params`.
             cache_salt: only requests with the same salt share cached pages.
 
         Raises:
             RequestError: the request cannot be served; nothing has changed.
         """
-        params = params or SamplingParams()
+        params = params or self.default_sampling_params
         text, token_ids, salt = self._read_prompt(prompt, cache_salt)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
@@ -224,7 +226,16 @@ class Engine:
         while len(self._in_flight) > keep:
             for output in self._collect(self._in_flight.popleft()):
                 progressed[output.request_id] = output
+        if not self._groups:
+            self._drop_in_flight()
         return list(progressed.values())
+
+    def _drop_in_flight(self) -> None:
+        """Forget steps whose requests have all ended: nobody waits for their tokens."""
+        while self._in_flight:
+            plan = self._in_flight.popleft().plan
+            self._scheduler.update(plan, [0] * len(plan.rows))
+        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
 
     def _dispatch(self, plan: StepPlan, started: float) -> _InFlight:
         compiles = compile_counter.count

@@ -174,8 +174,9 @@ def test_steps_are_full_while_requests_wait(start: Start, step_ahead: bool) -> N
     assert rows == 2 * ([(4, 12)] + 4 * [(4, 4)])
 
 
-def test_shared_prefix_is_computed_once(start: Start) -> None:
-    engine, prefix = start(), tokens(32, "shared")
+@pytest.mark.parametrize("budget", [16, 64])  # the prefix in chunks, or with room for others beside it
+def test_shared_prefix_is_computed_once(start: Start, budget: int) -> None:
+    engine, prefix = start(max_num_batched_tokens=budget), tokens(32, "shared")
     prefill = engine.stats.num_prefill_tokens
     outputs = generate(engine, [[*prefix, 3 + i, 4] for i in range(64)], SamplingParams(temperature=0, max_tokens=1))
     assert engine.stats.num_prefill_tokens - prefill == 32 + 64 * 2

@@ -2,6 +2,8 @@
 
 import contextlib
 import io
+import json
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from conftest import SIZES
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
 from workloads import few_but_rich, tokens
@@ -299,3 +301,19 @@ def test_a_script_written_for_vllm_runs_with_its_import_changed(llama: Path) -> 
 def test_llm_takes_engine_options(llama: Path) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
         LLM(str(llama), **SIZES, skip_tokenizer_init=True).generate(PROMPT)
+
+
+def test_default_sampling_params_are_the_checkpoints(llama: Path, tmp_path: Path) -> None:
+    checkpoint = tmp_path / "model"
+    shutil.copytree(llama, checkpoint)
+    recommended = {"temperature": 0.3, "top_k": 7, "max_new_tokens": 5, "eos_token_id": [1, 5], "do_sample": True}
+    (checkpoint / "generation_config.json").write_text(json.dumps(recommended))
+    llm = LLM(str(checkpoint), **SIZES)
+    params = llm.get_default_sampling_params()
+    assert params == SamplingParams(temperature=0.3, top_k=7, max_tokens=5)
+    (output,) = generate(llm, [PROMPT], replace(params, logit_bias={5: 100.0}))
+    assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([5], "stop")
+    assert len(llm.generate(PROMPT, use_tqdm=False)[0].outputs[0].token_ids) <= 5
+    (checkpoint / "generation_config.json").write_text('{"top_p": 3}')
+    with pytest.raises(ConfigError, match=r"generation_config.json.*top_p"):
+        LLM(str(checkpoint), **SIZES)

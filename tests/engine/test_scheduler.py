@@ -316,7 +316,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (request.pages, request.slot, request.num_pending_tokens) == ([], -1, 0)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=250, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
