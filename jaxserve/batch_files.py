@@ -36,13 +36,12 @@ from jaxserve.openai_format import (
     BadRequestError,
     Json,
     ParsedRequest,
-    brief,
     error_body,
     parse_body,
     refuse_unknown,
     response_body,
 )
-from jaxserve.request import RequestOutput
+from jaxserve.request import RequestOutput, brief
 
 FSYNC_INTERVAL_S = 1.0
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
@@ -204,7 +203,14 @@ class _BatchRun:
             raise BadRequestError(f'method must be "POST", got {brief(method)}', "method")
         if url not in (COMPLETIONS, CHAT):
             raise BadRequestError(f"url must be {COMPLETIONS} or {CHAT}, got {brief(url)}", "url", "invalid_url")
-        return parse_body(url, content.get("body"), self.own_name, self.model_names, self.engine.tokenizer)
+        return parse_body(
+            url,
+            content.get("body"),
+            self.own_name,
+            self.model_names,
+            self.engine.tokenizer,
+            self.engine.default_sampling_params,
+        )
 
     def _has_room(self, num_sequences: int) -> bool:
         return not self.in_flight or self.num_sequences + num_sequences <= self.window

@@ -14,6 +14,7 @@ from typing import Any, no_type_check
 from jaxserve.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+_DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
 
 
@@ -34,7 +35,8 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step; None is 512 on CPU, 2048 elsewhere.
         page_size: tokens per page of the KV pool.
         num_pages: size of the pool; None sizes it from free memory.
-        gpu_memory_utilization: share of an accelerator's memory for weights, temporaries and the pool.
+        gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
+            for weights, temporaries and the pool.
         enable_prefix_caching: share pages between requests that begin alike.
         seed: of the weights where they are random, and of requests that bring none.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
@@ -78,7 +80,13 @@ class EngineConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        for name in ("model", "tokenizer", "compilation_cache_dir"):
+            if not isinstance(getattr(self, name), str | os.PathLike | None):
+                raise ConfigError(f"{name} must be a path, got {getattr(self, name)!r}")
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
         for name in ("dtype", "kv_cache_dtype"):
+            object.__setattr__(self, name, _DTYPE_ALIASES.get(getattr(self, name), getattr(self, name)))
             _check_choice(name, getattr(self, name), ("auto", *DTYPES))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):

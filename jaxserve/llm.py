@@ -24,14 +24,22 @@ class LLM:
 
     Args:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
+        tokenizer: directory of the tokenizer; None takes the model's.
+        skip_tokenizer_init: work on token ids alone.
         options: any further field of EngineConfig.
 
     Raises:
         ConfigError: the checkpoint or an option is not usable.
     """
 
-    def __init__(self, model: str | None = None, **options: Any) -> None:
-        self.engine = Engine(EngineConfig(model=None if model is None else str(model), **options))
+    def __init__(
+        self,
+        model: str | None = None,
+        tokenizer: str | None = None,
+        skip_tokenizer_init: bool = False,
+        **options: Any,
+    ) -> None:
+        self.engine = Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **options))
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:
@@ -42,7 +50,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the checkpoint's generation_config.json recommends."""
-        return self.engine.default_sampling_params
+        return self.engine.default_sampling_params.clone()
 
     def generate(
         self,
@@ -73,6 +81,7 @@ class LLM:
         use_tqdm: bool = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
@@ -83,15 +92,13 @@ class LLM:
                 conversation,  # type: ignore[arg-type]
                 add_generation_prompt,
                 chat_template=chat_template,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]
-        prompts = [{"prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)} for text in texts]
-        outputs = self.generate(prompts, sampling_params, use_tqdm)
-        for output, text in zip(outputs, texts, strict=True):
-            output.prompt = text
-        return outputs
+        prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding increments: each output's text and ids hold only what is new.

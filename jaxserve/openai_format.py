@@ -1,16 +1,19 @@
 """OpenAI's request and response bodies, for /v1/completions and /v1/chat/completions, in the engine's terms.
 
-A body may bring what OpenAI's API knows and this engine does, and vLLM's further sampling parameters. Any other field
-is an error, never ignored; `user` is OpenAI's own bookkeeping and the one exception. A null means "not given".
+A body may bring what OpenAI's API knows and this engine does, and vLLM's further sampling parameters. The caller's own
+labels, such as `user`, are ignored, and features that this engine lacks may be switched off. Any other field is an
+error, never ignored. A null means "not given"; what is then sampled with is what the checkpoint recommends.
 """
 
+import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import RequestError
-from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenIds
+from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenIds, brief
 from jaxserve.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -22,11 +25,21 @@ _SAMPLING_FIELDS = {  # those that SamplingParams knows by the same name and mea
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output"),
 }
-_SHARED_FIELDS = _SAMPLING_FIELDS | {"model", "max_tokens", "logprobs", "stream", "cache_salt", "user"}
-_FIELDS = {
-    COMPLETIONS: _SHARED_FIELDS | {"prompt"},
-    CHAT: _SHARED_FIELDS | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
+_LABELS = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}  # ignored
+_NEUTRAL_SHARED = {"stream": ["false"], "store": ["false"], "service_tier": ['"auto"', '"default"']}
+_NEUTRAL = {  # as JSON, the values of unsupported features that ask for nothing
+    COMPLETIONS: _NEUTRAL_SHARED | {"echo": ["false"], "suffix": ['""'], "best_of": ["1", "n"]},
+    CHAT: _NEUTRAL_SHARED
+    | {"response_format": ['{"type": "text"}'], "tools": ["[]"], "parallel_tool_calls": ["true", "false"]},
 }
+_SHARED_FIELDS = _SAMPLING_FIELDS | _LABELS.keys() | {"model", "max_tokens", "logprobs", "cache_salt"}
+_FIELDS = {
+    COMPLETIONS: _SHARED_FIELDS | _NEUTRAL[COMPLETIONS].keys() | {"prompt"},
+    CHAT: _SHARED_FIELDS
+    | _NEUTRAL[CHAT].keys()
+    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
+}
+_RESERVED = {"messages", "chat_template", "tokenize"}  # of chat_template_kwargs
 
 
 @dataclass(eq=False)
@@ -60,7 +73,12 @@ class ParsedRequest:
 
 
 def parse_body(
-    url: str, body: object, own_name: str, model_names: Sequence[str], tokenizer: Tokenizer | None
+    url: str,
+    body: object,
+    own_name: str,
+    model_names: Sequence[str],
+    tokenizer: Tokenizer | None,
+    defaults: SamplingParams,
 ) -> ParsedRequest:
     """Check a request body and put it in the engine's terms.
 
@@ -70,6 +88,7 @@ def parse_body(
         own_name: the model's name where a request gives none.
         model_names: what `model` may be; empty lets a request call the one model there is as it likes.
         tokenizer: renders and encodes chats.
+        defaults: what the checkpoint recommends; for sampling fields that are not given, but for the length.
 
     Raises:
         RequestError: what is wrong with it; a `BadRequestError` where the field is known.
@@ -78,19 +97,18 @@ def parse_body(
         raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
     given = {name: value for name, value in body.items() if value is not None}
     refuse_unknown("body", given, _FIELDS[url])
-    if given.get("stream", False) is not False:
-        raise BadRequestError(f"stream must be false in a batch, got {brief(given['stream'])}", "stream")
-    _check_type(given, "cache_salt", str)
-    _check_type(given, "model", str)
+    _refuse_features(given, _NEUTRAL[url])
+    for name, wanted in ({"cache_salt": str, "model": str} | _LABELS).items():
+        _check_type(given, name, wanted)
     model = given.get("model", own_name)
     if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
     salt = given.get("cache_salt")
     if url == COMPLETIONS:
-        prompts, params = _completion_prompts(given.get("prompt")), _completion_params(given)
+        prompts, params = _completion_prompts(given.get("prompt")), _completion_params(given, defaults)
         return ParsedRequest(url, model, prompts, params, salt)
-    params = _chat_params(given)
+    params = _chat_params(given, defaults)
     return ParsedRequest(url, model, [_chat_prompt(given, tokenizer)], params, salt, params.logprobs)
 
 
@@ -101,27 +119,34 @@ def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
         raise BadRequestError(message, unknown[0], "unsupported_parameter")
 
 
-def brief(value: object) -> str:
-    """A value as an error message shows it."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+def _refuse_features(given: Json, neutral: Mapping[str, Sequence[str]]) -> None:
+    for name in sorted(neutral.keys() & given.keys()):
+        allowed = [json.dumps(given.get("n", 1)) if text == "n" else text for text in neutral[name]]
+        if json.dumps(given[name]) not in allowed:
+            message = f"{name} is not supported: it must be {' or '.join(neutral[name])}, got {brief(given[name])}"
+            raise BadRequestError(message, name, "unsupported_value")
 
 
-def _completion_params(given: Json) -> SamplingParams:
-    names = _SAMPLING_FIELDS | {"max_tokens", "logprobs"}
-    return SamplingParams(**{name: given[name] for name in names & given.keys()})
+def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
+    limits = {name: given.get(name, getattr(SamplingParams, name)) for name in ("max_tokens", "logprobs")}
+    return dataclasses.replace(defaults, **_sampling_fields(given), **limits)
 
 
-def _chat_params(given: Json) -> SamplingParams:
+def _sampling_fields(given: Json) -> Json:
+    return {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
+
+
+def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
     _check_type(given, "logprobs", bool)
     wanted = given.get("logprobs", False)
-    if "top_logprobs" in given and not wanted:
+    if given.get("top_logprobs", 0) != 0 and not wanted:
         raise BadRequestError("top_logprobs needs logprobs: true", "top_logprobs")
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     if len(limits) == 2 and limits[0] != limits[1]:
         raise BadRequestError("max_tokens and max_completion_tokens must agree; give one", "max_completion_tokens")
-    return SamplingParams(
-        **{name: given[name] for name in _SAMPLING_FIELDS & given.keys()},
+    return dataclasses.replace(
+        defaults,
+        **_sampling_fields(given),
         max_tokens=limits[0] if limits else None,  # up to the model's length, as OpenAI has it for chats
         logprobs=given.get("top_logprobs", 0) if wanted else None,
     )
@@ -137,7 +162,7 @@ def _chat_prompt(given: Json, tokenizer: Tokenizer | None) -> TokenIds:
         raise BadRequestError("every message must be an object with a role", "messages")
     _check_type(given, "chat_template_kwargs", dict)
     variables = given.get("chat_template_kwargs", {})
-    if reserved := sorted(variables.keys() & {"messages", "chat_template"}):
+    if reserved := sorted(variables.keys() & _RESERVED):
         raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
     return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables), add_special_tokens=False)
 

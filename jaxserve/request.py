@@ -6,6 +6,7 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import Any, no_type_check
 
 from jaxserve.errors import RequestError
@@ -25,7 +26,7 @@ class FinishReason(enum.StrEnum):
 
 
 @no_type_check  # it checks itself, and a wrong type must be a RequestError in tests too
-@dataclass(frozen=True)
+@dataclass
 class SamplingParams:
     """How to sample one request. Names, meanings and defaults are vLLM's.
 
@@ -84,60 +85,55 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        _check_int("n", self.n, 1, 1024)
-        _check_real("temperature", self.temperature, 0, 1e4)
-        _check_real("top_p", self.top_p, 0, 1, open_low=True)
-        _check_int("top_k", self.top_k, -1, 2**31 - 1)
-        _check_real("min_p", self.min_p, 0, 1)
-        _check_int("max_tokens", self.max_tokens, 1, 2**31 - 1, optional=True)
-        _check_int("min_tokens", self.min_tokens, 0, 2**31 - 1)
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
-        _check_int("seed", self.seed, -(2**63), 2**64 - 1, optional=True)
-        for name in ("logprobs", "prompt_logprobs"):
-            _check_int(name, getattr(self, name), 0, MAX_LOGPROBS, optional=True)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_real(name, getattr(self, name), -2, 2)
-        _check_real("repetition_penalty", self.repetition_penalty, 0, 1e4, open_low=True)
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                setattr(self, name, _integer(name, value, low, high))
+        for name, (low, high) in _REALS.items():
+            setattr(self, name, _real(name, getattr(self, name), low, high, open_low=name in _ABOVE_ZERO))
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be a bool, got {getattr(self, name)!r}")
+                raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if self.seed == -1:  # as in vLLM
+            self.seed = None
         self._check_stop()
         self._check_logit_bias()
 
     def _check_stop(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
         if isinstance(stop, bytes) or not _is_sequence(stop) or not all(isinstance(s, str) and s for s in stop):
-            raise RequestError(f"stop must be a non-empty string or a list of them, got {self.stop!r}")
+            raise RequestError(f"stop must be a non-empty string or a list of them, got {brief(self.stop)}")
         if stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; drop stop, or use stop_token_ids")
         ids = self.stop_token_ids or ()
-        if not _is_sequence(ids) or not all(_is_int(i) and 0 <= i < 2**31 for i in ids):
-            raise RequestError(f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}")
-        if len(ids) > MAX_STOP_TOKEN_IDS:
-            raise RequestError(f"stop_token_ids takes at most {MAX_STOP_TOKEN_IDS} ids, got {len(ids)}")
-        object.__setattr__(self, "stop", tuple(stop))
-        object.__setattr__(self, "stop_token_ids", tuple(ids))
+        if not _is_sequence(ids) or isinstance(ids, bytes) or len(ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids, "
+                f"got {brief(self.stop_token_ids)}"
+            )
+        self.stop = list(stop)
+        self.stop_token_ids = [_integer("stop_token_ids", token_id, 0, _MAX_INT32) for token_id in ids]
 
     def _check_logit_bias(self) -> None:
         bias = self.logit_bias
         if bias is None:
             return
         if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
-            raise RequestError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIAS} entries, got {_brief(bias)}")
+            raise RequestError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIAS} entries, got {brief(bias)}")
         try:  # JSON knows only string keys
-            clean = {int(k) if isinstance(k, str) else k: v for k, v in bias.items()}
+            by_id = {int(key) if isinstance(key, str) else key: value for key, value in bias.items()}
         except ValueError:
-            raise RequestError(f"logit_bias keys must be token ids, got {_brief(list(bias))}") from None
-        for token_id, value in clean.items():
-            _check_int("logit_bias key", token_id, 0, 2**31 - 1)
-            _check_real("logit_bias value", value, -100, 100)
-        object.__setattr__(self, "logit_bias", clean)
+            raise RequestError(f"logit_bias keys must be token ids, got {brief(list(bias))}") from None
+        self.logit_bias = {
+            _integer("logit_bias key", token_id, 0, _MAX_INT32): _real("logit_bias value", value, -100, 100)
+            for token_id, value in by_id.items()
+        }
 
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature < 1e-5
+    def clone(self) -> SamplingParams:
+        """An independent copy, checked anew."""
+        return dataclasses.replace(self)
 
     @property
     def has_penalties(self) -> bool:
@@ -145,30 +141,49 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+_MAX_INT32 = 2**31 - 1
+_INTEGERS = {  # name -> least and largest value
+    "n": (1, 1024),
+    "top_k": (-1, _MAX_INT32),
+    "max_tokens": (1, _MAX_INT32),
+    "min_tokens": (0, _MAX_INT32),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_REALS = {
+    "temperature": (0, 10_000),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 10_000),
+}
+_ABOVE_ZERO = {"top_p", "repetition_penalty"}
 
 
 def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def _brief(value: object) -> str:
+def brief(value: object) -> str:
+    """The value as an error message shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _check_int(name: str, value: object, low: int, high: int, *, optional: bool = False) -> None:
-    if optional and value is None:
-        return
-    if not _is_int(value) or not low <= value <= high:  # type: ignore[operator]
-        raise RequestError(f"{name} must be an integer in [{low}, {high}], got {_brief(value)}")
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
+        raise RequestError(f"{name} must be an integer in [{low}, {high}], got {brief(value)}")
+    return int(value)
 
 
-def _check_real(name: str, value: object, low: int | float, high: int | float, *, open_low: bool = False) -> None:
-    ok = isinstance(value, int | float) and not isinstance(value, bool)
-    if not ok or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
-        raise RequestError(f"{name} must be a number in {'(' if open_low else '['}{low}, {high}], got {_brief(value)}")
+def _real(name: str, value: object, low: int, high: int, *, open_low: bool = False) -> float:
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_real or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+        raise RequestError(f"{name} must be a number in {'(' if open_low else '['}{low}, {high}], got {brief(value)}")
+    return float(value)  # type: ignore[arg-type]
 
 
 class RequestStatus(enum.Enum):
@@ -294,6 +309,10 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop", "length" or "abort" once ended
     stop_reason: int | str | None = None  # the stop id or string that ended it; None for end-of-sequence
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def finished(self) -> bool:
+        """Whether this completion has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass(slots=True)

@@ -9,9 +9,9 @@ version 5 on. Directories without `tokenizer.json` go through `transformers.Auto
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 import tokenizers
 
@@ -78,35 +78,65 @@ class Tokenizer:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
         return self._decode(token_ids, skip_special_tokens)
 
+    @overload
     def apply_chat_template(
         self,
         messages: Sequence[Message],
         add_generation_prompt: bool = True,
         *,
+        tokenize: Literal[False] = False,
         chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
-    ) -> str:
-        """Render a chat as the model was trained to read it. Encode it with `add_special_tokens=False`.
+    ) -> str: ...
+
+    @overload
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tokenize: Literal[True],
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> TokenIds: ...
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        *,
+        tokenize: bool = False,
+        chat_template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str | TokenIds:
+        """Render a chat as the model was trained to read it; text, which `transformers` gives for `tokenize=False`.
 
         Args:
             messages: dicts with a "role" and usually "content", a string or a list of {"type": "text"} parts,
                 which are joined by newlines.
             add_generation_prompt: end with the header of the assistant's turn.
+            tokenize: give token ids instead, those of `encode(text, add_special_tokens=False)`.
             chat_template: Jinja source, or the name of one of the tokenizer's templates.
-            variables: further variables of the template, such as `tools` or `enable_thinking`.
+            tools: JSON schemas of functions that the model may call.
+            variables: further variables of the template, such as `enable_thinking`.
 
         Raises:
             RequestError: there is no template, it refuses the messages, or it has no such variable.
         """
-        template = self._template(self._template_source(chat_template, bool(variables.get("tools"))))
-        if unknown := sorted(variables.keys() - template.variables):
+        template = self._template(self._template_source(chat_template, bool(tools)))
+        asked = variables.keys() | ({"tools"} if tools else set())
+        if unknown := sorted(asked - template.variables):
             raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
-        return template.render(
-            {"tools": None, "documents": None}
+        text = template.render(
+            {"tools": tools, "documents": None}
             | self.special_tokens
             | variables
             | {"messages": plain_messages(messages), "add_generation_prompt": add_generation_prompt}
         )
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def _template_source(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
@@ -276,7 +306,8 @@ class Detokenizer:
 
     Text is visible once it is certain: incomplete UTF-8 is held back, and so is whatever may turn out to be the
     beginning of a stop string. The stop string that is complete first ends the text (of two complete at once, the
-    longer), however the tokens cut it. Amortised O(1) per token.
+    longer), however the tokens cut it. `push` takes amortised O(1) per token whatever the length of the text; a
+    read of `text` copies it once if it has grown since the last.
 
     Args:
         tokenizer: None, or any tokenizer with `params.detokenize=False`, gives no text.

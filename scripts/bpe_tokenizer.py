@@ -11,6 +11,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 
 END = "<|endoftext|>"  # begins every document, and so ends the one before it
 END_ID = 0
+# A chat as the comments of a module; the model has learnt to go on with those, not to answer.
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}# {{ m.role }}: {{ m.content | replace('\\n', '\\n# ') }}\n{% endfor %}"
+    "{% if add_generation_prompt %}# assistant:{% endif %}"
+)
 
 # As GPT-4 splits text, and a line break takes the indentation behind it along; so may the punctuation before it.
 _WORDS = r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}"
@@ -65,5 +70,6 @@ def save(tokenizer: Tokenizer, directory: Path, max_len: int) -> None:
         "eos_token": END,
         "model_max_length": max_len,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")

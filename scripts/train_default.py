@@ -15,7 +15,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +51,7 @@ class Recipe:
     num_kv_heads: int
     ffn_size: int
     steps: int
+    head_dim: int = 64
     vocab_size: int = 4096
     batch_size: int = 4096
     microbatch_size: int = 2048  # its activations stay in cache
@@ -75,7 +76,7 @@ class Recipe:
             "num_hidden_layers": self.num_layers,
             "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads,
-            "head_dim": self.hidden_size // self.num_heads,
+            "head_dim": self.head_dim,
             "hidden_act": "silu",
             "max_position_embeddings": self.long_seq_len,
             "rms_norm_eps": 1e-5,
@@ -102,7 +103,7 @@ class Recipe:
 
 TARGET = Recipe(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=768, steps=1500)
 DRAFT = Recipe(
-    hidden_size=96, num_layers=2, num_heads=3, num_kv_heads=1, ffn_size=256, steps=500,
+    hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, ffn_size=256, steps=500,
     muon_lr=0.03, adam_lr=0.008, warmup_steps=30,
 )  # fmt: skip
 
@@ -156,6 +157,7 @@ def as_params(tensors: Tensors, arch: ArchConfig) -> Params:
     return build_tree(param_specs(arch), lambda spec: jnp.concatenate([tensors[n] for n in spec.hf_names]))
 
 
+@cache  # train_step compiles once per optimizer object
 def optimizer(recipe: Recipe) -> optax.GradientTransformation:
     """Muon (Jordan et al. 2024) for the projections, Adam for embeddings and norms."""
 
@@ -240,7 +242,8 @@ def export(directory: Path, recipe: Recipe, tensors: Tensors, tokenizer: Tokeniz
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), as_params(tensors, arch))
     bpe_tokenizer.save(tokenizer, directory, recipe.long_seq_len)
     save(directory, param_specs(arch), params, recipe.hf_config())
-    generation = {"bos_token_id": bpe_tokenizer.END_ID, "eos_token_id": bpe_tokenizer.END_ID}
+    ids = {"bos_token_id": bpe_tokenizer.END_ID, "eos_token_id": bpe_tokenizer.END_ID}
+    generation = {**ids, "do_sample": True, "temperature": 0.6, "top_p": 0.95}
     (directory / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 

@@ -58,6 +58,12 @@ def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig
     return CONFIGS[family](**{**_SIZES, **_FAMILY_SIZES[family], **overrides})
 
 
+def hf_dict(family: str, **overrides: Any) -> dict[str, Any]:
+    """`build_config` as the content of a config.json."""
+    config = build_config(family, **overrides)
+    return {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
+
+
 def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """A model of `build_config` with every parameter random, norms and biases included, in float32."""
     model = transformers.AutoModelForCausalLM.from_config(build_config(family, **overrides), dtype=torch.float32).eval()

@@ -29,6 +29,7 @@ class FakeEngine:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model="tiny"))
     max_num_seqs: int = 4
     step_s: float = 0.0
+    default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     waiting: dict[str, "_Running"] = field(default_factory=dict)
     most_unfinished: int = 0
     num_added: int = 0
@@ -113,6 +114,9 @@ class FakeLLM:
         self.engine = FakeEngine(
             load_tokenizer(config.tokenizer_path), config, step_s=float(os.environ.get(STEP_S, "0"))
         )
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.engine.default_sampling_params.clone()
 
     def stream(self, prompt: str, params: SamplingParams) -> Iterator[RequestOutput]:
         self.engine.add_request("0", prompt, params)

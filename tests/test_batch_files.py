@@ -17,6 +17,8 @@ from killing import records_by_id, run_with_kills
 from jaxserve import batch_files
 from jaxserve.batch_files import run_batch
 from jaxserve.errors import ConfigError
+from jaxserve.openai_format import CHAT, COMPLETIONS, parse_body
+from jaxserve.request import SamplingParams
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
@@ -146,6 +148,70 @@ def test_null_fields_are_not_given(engine: FakeEngine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields",
+    [
+        {"user": "me", "safety_identifier": "x", "prompt_cache_key": "y", "metadata": {"any": ["thing"]}},
+        {"store": False, "service_tier": "auto", "stream": False, "stream_options": None},
+        {"service_tier": "default"},
+    ],
+)
+@pytest.mark.parametrize("kind", [completion, chat])
+def test_labels_and_features_switched_off_change_nothing(engine: FakeEngine, kind: object, fields: dict) -> None:
+    plain, labelled = kind("a"), kind("b", **fields)
+    check_same([plain["body"], labelled["body"]], engine, plain["url"])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "text"}, "tools": [], "parallel_tool_calls": False},
+        {"parallel_tool_calls": True, "logprobs": False, "top_logprobs": 0},
+        {"max_completion_tokens": 5},
+    ],
+)
+def test_chat_features_switched_off(engine: FakeEngine, fields: dict) -> None:
+    check_same([chat("a")["body"], chat("b", **fields)["body"]], engine, CHAT)
+
+
+@pytest.mark.parametrize("fields", [{"echo": False, "suffix": "", "best_of": 1}, {"best_of": 2}, {"suffix": None}])
+def test_completion_features_switched_off(engine: FakeEngine, fields: dict) -> None:
+    check_same([completion("a", n=2)["body"], completion("b", n=2, **fields)["body"]], engine, COMPLETIONS)
+
+
+def check_same(bodies: list[dict], engine: FakeEngine, url: str) -> None:
+    first, second = (parse_body(url, body, "tiny", (), engine.tokenizer, SamplingParams()) for body in bodies)
+    assert first == second
+
+
+def test_absent_sampling_fields_are_the_checkpoints(engine: FakeEngine) -> None:
+    recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1}
+    defaults = SamplingParams(**recommended, max_tokens=999)
+
+    def params(url: str, **body: object) -> SamplingParams:
+        return parse_body(url, body, "tiny", (), engine.tokenizer, defaults).params
+
+    given = {"temperature": 0, "top_k": 3}
+    messages = [{"role": "user", "content": "Hi"}]
+    expected = SamplingParams(**recommended | given, max_tokens=16)
+    assert params(COMPLETIONS, prompt="x", top_p=None, **given) == expected
+    assert params(CHAT, messages=messages, **given) == SamplingParams(**recommended | given, max_tokens=None)
+    assert defaults == SamplingParams(**recommended, max_tokens=999)
+
+
+def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_path: Path) -> None:
+    engine.default_sampling_params = SamplingParams(temperature=0.25)
+    added, add_request = [], engine.add_request
+
+    def adding(request_id: str, prompt: object, params: SamplingParams, **options: object) -> None:
+        added.append(params.temperature)
+        add_request(request_id, prompt, params, **options)
+
+    engine.add_request = adding
+    run(engine, tmp_path, [completion("a"), chat("b"), chat("c", temperature=0.5)])
+    assert added == [0.25, 0.25, 0.5]
+
+
+@pytest.mark.parametrize(
     ("line", "code", "message"),
     [
         (b"{", "invalid_json_line", "JSON object"),
@@ -161,10 +227,20 @@ def test_null_fields_are_not_given(engine: FakeEngine, tmp_path: Path) -> None:
         (completion("a") | {"url": ["/v1/completions"]}, "invalid_url", "url must be"),
         (completion("a") | {"extra": 1}, "unsupported_parameter", r"['extra'] in the line"),
         (completion("a") | {"body": "x"}, "invalid_request", "body must be an object"),
-        (completion("a", tools=[], echo=True), "unsupported_parameter", "['echo', 'tools'] in the body"),
+        (completion("a", tools=[], guided="x"), "unsupported_parameter", "['guided', 'tools'] in the body"),
         (completion("a", messages=[]), "unsupported_parameter", "['messages'] in the body"),
         (chat("a", prompt="x"), "unsupported_parameter", "['prompt'] in the body"),
-        (completion("a", stream=True), "invalid_request", "stream must be false"),
+        (completion("a", stream=True), "unsupported_value", "stream is not supported: it must be false, got True"),
+        (completion("a", echo=True), "unsupported_value", "echo is not supported: it must be false"),
+        (completion("a", store=0), "unsupported_value", "store is not supported: it must be false, got 0"),
+        (completion("a", suffix="x"), "unsupported_value", "suffix is not"),
+        (completion("a", best_of=3, n=2), "unsupported_value", "best_of is not supported: it must be 1 or n"),
+        (completion("a", stream_options={}), "unsupported_parameter", "['stream_options'] in the body"),
+        (chat("a", response_format={"type": "json_object"}), "unsupported_value", """must be {"type": "text"}"""),
+        (chat("a", tools=[{"type": "function"}]), "unsupported_value", "tools is not supported: it must be []"),
+        (chat("a", service_tier="flex"), "unsupported_value", """must be "auto" or "default", got 'flex'"""),
+        (chat("a", user=5), "invalid_request", "user must be a str"),
+        (chat("a", metadata="x"), "invalid_request", "metadata must be a dict"),
         (completion("a", model=["tiny"]), "invalid_request", "model must be"),
         (completion("a", prompt=None), "invalid_request", "prompt must be"),
         (completion("a", prompt=[]), "invalid_request", "prompt must be"),
@@ -186,6 +262,7 @@ def test_null_fields_are_not_given(engine: FakeEngine, tmp_path: Path) -> None:
         (chat("a", max_completion_tokens=6), "invalid_request", "must agree"),
         (chat("a", chat_template_kwargs={"thinking": True}), "invalid_request", "no variables ['thinking']"),
         (chat("a", chat_template_kwargs={"messages": []}), "invalid_request", "cannot set"),
+        (chat("a", chat_template_kwargs={"tokenize": True}), "invalid_request", "cannot set"),
     ],
 )
 def test_bad_lines_get_error_records(engine: FakeEngine, tmp_path: Path, line: object, code: str, message: str) -> None:
@@ -281,7 +358,7 @@ def test_ten_kills_lose_and_repeat_nothing(
     write_lines(tmp_path / "in.jsonl", mixed_requests(300))
     command = [sys.executable, fake_engine.__file__, "batch", "--model", str(tokenizer_dir), str(tmp_path / "in.jsonl")]
     whole_path, out = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
-    assert subprocess.run([*command, str(whole_path)], check=False, stderr=subprocess.DEVNULL).returncode == 1
+    subprocess.run([*command, str(whole_path)], check=True, stderr=subprocess.DEVNULL)
     monkeypatch.setenv(fake_engine.STEP_S, "0.0005")
     kills = run_with_kills([*command, str(out)], out, 10, seed=1, most_bytes=whole_path.stat().st_size // 8)
     assert kills == 10

@@ -107,6 +107,20 @@ def test_generate_shows_the_text_as_it_comes(model: str, capsys: pytest.CaptureF
     assert "ended by length" in shown.err
 
 
+def test_generate_samples_as_the_checkpoint_recommends(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recommended = jaxserve.SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.1, max_tokens=999)
+    seen: list[jaxserve.SamplingParams] = []
+    monkeypatch.setattr(fake_engine.FakeLLM, "get_default_sampling_params", lambda _: recommended.clone())
+    monkeypatch.setattr(fake_engine.FakeLLM, "stream", lambda _, prompt, params: seen.append(params) or ())
+    for flags in ([], ["--temperature", "0", "--top-p", "0.5", "--stop", "x", "--max-tokens", "7"]):
+        assert cli.main(["generate", "Once", "--model", model, *flags]) == 0
+    shared = {"top_k": 20, "repetition_penalty": 1.1}
+    assert seen == [
+        jaxserve.SamplingParams(temperature=0.6, max_tokens=256, **shared),
+        jaxserve.SamplingParams(temperature=0, top_p=0.5, stop="x", max_tokens=7, **shared),
+    ]
+
+
 @pytest.mark.parametrize("argument", [[], ["-"]])
 def test_generate_reads_standard_input(model: str, argument: list[str]) -> None:
     command = [*PROGRAM, "generate", "--model", model, "--seed", "0"]
@@ -121,7 +135,7 @@ def test_batch_exit_codes_and_resume(model: str, tmp_path: Path, capsys: pytest.
     with open(source, "a") as file:
         file.write("{}\n")
     for _ in range(2):  # resumed and finished alike
-        assert cli.main(["batch", source, out, "--model", model]) == 1
+        assert cli.main(["batch", source, out, "--model", model]) == 0  # complete, error records and all
     assert "4 records (4 from before), 1 errors; 0 tokens" in capsys.readouterr().err
 
 

@@ -222,7 +222,7 @@ def test_invalid_unicode_is_refused(family: Tokenizer) -> None:
 # Chat templates
 
 
-@pytest.mark.parametrize("variables", [{}, {"tools": [{"name": "f<é>"}]}, {"thinking": True}])
+@pytest.mark.parametrize("variables", [{}, {"tools": [{"name": "f<é>"}]}, {"tools": None}, {"thinking": True}])
 @pytest.mark.parametrize("generate", [True, False])
 def test_template_renders_as_transformers_does(tmp_path: Path, variables: dict, generate: bool) -> None:
     from transformers import AutoTokenizer
@@ -234,11 +234,13 @@ def test_template_renders_as_transformers_does(tmp_path: Path, variables: dict, 
         {"role": "user", "content": "Hi", "name": None},
         {"role": "assistant", "content": "", "tool_calls": [{"x": "é"}]},
     ]
-    ours = load_tokenizer(directory).apply_chat_template(messages, generate, **variables)
-    theirs = AutoTokenizer.from_pretrained(directory).apply_chat_template(
-        messages, add_generation_prompt=generate, tokenize=False, **variables
-    )
-    assert ours == theirs
+    ours, theirs = load_tokenizer(directory), AutoTokenizer.from_pretrained(directory)
+    options = {"add_generation_prompt": generate} | variables
+    text = ours.apply_chat_template(messages, tokenize=False, **options)
+    assert text == theirs.apply_chat_template(messages, tokenize=False, **options)
+    assert ours.apply_chat_template(messages, **options) == text
+    ids = theirs.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
+    assert ours.apply_chat_template(messages, tokenize=True, **options) == ids
 
 
 def chat(template: object, tmp_path: Path, messages: list | None = None, **variables: object) -> str:
@@ -249,8 +251,8 @@ def chat(template: object, tmp_path: Path, messages: list | None = None, **varia
 def test_named_templates(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools {{ tools | length }}"}]
     assert chat(named, tmp_path) == "plain"
-    assert chat(named, tmp_path, tools=[1, 2]) == "tools 2"
-    assert chat(named, tmp_path, chat_template="tool_use", tools=[1]) == "tools 1"
+    assert chat(named, tmp_path, tools=[{}, {}]) == "tools 2"
+    assert chat(named, tmp_path, chat_template="tool_use", tools=[{}]) == "tools 1"
     assert chat(named, tmp_path, chat_template="{{ bos_token }}{{ strftime_now('%%') }}") == "<s>%"
 
 
@@ -269,7 +271,8 @@ def test_text_parts_are_joined(tmp_path: Path) -> None:
         ("{{ messages.append(1) }}", {}, "refused the messages"),
         ("{{ ''.__class__.__mro__ }}", {}, "refused the messages"),
         ("x", {"thinking": True}, r"no variables \['thinking'\]"),
-        ("x", {"tools": [1]}, r"no variables \['tools'\]"),
+        ("x", {"tools": [{}]}, r"no variables \['tools'\]"),
+        ("x", {"continue_final_message": True}, r"no variables \['continue_final_message'\]"),
     ],
 )
 def test_what_a_template_cannot_do_is_a_request_error(
@@ -337,6 +340,18 @@ def test_incomplete_characters_are_held_back(byte_level: Tokenizer) -> None:
         detokenizer.push([backend.token_to_id(token)])
         texts.append(detokenizer.text)
     assert texts == ["a", "a", "a", "a", "a😀", "a😀", "a😀é"]
+
+
+def test_push_costs_the_same_however_long_the_text_is(byte_level: Tokenizer) -> None:
+    """Nothing but a read of `text` joins the pieces, and each read only those that came since the last."""
+    detokenizer = Detokenizer(byte_level, SamplingParams())
+    (token_id,) = byte_level.encode("a", add_special_tokens=False)
+    detokenizer.push([token_id] * 1000)
+    assert len(detokenizer._visible) == 1000
+    assert detokenizer.text == "a" * 1000
+    assert detokenizer.text is detokenizer.text
+    detokenizer.push([token_id])
+    assert len(detokenizer._visible) == 2
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:

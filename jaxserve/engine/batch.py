@@ -17,12 +17,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.request import Request
+from jaxserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Request
+from jaxserve.sampling import SlotTable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from jaxserve.engine.scheduler import StepPlan
+
+MAX_EOS_IDS = 64
+MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # that end one request
 
 _INT, _UINT, _FLOAT = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
 
@@ -51,6 +55,7 @@ _OFFSETS = {name: field[1] for name, field in (SLOT_RECORD.fields or {}).items()
 class StepBatch:
     """One step's inputs on the device. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding."""
 
+    base_seed: UInt[Array, ""]
     num_rows: Int[Array, ""]
     wants_logprobs: Int[Array, ""]  # whether any row asked for logprobs
     wants_prompt_logprobs: Int[Array, ""]
@@ -88,7 +93,7 @@ class BatchLayout:
         return cls(bucket, config.num_rows(bucket), config.max_pages_per_row)
 
     def _fields(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield from ((name, ()) for name in ("num_rows", "wants_logprobs", "wants_prompt_logprobs"))
+        yield from ((name, ()) for name in ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs"))
         yield "token_ids", (self.num_tokens,)
         yield "cu_q_lens", (self.num_rows + 1,)
         yield from ((name, (self.num_rows,)) for name in ("kv_lens", "samples", "next_ids"))
@@ -115,6 +120,7 @@ class BatchLayout:
     def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
         """The fields on the device, floats by their bits."""
         fields: dict[str, Any] = {name: blob[where].reshape(shape) for name, where, shape in self.slices()}
+        fields["base_seed"] = lax.bitcast_convert_type(fields["base_seed"], _UINT)
         return StepBatch(**_unpack_records(fields.pop("slot_records")), **fields)
 
 
@@ -133,8 +139,9 @@ def _unpack_records(records: Int[Array, "R words"]) -> dict[str, Array]:
 class BatchPacker:
     """Keeps one record and one page-table row per slot, and packs plans from them."""
 
-    def __init__(self, config: ScheduleConfig) -> None:
+    def __init__(self, config: ScheduleConfig, base_seed: int) -> None:
         self.config = config
+        self._base_seed = np.uint32(base_seed).view(np.int32)
         self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
         self._records = np.zeros(config.max_num_seqs, SLOT_RECORD)
         self._pages = np.zeros((config.max_num_seqs, config.max_pages_per_row), np.int32)
@@ -150,6 +157,7 @@ class BatchPacker:
             self._sync_slot(row.request, row.slot, row.admitted)
             token_ids += _token_ids(row.request, row.start, row.num_tokens)
         counts, num_rows = [row.num_tokens for row in rows], len(rows)
+        to["base_seed"][...] = self._base_seed
         to["num_rows"][...] = num_rows
         to["wants_logprobs"][...] = any(row.wants_logprobs for row in rows)
         to["token_ids"][: len(token_ids)] = token_ids
@@ -164,6 +172,21 @@ class BatchPacker:
             to["wants_prompt_logprobs"][...] = 1
             to["next_ids"][:num_rows] = [_next_id(row.request, row.start + row.num_tokens) for row in rows]
         return blob
+
+    def pack_slot(self, request: Request) -> SlotTable | None:
+        """What the device must know of an admitted request beyond its row; None is the usual case."""
+        p = request.params
+        if not (p.has_penalties or p.logit_bias or p.min_tokens):
+            return None
+        bias = p.logit_bias or {}
+        known = request.tokens(0, request.num_known_tokens)
+        row: dict[str, Any] = {
+            "token_history": _padded(known, self.config.max_model_len, 0, _INT),
+            "bias_ids": _padded(list(bias), MAX_LOGIT_BIAS, -1, _INT),
+            "bias_values": _padded(list(bias.values()), MAX_LOGIT_BIAS, 0, _FLOAT),
+            "stop_ids": _padded(sorted(request.stop_ids), MAX_STOP_IDS, -1, _INT),
+        }
+        return SlotTable(**row)
 
     def _sync_slot(self, request: Request, slot: int, admitted: bool) -> None:
         if admitted:
@@ -193,7 +216,7 @@ def _slot_record(request: Request, slot: int) -> tuple[Any, ...]:
         slot,
         request.num_prompt_tokens,
         p.top_k,
-        request.num_prompt_tokens + p.min_tokens if p.min_tokens else 0,
+        min(request.num_prompt_tokens + p.min_tokens, request.max_total_tokens) if p.min_tokens else 0,
         bool(p.logit_bias),
         (seed % 2**32, seed >> 32),
         p.temperature,
@@ -203,3 +226,9 @@ def _slot_record(request: Request, slot: int) -> tuple[Any, ...]:
         p.frequency_penalty,
         p.repetition_penalty,
     )
+
+
+def _padded(values: list[Any], size: int, fill: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    row = np.full(size, fill, dtype)
+    row[: len(values)] = values
+    return row

@@ -6,6 +6,7 @@ import logging
 import jax
 import jax.numpy as jnp
 import psutil
+from jax.experimental.compilation_cache import compilation_cache
 
 import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
@@ -54,6 +55,11 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
         raise ConfigError(f"generation_config.json in {config.model_path}: {error}") from error
 
 
+def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
+    """ConfigError for sizes that cannot work, before anything large is loaded."""
+    resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=config.num_pages or 1)
+
+
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
     """Load the weights in the serving dtype, stacked where layers are scanned."""
     try:
@@ -78,7 +84,7 @@ def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runn
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     backend = _select_backend(config, arch, kv_dtype)
     schedule = build_schedule(config, arch, kv_dtype)
-    runner = Runner(arch, params, schedule, kv_dtype=kv_dtype, backend=backend, seed=config.seed)
+    runner = Runner(arch, params, schedule, kv_dtype=kv_dtype, backend=backend)
     runner.warm_up(config.compile_ahead)
     return runner
 
@@ -133,12 +139,15 @@ def _activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 
 
 def _use_compilation_cache(config: EngineConfig) -> None:
-    """Keep compiled programs between starts, unless the caller has set a place for them."""
-    if config.cache_dir is None or getattr(jax.config, "jax_compilation_cache_dir", None):
+    """Keep compiled programs between starts; "auto" leaves alone what the caller has set up."""
+    current = getattr(jax.config, "jax_compilation_cache_dir", None)
+    wanted = str(config.cache_dir) if config.cache_dir else None
+    if wanted == current or (config.compilation_cache_dir == "auto" and current):
         return
-    jax.config.update("jax_compilation_cache_dir", str(config.cache_dir))
+    jax.config.update("jax_compilation_cache_dir", wanted)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    compilation_cache.reset_cache()  # it may have been opened elsewhere
 
 
 def _on_cpu() -> bool:

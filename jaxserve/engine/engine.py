@@ -1,22 +1,23 @@
 """Engine: schedule, pack, run, update. Everything a request meets between arrival and its last token."""
 
+import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.batch import BatchPacker
-from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params
+from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
+from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params, check_sizes
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.runner import StepHandle, compile_counter
 from jaxserve.engine.scheduler import ScheduledRow, Scheduler, StepPlan
 from jaxserve.engine.step import StepOutput
-from jaxserve.errors import RequestError
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
 from jaxserve.tokenizer import load_tokenizer
@@ -53,6 +54,7 @@ class Engine:
         self.arch = build_arch(config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
+        check_sizes(config, self.arch)
         self._runner = build_runner(config, self.arch, build_params(config, self.arch))
         self.schedule = s = self._runner.schedule
         self._scheduler = Scheduler(
@@ -62,7 +64,7 @@ class Engine:
             num_pages=s.num_pages,
             max_model_len=s.max_model_len,
         )
-        self._packer = BatchPacker(s)
+        self._packer = BatchPacker(s, config.seed)
         self._in_flight: deque[_InFlight] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each sample
@@ -73,6 +75,8 @@ class Engine:
         self.last_step: StepStats | None = None
         tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)
+        if len(self._eos_ids) > MAX_EOS_IDS:
+            raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
 
     # Requests
 
@@ -90,7 +94,7 @@ class Engine:
         Raises:
             RequestError: the request cannot be served; nothing has changed.
         """
-        params = params or self.default_sampling_params
+        params = (params or self.default_sampling_params).clone()  # checked anew: the caller may have changed it
         text, token_ids, salt = self._read_prompt(prompt, cache_salt)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
@@ -143,19 +147,22 @@ class Engine:
         if isinstance(prompt, Mapping):
             if unknown := sorted(map(str, prompt.keys() - _PROMPT_KEYS)):
                 raise RequestError(f"a prompt takes the keys {sorted(_PROMPT_KEYS)}, got also {unknown}")
-            if ("prompt" in prompt) == ("prompt_token_ids" in prompt):
-                raise RequestError(f"a prompt takes either prompt or prompt_token_ids, got {sorted(prompt)}")
+            if not prompt.keys() & {"prompt", "prompt_token_ids"}:
+                raise RequestError("a prompt needs prompt or prompt_token_ids, got neither")
             salt = prompt.get("cache_salt", cache_salt)
-            content = prompt["prompt"] if "prompt" in prompt else prompt["prompt_token_ids"]
+            content = prompt.get("prompt_token_ids", prompt.get("prompt"))  # ids win: the text then is their source
+            text = prompt.get("prompt")
         else:
-            content, salt = prompt, cache_salt
+            content, salt, text = prompt, cache_salt, None
+        if text is not None and not isinstance(text, str):
+            raise RequestError(f"prompt must be a string, got {type(text).__name__}")
         if salt is not None and not isinstance(salt, str):
             raise RequestError(f"cache_salt must be a string, got {salt!r}")
         if isinstance(content, str):
             if self.tokenizer is None:
                 raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
             return content, self.tokenizer.encode(content), salt
-        return None, self._read_token_ids(content), salt
+        return text, self._read_token_ids(content), salt
 
     def _read_token_ids(self, content: object) -> TokenIds:
         if isinstance(content, np.ndarray):
@@ -193,6 +200,8 @@ class Engine:
         limit = self.schedule.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(token_ids) + params.max_tokens)
+        else:  # as many as there is room for; the last token is never computed, and so needs none
+            limit = min(limit, self.schedule.num_pages * self.schedule.page_size + 1)
         eos = frozenset() if params.ignore_eos else self._eos_ids
         shared = self.config.enable_prefix_caching
         namespace = f"user:{salt or ''}" if shared else f"private:{self._num_groups}"
@@ -217,32 +226,63 @@ class Engine:
 
         Returns the requests that progressed: cumulative outputs, final where `finished`.
         """
-        started = time.monotonic()
-        plan = self._scheduler.schedule()
-        if plan is not None:
-            self._in_flight.append(self._dispatch(plan, started))
-        keep = 1 if plan is not None and self.config.step_ahead else 0
+        with self._aborting_on_failure():
+            planned = self._plan_and_dispatch()
+        keep = 1 if planned and self.config.step_ahead else 0
         progressed: dict[str, RequestOutput] = {}
         while len(self._in_flight) > keep:
-            for output in self._collect(self._in_flight.popleft()):
-                progressed[output.request_id] = output
+            out = self._fetch_oldest()
+            with self._aborting_on_failure():
+                for output in self._collect(self._in_flight.popleft(), out):
+                    progressed[output.request_id] = output
         if not self._groups:
             self._drop_in_flight()
         return list(progressed.values())
 
+    @contextlib.contextmanager
+    def _aborting_on_failure(self) -> Iterator[None]:
+        """End all requests when a step breaks off: plans, pages and device no longer agree on what was computed."""
+        try:
+            yield
+        except BaseException:
+            for request_id in list(self._groups):
+                self.abort(request_id)
+            self._in_flight.clear()
+            self._scheduler.reset_prefix_cache()
+            self._runner.restore_state()
+            raise
+
+    def _plan_and_dispatch(self) -> bool:
+        started = time.monotonic()
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+        self._in_flight.append(self._dispatch(plan, started))
+        return True
+
+    def _fetch_oldest(self) -> StepOutput:
+        """Wait for the oldest step. Interrupted here, nothing is lost: the next call waits again."""
+        try:
+            return self._in_flight[0].handle.fetch()
+        except Exception:
+            with self._aborting_on_failure():
+                raise
+
     def _drop_in_flight(self) -> None:
         """Forget steps whose requests have all ended: nobody waits for their tokens."""
         while self._in_flight:
-            plan = self._in_flight.popleft().plan
-            self._scheduler.update(plan, [0] * len(plan.rows))
+            step = self._in_flight.popleft()
+            self._account(step)
+            self._scheduler.update(step.plan, [0] * len(step.plan.rows))
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
 
     def _dispatch(self, plan: StepPlan, started: float) -> _InFlight:
         compiles = compile_counter.count
         for row in plan.rows:
             if row.admitted:
-                self._runner.enter_slot(row.request)
                 self._group_of[row.request.request_id].admitted(row.request)
+                if (slot_row := self._packer.pack_slot(row.request)) is not None:
+                    self._runner.set_slot(row.slot, slot_row)
         bucket = self._runner.bucket_for(plan.num_tokens)
         handle = self._runner.run(
             self._packer.pack(plan, bucket),
@@ -259,8 +299,7 @@ class Engine:
         if count and self.config.forbid_compiles:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
-    def _collect(self, step: _InFlight) -> list[RequestOutput]:
-        out = step.handle.fetch()
+    def _collect(self, step: _InFlight, out: StepOutput) -> list[RequestOutput]:
         self._account(step)
         if out.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, out)

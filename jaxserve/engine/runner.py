@@ -1,8 +1,8 @@
 """Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
 
-import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.batch import BatchLayout
+from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout
 from jaxserve.engine.step import ServeState, StepOutput, make_serve_step, set_slot
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Request
+from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sampling import SlotTable
 from pallas_kernels import ragged_paged_attention as attention
 
 logger = logging.getLogger(__name__)
 
-_MAX_STOP_IDS = MAX_STOP_TOKEN_IDS + 16  # and the model's own end-of-sequence ids
 Compiled = Any  # jax.stages.Compiled
 
 
@@ -78,15 +77,15 @@ class Runner:
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
-        seed: int,
     ) -> None:
         self.arch, self.params, self.schedule = arch, params, schedule
-        self._backend, self._seed = backend, seed
+        self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
         self._programs: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
         self._closing = threading.Event()
         self._background: threading.Thread | None = None
+        self._background_error: Exception | None = None
         self.state = self._new_state()
 
     def _new_state(self) -> ServeState:
@@ -107,9 +106,14 @@ class Runner:
                 token_history=jnp.zeros((S, s.max_model_len), jnp.int32),
                 bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
                 bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
-                stop_ids=jnp.zeros((S, _MAX_STOP_IDS), jnp.int32),
+                stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
             ),
         )
+
+    def restore_state(self) -> None:
+        """After a step that broke off: a new state, empty, if the old one was donated to it."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            self.state = self._new_state()
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state."""
@@ -125,7 +129,7 @@ class Runner:
     def lower(self, bucket: int) -> jax.stages.Lowered:
         """The step of one bucket, traced and lowered but not compiled."""
         layout = BatchLayout.of(self.schedule, bucket)
-        step = make_serve_step(self.arch, layout, backend=self._backend, seed=self._seed)
+        step = make_serve_step(self.arch, layout, backend=self._backend)
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
         return jax.jit(step, donate_argnums=1).lower(self.params, self.abstract_state(), blob)
 
@@ -137,11 +141,17 @@ class Runner:
         decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # of a full batch: wanted first
         rest = sorted(set(buckets) - self._programs.keys(), key=lambda bucket: (bucket != decode, bucket))
         if rest and compile_ahead == "background":
-            self._background = threading.Thread(
-                target=self._compile, args=(rest,), name="jaxserve-compile", daemon=True
-            )
+            self._background = threading.Thread(target=self._compile_in_background, args=(rest,), daemon=True)
             self._background.start()
-            atexit.register(self.close)
+            # The interpreter must not exit while XLA compiles; the runner may go before that.
+            weakref.finalize(self, _stop, self._closing, self._background)
+
+    def _compile_in_background(self, buckets: list[int]) -> None:
+        try:
+            self._compile(buckets)
+        except Exception as error:
+            logger.exception("compiling in the background failed; steps go on with the programs that are ready")
+            self._background_error = error
 
     def _compile(self, buckets: Iterable[int]) -> None:
         for bucket in buckets:
@@ -154,8 +164,7 @@ class Runner:
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
         row = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.slots)
-        args = (row.token_history, row.bias_ids, row.bias_values, row.stop_ids)
-        return jax.jit(set_slot, donate_argnums=0).lower(state, jax.ShapeDtypeStruct((), jnp.int32), *args).compile()
+        return jax.jit(set_slot, donate_argnums=0).lower(state, jax.ShapeDtypeStruct((), jnp.int32), row).compile()
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
@@ -165,29 +174,19 @@ class Runner:
         """Block until every bucket is compiled."""
         if self._background is not None:
             self._background.join()
+        if self._background_error is not None:
+            raise self._background_error
 
     def close(self) -> None:
         """Stop compiling in the background."""
-        self._closing.set()
-        self.wait_until_warm()
+        if self._background is not None:
+            _stop(self._closing, self._background)
 
     # Steps
 
-    def enter_slot(self, request: Request) -> None:
-        """Tell the device what it must know of an admitted request beyond its row: history, biases, stop ids."""
-        p, C = request.params, self.schedule.max_model_len
-        if not (p.has_penalties or p.logit_bias or p.min_tokens):
-            return
-        bias = p.logit_bias or {}
-        known = request.tokens(0, request.num_known_tokens)
-        self.state = self._set_slot(
-            self.state,
-            np.int32(request.slot),
-            _padded(known, C, 0, np.int32),
-            _padded(list(bias), MAX_LOGIT_BIAS, -1, np.int32),
-            _padded(list(bias.values()), MAX_LOGIT_BIAS, 0, np.float32),
-            _padded(sorted(request.stop_ids), _MAX_STOP_IDS, -1, np.int32),
-        )
+    def set_slot(self, slot: int, row: SlotTable) -> None:
+        """Replace what the device remembers of a slot."""
+        self.state = self._set_slot(self.state, np.int32(slot), row)
 
     def run(
         self, blob: NDArray[np.int32], bucket: int, *, wants_logprobs: bool, wants_prompt_logprobs: bool
@@ -198,7 +197,6 @@ class Runner:
         return StepHandle(output, wants_logprobs, wants_prompt_logprobs)
 
 
-def _padded(values: list[Any], size: int, fill: int, dtype: Any) -> NDArray[Any]:
-    row = np.full(size, fill, dtype)
-    row[: len(values)] = values
-    return row
+def _stop(closing: threading.Event, background: threading.Thread) -> None:
+    closing.set()
+    background.join()

@@ -83,7 +83,7 @@ def paged_attend(
 
 
 def make_serve_step(
-    arch: ArchConfig, layout: BatchLayout, *, backend: str, seed: int
+    arch: ArchConfig, layout: BatchLayout, *, backend: str
 ) -> Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]:
     """The step of one bucket, to be jitted with `state` donated."""
     attend = partial(paged_attend, backend=backend)
@@ -97,7 +97,7 @@ def make_serve_step(
         logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
         with jax.named_scope("sample"):
             rows = _sampling_rows(batch)
-            sampled = sample(logits, rows, state.slots, jax.random.key(seed, impl="threefry2x32"))
+            sampled = sample(logits, rows, state.slots, jax.random.key(batch.base_seed, impl="threefry2x32"))
             slots = _remember(state.slots, batch, sampled)
         out = StepOutput(
             token_ids=sampled,
@@ -198,22 +198,7 @@ def _prompt_logprobs(
     return lax.fori_loop(0, num_blocks, body, empty)
 
 
-def set_slot(
-    state: ServeState,
-    slot: Int[Array, ""],
-    tokens: Int[Array, " C"],
-    bias_ids: Int[Array, " B"],
-    bias_values: Float[Array, " B"],
-    stop_ids: Int[Array, " E"],
-) -> ServeState:
-    """Enter a newly admitted request whose sampling looks at more than its logits. Donates `state`."""
-    table = state.slots
-    return dataclasses.replace(
-        state,
-        slots=SlotTable(
-            token_history=table.token_history.at[slot].set(tokens),
-            bias_ids=table.bias_ids.at[slot].set(bias_ids),
-            bias_values=table.bias_values.at[slot].set(bias_values),
-            stop_ids=table.stop_ids.at[slot].set(stop_ids),
-        ),
-    )
+def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotTable) -> ServeState:
+    """Enter an admitted request whose sampling looks at more than its logits. `row` has no S axis. Donates `state`."""
+    slots = jax.tree.map(lambda table, new: table.at[slot].set(new), state.slots, row)
+    return dataclasses.replace(state, slots=slots)

@@ -1,5 +1,7 @@
 """Matrix products with weights stored [out, in], as Hugging Face has them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -15,12 +17,16 @@ def linear(
 ) -> Float[Array, "T out"]:
     """`x @ weight.T + bias`, accumulated in float32, in `dtype` (default: that of x).
 
+    Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators take by default.
     One token is multiplied from the other side: XLA:CPU reads a row-major matrix up to eight times faster as W·x.
     """
     dtype = dtype or x.dtype
-    if x.shape[0] == 1:
-        y = lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32).T
-    else:
-        y = lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    y = y.astype(dtype)
+    precision = lax.Precision.HIGHEST if x.dtype == weight.dtype == jnp.float32 else None
+    dot = partial(
+        lax.dot_general,
+        dimension_numbers=(((1,), (1,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    y = (dot(weight, x).T if x.shape[0] == 1 else dot(x, weight)).astype(dtype)
     return y if bias is None else y + bias[None, :].astype(dtype)

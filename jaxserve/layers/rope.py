@@ -1,48 +1,33 @@
 """Rotary position embeddings and the ways checkpoints stretch them to long contexts."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from jaxserve.errors import ConfigError
-
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Hugging Face's `rope_parameters` (or `rope_theta` and `rope_scaling`), as they are."""
+    """Rotary embeddings of a checkpoint, in the words of Hugging Face's `rope_parameters`.
+
+    Attributes:
+        theta: base of the wavelengths.
+        kind: how positions are stretched: default (not at all), linear, llama3 or yarn.
+        options: sorted parameters of that kind; `models.hf_config.read_rope` sees to it that none is missing.
+    """
 
     theta: float = 10000.0
     kind: str = "default"
     options: tuple[tuple[str, float], ...] = ()
 
-    @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> "RopeConfig":
-        """Read both the old and the new spelling; ConfigError if the scaling is not supported."""
-        raw = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        raw = raw.get("full_attention", raw)
-        theta = raw.get("rope_theta") or config.get("rope_theta") or 10000.0
-        kind = raw.get("rope_type") or raw.get("type") or "default"
-        if kind not in _SCALINGS:
-            raise ConfigError(f"rope_type must be one of {sorted(_SCALINGS)}, got {kind!r}")
-        if raw.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise ConfigError(f"partial_rotary_factor must be 1, got {raw['partial_rotary_factor']}")
-        options = {k: float(v) for k, v in raw.items() if isinstance(v, int | float) and k != "rope_theta"}
-        options.setdefault("original_max_position_embeddings", float(config.get("max_position_embeddings", 2048)))
-        return cls(float(theta), kind, tuple(sorted(options.items())))
-
     def frequencies(self, head_dim: int) -> tuple[NDArray[np.float32], float]:
         """Inverse frequencies [head_dim / 2] and the factor on cos and sin."""
         base = np.reciprocal(_periods(self.theta, head_dim))
-        try:
-            return _SCALINGS[self.kind](base, dict(self.options), self.theta, head_dim)
-        except KeyError as missing:
-            raise ConfigError(f"rope_type {self.kind!r} needs the parameter {missing}") from None
+        return _SCALINGS[self.kind](base, dict(self.options), self.theta, head_dim)
 
 
 def _periods(theta: float, dim: int) -> NDArray[np.float32]:
@@ -78,7 +63,7 @@ def _yarn(freq: NDArray[np.float32], options: dict[str, float], theta: float, di
     def dim_of(turns: float) -> float:
         return dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dim_of(options.get("beta_fast", 32.0)), dim_of(options.get("beta_slow", 1.0))
+    low, high = dim_of(options.get("beta_fast") or 32.0), dim_of(options.get("beta_slow") or 1.0)
     if options.get("truncate", 1.0):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)

@@ -1,6 +1,5 @@
 """ArchConfig: all that the engine needs to know of a model, whatever its family."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,7 @@ class ArchConfig:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    max_position: int
+    max_position: int  # that can be served, RoPE scaling included: see hf_config.max_position
     norm_eps: float
     rope: RopeConfig
     windows: tuple[int | None, ...]  # per layer: sliding window in tokens, None attends to everything
@@ -29,7 +28,6 @@ class ArchConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
-    bos_id: int | None = None
     eos_ids: frozenset[int] = frozenset()
     dtype: str = "float32"  # that of the checkpoint
 
@@ -60,16 +58,9 @@ class ArchConfig:
         return 2 * (num_tokens * body + num_rows * head + scores)
 
 
-def require(config: Mapping[str, Any], *names: str) -> list[int]:
-    """The positive integers under `names`; ConfigError naming each that is missing or not one."""
-    bad = {n: config.get(n) for n in names if not isinstance(config.get(n), int) or config[n] <= 0}
-    if bad:
-        raise ConfigError(f"config.json must give positive integers for {sorted(bad)}, got {bad}")
-    return [config[n] for n in names]
-
-
 def token_id_set(value: Any) -> frozenset[int]:
-    """Hugging Face writes end-of-sequence ids as null, a number or a list."""
-    if value is None:
-        return frozenset()
-    return frozenset(value) if isinstance(value, list) else frozenset({value})
+    """Hugging Face writes end-of-sequence ids as null, a number or a list; ConfigError if they are anything else."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ConfigError(f"eos_token_id must be a token id, a list of them or null, got {value!r}")
+    return frozenset(ids)

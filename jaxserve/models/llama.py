@@ -11,41 +11,73 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import RopeConfig, apply_rope
-from jaxserve.models.arch import ArchConfig, require, token_id_set
+from jaxserve.layers.rope import apply_rope
+from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
 from jaxserve.models.params import ParamSpec
+
+_FIELDS = {
+    "vocab_size": SIZE,
+    "hidden_size": SIZE,
+    "num_hidden_layers": SIZE,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": SIZE.or_null(),
+    "head_dim": SIZE.or_null(),
+    "intermediate_size": SIZE,
+    "max_position_embeddings": SIZE,
+    "rms_norm_eps": POSITIVE,
+    "hidden_act": one_of(["silu"]),
+    "tie_word_embeddings": SWITCH,
+    "attention_bias": SWITCH,
+    "mlp_bias": SWITCH,
+}
+_DEFAULTS = {
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+}
 
 
 def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
-    """Read a Llama config.json; families that differ override what differs."""
-    if config.get("hidden_act", "silu") != "silu":
-        raise ConfigError(f"hidden_act must be 'silu', got {config['hidden_act']!r}")
-    vocab, hidden, layers, heads, ffn = require(
-        config, "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"
-    )
-    bias = bool(config.get("attention_bias", False))
+    """Read a Llama config.json; families that differ override what differs.
+
+    Raises:
+        ConfigError: a field is missing, malformed or not supported.
+    """
+    config = {**_DEFAULTS, **config}
+    values = read_fields(config, _FIELDS)
+    hidden, heads, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
+    rope = read_rope(config)
     fields: dict[str, Any] = {
         "architecture": config["architectures"][0],
-        "vocab_size": vocab,
+        "vocab_size": values["vocab_size"],
         "hidden_size": hidden,
         "num_layers": layers,
         "num_heads": heads,
-        "num_kv_heads": config.get("num_key_value_heads") or heads,
-        "head_dim": config.get("head_dim") or hidden // heads,
-        "ffn_size": ffn,
-        "max_position": config.get("max_position_embeddings", 2048),
-        "norm_eps": config.get("rms_norm_eps", 1e-6),
-        "rope": RopeConfig.from_hf(config),
+        "num_kv_heads": values["num_key_value_heads"] or heads,
+        "head_dim": values["head_dim"] or hidden // heads,
+        "ffn_size": values["intermediate_size"],
+        "max_position": max_position(values["max_position_embeddings"], rope),
+        "norm_eps": float(values["rms_norm_eps"]),
+        "rope": rope,
         "windows": (None,) * layers,
-        "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
-        "qkv_bias": bias,
-        "o_bias": bias,
-        "mlp_bias": bool(config.get("mlp_bias", False)),
-        "bos_id": config.get("bos_token_id"),
+        "tied_embeddings": values["tie_word_embeddings"],
+        "qkv_bias": values["attention_bias"],
+        "o_bias": values["attention_bias"],
+        "mlp_bias": values["mlp_bias"],
         "eos_ids": token_id_set(config.get("eos_token_id")),
-        "dtype": config.get("dtype") or config.get("torch_dtype") or "float32",
+        "dtype": read_dtype(config),
     }
-    return ArchConfig(**{**fields, **overrides})
+    arch = ArchConfig(**{**fields, **overrides})
+    if values["head_dim"] is None and hidden % heads:
+        raise ConfigError(
+            f"hidden_size must be a multiple of num_attention_heads where head_dim is not given, "
+            f"got {hidden} and {heads}"
+        )
+    return arch
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:

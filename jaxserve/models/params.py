@@ -1,14 +1,12 @@
 """ParamSpec: one row per tensor. It drives shapes, sharding, random init, Hugging Face names, storage."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import jax
 import jax.numpy as jnp
 
 from weights.rows import Params, build_tree
 
-__all__ = ["ParamSpec", "Params", "abstract_params", "build_tree", "stack_layers"]
+__all__ = ["ParamSpec", "Params", "build_tree", "stack_layers"]
 
 # A parameter tree is {"embed", "layers": [{...}] or {...} when stacked, "final_norm", "lm_head" unless tied}.
 
@@ -34,12 +32,11 @@ class ParamSpec:
     init: str = "normal"
 
 
-def abstract_params(specs: Sequence[ParamSpec], dtype: jax.typing.DTypeLike) -> Params:
-    """Shapes only, for planning and for compiling without weights."""
-    return build_tree(specs, lambda s: jax.ShapeDtypeStruct(s.shape, dtype))
-
-
 def stack_layers(params: Params) -> Params:
-    """The list of layers as one tree of stacked arrays [L, ...], the form that is scanned (TPU)."""
-    layers = jax.tree.map(lambda *xs: jnp.stack(xs), *params["layers"])
-    return {**params, "layers": layers}
+    """The list of layers as one tree of stacked arrays [L, ...], the form that is scanned (TPU).
+
+    Takes the tensors out of `params["layers"]` as it goes, so that only one of them at a time is held twice.
+    """
+    layers = params["layers"]
+    stacked = {name: jnp.stack([layer.pop(name) for layer in layers]) for name in list(layers[0])}
+    return {**params, "layers": stacked}

@@ -5,29 +5,48 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig, require
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import COUNT, SIZE, STRINGS, SWITCH, read_fields
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_DEFAULTS = {
+    "max_position_embeddings": 32768,
+    "num_key_value_heads": 32,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+_FIELDS = {
+    "num_hidden_layers": SIZE,
+    "use_sliding_window": SWITCH,
+    "max_window_layers": COUNT,
+    "layer_types": STRINGS.or_null(),
+}
 
 
 def qwen2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read a Qwen2 or Qwen2.5 config.json."""
+    config = {**_DEFAULTS, **config}
     return llama.arch(config, windows=_windows(config), qkv_bias=True, o_bias=False, mlp_bias=False)
 
 
 def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read a Qwen3 config.json."""
-    return llama.arch(
-        config, windows=_windows(config), qk_norm=True, head_dim=config.get("head_dim") or 128, mlp_bias=False
-    )
+    config = {**_DEFAULTS, "head_dim": 128, **config}
+    read_fields(config, {"head_dim": SIZE})  # null has no meaning here
+    return llama.arch(config, windows=_windows(config), qk_norm=True, mlp_bias=False)
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     """Per layer, from `layer_types` where given, else the last layers from `max_window_layers` on."""
-    (layers,) = require(config, "num_hidden_layers")
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window") else None
-    num_full = config.get("max_window_layers", 28)
-    kinds = config.get("layer_types") or [_FULL if layer < num_full else _SLIDING for layer in range(layers)]
+    values = read_fields(config, _FIELDS)
+    window = None
+    if values["use_sliding_window"]:
+        window = read_fields(config, {"sliding_window": SIZE.or_null()})["sliding_window"]
+    layers, num_full = values["num_hidden_layers"], values["max_window_layers"]
+    kinds = values["layer_types"]
+    if kinds is None:
+        kinds = [_FULL if layer < num_full else _SLIDING for layer in range(layers)]
     if len(kinds) != layers or not {_FULL, _SLIDING}.issuperset(kinds):
         raise ConfigError(f"layer_types must be {layers} of {_FULL!r} and {_SLIDING!r}, got {kinds}")
     return tuple(window if kind == _SLIDING else None for kind in kinds)

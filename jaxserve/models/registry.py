@@ -6,6 +6,7 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.models import llama, mistral, qwen
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import STRINGS, TABLE, read_fields
 from jaxserve.models.params import ParamSpec
 
 _ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ArchConfig]] = {
@@ -18,11 +19,12 @@ _ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ArchConfig]] = {
 
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
     """ArchConfig of a parsed config.json; ConfigError when the architecture or a setting is not supported."""
-    names = config.get("architectures") or []
-    if not names or names[0] not in _ARCHITECTURES:
+    names = config.get("architectures")
+    if not STRINGS.holds(names) or not names or names[0] not in _ARCHITECTURES:
         raise ConfigError(f"architectures must name one of {sorted(_ARCHITECTURES)}, got {names}")
-    if config.get("quantization_config"):
-        method = config["quantization_config"].get("quant_method", "?")
+    quantization = read_fields(config, {"quantization_config": TABLE.or_null()})["quantization_config"]
+    if quantization:
+        method = quantization.get("quant_method", "?")
         raise ConfigError(
             f"quantized checkpoints are not supported, got quant_method {method!r}; use an unquantized one"
         )

@@ -44,7 +44,7 @@ def test_ten_kills_lose_and_repeat_nothing(llama: Path, tmp_path: Path) -> None:
     cache = f"--compilation-cache-dir={tmp_path / 'xla'}"
     command = [sys.executable, "-m", "jaxserve", "batch", f"--model={llama}", *flags, cache, str(source)]
     first = subprocess.run([*command, str(whole)], check=False, capture_output=True, text=True)
-    assert first.returncode == 1, first.stderr  # done, and some records are errors
+    assert first.returncode == 0, first.stderr
     num_kills = killing.run_with_kills([*command, str(killed)], killed, 10, 3, most_bytes=whole.stat().st_size // 9)
     assert num_kills == 10
     expected = records(whole)

@@ -59,7 +59,8 @@ BAD_PROMPTS: list[Any] = [
     {"prompt_token_ids": None},
     {"prompt_token_ids": 7},
     {"prompt_token_ids": {3: 4}},
-    {"prompt": "a", "prompt_token_ids": [3]},
+    {"prompt": 5, "prompt_token_ids": [3]},
+    {"cache_salt": "a"},
     {"prompt_token_ids": [3], "multi_modal_data": {}},
     {"prompt_token_ids": [3], "cache_salt": 5},
 ]

@@ -437,8 +437,9 @@ def test_a_request_may_refuse_cached_pages_but_its_own_are_found():
     loop = Loop(make_scheduler())
     loop.add(*(make_request(i, range(9), 1, read_prefix_cache=False) for i in "ab"))
     assert starts(loop.step()) == {"a": (0, 9), "b": (0, 9)}
-    loop.add(make_request("c", range(9), 1))
-    assert starts(loop.step()) == {"c": (8, 1)}
+    loop.add(make_request("c", range(9), 1)).drain()
+    loop.add(make_request("d", range(9), 1, read_prefix_cache=False)).drain()
+    assert [starts(plan) for plan in loop.plans[1:]] == [{"c": (8, 1)}, {"d": (0, 9)}]
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token():
@@ -448,9 +449,10 @@ def test_a_fully_cached_prompt_still_computes_its_last_token():
     assert starts(loop.plans[-1]) == {"b": (4, 4)}
 
 
-def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them():
+@pytest.mark.parametrize("num_prompt", [3, 6])
+def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(num_prompt):
     loop = Loop(make_scheduler(), depth=1)
-    running = make_request("a", range(6), 20)
+    running = make_request("a", range(num_prompt), 20)
     loop.add(running)
     loop.step()
     loop.scheduler.reset_prefix_cache()
@@ -459,8 +461,8 @@ def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them()
     loop.add(make_request("b", running.tokens(0, 13), 1))
     assert starts(loop.step())["b"] == (0, 13)
     loop.drain()
-    loop.add(make_request("c", range(6), 1)).drain()
-    assert starts(loop.plans[-1]) == {"c": (4, 2)}  # from "b", which started after the reset
+    loop.add(make_request("c", running.tokens(0, 13), 1)).drain()
+    assert starts(loop.plans[-1]) == {"c": (12, 1)}  # from "b", which started after the reset
 
 
 # Preemption

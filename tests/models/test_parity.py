@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import weights
-from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import stack_layers
-from tests.checkpoints import FAMILIES, ROPES, build_config, random_configs, reference_logits, write_checkpoint
+from tests.checkpoints import FAMILIES, ROPES, hf_dict, random_configs, reference_logits, write_checkpoint
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
 TOLERANCE = 1e-4
@@ -118,43 +117,3 @@ def test_older_spelling_loads_a_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, token_ids, logits, _ = load_logits(tmp_path)
     assert_close(logits, reference_logits(model, token_ids))
-
-
-def hf_dict(family, **overrides):
-    config = build_config(family, **overrides)
-    return {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
-        ({"architectures": None}, ["architectures"]),
-        ({"hidden_act": "gelu"}, ["gelu"]),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["longrope", "yarn"]),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic"]),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq"]),
-        ({"num_attention_heads": 5}, ["num_attention_heads", "num_key_value_heads", "5"]),
-        ({"head_dim": 15}, ["head_dim", "15"]),
-        ({"num_hidden_layers": None}, ["num_hidden_layers"]),
-        ({"vocab_size": -1}, ["vocab_size"]),
-    ],
-)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_unsupported_config_is_named(family, change, named):
-    with pytest.raises(ConfigError) as error:
-        registry.from_hf_config({**hf_dict(family), **change})
-    assert all(word in str(error.value) for word in named)
-
-
-def test_missing_rope_option_is_named():
-    rope = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
-    arch = registry.from_hf_config({**hf_dict("llama"), "rope_parameters": rope})
-    with pytest.raises(ConfigError, match="low_freq_factor"):
-        arch.rope.frequencies(arch.head_dim)
-
-
-def test_layer_types_must_fit():
-    with pytest.raises(ConfigError, match="layer_types"):
-        registry.from_hf_config({**hf_dict("qwen2"), "layer_types": ["chunked_attention", "full_attention"]})

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from jaxserve.layers.rope import RopeConfig
+from jaxserve.models.hf_config import read_rope
 from tests.checkpoints import ROPES, build_config
 
 YARN = ROPES["yarn"]
@@ -26,7 +26,7 @@ def test_frequencies(name, theta, head_dim):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = build_config("llama", head_dim=head_dim, rope_parameters={**VARIANTS[name], "rope_theta": theta})
-    frequencies, factor = RopeConfig.from_hf(config.to_dict()).frequencies(head_dim)
+    frequencies, factor = read_rope(config.to_dict()).frequencies(head_dim)
     with torch.no_grad():
         expected = LlamaRotaryEmbedding(config)
     assert frequencies.dtype == np.float32

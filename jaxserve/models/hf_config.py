@@ -1,0 +1,123 @@
+"""Reading config.json: fields are checked as they are read, and mean what transformers takes them to mean.
+
+Where a default depends on the family, the family lays its defaults under the config before it reads.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.rope import RopeConfig
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field must be: in words, and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+    def or_null(self) -> "Kind":
+        """The same, or null."""
+        return Kind(f"{self.words} or null", lambda value: value is None or self.holds(value))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def one_of(names: Collection[str]) -> Kind:
+    """Any of these strings."""
+    return Kind(f"one of {sorted(names)}", lambda value: isinstance(value, str) and value in names)
+
+
+SIZE = Kind("a positive integer", lambda value: _is_integer(value) and value > 0)
+COUNT = Kind("a non-negative integer", lambda value: _is_integer(value) and value >= 0)
+NUMBER = Kind("a number", _is_number)
+POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
+SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
+STRINGS = Kind("a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value))
+TABLE = Kind("an object", lambda value: isinstance(value, Mapping))
+
+
+def read_fields(config: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
+    """The values of the fields in `kinds`, None for absent ones; ConfigError naming each that is not of its kind."""
+    values = {name: config.get(name) for name in kinds}
+    bad = [f"{name} must be {kinds[name].words}, got {v!r}" for name, v in values.items() if not kinds[name].holds(v)]
+    if bad:
+        raise ConfigError(f"config.json: {'; '.join(bad)}")
+    return values
+
+
+def read_dtype(config: Mapping[str, Any]) -> str:
+    """The checkpoint's dtype, float32 if it says none."""
+    name = config.get("dtype") or config.get("torch_dtype") or "float32"
+    name = name.removeprefix("torch.") if isinstance(name, str) else name
+    return str(read_fields({"dtype": name}, {"dtype": one_of(DTYPES)})["dtype"])
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_ROPE_OPTIONS: dict[str, dict[str, Kind]] = {
+    "default": {},
+    "linear": {"factor": POSITIVE, _ORIGINAL: SIZE},
+    "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, _ORIGINAL: SIZE},
+    "yarn": {
+        "factor": POSITIVE,
+        _ORIGINAL: SIZE,
+        "beta_fast": NUMBER.or_null(),
+        "beta_slow": NUMBER.or_null(),
+        "mscale": NUMBER.or_null(),
+        "mscale_all_dim": NUMBER.or_null(),
+        "attention_factor": NUMBER.or_null(),
+        "truncate": SWITCH.or_null(),
+    },
+}
+_ROPE_FIELDS = {
+    "rope_type": one_of(_ROPE_OPTIONS),
+    "rope_theta": POSITIVE,
+    "partial_rotary_factor": Kind("1 or null", lambda value: value is None or value == 1),
+}
+
+
+def read_rope(config: Mapping[str, Any]) -> RopeConfig:
+    """RoPE in the new spelling (`rope_parameters`) and the old ones (`rope_scaling`, `rope_theta`, `type`).
+
+    Raises:
+        ConfigError: the scaling is not supported, or one of its parameters is missing or malformed.
+    """
+    kinds = {"rope_scaling": TABLE.or_null(), "rope_parameters": TABLE.or_null()}
+    spelled = read_fields(config, kinds)
+    raw = spelled["rope_scaling"] or spelled["rope_parameters"] or {}
+    raw = read_fields({"full_attention": raw, **raw}, {"full_attention": TABLE})["full_attention"]
+    shared = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    fields = read_fields({"rope_theta": 10000.0, **shared, **raw, "rope_type": kind}, _ROPE_FIELDS)
+    trained = {_ORIGINAL: config.get("max_position_embeddings"), **raw}
+    if _ORIGINAL in config:
+        trained[_ORIGINAL] = config[_ORIGINAL]  # transformers prefers it to the one among the parameters
+    options = {name: v for name, v in read_fields(trained, _ROPE_OPTIONS[kind]).items() if v is not None}
+    if kind == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
+        raise ConfigError(f"config.json: low_freq_factor must be below high_freq_factor, got {options}")
+    return RopeConfig(float(fields["rope_theta"]), kind, tuple(sorted((k, float(v)) for k, v in options.items())))
+
+
+def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:
+    """Positions that the model can serve, as vLLM derives them.
+
+    Linear and YaRN scaling stretch the positions of pre-training by `factor`. Those are
+    `original_max_position_embeddings` where the checkpoint says so, because then `max_position_embeddings` may be
+    stretched already; else `max_position_embeddings`. Llama 3 scaling leaves `max_position_embeddings` as it is: its
+    checkpoints give the stretched length.
+    """
+    if rope.kind not in ("linear", "yarn"):
+        return max_position_embeddings
+    options = dict(rope.options)
+    return int(options[_ORIGINAL] * options["factor"])

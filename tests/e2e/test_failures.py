@@ -1,0 +1,127 @@
+"""A step that breaks off, wherever it does: what comes after is as from a new engine, and nothing hangs or leaks."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import SIZES
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runner import StepHandle
+from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams
+from workloads import generate, tokens
+
+Start = Callable[..., Engine]
+
+PROMPTS = [tokens(18, f"failures {i}") for i in range(3)]
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, presence_penalty=0.3)
+
+
+def failing(method: Callable[..., Any], call: int, error: BaseException, *, after: bool) -> Callable[..., Any]:
+    """`method`, but its `call`-th call raises, before or after doing its work."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call and not after:
+            raise error
+        result = method(*args, **kwargs)
+        if calls == call:
+            raise error
+        return result
+
+    return wrapped
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize(
+    "part", ["_scheduler.schedule", "_packer.pack", "_runner.run", "_runner.set_slot", "_scheduler.update"]
+)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("device")])
+def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch, part: str, after: bool, error: BaseException
+) -> None:
+    engine = start()
+    expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
+    engine.reset_prefix_cache()
+    owner, name = part.split(".")
+    with monkeypatch.context() as patch:
+        target = getattr(engine, owner)
+        patch.setattr(target, name, failing(getattr(target, name), 2, error, after=after))
+        with pytest.raises(type(error)):
+            generate(engine, PROMPTS, PARAMS)
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+    assert [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)] == expected
+
+
+def test_an_interrupt_while_waiting_for_the_device_loses_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
+    engine.reset_prefix_cache()
+    outputs = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
+    with monkeypatch.context() as patch:
+        patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 3, KeyboardInterrupt(), after=False))
+        interrupts = 0
+        while engine.has_unfinished():
+            try:
+                engine.step()
+            except KeyboardInterrupt:
+                interrupts += 1
+    assert interrupts == 1
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+
+
+def test_extreme_but_valid_values_are_served(start: Start) -> None:
+    engine = start()
+    params = SamplingParams(
+        max_tokens=None,
+        min_tokens=2**31 - 1,
+        top_k=2**31 - 1,
+        seed=2**64 - 1,
+        temperature=10_000,
+        repetition_penalty=1e-30,
+        frequency_penalty=-2,
+        logit_bias={0: -100, 1: 100.0},
+        min_p=1e-38,
+        top_p=1e-30,
+    )
+    (output,) = generate(engine, [PROMPTS[0]], params)
+    assert len(output.outputs[0].token_ids) == SIZES["max_model_len"] - len(PROMPTS[0])
+    assert output.outputs[0].finish_reason == "length"
+
+
+def test_parameters_may_be_numpy_scalars_and_change_before_use(start: Start) -> None:
+    engine = start()
+    params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(3), max_tokens=np.int32(4), ignore_eos=True)
+    assert (type(params.temperature), type(params.seed), type(params.max_tokens)) == (float, int, int)
+    params.max_tokens = 6
+    output = engine.add_request("a", PROMPTS[0], params)
+    params.max_tokens = 2  # too late for this one
+    while engine.has_unfinished():
+        engine.step()
+    assert len(output.outputs[0].token_ids) == 6
+
+
+def test_without_max_tokens_the_pool_is_the_limit(llama: Path) -> None:
+    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | {"num_pages": 6}))
+    (output,) = generate(engine, [tokens(5, "short")], SamplingParams(max_tokens=None, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 6 * SIZES["page_size"] + 1 - 5
+
+
+@pytest.mark.parametrize("compile_ahead", ["minimal", "background"])
+def test_a_dropped_engine_leaves_no_memory_behind(llama: Path, compile_ahead: str) -> None:
+    options = SIZES | {"compile_ahead": compile_ahead, "max_num_batched_tokens": 5, "max_num_seqs": 1}
+    llm = LLM(str(llama), **options)
+    llm.engine.wait_until_warm()
+    alive = weakref.ref(llm.engine._runner)
+    del llm
+    gc.collect()
+    assert alive() is None

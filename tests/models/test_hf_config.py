@@ -1,0 +1,171 @@
+"""Reading config.json: what is odd but valid reads as in transformers, everything else is refused by name."""
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.models import registry
+from tests.checkpoints import CONFIGS, FAMILIES, ROPES, hf_dict
+
+YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
+        ({"architectures": None}, ["architectures"]),
+        ({"hidden_act": "gelu"}, ["gelu"]),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["longrope", "yarn"]),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic"]),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq"]),
+        ({"num_attention_heads": 5}, ["num_attention_heads", "num_key_value_heads", "5"]),
+        ({"head_dim": 15}, ["head_dim", "15"]),
+        ({"num_hidden_layers": None}, ["num_hidden_layers"]),
+        ({"vocab_size": -1}, ["vocab_size"]),
+        ({"architectures": "LlamaForCausalLM"}, ["architectures"]),
+        ({"architectures": [["LlamaForCausalLM"]]}, ["architectures"]),
+        ({"quantization_config": "gptq"}, ["quantization_config", "gptq"]),
+        ({"vocab_size": True}, ["vocab_size", "True"]),
+        ({"vocab_size": "big", "hidden_size": None}, ["vocab_size", "big", "hidden_size", "None"]),
+        ({"max_position_embeddings": None}, ["max_position_embeddings"]),
+        ({"num_key_value_heads": "2"}, ["num_key_value_heads", "'2'"]),
+        ({"num_key_value_heads": 0}, ["num_key_value_heads"]),
+        ({"head_dim": 0}, ["head_dim"]),
+        ({"rms_norm_eps": None}, ["rms_norm_eps"]),
+        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
+        ({"hidden_act": None}, ["hidden_act", "silu"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
+        ({"eos_token_id": [1, None]}, ["eos_token_id", "[1, None]"]),
+        ({"eos_token_id": "2"}, ["eos_token_id"]),
+        ({"eos_token_id": -1}, ["eos_token_id"]),
+        ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
+        ({"dtype": 16}, ["dtype", "16"]),
+        ({"rope_scaling": [1]}, ["rope_scaling", "[1]"]),
+        ({"rope_parameters": {"rope_theta": "x"}}, ["rope_theta", "'x'"]),
+        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta"]),
+        ({"rope_parameters": {"full_attention": [1]}}, ["full_attention"]),
+        ({"rope_parameters": None, "rope_theta": "x"}, ["rope_theta", "'x'"]),
+        ({"rope_scaling": {"rope_type": ["yarn"]}}, ["rope_type"]),
+    ],
+)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unsupported_config_is_named(family, change, named):
+    with pytest.raises(ConfigError) as error:
+        registry.from_hf_config({**hf_dict(family), **change})
+    assert all(word in str(error.value) for word in named)
+
+
+def test_layer_types_must_fit():
+    with pytest.raises(ConfigError, match="layer_types"):
+        registry.from_hf_config({**hf_dict("qwen2"), "layer_types": ["chunked_attention", "full_attention"]})
+
+
+@pytest.mark.parametrize("value", [0, "7", 7.0, True])
+def test_sliding_window_must_be_a_size(value):
+    with pytest.raises(ConfigError, match="sliding_window"):
+        registry.from_hf_config({**hf_dict("mistral"), "sliding_window": value})
+    with pytest.raises(ConfigError, match="sliding_window"):
+        registry.from_hf_config({**hf_dict("qwen2"), "use_sliding_window": True, "sliding_window": value})
+
+
+@pytest.mark.parametrize("field", ["use_sliding_window", "max_window_layers", "layer_types"])
+def test_window_fields_are_checked(field):
+    with pytest.raises(ConfigError, match=field):
+        registry.from_hf_config({**hf_dict("qwen3"), field: "x"})
+
+
+def without(options, name):
+    return {key: value for key, value in options.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "linear"}, "factor"),
+        (without(YARN, "factor"), "factor"),
+        (YARN | {"factor": None}, "factor"),
+        (YARN | {"factor": "4"}, "factor"),
+        (YARN | {"original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        (YARN | {"beta_fast": "x"}, "beta_fast"),
+        (YARN | {"truncate": "no"}, "truncate"),
+        (without(LLAMA3, "factor"), "factor"),
+        (without(LLAMA3, "low_freq_factor"), "low_freq_factor"),
+        (without(LLAMA3, "high_freq_factor"), "high_freq_factor"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor"),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_rope_parameters_are_checked_on_reading(rope, named, spelling):
+    with pytest.raises(ConfigError, match=named):
+        registry.from_hf_config({**hf_dict("llama"), spelling: rope})
+
+
+def test_head_dim_must_follow_from_the_sizes():
+    config = {**hf_dict("llama"), "hidden_size": 66, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with pytest.raises(ConfigError, match="hidden_size must be a multiple of num_attention_heads"):
+        registry.from_hf_config({**config, "head_dim": None})
+    assert registry.from_hf_config({**config, "head_dim": 16}).head_dim == 16
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "field", "value"),
+    [
+        ("llama", {"num_key_value_heads": None, "num_attention_heads": 4}, "num_kv_heads", 4),
+        ("llama", {"head_dim": None, "hidden_size": 96, "num_attention_heads": 4}, "head_dim", 24),
+        ("llama", {"rope_parameters": None, "rope_scaling": None}, "max_position", 512),
+        ("llama", {"eos_token_id": None}, "eos_ids", frozenset()),
+        ("llama", {"eos_token_id": [3, 5, 3]}, "eos_ids", {3, 5}),
+        ("llama", {"dtype": "torch.bfloat16"}, "dtype", "bfloat16"),
+        ("llama", {"dtype": None, "torch_dtype": "torch.float16"}, "dtype", "float16"),
+        ("llama", {"dtype": None}, "dtype", "float32"),
+        ("llama", {"rms_norm_eps": 1}, "norm_eps", 1.0),
+        ("mistral", {"sliding_window": None}, "windows", (None, None)),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 0}, "windows", (None, None)),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "windows", (None, None)),
+    ],
+)
+def test_odd_values_read(family, change, field, value):
+    assert getattr(registry.from_hf_config({**hf_dict(family), **change}), field) == value
+
+
+ABSENT = [
+    "attention_bias",
+    "head_dim",
+    "max_position_embeddings",
+    "mlp_bias",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_parameters",
+    "tie_word_embeddings",
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", ABSENT)
+def test_absent_fields_have_the_defaults_of_transformers(family, name):
+    sizes = {"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 32}
+    config = without(hf_dict(family, **sizes, head_dim=4), name)
+    read = CONFIGS[family](**config).to_dict()
+    assert registry.from_hf_config(config) == registry.from_hf_config({**config, **read})
+
+
+@pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        (ROPES["default"], 512),
+        (LLAMA3, 512),
+        (ROPES["linear"], 3 * 512),
+        (ROPES["linear"] | {"original_max_position_embeddings": 128}, 3 * 128),
+        (YARN | {"original_max_position_embeddings": 128}, 4 * 128),
+        (without(YARN, "original_max_position_embeddings"), 4 * 512),
+        (YARN | {"factor": 2.5}, 40),
+    ],
+)
+def test_max_position_counts_the_stretch(rope, expected):
+    assert registry.from_hf_config({**hf_dict("llama"), "rope_parameters": rope}).max_position == expected
+
+
+def test_original_length_beside_the_rope_parameters_wins():
+    config = {**hf_dict("llama"), "rope_parameters": YARN, "original_max_position_embeddings": 64}
+    assert registry.from_hf_config(config).max_position == 4 * 64
