@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, no_type_check
 
@@ -124,9 +125,9 @@ class EngineConfig:
 
 def embedded_model(name: str) -> Path:
     """Directory of a checkpoint shipped with the package."""
-    import weights  # noqa: PLC0415 - namespace only; the loader is not needed to name a path
-
-    return Path(weights.__file__).parent / name
+    spec = find_spec("weights")  # found, not imported: that would load jax
+    assert spec is not None, "weights is installed with jaxserve"
+    return Path(str(spec.origin)).parent / name
 
 
 @dataclass(frozen=True)

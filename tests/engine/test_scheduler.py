@@ -656,14 +656,14 @@ def test_plans_must_be_updated_in_order():
 
 
 def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
-    def median_s(scheduler):
+    def least_s(scheduler):  # of this thread's own time, which a busy machine does not stretch
         times = []
         for _ in range(200):
-            begin = time.perf_counter()
+            begin = time.thread_time()
             plan = scheduler.schedule()
-            times.append(time.perf_counter() - begin)
+            times.append(time.thread_time() - begin)
             scheduler.update(plan, [0] * len(plan.rows))
-        return sorted(times)[100]
+        return min(times)
 
     def loaded(num_waiting):
         scheduler = make_scheduler(max_num_seqs=8, page_size=16, num_pages=512)
@@ -672,15 +672,15 @@ def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
         return scheduler
 
     short, long = loaded(10), loaded(100_000)
-    assert median_s(long) < 5 * median_s(short)
+    assert least_s(long) < 5 * least_s(short)
     ids = [str(i) for i in range(100_008)]
     random.Random(0).shuffle(ids)
-    begin = time.perf_counter()
+    begin = time.thread_time()
     for request_id in ids[:50_000]:
         long.abort(request_id)
-    half_s = time.perf_counter() - begin
+    half_s = time.thread_time() - begin
     for request_id in ids[50_000:]:
         long.abort(request_id)
-    assert time.perf_counter() - begin < 10 * half_s
+    assert time.thread_time() - begin < 10 * half_s
     assert not long.has_unfinished()
     long.check_integrity()
