@@ -1,8 +1,8 @@
 """Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
 
+import atexit
 import logging
 import threading
-import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -143,8 +143,8 @@ class Runner:
         if rest and compile_ahead == "background":
             self._background = threading.Thread(target=self._compile_in_background, args=(rest,), daemon=True)
             self._background.start()
-            # The interpreter must not exit while XLA compiles; the runner may go before that.
-            weakref.finalize(self, _stop, self._closing, self._background)
+            # Before jax cleans up at exit, which ends badly while it compiles; holds no reference to the runner.
+            atexit.register(_stop, self._closing, self._background)
 
     def _compile_in_background(self, buckets: list[int]) -> None:
         try:
