@@ -131,8 +131,9 @@ def _plain_type(hint: Any) -> Any:
 
 def _field_helps(config: type) -> dict[str, str]:
     """What the class's docstring says of each attribute."""
-    attributes = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", config.__doc__ or "", re.DOTALL)
-    entries = re.findall(r"^ {8}(\w+): (.*(?:\n {9,}.*)*)", attributes[1] if attributes else "", re.MULTILINE)
+    docs = inspect.cleandoc(config.__doc__ or "")  # Python 3.13 has taken the indentation off already
+    attributes = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", docs, re.DOTALL)
+    entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes[1] if attributes else "", re.MULTILINE)
     return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
