@@ -14,12 +14,12 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
 from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params, check_sizes
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.runner import StepHandle, compile_counter
+from jaxserve.engine.runner import StepHandle, StepResult, compile_counter
 from jaxserve.engine.scheduler import ScheduledRow, Scheduler, StepPlan
-from jaxserve.engine.step import StepOutput
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
+from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -260,11 +260,11 @@ class Engine:
         self._in_flight.append(self._dispatch(plan, started))
         return True
 
-    def _fetch_oldest(self) -> StepOutput:
+    def _fetch_oldest(self) -> StepResult:
         """Wait for the oldest step. Interrupted here, nothing is lost: the next call waits again."""
         try:
             return self._in_flight[0].handle.fetch()
-        except Exception:
+        except Exception:  # whatever the device reports; KeyboardInterrupt passes
             with self._aborting_on_failure():
                 raise
 
@@ -299,10 +299,10 @@ class Engine:
         if count and self.config.forbid_compiles:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
-    def _collect(self, step: _InFlight, out: StepOutput) -> list[RequestOutput]:
+    def _collect(self, step: _InFlight, out: StepResult) -> list[RequestOutput]:
         self._account(step)
         if out.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(step.plan, out)
+            self._collect_prompt_logprobs(step.plan, out.prompt_logprobs)
         row_of = {row.request.request_id: index for index, row in enumerate(step.plan.rows)}
         outputs = []
         sampled = out.token_ids[: len(step.plan.rows)].tolist()
@@ -315,14 +315,14 @@ class Engine:
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
         return outputs
 
-    def _collect_prompt_logprobs(self, plan: StepPlan, out: StepOutput) -> None:
+    def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
         token = 0  # first of the row on the step's token axis
         for row in plan.rows:
             request, start = row.request, row.start + 1  # what is predicted lies one further
             group = self._group_of.get(request.request_id)
             if group is not None and row.wants_prompt_logprobs:
                 ids = request.prompt_token_ids[start : start + row.num_tokens]
-                group.append_prompt_logprobs(start, ids, out.prompt_logprobs, token)
+                group.append_prompt_logprobs(start, ids, logprobs, token)
             token += row.num_tokens
 
     def _finish(self, request: Request, stop_string: str | None = None) -> None:

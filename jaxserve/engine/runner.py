@@ -18,7 +18,7 @@ from jaxserve.engine.step import ServeState, StepOutput, make_serve_step, set_sl
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.request import MAX_LOGIT_BIAS
-from jaxserve.sampling import SlotTable
+from jaxserve.sampling import SlotTable, TokenLogprobs
 from pallas_kernels import ragged_paged_attention as attention
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,15 @@ class CompileCounter:
 compile_counter = CompileCounter()
 
 
+@dataclass(frozen=True)
+class StepResult:
+    """What a step sent back, as numpy arrays; logprobs only where the step computed them."""
+
+    token_ids: NDArray[np.int32]  # [R]
+    logprobs: TokenLogprobs | None
+    prompt_logprobs: TokenLogprobs | None
+
+
 @dataclass
 class StepHandle:
     """A dispatched step. `output` becomes ready later; fetching waits for it."""
@@ -54,15 +63,13 @@ class StepHandle:
     wants_logprobs: bool
     wants_prompt_logprobs: bool
 
-    def fetch(self) -> StepOutput:
-        """The output as numpy arrays; logprobs only where the step computed them."""
+    def fetch(self) -> StepResult:
+        """Wait for the step and download what it was asked for."""
         out = self.output
-        return StepOutput(
-            token_ids=np.asarray(out.token_ids),  # type: ignore[arg-type]
-            logprobs=jax.tree.map(np.asarray, out.logprobs) if self.wants_logprobs else None,  # type: ignore[arg-type]
-            prompt_logprobs=(
-                jax.tree.map(np.asarray, out.prompt_logprobs) if self.wants_prompt_logprobs else None  # type: ignore[arg-type]
-            ),
+        return StepResult(
+            token_ids=np.asarray(out.token_ids),
+            logprobs=jax.device_get(out.logprobs) if self.wants_logprobs else None,
+            prompt_logprobs=jax.device_get(out.prompt_logprobs) if self.wants_prompt_logprobs else None,
         )
 
 

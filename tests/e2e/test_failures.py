@@ -62,6 +62,20 @@ def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     assert [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)] == expected
 
 
+def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = start()
+    expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
+    engine.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 2, RuntimeError("out of memory"), after=False))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            generate(engine, PROMPTS, PARAMS)
+    assert not engine.has_unfinished()
+    assert [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)] == expected
+
+
 def test_an_interrupt_while_waiting_for_the_device_loses_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start()
     expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
