@@ -14,8 +14,9 @@ from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
-from jaxserve.models.params import Params, stack_layers
+from jaxserve.models.params import Params, pack_matrices, stack_layers
 from jaxserve.request import SamplingParams
+from pallas_kernels import packed_linear
 from pallas_kernels import ragged_paged_attention as attention
 from pallas_kernels.dispatch import UnsupportedBackendError
 
@@ -62,10 +63,14 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
     """Load the weights in the serving dtype, stacked where layers are scanned."""
+    specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
     try:
-        params = weights.load(config.model_path, registry.param_specs(arch), dtype=compute_dtype(config, arch))
+        params = weights.load(config.model_path, specs, dtype=dtype)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
+    if (reason := packed_linear.unsupported(dtype, jax.default_backend())) is None:
+        return pack_matrices(params, specs)
+    logger.info("matrices are multiplied by XLA: %s", reason)
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params) if scan else params
 

@@ -129,7 +129,7 @@ class Runner:
     @property
     def itemsizes(self) -> tuple[int, int]:
         """Bytes of one weight and of one number in the pool."""
-        return self.params["embed"].dtype.itemsize, self._kv_dtype.itemsize
+        return self.params["final_norm"].dtype.itemsize, self._kv_dtype.itemsize
 
     # Programs
 

@@ -189,13 +189,15 @@ def _prompt_logprobs(
 
     shapes = jax.eval_shape(one, 0)
     empty = jax.tree.map(lambda s: jnp.zeros((T, *s.shape[1:]), s.dtype), shapes)
-    num_blocks = jnp.where(batch.wants_prompt_logprobs > 0, -(-batch.cu_q_lens[batch.num_rows] // block), 0)
+    num_blocks = -(-batch.cu_q_lens[batch.num_rows] // block)
 
     def body(index: Any, out: TokenLogprobs) -> TokenLogprobs:
         start = jnp.minimum(index * block, T - block)
         return jax.tree.map(lambda to, x: lax.dynamic_update_slice_in_dim(to, x, start, 0), out, one(start))
 
-    return lax.fori_loop(0, num_blocks, body, empty)
+    # Not a loop of no rounds: XLA moves what does not depend on the round in front of it, and computes it always.
+    wanted = batch.wants_prompt_logprobs > 0
+    return lax.cond(wanted, lambda: lax.fori_loop(0, num_blocks, body, empty), lambda: empty)
 
 
 def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotTable) -> ServeState:

@@ -130,7 +130,7 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
 
 
 def project_qkv(
-    p: dict[str, Array], x: Float[Array, "T D"], rope: Float[Array, "2 T half"], arch: ArchConfig
+    p: dict[str, Any], x: Float[Array, "T D"], rope: Float[Array, "2 T half"], arch: ArchConfig
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
     """Queries, keys and values of every token, normed per head where the family does so, and rotated."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
@@ -142,7 +142,7 @@ def project_qkv(
 
 
 def block(
-    p: dict[str, Array],
+    p: dict[str, Any],
     x: Float[Array, "T D"],
     rope: Float[Array, "2 T half"],
     carry: Any,

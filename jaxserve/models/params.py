@@ -1,12 +1,14 @@
 """ParamSpec: one row per tensor. It drives shapes, sharding, random init, Hugging Face names, storage."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from weights.rows import Params, build_tree
+from pallas_kernels.packed_linear import pack
+from weights.rows import Params, build_tree, leaf_at
 
-__all__ = ["ParamSpec", "Params", "build_tree", "stack_layers"]
+__all__ = ["ParamSpec", "Params", "build_tree", "pack_matrices", "stack_layers"]
 
 # A parameter tree is {"embed", "layers": [{...}] or {...} when stacked, "final_norm", "lm_head" unless tied}.
 
@@ -30,6 +32,16 @@ class ParamSpec:
     hf_names: tuple[str, ...]
     hf_rows: tuple[int, ...]
     init: str = "normal"
+
+
+def pack_matrices(params: Params, specs: Sequence[ParamSpec]) -> Params:
+    """Packs every matrix that is multiplied by for the native CPU kernels, in place, one after the other."""
+    for spec in specs:
+        only_gathered = spec.path == ("embed",) and "lm_head" in params
+        if len(spec.shape) == 2 and not only_gathered:
+            parent = leaf_at(params, spec.path[:-1])
+            parent[spec.path[-1]] = pack(parent[spec.path[-1]])
+    return params
 
 
 def stack_layers(params: Params) -> Params:

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.dispatch import AUTO, select, target_platform
-from pallas_kernels.ragged_paged_attention import reference, xla
+from pallas_kernels.ragged_paged_attention import native, reference, xla
 from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 BACKENDS: Mapping[str, Backend] = {
+    "native": native,
     "xla": xla,
     "reference": reference,
 }
@@ -94,9 +95,9 @@ def ragged_paged_attention(
     _check_options(q.shape[1], window, soft_cap, sinks)
     chosen = BACKENDS[_select_for_pool(backend, q, k, kv_pages)]
     _check_pool(chosen.pool_dims(kv_pages.shape), k, kv_pages, layer)
-    kv_pages = chosen.write_kv(kv_pages, k, v, layer, rows)
-    out = chosen.attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    return out, kv_pages
+    return chosen.write_and_attend(
+        q, k, v, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+    )
 
 
 def select_backend(

@@ -77,19 +77,11 @@ class Backend(Protocol):
     def from_canonical(self, kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "..."]:
         """The inverse of `to_canonical`."""
 
-    def write_kv(
-        self,
-        kv_pages: Float[Array, "..."],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
-        layer: int | Int32[Array, ""],
-        rows: RaggedRows,
-    ) -> Float[Array, "..."]:
-        """The pool with the keys and values of this step in their pages."""
-
-    def attend(
+    def write_and_attend(
         self,
         q: Float[Array, "T Q H"],
+        k: Float[Array, "T K H"],
+        v: Float[Array, "T K H"],
         kv_pages: Float[Array, "..."],
         layer: int | Int32[Array, ""],
         rows: RaggedRows,
@@ -98,5 +90,5 @@ class Backend(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks: Float[Array, "Q"] | None,
-    ) -> Float[Array, "T Q H"]:
-        """Attention of every row over its pages, in the dtype of `q`."""
+    ) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
+        """Attention of every row, in the dtype of `q`, and the pool with this step's keys and values in their pages."""

@@ -48,7 +48,25 @@ def from_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N P 
     return kv_pages
 
 
-def write_kv(
+def write_and_attend(
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_pages: Float[Array, "L N P KV H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "Q"] | None,
+) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
+    """Writes to a copy of the pool, then attends."""
+    kv_pages = _write_kv(kv_pages, k, v, layer, rows)
+    return _attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks), kv_pages
+
+
+def _write_kv(
     kv_pages: Float[Array, "L N P KV H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
@@ -66,7 +84,7 @@ def write_kv(
     return jnp.asarray(pool)
 
 
-def attend(
+def _attend(
     q: Float[Array, "T Q H"],
     kv_pages: Float[Array, "L N P KV H"],
     layer: int | Int32[Array, ""],

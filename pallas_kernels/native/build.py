@@ -1,0 +1,58 @@
+"""Builds the native kernels when the package is installed. Not a reason to fail: without them XLA's own code serves."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+from pathlib import Path
+
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import BaseError, CCompilerError, ExecError
+
+FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
+
+# The same source once per instruction set; the processor's is chosen when the library is loaded.
+INSTRUCTION_SETS = {
+    "generic": (4, []),
+    "avx2": (8, ["-mavx2", "-mfma"]),
+    "avx512": (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]),
+}
+X86 = ("x86_64", "AMD64")
+
+
+class BuildKernels(build_ext):
+    """Compiles `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build, or leave a note that says why not."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        failure = target.parent / "build_failure.txt"
+        failure.unlink(missing_ok=True)
+        try:
+            objects = self._compile_all()
+            self.compiler.link_shared_object(objects, str(target), target_lang="c++", extra_postargs=["-pthread"])
+        except (BaseError, CCompilerError, ExecError, OSError) as error:
+            self.warn(f"the native kernels could not be built: {error}")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            failure.write_text(f"{error}\n")
+
+    def _compile_all(self) -> list[str]:
+        objects = self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers()])
+        for name, (width, flags) in INSTRUCTION_SETS.items():
+            if name == "generic" or platform.machine() in X86:
+                objects += self._compile("isa.cc", name, [f"-DNATIVE_ISA={name}", f"-DNATIVE_WIDTH={width}", *flags])
+        return objects
+
+    def _compile(self, source: str, name: str, flags: list[str]) -> list[str]:
+        path = Path("pallas_kernels/native") / source
+        directory = Path(self.build_temp) / name
+        objects: list[str] = self.compiler.compile([str(path)], output_dir=str(directory), extra_postargs=FLAGS + flags)
+        return objects
+
+
+def _xla_headers() -> str:
+    spec = importlib.util.find_spec("jaxlib")
+    if spec is None or spec.origin is None:
+        raise OSError("jaxlib, whose headers are needed, is not installed in the build environment")
+    return str(Path(spec.origin).parent / "include")

@@ -1,0 +1,10 @@
+// The kernels for one instruction set, which the build names: NATIVE_ISA and the floats per vector, NATIVE_WIDTH.
+
+#include "attention.h"
+#include "linear.h"
+
+namespace native {
+namespace NATIVE_ISA {
+const Kernels kernels = {::NATIVE_ISA::linear_of_any_format, ::NATIVE_ISA::attention};
+}
+}  // namespace native

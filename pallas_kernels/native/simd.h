@@ -1,0 +1,144 @@
+// Vectors of W floats in the compiler's own vector types, so that one source serves AVX2, AVX-512 and NEON.
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace NATIVE_ISA {
+
+template <int W>
+struct Simd {
+  typedef float F __attribute__((vector_size(4 * W)));
+  typedef int32_t I __attribute__((vector_size(4 * W)));
+};
+
+template <int W>
+using F = typename Simd<W>::F;
+template <int W>
+using I = typename Simd<W>::I;
+
+template <typename To, typename From>
+inline To bits_of(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// Loads W numbers of any storage type as floats.
+template <int W>
+inline F<W> load(const float* from) {
+  F<W> to;
+  std::memcpy(&to, from, sizeof(to));
+  return to;
+}
+
+// GCC 12 takes these conversions apart lane by lane when asked through its vector types.
+template <int W>
+inline I<W> widen(const int8_t* from) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (I<W>)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) return (I<W>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#endif
+  I<W> to;
+  for (int i = 0; i < W; ++i) to[i] = from[i];
+  return to;
+}
+
+template <int W>
+inline I<W> widen(const uint16_t* from) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (I<W>)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) return (I<W>)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+#endif
+  I<W> to;
+  for (int i = 0; i < W; ++i) to[i] = from[i];
+  return to;
+}
+
+template <int W>
+inline F<W> load(const int8_t* from) {
+  return __builtin_convertvector(widen<W>(from), F<W>);
+}
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+template <int W>
+inline F<W> load(const BFloat16* from) {
+  return bits_of<F<W>>(widen<W>(&from->bits) << 16);
+}
+
+template <int W>
+inline void store(float* to, const F<W>& from) {
+  std::memcpy(to, &from, sizeof(from));
+}
+
+inline void store_one(float* to, float value) { *to = value; }
+
+// Rounds to nearest even; a NaN stays one.
+inline void store_one(BFloat16* to, float value) {
+  uint32_t bits = bits_of<uint32_t>(value);
+  const bool is_nan = value != value;
+  bits += 0x7fff + ((bits >> 16) & 1);
+  to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>(bits >> 16);
+}
+
+template <int W>
+inline F<W> all(float value) {
+  return F<W>{} + value;
+}
+
+template <int W>
+inline F<W> max(const F<W>& a, const F<W>& b) {
+  return a > b ? a : b;
+}
+
+template <int W>
+inline float sum_lanes(const F<W>& x) {
+  float lanes[W], sum = 0;
+  store<W>(lanes, x);
+  for (float lane : lanes) sum += lane;
+  return sum;
+}
+
+template <int W>
+inline float max_lanes(const F<W>& x) {
+  float lanes[W];
+  store<W>(lanes, x);
+  float largest = lanes[0];
+  for (float lane : lanes) largest = lane > largest ? lane : largest;
+  return largest;
+}
+
+// e^x for x <= 0 within 2 ulp; 0 below the range of normal floats. Cody and Waite's reduction, minimax polynomial (Cephes expf).
+template <int W>
+inline F<W> exp_of_negative(const F<W>& x) {
+  const float round_bias = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+  const F<W> clamped = max<W>(x, all<W>(-87.0f));
+  const F<W> shifted = clamped * 1.44269504f + round_bias;
+  const F<W> n = shifted - round_bias;
+  const F<W> r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+  F<W> p = all<W>(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const I<W> power = (bits_of<I<W>>(shifted) - bits_of<int32_t>(round_bias) + 127) << 23;
+  const F<W> result = p * bits_of<F<W>>(power);
+  return x < -87.0f ? F<W>{} : result;
+}
+
+}  // namespace NATIVE_ISA

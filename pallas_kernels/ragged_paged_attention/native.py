@@ -1,0 +1,80 @@
+"""Ragged paged attention in C++, a custom call of XLA: the serving backend on CPU, where it is built.
+
+The pool is `[L, N, 2K, P, H]`, keys of head h at 2h and values at 2h + 1, as for `xla`; but the numbers of a page of
+keys lie transposed, as `[H, P]`, so that one vector instruction scores many tokens. See `pallas_kernels/native`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels import native
+from pallas_kernels.ragged_paged_attention import xla
+from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+
+POOL_DTYPES = ("float32", "bfloat16")
+VECTOR = 4  # numbers of the narrowest vectors in use
+
+kv_shape = xla.kv_shape
+pool_dims = xla.pool_dims
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this backend cannot run the problem; None if it can."""
+    if problem.platform != "cpu":
+        return "it runs on CPU only"
+    if (reason := native.unavailable()) is not None:
+        return reason
+    if problem.kv_dtype.name not in POOL_DTYPES:
+        return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
+    if problem.page_size % VECTOR or problem.head_dim % VECTOR:
+        return f"page_size and head_dim must be multiples of {VECTOR}, not {problem.page_size} and {problem.head_dim}"
+    return None
+
+
+def to_canonical(kv_pages: Float[Array, "L N KV P H"]) -> Float[Array, "L N P KV H"]:
+    """The pool as `[L, N, P, 2K, H]`."""
+    L, N, KV, P, H = kv_pages.shape
+    keys = jnp.swapaxes(kv_pages[:, :, 0::2].reshape(L, N, KV // 2, H, P), 3, 4)
+    pages = jnp.stack([keys, kv_pages[:, :, 1::2]], axis=3).reshape(L, N, KV, P, H)
+    return jnp.swapaxes(pages, 2, 3)
+
+
+def from_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N KV P H"]:
+    """The inverse of `to_canonical`."""
+    L, N, P, KV, H = kv_pages.shape
+    pages = jnp.swapaxes(kv_pages, 2, 3)  # [L, N, 2K, P, H]
+    keys = jnp.swapaxes(pages[:, :, 0::2], 3, 4).reshape(L, N, KV // 2, P, H)
+    return jnp.stack([keys, pages[:, :, 1::2]], axis=3).reshape(L, N, KV, P, H)
+
+
+def write_and_attend(
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_pages: Float[Array, "L N KV P H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "Q"] | None,
+) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
+    """Writes and attends in one call, the pool in place: donate it."""
+    shapes = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
+    call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={3: 1})
+    out, kv_pages = call(
+        *(x.astype(jnp.float32) for x in (q, k, v)),
+        kv_pages,
+        jnp.asarray(layer, jnp.int32),
+        *rows,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        scale=np.float32(scale),
+        soft_cap=np.float32(soft_cap or 0),
+        window=np.int64(window or 0),
+    )
+    return out.astype(q.dtype), kv_pages

@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import packed_linear
+
+reason = packed_linear.unsupported("float32", jax.default_backend())
+pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
+
+multiply = jax.jit(packed_linear.multiply)
+SHAPES = [(16, 4), (17, 1), (40, 33), (64, 256), (200, 96), (31, 1024)]
+
+
+def matrix(shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 12, 13, 37, 130])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_match_numpy(shape, num_tokens):
+    weight, x = matrix(shape), matrix((num_tokens, shape[1]), 1)
+    y = multiply(packed_linear.pack(jnp.asarray(weight)), jnp.asarray(x))
+    expected = x.astype(np.float64) @ weight.T.astype(np.float64)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * shape[1] ** 0.5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7])
+def test_bfloat16_weights_are_read_exactly(num_tokens):
+    weight = jnp.asarray(matrix((48, 64)), jnp.bfloat16)
+    x = jnp.asarray(matrix((num_tokens, 64), 1))
+    half = multiply(packed_linear.pack(weight), x)
+    whole = multiply(packed_linear.pack(weight.astype(jnp.float32)), x)
+    np.testing.assert_array_equal(half, whole)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 8])
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+def test_int8_weights_are_scaled_by_block(num_blocks, num_tokens):
+    weight = np.random.default_rng(0).integers(-127, 128, (40, 64)).astype(np.int8)
+    scales = np.abs(matrix((40, num_blocks), 1)) / 100
+    x = matrix((num_tokens, 64), 2)
+    real = (weight.reshape(40, num_blocks, -1) * scales[:, :, None].astype(np.float64)).reshape(40, 64)
+    packed = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales))
+    np.testing.assert_allclose(multiply(packed, jnp.asarray(x)), x @ real.T, rtol=0, atol=1e-4)
+    ids = jnp.asarray([39, 0, 17])
+    np.testing.assert_allclose(packed_linear.rows(packed, ids), real[ids], rtol=1e-6)
+
+
+def test_a_token_is_the_same_whatever_its_neighbours():
+    packed = packed_linear.pack(jnp.asarray(matrix((80, 96))))
+    x = jnp.asarray(matrix((150, 96), 1))
+    together = np.asarray(multiply(packed, x))
+    for start, end in [(0, 1), (3, 5), (40, 53), (20, 84)]:
+        np.testing.assert_array_equal(multiply(packed, x[start:end]), together[start:end])
+
+
+def test_rows_are_gathered_and_clipped():
+    weight = matrix((37, 8))
+    found = packed_linear.rows(packed_linear.pack(jnp.asarray(weight)), jnp.asarray([36, 0, 15, 16, 99, -5]))
+    np.testing.assert_array_equal(found, weight[[36, 0, 15, 16, 36, 0]])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_unpack_inverts_pack(shape):
+    weight = jnp.asarray(matrix(shape))
+    unpacked, scales = packed_linear.unpack(packed_linear.pack(weight))
+    np.testing.assert_array_equal(unpacked, weight)
+    assert scales.shape == (shape[0], 0)
+
+
+def test_blocks_that_do_not_divide_a_row_are_refused():
+    with pytest.raises(ValueError, match="64 weights must divide into 3 blocks"):
+        packed_linear.pack(jnp.zeros((16, 64), jnp.int8), jnp.ones((16, 3)))
+
+
+def test_unsupported_says_why():
+    assert "CPU" in packed_linear.unsupported("float32", "gpu")
+    assert "float16" in packed_linear.unsupported("float16", "cpu")
