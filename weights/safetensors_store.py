@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
@@ -31,6 +31,7 @@ _READ_BYTES = 16 << 20
 _ALIGNMENT = 64  # XLA:CPU takes over an aligned host buffer instead of copying it
 
 Tensors = Mapping[str, NDArray[Any]]  # views of memory-mapped files
+Transform = Callable[[Any, Array], Any]  # of a row, of the caller's own type, and its tensor
 Index = tuple[slice, ...]
 Piece = tuple[NDArray[Any], NDArray[Any]]  # where to copy, and from where
 
@@ -40,6 +41,7 @@ def load(
     specs: Sequence[TensorRow],
     dtype: jax.typing.DTypeLike | None = None,
     shardings: Shardings | None = None,
+    transform: Transform | None = None,
 ) -> Params:
     """Read a Hugging Face directory into the parameter tree that `specs` describe.
 
@@ -51,17 +53,21 @@ def load(
         specs: one row per tensor of the result.
         dtype: of the result; None keeps that of the files (float32, float16 or bfloat16).
         shardings: a function of a row's path, or a tree of them; each device reads its own slices only.
+        transform: of a row and its tensor, as read and placed, to what takes its place in the tree; a tensor is
+            released before the next but one is read.
 
     Raises:
         CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
     """
     tensors = _open(FilePath(path))
     _check(FilePath(path), specs, tensors)
-    previous: list[Array] = []
+    previous: list[Any] = []
 
-    def leaf(row: TensorRow) -> Array:
+    def leaf(row: TensorRow) -> Any:
         parts = [tensors[name] for name in row.hf_names]
         array = _place(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
+        if transform is not None:
+            array = transform(row, array)
         # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
         jax.block_until_ready(previous)
         previous[:] = [array]
@@ -287,7 +293,7 @@ def _split(specs: Sequence[TensorRow], params: Params) -> dict[str, _Part]:
     return tensors
 
 
-def _leaf_or_none(params: Params, path: Path) -> Array | None:
+def _leaf_or_none(params: Params, path: Path) -> Any:
     try:
         return leaf_at(params, path)
     except (KeyError, IndexError, TypeError):

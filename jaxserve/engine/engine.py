@@ -338,7 +338,6 @@ class Engine:
         now, plan, arch = time.monotonic(), step.plan, self.arch
         device_s = now - max(step.dispatched_s, self._device_free_s)
         self._device_free_s = now
-        weight_itemsize, kv_itemsize = self._runner.itemsizes
         num_kv_tokens = sum(row.start + 2 * row.num_tokens for row in plan.rows)  # read all, write the new ones
         self.last_step = StepStats(
             step_id=plan.step_id,
@@ -354,8 +353,8 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
-            weight_bytes=arch.num_params * weight_itemsize,
-            kv_bytes=num_kv_tokens * arch.kv_bytes_per_token(kv_itemsize),
+            weight_bytes=self._runner.weight_bytes,
+            kv_bytes=num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize),
             flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), _num_scores(plan)),
         )
         self.stats.add(self.last_step)

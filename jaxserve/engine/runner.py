@@ -16,7 +16,7 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout
 from jaxserve.engine.step import ServeState, StepOutput, make_serve_step, set_slot
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
+from jaxserve.models.params import Params, step_bytes
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sampling import SlotTable, TokenLogprobs
 from pallas_kernels import ragged_paged_attention as attention
@@ -88,6 +88,7 @@ class Runner:
         self.arch, self.params, self.schedule = arch, params, schedule
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
+        self.weight_bytes = step_bytes(params)
         self._programs: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
         self._closing = threading.Event()
@@ -127,9 +128,9 @@ class Runner:
         return jax.eval_shape(self._new_state)
 
     @property
-    def itemsizes(self) -> tuple[int, int]:
-        """Bytes of one weight and of one number in the pool."""
-        return self.params["final_norm"].dtype.itemsize, self._kv_dtype.itemsize
+    def kv_itemsize(self) -> int:
+        """Bytes of one number in the pool."""
+        return self._kv_dtype.itemsize
 
     # Programs
 

@@ -1,4 +1,4 @@
-"""Matrix products with weights stored [out, in], as Hugging Face has them."""
+"""Matrix products with weights stored [out, in], as Hugging Face has them: in float, quantised, or packed."""
 
 from functools import partial
 
@@ -7,12 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxserve import quant
+from jaxserve.quant import QuantizedMatrix
 from pallas_kernels import packed_linear
 from pallas_kernels.packed_linear import PackedMatrix
 
+Matrix = Float[Array, "out in"] | QuantizedMatrix | PackedMatrix
+
 
 def linear(
-    weight: Float[Array, "out in"] | PackedMatrix,
+    weight: Matrix,
     x: Float[Array, "T in"],
     bias: Float[Array, " out"] | None = None,
     *,
@@ -29,14 +33,18 @@ def linear(
     return y if bias is None else y + bias[None, :].astype(dtype)
 
 
-def embed(weight: Float[Array, "V D"] | PackedMatrix, token_ids: Int[Array, " T"]) -> Float[Array, "T D"]:
-    """Rows of the embedding, clipped to those there are."""
-    if isinstance(weight, PackedMatrix):
-        return packed_linear.rows(weight, token_ids)
-    return weight.at[token_ids].get(mode="clip")
+def embed(table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLike) -> Float[Array, "T D"]:
+    """Rows of the embedding, clipped to those there are, in `dtype`."""
+    if isinstance(table, QuantizedMatrix):
+        return table.rows(token_ids).astype(dtype)
+    if isinstance(table, PackedMatrix):
+        return packed_linear.rows(table, token_ids).astype(dtype)
+    return table.at[token_ids].get(mode="clip").astype(dtype)
 
 
-def _multiply(weight: Float[Array, "out in"] | PackedMatrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+def _multiply(weight: Matrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+    if isinstance(weight, QuantizedMatrix):
+        return quant.multiply(weight, x)
     if isinstance(weight, PackedMatrix):
         return packed_linear.multiply(weight, x)
     precision = lax.Precision.HIGHEST if x.dtype == weight.dtype == jnp.float32 else None

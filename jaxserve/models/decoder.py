@@ -36,7 +36,7 @@ def forward(
 ) -> tuple[Float[Array, "T D"], Any]:
     """Hidden states of every token after the final norm, and the carry that attention has threaded through."""
     with jax.named_scope("embed"):
-        x = embed(params["embed"], token_ids)
+        x = embed(params["embed"], token_ids, params["final_norm"].dtype)  # the norms are never quantised
         rope = rope_table(positions, arch.rope, arch.head_dim)
     layers = params["layers"]
     if isinstance(layers, list):
@@ -55,11 +55,11 @@ def can_scan(arch: ArchConfig) -> bool:
 
 
 def _scan_layers(
-    layers: dict[str, Any], arch: ArchConfig, x: Array, rope: Array, attend: Attend, carry: Any
+    layers: Params, arch: ArchConfig, x: Array, rope: Array, attend: Attend, carry: Any
 ) -> tuple[Array, Any]:
     run = partial(block, arch=arch, window=arch.windows[0], attend=attend)
 
-    def body(state: tuple[Array, Any], xs: tuple[dict[str, Any], Array]) -> tuple[tuple[Array, Any], None]:
+    def body(state: tuple[Array, Any], xs: tuple[Params, Array]) -> tuple[tuple[Array, Any], None]:
         x, carry = state
         p, layer = xs
         return run(p, x, rope, carry, layer), None

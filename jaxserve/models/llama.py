@@ -14,7 +14,7 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import apply_rope
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
-from jaxserve.models.params import ParamSpec
+from jaxserve.models.params import Params, ParamSpec
 
 _FIELDS = {
     "vocab_size": SIZE,
@@ -130,7 +130,7 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
 
 
 def project_qkv(
-    p: dict[str, Any], x: Float[Array, "T D"], rope: Float[Array, "2 T half"], arch: ArchConfig
+    p: Params, x: Float[Array, "T D"], rope: Float[Array, "2 T half"], arch: ArchConfig
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
     """Queries, keys and values of every token, normed per head where the family does so, and rotated."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
@@ -142,7 +142,7 @@ def project_qkv(
 
 
 def block(
-    p: dict[str, Any],
+    p: Params,
     x: Float[Array, "T D"],
     rope: Float[Array, "2 T half"],
     carry: Any,

@@ -84,6 +84,31 @@ def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
     assert len(narrow.outputs[0].token_ids) == 5
 
 
+def test_int8_weights(start: Start) -> None:
+    """A step reads a quarter of the bytes, and what is generated depends on neither batch nor cache, and is near."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    prompts = [tokens(length, length) for length in (1, 23, 9)]
+    exact, narrow = start(), start(quantization="int8")
+    together = generate(narrow, prompts, params)
+    bytes_read = narrow.last_step.weight_bytes
+    for prompt, output in zip(prompts, together, strict=True):
+        (cached,) = generate(narrow, [prompt], params)
+        narrow.reset_prefix_cache()
+        (alone,) = generate(narrow, [prompt], params)
+        assert cached.outputs[0].token_ids == alone.outputs[0].token_ids == output.outputs[0].token_ids
+        (reference,) = generate(exact, [prompt], params)
+        a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (reference, output))
+        assert a == pytest.approx(b, abs=0.05)
+    assert 0.25 < bytes_read / exact.last_step.weight_bytes < 0.29
+    assert narrow._runner.state.kv_pages.dtype == "float32"
+
+
+def test_int8_weights_run_in_bfloat16(start: Start) -> None:
+    engine = start(**ONE_ROW, dtype="bfloat16", quantization="int8")
+    assert engine._runner.state.kv_pages.dtype == "bfloat16"
+    assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
+
+
 def test_background_compiles_end_and_serve(llama: Path) -> None:
     """Requests are served meanwhile, with the next larger program that is ready."""
     sizes = {**ONE_ROW, "max_num_batched_tokens": 3, "compile_ahead": "background"}

@@ -28,10 +28,10 @@ def attend(q, k, v, carry, layer, window):
     return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), carry + layer
 
 
-def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS):
+def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, transform=None):
     """Arch, token ids, logits and the carry for the checkpoint at `path`, computed in float32."""
     arch = registry.from_hf_config(weights.read_config(path))
-    params = weights.load(path, registry.param_specs(arch), jnp.float32)
+    params = weights.load(path, registry.param_specs(arch), jnp.float32, transform=transform)
     token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, num_tokens).astype(np.int32)
     params = stack_layers(params) if stacked else params
     logits, carry = run(params, arch, jnp.asarray(token_ids))

@@ -1,0 +1,76 @@
+"""The decoder with int8 matrices, against itself in float32 on the same checkpoints."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import weights
+from jaxserve.models import registry
+from jaxserve.models.params import quantize_matrix, step_bytes
+from jaxserve.quant import QuantizedMatrix
+from tests.checkpoints import FAMILIES, hf_dict, random_configs, write_checkpoint
+from tests.models.test_parity import load_logits
+
+# In standard deviations of the logits. A block's largest number is near 2.5 deviations of its numbers, so that rounding
+# adds 2.5 / 127 / sqrt(12) = 0.6% of noise to a product, 2.4% over the 17 of four layers and the head.
+LARGEST_ERROR, MEAN_ERROR = 0.2, 0.03
+
+load_int8_logits = partial(load_logits, transform=quantize_matrix)
+
+
+def round_trip(spec, array):
+    """What int8 keeps of a tensor, in float32."""
+    matrix = quantize_matrix(spec, array)
+    if not isinstance(matrix, QuantizedMatrix):
+        return matrix
+    return matrix.rows(jnp.arange(len(array)))
+
+
+@pytest.mark.parametrize("case", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_track_float32(tmp_path, family, case):
+    """Near the float32 model, and exact float32 products of the numbers that are kept."""
+    write_checkpoint(tmp_path, family, case, **list(random_configs(family, 2, seed=1))[case])
+    _, _, exact, _ = load_logits(tmp_path)
+    _, _, kept, _ = load_logits(tmp_path, transform=round_trip)
+    _, _, logits, _ = load_int8_logits(tmp_path)
+    np.testing.assert_allclose(logits, kept, rtol=0, atol=1e-4)
+    error = np.abs(logits - exact) / exact.std()
+    assert 0 < error.mean() < MEAN_ERROR
+    assert error.max() < LARGEST_ERROR
+
+
+def test_scanned_layers_match_unrolled(tmp_path):
+    write_checkpoint(tmp_path, "qwen3", num_hidden_layers=3, use_sliding_window=False)
+    _, _, unrolled, _ = load_int8_logits(tmp_path)
+    _, _, scanned, _ = load_int8_logits(tmp_path, stacked=True)
+    np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_matrices_alone_are_quantised(tied):
+    arch = registry.from_hf_config(hf_dict("qwen2", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied))
+    specs = registry.param_specs(arch)
+    params = weights.dummy(specs, 0, jnp.float32)
+    narrow = weights.rows.build_tree(specs, lambda spec: quantize_matrix(spec, weights.rows.leaf_at(params, spec.path)))
+    for spec in specs:
+        leaf = weights.rows.leaf_at(narrow, spec.path)
+        assert leaf.shape == spec.shape
+        assert isinstance(leaf, QuantizedMatrix) == spec.path[-1].endswith(("proj", "embed", "lm_head"))
+        assert leaf.dtype == ("int8" if isinstance(leaf, QuantizedMatrix) else "float32")
+    held, wide = (sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) for tree in (narrow, params))
+    assert held <= 0.28 * wide
+    assert step_bytes(params) == wide - (0 if tied else 4 * arch.vocab_size * arch.hidden_size)
+    assert step_bytes(narrow) <= 0.28 * step_bytes(params)
+
+
+def test_saving_says_what_is_wrong(tmp_path):
+    write_checkpoint(tmp_path, "llama")
+    config = weights.read_config(tmp_path)
+    specs = registry.param_specs(registry.from_hf_config(config))
+    params = weights.load(tmp_path, specs, transform=quantize_matrix)
+    with pytest.raises(weights.CheckpointError, match="embed int8"):
+        weights.save(tmp_path / "saved", specs, params, config)
