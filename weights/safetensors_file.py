@@ -5,6 +5,7 @@ without torch, while the numpy front end of the safetensors package reads no bfl
 """
 
 import json
+import mmap
 import os
 from collections.abc import Callable, Mapping
 from math import prod
@@ -56,6 +57,20 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
             f"{file} must be a complete safetensors file, got {file.stat().st_size} bytes with a fault: {error}; "
             f"download or write it again"
         ) from error
+
+
+def release(view: NDArray[Any]) -> None:
+    """Drop the pages that were read through a view of `map_file`: until then they count as the process's memory."""
+    whole = view
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    file_map = whole.base
+    assert isinstance(file_map, mmap.mmap), "a view of map_file"
+    file_start = np.lib.array_utils.byte_bounds(whole)[0]
+    begin, end = (address - file_start for address in np.lib.array_utils.byte_bounds(view))
+    begin -= begin % mmap.PAGESIZE
+    if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+        file_map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
 def _view(body: NDArray[np.uint8], *, dtype: str, shape: list[int], data_offsets: list[int]) -> NDArray[Any]:

@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from weights.errors import CheckpointError, Mismatch
 from weights.rows import Params, Path, Shardings, TensorRow, build_tree, hf_shapes, leaf_at, sharding_at
-from weights.safetensors_file import map_file, num_bytes, write_file
+from weights.safetensors_file import map_file, num_bytes, release, write_file
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 _NUM_READERS = 8
-_READ_BYTES = 16 << 20
+_READ_BYTES = 4 << 20  # of a file at a time in each reader
 _ALIGNMENT = 64  # XLA:CPU takes over an aligned host buffer instead of copying it
 
 Tensors = Mapping[str, NDArray[Any]]  # views of memory-mapped files
@@ -242,6 +242,7 @@ def _pieces(out: NDArray[Any], source: NDArray[Any]) -> Iterator[Piece]:
 def _copy(piece: Piece) -> None:
     to, source = piece
     np.copyto(to, source, casting="unsafe")
+    release(source)
 
 
 def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:

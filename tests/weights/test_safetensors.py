@@ -4,6 +4,7 @@ import json
 import re
 import tracemalloc
 from itertools import pairwise
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -116,6 +117,35 @@ def test_host_memory_stays_near_one_tensor(tmp_path, monkeypatch):
     assert sum(x.nbytes for x in jax.tree.leaves(params)) == total
     assert total > 8 * largest
     assert largest < peak < 2.5 * largest
+
+
+def resident_bytes():
+    """Of this process now, with the pages of mapped files that it has read."""
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident set from /proc")
+def test_files_leave_no_pages_behind(tmp_path):
+    """Loading takes the size of the weights, not that of the file as well."""
+    config = {**CONFIG, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 1, "vocab_size": 8192}
+    specs = registry.param_specs(registry.from_hf_config(config))
+    weights.save(tmp_path, specs, weights.dummy(specs, 0, jnp.float32), config)
+    resident = [resident_bytes()]
+    params = weights.load(tmp_path, specs, transform=lambda _, array: (array, resident.append(resident_bytes()))[0])
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert size > 100e6
+    assert max(resident) - resident[0] < 1.3 * size
+
+
+def test_each_tensor_is_transformed_with_its_row(checkpoint, params):
+    def transform(row, array):
+        assert array.shape == row.shape
+        return {"tensor": array, "name": row.path[-1]}
+
+    changed = weights.load(checkpoint, SPECS, transform=transform)
+    for row in SPECS:
+        assert leaf_at(changed, row.path)["name"] == row.path[-1]
+        np.testing.assert_array_equal(leaf_at(changed, row.path)["tensor"], leaf_at(params, row.path))
 
 
 # What is refused
