@@ -1,6 +1,6 @@
 """Bits per byte of the embedded checkpoint and its draft on held-out modules, beside xz, and how often the two agree.
 
-    python scripts/eval_bpb.py [--limit BYTES]
+    python scripts/eval_bpb.py [--limit BYTES] [--quantization int8]
 
 Every module is scored by itself, after <|endoftext|>, in windows that overlap by half: each token is predicted from at
 least half a window of the text before it, or from all there is. xz -9e compresses all of them as one stream.
@@ -25,8 +25,9 @@ from tokenizers import Tokenizer
 
 import stdlib_corpus
 from dense_model import load_model, logits, token_nats
+from jaxserve.config import QUANTIZATIONS
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
+from jaxserve.models.params import Params, step_bytes
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 _BATCH = 4
@@ -96,6 +97,7 @@ def main() -> None:
     parser.add_argument("--draft", type=Path, default=WEIGHTS / "default-draft")
     parser.add_argument("--limit", type=int, help="bytes to score; all by default")
     parser.add_argument("--window", type=int, default=1024, help="tokens the model sees at once")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="score the model quantised as well")
     args = parser.parse_args()
 
     documents = take(stdlib_corpus.read(held_out=True), args.limit)
@@ -106,14 +108,23 @@ def main() -> None:
     print(json.dumps({"bytes": num_bytes, "tokens": num_tokens, "window_tokens": args.window, **versions}))
     print(json.dumps({"name": "xz -9e", "bits_per_byte": round(xz_bits_per_byte(documents), 4)}))
 
+    variants = [
+        (args.model, None),
+        (args.draft, None),
+        *([(args.model, args.quantization)] if args.quantization else []),
+    ]
     scores = {}
-    for directory in (args.model, args.draft):
-        params, arch = load_model(directory)
-        scores[directory] = score(params, arch, ids, args.window)
-        bpb = bits_per_byte(scores[directory], documents)
-        row = {"name": directory.name, "params": arch.num_params, "bits_per_byte": round(bpb, 4)}
+    for directory, quantization in variants:
+        params, arch = load_model(directory, quantization=quantization)
+        found = scores[directory, quantization] = score(params, arch, ids, args.window)
+        row = {
+            "name": ", ".join(filter(None, (directory.name, quantization))),
+            "params": arch.num_params,
+            "weight_mb": round(step_bytes(params) / 1e6, 2),
+            "bits_per_byte": round(bits_per_byte(found, documents), 4),
+        }
         print(json.dumps(row), flush=True)
-    agreement = (scores[args.model].greedy_ids == scores[args.draft].greedy_ids).mean()
+    agreement = (scores[args.model, None].greedy_ids == scores[args.draft, None].greedy_ids).mean()
     print(json.dumps({"greedy_agreement": round(float(agreement), 4)}))
 
 

@@ -14,28 +14,15 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
 
-import weights
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.engine.build import build_arch, build_params
-from jaxserve.models.registry import from_hf_config, param_specs
-
-SMALL = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 8192,
-    "hidden_size": 576,
-    "intermediate_size": 1536,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "tie_word_embeddings": True,
-}
+from random_model import write_random_model
 
 
 def main() -> None:
@@ -48,18 +35,11 @@ def main() -> None:
         return
     print(json.dumps({"python": platform.python_version(), "jax": jax.__version__, "machine": platform.machine()}))
     with TemporaryDirectory() as scratch:
-        models = [args.model] if args.model else write_models(Path(scratch))
-        for directory in models:
+        written = (write_random_model(Path(scratch) / dtype, dtype) for dtype in ("float32", "bfloat16"))
+        for directory in [args.model] if args.model else written:
             for quantization in ("none", *QUANTIZATIONS):
                 row = {"model": directory.name, "quantization": quantization, **load_apart(directory, quantization)}
                 print(json.dumps(row), flush=True)
-
-
-def write_models(scratch: Path) -> Iterator[Path]:
-    specs = param_specs(from_hf_config(SMALL))
-    for dtype in ("float32", "bfloat16"):
-        weights.save(scratch / dtype, specs, weights.dummy(specs, 0, jnp.dtype(dtype)), SMALL)
-        yield scratch / dtype
 
 
 def load_apart(directory: Path, quantization: str) -> dict[str, float]:

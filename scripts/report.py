@@ -121,7 +121,10 @@ def token_ids(workload: dict[str, Any], vocab_size: int, low: int = 10) -> list[
 def quality() -> tuple[dict[str, Any], list[Row]]:
     """Bits per byte of the default model on held-out modules against xz, from eval_bpb.py."""
     lines = subprocess.run(
-        [sys.executable, ROOT / "scripts/eval_bpb.py"], check=True, capture_output=True, text=True
+        [sys.executable, ROOT / "scripts/eval_bpb.py", "--quantization", "int8"],
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.splitlines()
     facts = [json.loads(line) for line in lines]
     bpb = {fact["name"]: fact["bits_per_byte"] for fact in facts if "name" in fact}

@@ -78,6 +78,19 @@ def test_beats_xz_on_held_out_text(tokenizer):
     assert (target.greedy_ids == draft.greedy_ids).mean() > 0.3
 
 
+def test_int8_costs_under_half_a_percent(tokenizer):
+    import stdlib_corpus
+    from dense_model import load_model
+    from eval_bpb import bits_per_byte, score, take
+
+    documents = take(list(stdlib_corpus.read(held_out=True)), 16_000)
+    ids = [tokenizer.encode(stdlib_corpus.as_text(document)).ids for document in documents]
+    exact, narrow = (score(*load_model(DEFAULT, quantization=q), ids, window=256) for q in (None, "int8"))
+    assert bits_per_byte(narrow, documents) == pytest.approx(bits_per_byte(exact, documents), rel=0.005)
+    assert (narrow.nats != exact.nats).any()
+    assert (narrow.greedy_ids == exact.greedy_ids).mean() > 0.97
+
+
 def test_split_is_disjoint_and_one_in_twenty():
     import stdlib_corpus
 

@@ -1,6 +1,6 @@
 """ParamSpec: one row per tensor. It drives shapes, sharding, random init, Hugging Face names, storage."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -11,7 +11,16 @@ from jaxserve.quant import QuantizedMatrix, quantize
 from pallas_kernels.packed_linear import PackedMatrix, pack
 from weights.rows import Params, build_tree, leaf_at
 
-__all__ = ["ParamSpec", "Params", "build_tree", "pack_matrices", "quantize_matrix", "stack_layers", "step_bytes"]
+__all__ = [
+    "TRANSFORMS",
+    "ParamSpec",
+    "Params",
+    "build_tree",
+    "pack_matrices",
+    "quantize_matrix",
+    "stack_layers",
+    "step_bytes",
+]
 
 # A parameter tree is {"embed", "layers": [{...}] or {...} when stacked, "final_norm", "lm_head" unless tied}.
 
@@ -45,6 +54,13 @@ class ParamSpec:
 def quantize_matrix(spec: ParamSpec, array: Array) -> Array | QuantizedMatrix:
     """The tensor of `spec` in int8 if it is a matrix; norms and biases stay as they are. A transform of `load`."""
     return quantize(array) if spec.is_matrix else array
+
+
+# EngineConfig.quantization -> what `weights.load` does with each tensor
+TRANSFORMS: dict[str | None, Callable[[ParamSpec, Array], Array | QuantizedMatrix] | None] = {
+    None: None,
+    "int8": quantize_matrix,
+}
 
 
 def pack_matrices(params: Params, specs: Sequence[ParamSpec]) -> Params:
