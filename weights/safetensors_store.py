@@ -53,8 +53,8 @@ def load(
         specs: one row per tensor of the result.
         dtype: of the result; None keeps that of the files (float32, float16 or bfloat16).
         shardings: a function of a row's path, or a tree of them; each device reads its own slices only.
-        transform: of a row and its tensor, as read and placed, to what takes its place in the tree; a tensor is
-            released before the next but one is read.
+        transform: of a row and its tensor, as read and placed, to what takes its place in the tree; the tensor is
+            released before the next is read.
 
     Raises:
         CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
@@ -67,7 +67,7 @@ def load(
         parts = [tensors[name] for name in row.hf_names]
         array = _place(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
         if transform is not None:
-            array = transform(row, array)
+            array = jax.block_until_ready(transform(row, array))
         # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
         jax.block_until_ready(previous)
         previous[:] = [array]
