@@ -1,5 +1,6 @@
 """Matrix products with weights stored [out, in], as Hugging Face has them: in float, quantised, or packed."""
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -8,6 +9,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve import quant
+from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.norm import RmsNorm
 from jaxserve.quant import QuantizedMatrix
 from pallas_kernels import packed_linear
 from pallas_kernels.packed_linear import PackedMatrix
@@ -17,20 +20,27 @@ Matrix = Float[Array, "out in"] | QuantizedMatrix | PackedMatrix
 
 def linear(
     weight: Matrix,
-    x: Float[Array, "T in"],
+    x: Float[Array, "T features"],
     bias: Float[Array, " out"] | None = None,
     *,
+    before: Callable[[Array], Array] | None = None,
+    residual: Float[Array, "T out"] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
 ) -> Float[Array, "T out"]:
-    """`x @ weight.T + bias`, accumulated in float32, in `dtype` (default: that of x).
+    """`before(x) @ weight.T + bias + residual`, accumulated in float32, in `dtype` (default: that of x).
 
     Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators take by default.
-    One token is multiplied from the other side: XLA:CPU reads a row-major matrix up to eight times faster as W·x.
-    Packed matrices go to the native kernels.
+    Packed matrices go to the native kernels, with an `RmsNorm` or `swiglu` before and the residual fused.
     """
     dtype = dtype or x.dtype
-    y = _multiply(weight, x).astype(dtype)
-    return y if bias is None else y + bias[None, :].astype(dtype)
+    if isinstance(weight, PackedMatrix):
+        y = _multiply_packed(weight, x, before, residual).astype(dtype)
+        residual = None
+    else:
+        y = _multiply(weight, before(x) if before else x).astype(dtype)
+    if bias is not None:
+        y += bias[None, :].astype(dtype)
+    return y if residual is None else residual + y
 
 
 def embed(table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLike) -> Float[Array, "T D"]:
@@ -42,11 +52,20 @@ def embed(table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLik
     return table.at[token_ids].get(mode="clip").astype(dtype)
 
 
-def _multiply(weight: Matrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+def _multiply_packed(
+    weight: PackedMatrix, x: Array, before: Callable[[Array], Array] | None, residual: Array | None
+) -> Array:
+    if before is swiglu:
+        return packed_linear.multiply(weight, x, swiglu=True, residual=residual)
+    if isinstance(before, RmsNorm):
+        return packed_linear.multiply(weight, x, rms_norm=(before.weight, before.eps), residual=residual)
+    return packed_linear.multiply(weight, before(x) if before else x, residual=residual)
+
+
+def _multiply(weight: Float[Array, "out in"] | QuantizedMatrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+    """One token is multiplied from the other side: XLA:CPU reads a row-major matrix up to eight times faster as W·x."""
     if isinstance(weight, QuantizedMatrix):
         return quant.multiply(weight, x)
-    if isinstance(weight, PackedMatrix):
-        return packed_linear.multiply(weight, x)
     precision = lax.Precision.HIGHEST if x.dtype == weight.dtype == jnp.float32 else None
     dot = partial(
         lax.dot_general,

@@ -1,5 +1,7 @@
 """Normalisation layers."""
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
@@ -10,3 +12,15 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
     x32 = x.astype(jnp.float32)
     x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return x32.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """A norm on its way into a matrix product, which may fuse it (see `linear`)."""
+
+    weight: Float[Array, " D"]
+    eps: float
+
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """The normed `x`."""
+        return rms_norm(x, self.weight, self.eps)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
-from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.layers.rope import apply_rope
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
@@ -132,9 +132,10 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
 def project_qkv(
     p: Params, x: Float[Array, "T D"], rope: Float[Array, "2 T half"], arch: ArchConfig
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Queries, keys and values of every token, normed per head where the family does so, and rotated."""
+    """Queries, keys and values of every token, normed before and, where the family does so, per head; rotated."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
-    qkv = linear(p["qkv_proj"], x, p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
+    norm = RmsNorm(p["input_norm"], arch.norm_eps)
+    qkv = linear(p["qkv_proj"], x, p.get("qkv_bias"), before=norm).reshape(T, Q + 2 * K, H)
     q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
     if arch.qk_norm:
         q, k = rms_norm(q, p["q_norm"], arch.norm_eps), rms_norm(k, p["k_norm"], arch.norm_eps)
@@ -154,10 +155,11 @@ def block(
 ) -> tuple[Float[Array, "T D"], Any]:
     """One pre-norm decoder layer: x + attention, then + SwiGLU. `attend` also threads the KV pool in `carry`."""
     with jax.named_scope("attention"):
-        q, k, v = project_qkv(p, rms_norm(x, p["input_norm"], arch.norm_eps), rope, arch)
+        q, k, v = project_qkv(p, x, rope, arch)
         out, carry = attend(q, k, v, carry, layer, window)
-        x = x + linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"))
+        x = linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"), residual=x)
     with jax.named_scope("mlp"):
-        gate_up = linear(p["gate_up_proj"], rms_norm(x, p["mlp_norm"], arch.norm_eps), p.get("gate_up_bias"))
-        x = x + linear(p["down_proj"], swiglu(gate_up), p.get("down_bias"))
+        norm = RmsNorm(p["mlp_norm"], arch.norm_eps)
+        gate_up = linear(p["gate_up_proj"], x, p.get("gate_up_bias"), before=norm)
+        x = linear(p["down_proj"], gate_up, p.get("down_bias"), before=swiglu, residual=x)
     return x, carry

@@ -32,7 +32,9 @@ const native::Kernels& kernels() {
   return native::generic::kernels;
 }
 
-ffi::Error run_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight, ffi::Buffer<ffi::F32> scales,
+// `norm` and `residual` are empty where there is none.
+ffi::Error run_linear(ffi::ThreadPool pool, float eps, bool swiglu, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
                       ffi::ResultBuffer<ffi::F32> y) {
   const auto w = weight.dimensions();  // [panels, K, 16]
   native::LinearProblem p{};
@@ -40,9 +42,14 @@ ffi::Error run_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuf
   p.weight = weight.untyped_data();
   p.y = y->typed_data();
   p.num_tokens = x.dimensions()[0];
-  p.num_inputs = x.dimensions()[1];
+  p.num_inputs = w[1];
   p.num_outputs = y->dimensions()[1];
-  if (w[1] != p.num_inputs) return ffi::Error::InvalidArgument("weight and x must agree in inputs");
+  p.prologue = swiglu                      ? native::Prologue::kSwiGlu
+               : norm.element_count() > 0 ? native::Prologue::kRmsNorm
+                                           : native::Prologue::kNone;
+  p.norm = norm.typed_data();
+  p.eps = eps;
+  p.residual = residual.element_count() > 0 ? residual.typed_data() : nullptr;
   switch (weight.element_type()) {
     case ffi::F32: p.format = native::WeightFormat::kFloat32; break;
     case ffi::BF16: p.format = native::WeightFormat::kBFloat16; break;
@@ -117,7 +124,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("swiglu")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

@@ -10,11 +10,23 @@ namespace native {
 
 constexpr int64_t kPanelRows = 16;  // rows of a packed matrix that lie side by side
 
-// y[T, N] = x[T, K] * weight^T, weight packed as [N / 16, K, 16] (the last panel padded).
 enum class WeightFormat { kFloat32, kBFloat16, kInt8 };
+
+// What becomes of x before it is multiplied.
+enum class Prologue {
+  kNone,
+  kRmsNorm,  // x / sqrt(mean(x^2) + eps) * norm
+  kSwiGlu,   // silu(x[:K]) * x[K:], x being [T, 2K]
+};
+
+// y[T, N] = prologue(x)[T, K] * weight^T + residual[T, N], weight packed as [N / 16, K, 16] (the last panel padded).
 
 struct LinearProblem {
   const float* x;
+  Prologue prologue;
+  const float* norm;  // [K]
+  float eps;
+  const float* residual;  // null: none
   const void* weight;
   WeightFormat format;
   const float* scales;  // [N / 16, K / scale_block, 16], read for int8 alone

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,7 @@ namespace NATIVE_ISA {
 using native::Executor;
 using native::kPanelRows;
 using native::LinearProblem;
+using native::Prologue;
 using native::parallel_for;
 
 constexpr int kPanels = NATIVE_WIDTH == 16 ? 2 : 1;  // that a tile works on at once
@@ -75,15 +77,18 @@ void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
     }
   }
   for (int t = 0; t < Tokens; ++t) {
-    float* y = p.y + (tile.first_token + t) * p.num_outputs;
+    const int64_t row = (tile.first_token + t) * p.num_outputs;
     for (int v = 0; v < V; ++v) {
       const int64_t first = panel * kPanelRows + v * W;
       if (first + W <= p.num_outputs) {
-        store<W>(y + first, sums[t][v]);
+        const F<W> residual = p.residual ? load<W>(p.residual + row + first) : F<W>{};
+        store<W>(p.y + row + first, sums[t][v] + residual);
       } else {
         float lanes[W];
         store<W>(lanes, sums[t][v]);
-        for (int64_t n = first; n < p.num_outputs; ++n) y[n] = lanes[n - first];
+        for (int64_t n = first; n < p.num_outputs; ++n) {
+          p.y[row + n] = lanes[n - first] + (p.residual ? p.residual[row + n] : 0.0f);
+        }
       }
     }
   }
@@ -96,12 +101,65 @@ constexpr std::array<Multiply, sizeof...(Tokens)> multiplies(std::integer_sequen
   return {multiply<Format, Tokens + 1, Panels>...};
 }
 
+// to[i] = of(i) for i in [0, size), W numbers at a time; `of` takes an index and how to read W floats from an address.
+template <typename Of>
+void map_row(int64_t size, float* to, const Of& of) {
+  constexpr int W = NATIVE_WIDTH;
+  int64_t i = 0;
+  for (; i + W <= size; i += W) store<W>(to + i, of(i, [](const float* from) { return load<W>(from); }));
+  if (i == size) return;
+  const auto load_rest = [rest = size - i](const float* from) {
+    float lanes[W] = {};
+    std::copy(from, from + rest, lanes);
+    return load<W>(lanes);
+  };
+  float lanes[W];
+  store<W>(lanes, of(i, load_rest));
+  std::copy(lanes, lanes + (size - i), to + i);
+}
+
+inline float sum_of_squares(const float* x, int64_t size) {
+  constexpr int W = NATIVE_WIDTH;
+  F<W> sums = {};
+  int64_t i = 0;
+  for (; i + W <= size; i += W) sums += load<W>(x + i) * load<W>(x + i);
+  float sum = sum_lanes<W>(sums);
+  for (; i < size; ++i) sum += x[i] * x[i];
+  return sum;
+}
+
+// One token as it is multiplied; computed in `buffer` [K] if need be.
+inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
+  constexpr int W = NATIVE_WIDTH;
+  const int64_t K = p.num_inputs;
+  switch (p.prologue) {
+    case Prologue::kNone:
+      return p.x + token * K;
+    case Prologue::kRmsNorm: {
+      const float* x = p.x + token * K;
+      const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
+      map_row(K, buffer, [&](int64_t i, auto load) { return load(x + i) * factor * load(p.norm + i); });
+      return buffer;
+    }
+    case Prologue::kSwiGlu: {
+      const float *gate = p.x + token * 2 * K, *up = gate + K;
+      map_row(K, buffer, [&](int64_t i, auto load) {
+        const F<W> g = load(gate + i);
+        const F<W> decay = exp_of_negative<W>(g < 0 ? g : -g);
+        return g * (g < 0 ? decay : all<W>(1.0f)) / (1.0f + decay) * load(up + i);
+      });
+      return buffer;
+    }
+  }
+  return nullptr;
+}
+
 // All tokens cut into tiles of nearly equal size, each packed for `multiply`.
 class PackedTokens {
  public:
   PackedTokens(Executor& executor, const LinearProblem& p) : p_(p) {
     num_tiles_ = (p.num_tokens + kMaxTileTokens - 1) / kMaxTileTokens;
-    if (p.num_tokens == 1) return;
+    if (p.num_tokens == 1 && p.prologue == Prologue::kNone) return;
     static thread_local std::vector<float> buffer;  // kept: a fresh one would be page-faulted in at every step
     buffer.resize(std::max<size_t>(buffer.size(), p.num_tokens * p.num_inputs));
     packed_ = buffer.data();
@@ -125,8 +183,10 @@ class PackedTokens {
   void pack(int64_t index) const {
     const int64_t first = start(index), num_tokens = start(index + 1) - first, K = p_.num_inputs;
     float* to = packed_ + first * K;
+    static thread_local std::vector<float> buffer;
+    buffer.resize(std::max<size_t>(buffer.size(), K));
     for (int64_t t = 0; t < num_tokens; ++t) {
-      const float* from = p_.x + (first + t) * K;
+      const float* from = prepare(p_, first + t, buffer.data());
       for (int64_t k = 0; k < K; ++k) to[k * num_tokens + t] = from[k];
     }
   }

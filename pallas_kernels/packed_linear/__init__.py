@@ -63,11 +63,40 @@ def unpack(matrix: PackedMatrix) -> tuple[Shaped[Array, "N K"], Float[Array, "N 
     return _from_panels(matrix.weights, matrix.num_outputs), _from_panels(matrix.scales, matrix.num_outputs)
 
 
-def multiply(matrix: PackedMatrix, x: Float[Array, "T K"]) -> Float[Array, "T N"]:
-    """`x @ matrix.T` in float32."""
+def multiply(
+    matrix: PackedMatrix,
+    x: Float[Array, "T in"],
+    *,
+    rms_norm: tuple[Float[Array, " K"], float] | None = None,
+    swiglu: bool = False,
+    residual: Float[Array, "T N"] | None = None,
+) -> Float[Array, "T N"]:
+    """`x @ matrix.T (+ residual)` in float32, with what is done to `x` before fused into reading it.
+
+    Args:
+      matrix: [N, K].
+      x: [T, K], or [T, 2K] with `swiglu`.
+      rms_norm: weight and epsilon: x is replaced by x / sqrt(mean(x^2) + epsilon) * weight.
+      swiglu: x is replaced by silu(x[:, :K]) * x[:, K:].
+      residual: added to the product.
+    """
+    weight, eps = rms_norm or (_nothing(), 0.0)
+    if x.shape[1] != matrix.shape[1] * (2 if swiglu else 1):
+        raise ValueError(f"x {x.shape} does not fit a matrix {matrix.shape}, swiglu={swiglu}")
     shape = jax.ShapeDtypeStruct((x.shape[0], matrix.num_outputs), jnp.float32)
-    y: Array = jax.ffi.ffi_call(native.LINEAR, shape)(x.astype(jnp.float32), matrix.weights, matrix.scales)
+    added = _nothing() if residual is None else residual
+    inputs = (x, matrix.weights, matrix.scales, weight, added)
+    dtypes = (jnp.float32, matrix.weights.dtype, jnp.float32, jnp.float32, jnp.float32)
+    y: Array = jax.ffi.ffi_call(native.LINEAR, shape)(
+        *(array.astype(dtype) for array, dtype in zip(inputs, dtypes, strict=True)),
+        eps=np.float32(eps),
+        swiglu=swiglu,
+    )
     return y
+
+
+def _nothing() -> Float[Array, "0"]:
+    return jnp.zeros(0, jnp.float32)
 
 
 def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]:

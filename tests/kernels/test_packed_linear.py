@@ -8,7 +8,11 @@ from pallas_kernels import packed_linear
 reason = packed_linear.unsupported("float32", jax.default_backend())
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
-multiply = jax.jit(packed_linear.multiply)
+
+def multiply(matrix, x, **options):
+    return jax.jit(lambda matrix, x: packed_linear.multiply(matrix, x, **options))(matrix, x)
+
+
 SHAPES = [(16, 4), (17, 1), (40, 33), (64, 256), (200, 96), (31, 1024)]
 
 
@@ -45,6 +49,43 @@ def test_int8_weights_are_scaled_by_block(num_blocks, num_tokens):
     np.testing.assert_allclose(multiply(packed, jnp.asarray(x)), x @ real.T, rtol=0, atol=1e-4)
     ids = jnp.asarray([39, 0, 17])
     np.testing.assert_allclose(packed_linear.rows(packed, ids), real[ids], rtol=1e-6)
+
+
+def rms_normed(x, weight, eps):
+    return x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + eps) * weight
+
+
+def swiglued(x):
+    gate, up = np.split(x.astype(np.float64), 2, axis=1)
+    return gate / (1 + np.exp(-gate)) * up
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 13, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_is_fused_matches_numpy(shape, num_tokens):
+    N, K = shape
+    weight, norm = matrix(shape), matrix((K,), 3)
+    x, wide = matrix((num_tokens, K), 1) * 3, matrix((num_tokens, 2 * K), 2) * 4
+    residual = matrix((num_tokens, N), 4)
+    packed = packed_linear.pack(jnp.asarray(weight))
+    tolerance = {"rtol": 0, "atol": 1e-5 * K**0.5 * 10}
+    y = multiply(packed, jnp.asarray(x), rms_norm=(jnp.asarray(norm), 1e-5))
+    np.testing.assert_allclose(y, rms_normed(x, norm, 1e-5) @ weight.T, **tolerance)
+    y = multiply(packed, jnp.asarray(wide), swiglu=True, residual=jnp.asarray(residual))
+    np.testing.assert_allclose(y, swiglued(wide) @ weight.T + residual, **tolerance)
+    y = multiply(packed, jnp.asarray(x), residual=jnp.asarray(residual))
+    np.testing.assert_allclose(y, x @ weight.T + residual, **tolerance)
+
+
+def test_swiglu_of_large_gates_saturates():
+    x = jnp.asarray([[-200.0, -90.0, 90.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
+    y = multiply(packed_linear.pack(jnp.eye(4)), x, swiglu=True)
+    np.testing.assert_array_equal(y, [[0, 0, 90, 200]])
+
+
+def test_x_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="does not fit"):
+        packed_linear.multiply(packed_linear.pack(jnp.zeros((16, 8))), jnp.zeros((2, 8)), swiglu=True)
 
 
 def test_a_token_is_the_same_whatever_its_neighbours():
