@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
 from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params, check_sizes
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.runner import StepHandle, StepResult, compile_counter
+from jaxserve.engine.runner import Runner, StepHandle, StepResult, compile_counter
 from jaxserve.engine.scheduler import ScheduledRow, Scheduler, StepPlan
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import EngineStats, StepStats
@@ -39,6 +39,10 @@ class _InFlight:
 class Engine:
     """One model behind one scheduler. Not thread-safe: one thread adds, steps and aborts.
 
+    Args:
+        config: what to serve and how.
+        runner: the device; built from `config` unless given.
+
     Attributes:
         config: as given.
         arch: sizes of the model.
@@ -49,13 +53,13 @@ class Engine:
         last_step: account of the step collected last.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         self.config = config
         self.arch = build_arch(config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
         check_sizes(config, self.arch)
-        self._runner = build_runner(config, self.arch, build_params(config, self.arch))
+        self._runner = runner or build_runner(config, self.arch, build_params(config, self.arch))
         self.schedule = s = self._runner.schedule
         self._scheduler = Scheduler(
             max_num_seqs=s.max_num_seqs,
