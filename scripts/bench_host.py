@@ -26,7 +26,12 @@ from jaxserve.request import SamplingParams
 WARM_UP_STEPS = 40
 PROMPT_LEN = 64
 LONG_PROMPT_LEN = 1024
-PARTS = {"schedule": "_scheduler.schedule", "pack": "_packer.pack", "update": "_scheduler.update", "account": "_account"}
+PARTS = {
+    "schedule": "_scheduler.schedule",
+    "pack": "_packer.pack",
+    "update": "_scheduler.update",
+    "account": "_account",
+}
 
 
 class Stopwatch:
@@ -101,7 +106,9 @@ def measure(engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_s
         assert engine.last_step is not None
         assert engine.last_step.num_decode_tokens >= num_rows or index < 2, engine.last_step
     parts = {name: [s[name] / 1e3 for s in samples[WARM_UP_STEPS:]] for name in samples[0]}
-    return parts | {"outputs": [2 * step - sum(rest) for step, *rest in zip(parts["step"], *parts.values(), strict=True)]}
+    return parts | {
+        "outputs": [2 * step - sum(rest) for step, *rest in zip(parts["step"], *parts.values(), strict=True)]
+    }
 
 
 def summary(microseconds: list[float]) -> dict[str, float]:
