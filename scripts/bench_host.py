@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from null_device import null_engine
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
+from null_device import null_engine
 
 WARM_UP_STEPS = 40
 PROMPT_LEN = 64
