@@ -221,6 +221,10 @@ class Request:
     pages: list[int] = field(default_factory=list)  # append-only while running
     page_hashes: list[bytes] = field(default_factory=list)  # of the full pages of known tokens
     slot: int = -1  # row of the per-request device state; -1 while not running
+    asks_logprobs: bool = field(init=False)  # of prompt or output
+
+    def __post_init__(self) -> None:
+        self.asks_logprobs = self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -235,7 +239,7 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Known tokens and those still on the device."""
-        return self.num_known_tokens + self.num_pending_tokens
+        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
 
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Known token ids in [start, stop)."""

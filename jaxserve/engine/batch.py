@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, no_type_check
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, no_type_check
 
 import numpy as np
 from flax import struct
@@ -100,26 +101,28 @@ class BatchLayout:
         yield "page_table", (self.num_rows, self.num_pages)
         yield "slot_records", (self.num_rows, SLOT_RECORD.itemsize // 4)
 
-    def slices(self) -> Iterator[tuple[str, slice, tuple[int, ...]]]:
+    @cached_property
+    def slices(self) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
         """Where each field lies in the blob."""
-        start = 0
+        start, slices = 0, []
         for name, shape in self._fields():
             size = math.prod(shape)
-            yield name, slice(start, start + size), shape
+            slices.append((name, slice(start, start + size), shape))
             start += size
+        return tuple(slices)
 
     @property
     def blob_size(self) -> int:
         """Length of the blob in 4-byte words."""
-        return max(where.stop for _, where, _ in self.slices())
+        return self.slices[-1][1].stop
 
     def views(self, blob: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
         """Writable numpy views of the fields."""
-        return {name: blob[where].reshape(shape) for name, where, shape in self.slices()}
+        return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
 
     def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
         """The fields on the device, floats by their bits."""
-        fields: dict[str, Any] = {name: blob[where].reshape(shape) for name, where, shape in self.slices()}
+        fields: dict[str, Any] = {name: blob[where].reshape(shape) for name, where, shape in self.slices}
         fields["base_seed"] = lax.bitcast_convert_type(fields["base_seed"], _UINT)
         return StepBatch(**_unpack_records(fields.pop("slot_records")), **fields)
 
@@ -136,42 +139,67 @@ def _unpack_records(records: Int[Array, "R words"]) -> dict[str, Array]:
     return columns
 
 
+class StepWork(NamedTuple):
+    """Sizes of one step's attention, of one head in one layer."""
+
+    num_kv_tokens: int  # read, and written where new
+    num_scores: int  # query-key pairs
+    num_slack_tokens: int  # positions of the rows' last pages that nothing is in
+
+
 class BatchPacker:
-    """Keeps one record and one page-table row per slot, and packs plans from them."""
+    """Keeps one record and one page-table row per slot, and packs plans from them.
+
+    A row in decode costs no Python beyond its tuple: all else is gathered by slot.
+    """
 
     def __init__(self, config: ScheduleConfig, base_seed: int) -> None:
         self.config = config
         self._base_seed = np.uint32(base_seed).view(np.int32)
         self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
         self._records = np.zeros(config.max_num_seqs, SLOT_RECORD)
+        self._record_words = self._records.view(np.int32).reshape(config.max_num_seqs, -1)
         self._pages = np.zeros((config.max_num_seqs, config.max_pages_per_row), np.int32)
         self._num_pages = [0] * config.max_num_seqs  # entries of each slot's row that are up to date
+        # Position of the token that the slot's last row sampled: the device has it, whether or not the host has.
+        self._sampled_at = np.full(config.max_num_seqs, -1)
 
     def pack(self, plan: StepPlan, bucket: int) -> NDArray[np.int32]:
         """The blob of `plan`, padded to `bucket` tokens. A new array each time: the device may read it later."""
-        rows = plan.rows
+        self._sync_slots(plan)
+        requests, slots, starts, counts, samples, _ = map(list, zip(*plan.rows, strict=True))
+        num_rows, stops = len(slots), np.add(starts, counts)
         blob = np.zeros(self.layouts[bucket].blob_size, np.int32)
         to = self.layouts[bucket].views(blob)
-        token_ids: list[int] = []
-        for row in rows:
-            self._sync_slot(row.request, row.slot, row.admitted)
-            token_ids += _token_ids(row.request, row.start, row.num_tokens)
-        counts, num_rows = [row.num_tokens for row in rows], len(rows)
         to["base_seed"][...] = self._base_seed
         to["num_rows"][...] = num_rows
-        to["wants_logprobs"][...] = any(row.wants_logprobs for row in rows)
-        to["token_ids"][: len(token_ids)] = token_ids
-        np.cumsum(counts, dtype=np.int32, out=to["cu_q_lens"][1 : num_rows + 1])
-        to["cu_q_lens"][num_rows + 1 :] = len(token_ids)
-        to["kv_lens"][:num_rows] = [row.start + row.num_tokens for row in rows]
-        to["samples"][:num_rows] = [row.samples for row in rows]
-        slots = [row.slot for row in rows]
-        to["page_table"][:num_rows] = self._pages[slots]
-        to["slot_records"][:num_rows] = self._records[slots].view(np.int32).reshape(num_rows, -1)
-        if any(row.wants_prompt_logprobs for row in rows):
+        to["wants_logprobs"][...] = plan.wants_logprobs
+        to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
+        np.cumsum(counts, out=to["cu_q_lens"][1 : num_rows + 1])
+        to["kv_lens"][:num_rows] = stops
+        to["samples"][:num_rows] = samples
+        self._pages.take(slots, axis=0, out=to["page_table"][:num_rows], mode="clip")
+        self._record_words.take(slots, axis=0, out=to["slot_records"][:num_rows], mode="clip")
+        to["token_ids"][: plan.num_tokens] = -1
+        for row in np.flatnonzero(self._sampled_at[slots] != starts).tolist():
+            first = to["cu_q_lens"][row]
+            to["token_ids"][first : first + counts[row]] = requests[row].tokens(starts[row], starts[row] + counts[row])
+        self._sampled_at[slots] = np.where(samples, stops, -1)
+        if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][...] = 1
-            to["next_ids"][:num_rows] = [_next_id(row.request, row.start + row.num_tokens) for row in rows]
+            to["next_ids"][:num_rows] = list(map(_next_id, requests, stops.tolist()))
         return blob
+
+    def work(self, blob: NDArray[np.int32], bucket: int) -> StepWork:
+        """What a packed step asks of the device."""
+        fields = self.layouts[bucket].views(blob)
+        num_rows = int(fields["num_rows"])
+        ends, stops = fields["cu_q_lens"][: num_rows + 1], fields["kv_lens"][:num_rows].astype(np.int64)
+        counts = ends[1:] - ends[:-1]
+        # A token attends to itself and all before it: the last of a row to `stop` tokens, the one before to one less.
+        num_scores = int(counts.dot(2 * stops - counts + 1)) // 2
+        num_slack = int((-stops % self.config.page_size).sum())
+        return StepWork(int(stops.sum() + ends[-1]), num_scores, num_slack)
 
     def pack_slot(self, request: Request) -> SlotTable | None:
         """What the device must know of an admitted request beyond its row; None is the usual case."""
@@ -188,20 +216,22 @@ class BatchPacker:
         }
         return SlotTable(**row)
 
-    def _sync_slot(self, request: Request, slot: int, admitted: bool) -> None:
-        if admitted:
-            self._records[slot] = _slot_record(request, slot)
-            self._num_pages[slot] = 0
-        have, need = self._num_pages[slot], len(request.pages)
-        if have < need:
-            self._pages[slot, have:need] = request.pages[have:need]
-            self._num_pages[slot] = need
+    def _sync_slots(self, plan: StepPlan) -> None:
+        for row in plan.admitted:
+            self._records[row.slot] = _slot_record(row.request, row.slot)
+            self._num_pages[row.slot] = 0
+            self._sampled_at[row.slot] = -1
+            self._sync_pages(row.request)
+        for request in plan.grown:
+            self._sync_pages(request)
 
-
-def _token_ids(request: Request, start: int, num_tokens: int) -> list[int]:
-    if start >= request.num_known_tokens:
-        return [-1]  # a decode row whose input is still on the device
-    return request.tokens(start, start + num_tokens)
+    def _sync_pages(self, request: Request) -> None:
+        slot, need = request.slot, len(request.pages)
+        if slot < 0:  # grown, then preempted for an older one
+            return
+        have = self._num_pages[slot]
+        self._pages[slot, have:need] = request.pages[have:need]
+        self._num_pages[slot] = need
 
 
 def _next_id(request: Request, position: int) -> int:

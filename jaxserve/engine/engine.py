@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from numbers import Integral
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
 from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params, check_sizes
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.runner import StepHandle, StepResult, compile_counter
-from jaxserve.engine.scheduler import ScheduledRow, Scheduler, StepPlan
+from jaxserve.engine.runner import Runner, StepHandle, StepResult, compile_counter
+from jaxserve.engine.scheduler import Scheduler, StepPlan
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
@@ -30,6 +31,7 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 @dataclass(slots=True)
 class _InFlight:
     plan: StepPlan
+    blob: NDArray[np.int32]
     handle: StepHandle
     bucket: int
     host_s: float
@@ -38,6 +40,10 @@ class _InFlight:
 
 class Engine:
     """One model behind one scheduler. Not thread-safe: one thread adds, steps and aborts.
+
+    Args:
+        config: what to serve and how.
+        runner: the device; built from `config` unless given.
 
     Attributes:
         config: as given.
@@ -49,13 +55,13 @@ class Engine:
         last_step: account of the step collected last.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
         self.config = config
         self.arch = build_arch(config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
         check_sizes(config, self.arch)
-        self._runner = build_runner(config, self.arch, build_params(config, self.arch))
+        self._runner = runner or build_runner(config, self.arch, build_params(config, self.arch))
         self.schedule = s = self._runner.schedule
         self._scheduler = Scheduler(
             max_num_seqs=s.max_num_seqs,
@@ -233,8 +239,7 @@ class Engine:
         while len(self._in_flight) > keep:
             out = self._fetch_oldest()
             with self._aborting_on_failure():
-                for output in self._collect(self._in_flight.popleft(), out):
-                    progressed[output.request_id] = output
+                progressed |= self._collect(self._in_flight.popleft(), out)
         if not self._groups:
             self._drop_in_flight()
         return list(progressed.values())
@@ -278,40 +283,38 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan, started: float) -> _InFlight:
         compiles = compile_counter.count
-        for row in plan.rows:
-            if row.admitted:
-                self._group_of[row.request.request_id].admitted(row.request)
-                if (slot_row := self._packer.pack_slot(row.request)) is not None:
-                    self._runner.set_slot(row.slot, slot_row)
+        for row in plan.admitted:
+            self._group_of[row.request.request_id].admitted(row.request)
+            if (slot_row := self._packer.pack_slot(row.request)) is not None:
+                self._runner.set_slot(row.slot, slot_row)
         bucket = self._runner.bucket_for(plan.num_tokens)
+        blob = self._packer.pack(plan, bucket)
         handle = self._runner.run(
-            self._packer.pack(plan, bucket),
-            bucket,
-            wants_logprobs=any(row.wants_logprobs for row in plan.rows),
-            wants_prompt_logprobs=any(row.wants_prompt_logprobs for row in plan.rows),
+            blob, bucket, wants_logprobs=plan.wants_logprobs, wants_prompt_logprobs=plan.wants_prompt_logprobs
         )
         self._count_compiles(compile_counter.count - compiles)
         now = time.monotonic()
-        return _InFlight(plan, handle, bucket, now - started, now)
+        return _InFlight(plan, blob, handle, bucket, now - started, now)
 
     def _count_compiles(self, count: int) -> None:
         self.stats.num_compiles += count
         if count and self.config.forbid_compiles:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
-    def _collect(self, step: _InFlight, out: StepResult) -> list[RequestOutput]:
+    def _collect(self, step: _InFlight, out: StepResult) -> dict[str, RequestOutput]:
         self._account(step)
         if out.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, out.prompt_logprobs)
-        row_of = {row.request.request_id: index for index, row in enumerate(step.plan.rows)}
-        outputs = []
+        row_of = _rows_by_id(step.plan) if out.logprobs is not None else {}
+        outputs = {}
         sampled = out.token_ids[: len(step.plan.rows)].tolist()
+        now_s = time.monotonic()
         for request, token_id in self._scheduler.update(step.plan, sampled):
             group = self._group_of[request.request_id]
-            stop = group.append(request, token_id, out.logprobs, row_of[request.request_id])
+            stop = group.append(request, token_id, now_s, out.logprobs, row_of.get(request.request_id, -1))
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
-            outputs.append(group.output)
+            outputs[group.output.request_id] = group.output
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
         return outputs
 
@@ -338,7 +341,7 @@ class Engine:
         now, plan, arch = time.monotonic(), step.plan, self.arch
         device_s = now - max(step.dispatched_s, self._device_free_s)
         self._device_free_s = now
-        num_kv_tokens = sum(row.start + 2 * row.num_tokens for row in plan.rows)  # read all, write the new ones
+        work = self._packer.work(step.blob, step.bucket)
         self.last_step = StepStats(
             step_id=plan.step_id,
             num_rows=len(plan.rows),
@@ -349,22 +352,16 @@ class Engine:
             num_cached_tokens=plan.num_cached_tokens,
             num_preemptions=len(plan.preempted),
             num_pages_used=plan.num_pages_used,
-            num_slack_tokens=sum(_slack(row, self.schedule.page_size) for row in plan.rows),
+            num_slack_tokens=work.num_slack_tokens,
             num_waiting=self._scheduler.num_waiting,
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
             weight_bytes=self._runner.weight_bytes,
-            kv_bytes=num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize),
-            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), _num_scores(plan)),
+            kv_bytes=work.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize),
+            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), work.num_scores),
         )
         self.stats.add(self.last_step)
 
 
-def _slack(row: ScheduledRow, page_size: int) -> int:
-    """Positions of the row's last page that nothing is in."""
-    return -(row.start + row.num_tokens) % page_size
-
-
-def _num_scores(plan: StepPlan) -> int:
-    """Query-key pairs of one head in one layer."""
-    return sum(row.num_tokens * row.start + row.num_tokens * (row.num_tokens + 1) // 2 for row in plan.rows)
+def _rows_by_id(plan: StepPlan) -> dict[str, int]:
+    return {row.request.request_id: index for index, row in enumerate(plan.rows)}

@@ -65,14 +65,16 @@ class RequestGroup:
             metrics.scheduled_s = self._clock()
             metrics.num_cached_tokens = request.num_cached_tokens
 
-    def append(self, request: Request, token_id: int, logprobs: TokenLogprobs | None, row: int) -> str | None:
+    def append(
+        self, request: Request, token_id: int, now_s: float, logprobs: TokenLogprobs | None, row: int
+    ) -> str | None:
         """Take one token of a sample; returns the stop string that it completed, if any."""
         completion = self._completions[request.request_id]
-        output, now = completion.output, self._clock()
+        output, metrics = completion.output, completion.output.metrics
         output.token_ids.append(token_id)
-        output.metrics.num_output_tokens += 1
-        output.metrics.first_token_s = output.metrics.first_token_s or now
-        output.metrics.last_token_s = now
+        metrics.num_output_tokens += 1
+        metrics.first_token_s = metrics.first_token_s or now_s
+        metrics.last_token_s = now_s
         if output.logprobs is not None and logprobs is not None:
             entry = self._logprob_entry(logprobs, row, token_id, self.params.logprobs or 0)
             output.logprobs.append(entry)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from jaxserve.engine.page_pool import PagePool
@@ -63,6 +64,10 @@ class ScheduledRow(NamedTuple):
         )
 
 
+# What ScheduledRow(...) does, without the call of a Python function that takes three times as long.
+_new_row = partial(tuple.__new__, ScheduledRow)
+
+
 @dataclass(slots=True)
 class StepPlan:
     """What one step computes: rows in decode first, then those in prefill, then the newly admitted.
@@ -74,6 +79,8 @@ class StepPlan:
         num_prefill_tokens: all other tokens.
         num_cached_tokens: tokens that this step's admissions found in the prefix cache.
         preempted: requests that lost their pages to older ones while this plan was made; none is in `rows`.
+        admitted: the rows of requests that start with this plan.
+        grown: requests whose pages this plan extended, the admitted aside; some may have lost them again.
         num_pages_used: pages that running requests own once the plan is made.
     """
 
@@ -83,7 +90,11 @@ class StepPlan:
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
     preempted: list[Request] = field(default_factory=list)
+    admitted: list[ScheduledRow] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
     num_pages_used: int = 0
+    wants_logprobs: bool = False  # whether any row does
+    wants_prompt_logprobs: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -224,11 +235,12 @@ class Scheduler:
         for row, token_id in zip(plan.rows, sampled, strict=True):
             if not row.samples:
                 continue
-            if row.request.status is RequestStatus.FINISHED:
+            request = row.request
+            if request.status is RequestStatus.FINISHED:
                 self.num_wasted_tokens += 1
                 continue
-            self._append_token(row.request, token_id)
-            progressed.append((row.request, token_id))
+            self._append_token(request, token_id)
+            progressed.append((request, token_id))
         return progressed
 
     def check_integrity(self) -> None:
@@ -252,17 +264,23 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Gives every running row in decode its token, then rows in prefill what the budget leaves, oldest first."""
-        # A row that reaches its length limit with a token on the device computes nothing more; update() will end it.
-        rows = [request for request in self._running.values() if request.num_tokens < request.max_total_tokens]
-        for request in sorted(rows, key=_in_prefill):
+        in_prefill = []
+        for request in list(self._running.values()):
+            start, num_tokens = request.num_computed_tokens, request.num_tokens
             if request.status is not RequestStatus.RUNNING:  # preempted for an older one
                 continue
-            num_tokens = min(_num_remaining(request), self._budget_left(plan))
+            if start + 1 < num_tokens:
+                in_prefill.append(request)
+            # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
+            elif num_tokens < request.max_total_tokens and self._allocate_or_preempt(request, 1, plan):
+                plan.num_decode_tokens += 1
+                self._add_row(request, 1, plan)
+        for request in in_prefill:
+            if request.status is not RequestStatus.RUNNING:
+                continue
+            num_tokens = min(request.num_tokens - request.num_computed_tokens, self._budget_left(plan))
             if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
-                if _in_prefill(request):
-                    plan.num_prefill_tokens += num_tokens
-                else:
-                    plan.num_decode_tokens += num_tokens
+                plan.num_prefill_tokens += num_tokens
                 self._add_row(request, num_tokens, plan)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -270,13 +288,16 @@ class Scheduler:
 
         False when that was `request` itself. It never is the oldest, which alone fits the pool: there is progress.
         """
-        num_new = self._num_pages_for(request.num_computed_tokens + num_tokens) - len(request.pages)
+        num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) - len(request.pages)
+        if not num_new:
+            return True
         while (pages := self._cache.allocate(num_new)) is None:
             victim = next(reversed(self._running.values()))
             self._preempt(victim, plan)
             if victim is request:
                 return False
         request.pages += pages
+        plan.grown.append(request)
         return True
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
@@ -349,11 +370,19 @@ class Scheduler:
     def _add_row(self, request: Request, num_tokens: int, plan: StepPlan, admitted: bool = False) -> None:
         """Puts the next `num_tokens` of a request into the plan and counts them as computed."""
         start = request.num_computed_tokens
-        samples = start + num_tokens == request.num_tokens
-        plan.rows.append(ScheduledRow(request, request.slot, start, num_tokens, samples, admitted))
-        request.num_computed_tokens += num_tokens
-        self._new_pages.update(self._full_pages(request, start))
-        request.num_pending_tokens += samples
+        stop = request.num_computed_tokens = start + num_tokens
+        samples = stop == request.num_tokens
+        row = _new_row((request, request.slot, start, num_tokens, samples, admitted))
+        plan.rows.append(row)
+        if stop // self.page_size > start // self.page_size:
+            self._new_pages.update(self._full_pages(request, start))
+        if samples:
+            request.num_pending_tokens += 1
+        if admitted:
+            plan.admitted.append(row)
+        if request.asks_logprobs:
+            plan.wants_logprobs |= row.wants_logprobs
+            plan.wants_prompt_logprobs |= row.wants_prompt_logprobs
 
     def _register_new_pages(self) -> None:
         """Lets later steps find what this one computes."""
@@ -364,14 +393,14 @@ class Scheduler:
     # Parts of update()
 
     def _append_token(self, request: Request, token_id: int) -> None:
-        position = request.num_known_tokens
         request.output_token_ids.append(token_id)
         request.num_pending_tokens -= 1
-        if (reason := _finish_reason(request, token_id)) is not None:
+        num_known = request.num_known_tokens
+        if (reason := _finish_reason(request, token_id, num_known)) is not None:
             self.finish(request, reason)
-        elif request.status is RequestStatus.RUNNING:
+        elif not num_known % self.page_size and request.status is RequestStatus.RUNNING:
             # Step-ahead: a plan made meanwhile may have filled a page with this token before its id was known.
-            for page_hash, page in self._full_pages(request, position):
+            for page_hash, page in self._full_pages(request, num_known - 1):
                 self._cache.register(page_hash, page)
 
     # Parts of both
@@ -418,19 +447,11 @@ class Scheduler:
             )
 
 
-def _num_remaining(request: Request) -> int:
-    return request.num_tokens - request.num_computed_tokens
-
-
-def _in_prefill(request: Request) -> bool:
-    return _num_remaining(request) > 1
-
-
-def _finish_reason(request: Request, token_id: int) -> FinishReason | None:
+def _finish_reason(request: Request, token_id: int, num_known_tokens: int) -> FinishReason | None:
     """Why the request ends with this token, just appended, if it does."""
     # The device masks stop ids for the first min_tokens tokens, so that the first that may end a request follows those.
     if token_id in request.stop_ids and len(request.output_token_ids) > request.params.min_tokens:
         return FinishReason.STOP
-    if request.num_known_tokens == request.max_total_tokens:
+    if num_known_tokens == request.max_total_tokens:
         return FinishReason.LENGTH
     return None

@@ -1,0 +1,142 @@
+"""Host microseconds per engine step against a null device, by part, over steady steps.
+
+    python scripts/bench_host.py                                  # the grid of rows and queue lengths
+    python scripts/bench_host.py --rows 64 --waiting 0 --prefill 256
+
+Every row decodes in every measured step; with --prefill, one more row prefills that many tokens of a long prompt beside
+them. `step` is the whole of Engine.step; `outputs` is what is left of it beside the named parts (dispatch and output
+assembly; no tokenizer is loaded). Prints one JSON line per case.
+"""
+
+import argparse
+import gc
+import itertools
+import json
+import platform
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxserve.engine.engine import Engine
+from jaxserve.request import SamplingParams
+from null_device import null_engine
+
+WARM_UP_STEPS = 40
+PROMPT_LEN = 64
+LONG_PROMPT_LEN = 1024
+PARTS = {
+    "schedule": "_scheduler.schedule",
+    "pack": "_packer.pack",
+    "update": "_scheduler.update",
+    "account": "_account",
+}
+
+
+class Stopwatch:
+    """Wraps methods of one engine and sums the time spent in each until it is read."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.spent_ns = dict.fromkeys(PARTS, 0)
+        for part, path in PARTS.items():
+            *owner, name = path.split(".")
+            target = getattr(engine, owner[0]) if owner else engine
+            setattr(target, name, self._timed(part, getattr(target, name)))
+
+    def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter_ns()
+            result = method(*args)
+            self.spent_ns[part] += time.perf_counter_ns() - started
+            return result
+
+        return timed
+
+    def read(self) -> dict[str, int]:
+        """Nanoseconds by part since the last read."""
+        spent, self.spent_ns = self.spent_ns, dict.fromkeys(PARTS, 0)
+        return spent
+
+
+def start_engine(num_rows: int, num_steps: int, prefill: int, max_model_len: int, prefix_caching: bool) -> Engine:
+    """An engine with a slot and pages for every row, and one more for the prefill."""
+    num_slots = num_rows + (prefill > 0)
+    pages_per_row = -(-(PROMPT_LEN + output_len(num_rows, num_steps)) // 16) + 1
+    return null_engine(
+        max_model_len=max_model_len,
+        max_num_seqs=num_slots,
+        max_num_batched_tokens=num_rows + (prefill or 1024),
+        page_size=16,
+        num_pages=num_slots * pages_per_row + 2 * (LONG_PROMPT_LEN // 16),
+        enable_prefix_caching=prefix_caching,
+    )
+
+
+def output_len(num_rows: int, num_steps: int) -> int:
+    """Enough that no row ends before the last measured step: at worst every step admits one row."""
+    return num_rows + WARM_UP_STEPS + num_steps + 3
+
+
+def prompts(length: int, seed: int) -> Iterator[list[int]]:
+    """Random prompts without end; no two share a page."""
+    rng = np.random.default_rng(seed)
+    while True:
+        yield from rng.integers(0, 32_000, (64, length)).tolist()
+
+
+def measure(engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_steps: int) -> dict[str, list[float]]:
+    """Microseconds of each measured step, by part."""
+    decoding = SamplingParams(max_tokens=output_len(num_rows, num_steps), ignore_eos=True)
+    for index, prompt in zip(range(num_rows), prompts(PROMPT_LEN, seed=0), strict=False):
+        engine.add_request(f"row {index}", prompt, decoding)
+    while sum(len(group.output.outputs[0].token_ids) > 0 for group in engine._groups.values()) < num_rows:
+        engine.step()
+    for index, prompt in zip(range(num_waiting), prompts(PROMPT_LEN, seed=1), strict=False):
+        engine.add_request(f"waiting {index}", prompt, decoding)
+    long_prompts = prompts(LONG_PROMPT_LEN, seed=2)
+    stopwatch, samples = Stopwatch(engine), []
+    gc.collect()
+    for index in range(WARM_UP_STEPS + num_steps):
+        if prefill and index % (LONG_PROMPT_LEN // prefill) == 0:
+            engine.add_request(f"long {index}", next(long_prompts), SamplingParams(max_tokens=1))
+        started = time.perf_counter_ns()
+        engine.step()
+        samples.append({"step": time.perf_counter_ns() - started} | stopwatch.read())
+        assert engine.last_step is not None
+        assert engine.last_step.num_decode_tokens >= num_rows or index < 2, engine.last_step
+    parts = {name: [s[name] / 1e3 for s in samples[WARM_UP_STEPS:]] for name in samples[0]}
+    return parts | {
+        "outputs": [2 * step - sum(rest) for step, *rest in zip(parts["step"], *parts.values(), strict=True)]
+    }
+
+
+def summary(microseconds: list[float]) -> dict[str, float]:
+    """Median, 99th percentile and least."""
+    values = {"median": np.median(microseconds), "p99": np.percentile(microseconds, 99), "min": np.min(microseconds)}
+    return {name: round(float(value), 1) for name, value in values.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
+    parser.add_argument("--waiting", type=int, nargs="+", default=[0, 100_000])
+    parser.add_argument("--prefill", type=int, nargs="+", default=[0, 256], help="tokens prefilled beside the rows")
+    parser.add_argument("--prefix-caching", type=int, nargs="+", default=[1, 0])
+    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=400)
+    args = parser.parse_args()
+    grid = itertools.product(args.rows, args.prefix_caching, args.prefill, args.waiting)
+    for num_rows, prefix_caching, prefill, num_waiting in grid:
+        if prefill and num_waiting:
+            continue  # the long prompts would have to wait behind the others
+        engine = start_engine(num_rows, args.steps, prefill, args.max_model_len, bool(prefix_caching))
+        parts = measure(engine, num_rows, num_waiting, prefill, args.steps)
+        case = {"rows": num_rows, "waiting": num_waiting, "prefill_tokens": prefill, "prefix_caching": prefix_caching}
+        times = {f"{name}_us": summary(values) for name, values in parts.items()}
+        versions = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
+        print(json.dumps({"bench": "host", **case, "steps": args.steps, **times, **versions}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

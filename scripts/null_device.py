@@ -1,0 +1,61 @@
+"""An engine whose device takes no time: it accepts every step and answers with the same token at once."""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runner import StepResult
+
+TOKEN = 7
+MODEL = {  # no weights are made of it: only the account of bytes and FLOPs and the limits read it
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+}
+
+
+class NullRunner:
+    """A Runner without programs; a StepHandle too, because its results are there before they are asked for."""
+
+    weight_bytes, kv_itemsize = 0, 4
+
+    def __init__(self, schedule: ScheduleConfig) -> None:
+        self.schedule = schedule
+        self._buckets = schedule.buckets()
+        self._result = StepResult(np.full(schedule.max_num_seqs, TOKEN, np.int32), None, None)
+
+    def bucket_for(self, num_tokens: int) -> int:
+        return min(b for b in self._buckets if b >= num_tokens)
+
+    def run(self, blob: NDArray[np.int32], bucket: int, **wants: bool) -> "NullRunner":
+        return self
+
+    def fetch(self) -> StepResult:
+        return self._result
+
+    def restore_state(self) -> None:
+        """There is none."""
+
+
+def null_engine(**options: Any) -> Engine:
+    """An engine of these options over a null device; `num_pages` must be among them."""
+    with tempfile.TemporaryDirectory() as model:
+        (Path(model) / "config.json").write_text(json.dumps(MODEL))
+        config = EngineConfig(model=model, skip_tokenizer_init=True, **options)
+        schedule = resolve_schedule(
+            config, max_position=MODEL["max_position_embeddings"], on_cpu=True, num_pages=options["num_pages"]
+        )
+        return Engine(config, runner=NullRunner(schedule))  # type: ignore[arg-type]

@@ -1,0 +1,185 @@
+"""Where the time of a decode-only stream goes: host by function, device, and the gap between two device programs.
+
+    python scripts/profile_step.py                          # the embedded default model, 1 row and 8 rows
+    python scripts/profile_step.py --model DIR --rows 64 --steps 50 --json profile.json
+
+All times are read from one trace by jax.profiler and are medians over steps. `gap` is the time from the end of one
+device program to the start of the next, in which the device waits for the host. Tracing itself slows small programs:
+`untraced_step_ms` is the step just before the trace began.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxserve import LLM, SamplingParams
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.runner import StepHandle
+
+WARM_UP_STEPS = 20
+PROMPT = "def function_{}(arguments):\n    "
+
+
+class Span(NamedTuple):
+    """Something that ran, in nanoseconds on the trace's clock."""
+
+    start: float
+    end: float
+
+
+def annotate(owner: Any, method: str, label: str) -> None:
+    """Makes every call of `method` appear in the trace as `label`."""
+    function: Callable[..., Any] = getattr(owner, method)
+
+    def annotated(*args: Any, **kwargs: Any) -> Any:
+        with jax.profiler.TraceAnnotation(label):
+            return function(*args, **kwargs)
+
+    setattr(owner, method, annotated)
+
+
+def annotate_engine(engine: Engine) -> None:
+    annotate(engine, "step", "host:step")
+    annotate(engine._scheduler, "schedule", "host:schedule")
+    annotate(engine._packer, "pack", "host:pack")
+    annotate(engine._runner, "run", "host:dispatch")
+    annotate(engine._scheduler, "update", "host:update")
+    annotate(engine, "_account", "host:account")
+
+
+def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.ProfileData:
+    """The trace of so many steps."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # it would cost more than what it looks at
+    with jax.profiler.trace(directory, profiler_options=options):
+        for _ in range(num_steps):
+            engine.step()
+    (path,) = Path(directory).rglob("*.xplane.pb")
+    return jax.profiler.ProfileData.from_file(str(path))
+
+
+def host_ms(trace: jax.profiler.ProfileData) -> dict[str, float]:
+    """Milliseconds per step of each annotated function: the median of what a step spends in all its calls."""
+    spans = defaultdict(list)
+    for line in lines(trace, "/host:"):
+        for event in line.events:
+            if event.name.startswith("host:"):
+                spans[event.name.removeprefix("host:")].append(Span(event.start_ns, event.end_ns))
+    steps = spans.pop("step")
+    inside = {
+        name: statistics.median(
+            sum(s.end - s.start for s in calls if step.start <= s.start < step.end) for step in steps
+        )
+        for name, calls in spans.items()
+    }
+    return {name: ns / 1e6 for name, ns in inside.items()}
+
+
+def programs(trace: jax.profiler.ProfileData) -> list[Span]:
+    """When the device ran each program, in order."""
+    modules = [e for line in lines(trace, "/device:") if line.name == "XLA Modules" for e in line.events]
+    if modules:
+        return sorted(Span(e.start_ns, e.end_ns) for e in modules)
+    return cpu_programs(trace)
+
+
+def cpu_programs(trace: jax.profiler.ProfileData) -> list[Span]:
+    """A thread of the CPU client begins a program, hands what is parallel to the Eigen pool and waits for its end.
+
+    The executor's nested calls (loops, branches) have the same name, but only the outermost one is waited for.
+    """
+    found = []
+    for line in lines(trace, "/host:CPU"):
+        if line.name.startswith("tf_XLAPjRtCpuClient"):
+            start = None
+            for event in sorted(line.events, key=lambda e: e.start_ns):
+                if event.name == "ThunkExecutor::Execute" and start is None:
+                    start = event.start_ns
+                elif event.name == "ThunkExecutor::Execute (wait for completion)" and start is not None:
+                    found.append(Span(start, event.end_ns))
+                    start = None
+    return sorted(found)
+
+
+def lines(trace: jax.profiler.ProfileData, plane: str) -> Iterable[Any]:
+    return (line for p in trace.planes if p.name.startswith(plane) for line in p.lines)
+
+
+def profile(llm: LLM, num_rows: int, num_steps: int) -> dict[str, Any]:
+    """The summary of one stream of `num_rows` rows."""
+    engine = llm.engine
+    params = SamplingParams(temperature=0, max_tokens=2 * (WARM_UP_STEPS + num_steps), ignore_eos=True)
+    for row in range(num_rows):
+        engine.add_request(f"{num_rows} rows, {row}", PROMPT.format(row), params)
+    for _ in range(WARM_UP_STEPS):
+        engine.step()
+    started = time.perf_counter()
+    for _ in range(num_steps // 2):
+        engine.step()
+    untraced_ms = (time.perf_counter() - started) / (num_steps // 2) * 1e3
+    with tempfile.TemporaryDirectory() as directory:
+        trace = record(engine, num_steps, directory)
+    for row in range(num_rows):
+        engine.abort(f"{num_rows} rows, {row}")
+    return {"rows": num_rows, "steps": num_steps, "untraced_step_ms": untraced_ms} | summary(trace)
+
+
+def summary(trace: jax.profiler.ProfileData) -> dict[str, Any]:
+    """Medians over the trace's steps; the first and last programs are left out, as the trace may cut them."""
+    ran = programs(trace)[1:-1]
+    if len(ran) < 2:
+        raise RuntimeError(
+            f"a profile needs at least 4 device programs in the trace, got {len(ran) + 2}; use more --steps"
+        )
+    gap_ms = statistics.median(b.start - a.end for a, b in itertools.pairwise(ran)) / 1e6
+    period_ms = statistics.median(b.start - a.start for a, b in itertools.pairwise(ran)) / 1e6
+    return {
+        "host_ms": host_ms(trace),
+        "device_ms": statistics.median(p.end - p.start for p in ran) / 1e6,
+        "gap_ms": gap_ms,
+        "step_ms": period_ms,
+        "gap_share": gap_ms / period_ms,
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The summary as text."""
+    rows = [(f"host {name}", ms) for name, ms in result["host_ms"].items()]
+    rows += [(name, result[f"{name}_ms"]) for name in ("device", "gap", "step", "untraced_step")]
+    text = [f"{result['rows']} rows, median of {result['steps']} steps"]
+    text += [f"  {name:<18}{ms:9.3f} ms" for name, ms in rows]
+    return "\n".join([*text, f"  {'gap / step':<18}{result['gap_share']:9.1%}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint; the embedded default without")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the summaries there too")
+    args = parser.parse_args()
+    llm = LLM(args.model, compile_ahead="all", max_num_seqs=max(args.rows), max_num_batched_tokens=max(64, *args.rows))
+    annotate_engine(llm.engine)
+    annotate(StepHandle, "fetch", "host:fetch")
+    annotate(RequestGroup, "append", "host:detokenise")
+    versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
+    results = [profile(llm, num_rows, args.steps) | versions for num_rows in args.rows]
+    for result in results:
+        print(table(result), json.dumps(result), sep="\n")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
