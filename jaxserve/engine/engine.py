@@ -6,18 +6,28 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 
 import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
-from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params, check_sizes
+from jaxserve.engine.build import (
+    build_arch,
+    build_params,
+    build_runner,
+    build_sampling_params,
+    check_sizes,
+    compute_dtype,
+)
+from jaxserve.engine.costs import attention_cost
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import StepHandle, StepResult, compile_counter
 from jaxserve.engine.scheduler import ScheduledRow, Scheduler, StepPlan
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.metrics import EngineStats, StepStats
+from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
@@ -137,6 +147,14 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if a page or slot is lost or shared; for tests and audits."""
         self._scheduler.check_integrity()
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """The limits of the device in use, by which `stats.split` and `last_step.split` account for wall time.
+
+        Measured when first asked for on this kind of device, which takes under a second, and kept in the user's cache.
+        """
+        return device_ceilings(compute_dtype(self.config, self.arch))
 
     @property
     def num_pages_used(self) -> int:
@@ -312,6 +330,7 @@ class Engine:
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
             outputs.append(group.output)
+        self.stats.num_output_tokens += len(outputs)
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
         return outputs
 
@@ -337,8 +356,9 @@ class Engine:
         """Write the step's StepStats. Device time is from dispatch, or from the end of the step before, to result."""
         now, plan, arch = time.monotonic(), step.plan, self.arch
         device_s = now - max(step.dispatched_s, self._device_free_s)
+        wall_s = now - max(step.dispatched_s - step.host_s, self._device_free_s)
         self._device_free_s = now
-        num_kv_tokens = sum(row.start + 2 * row.num_tokens for row in plan.rows)  # read all, write the new ones
+        attention = attention_cost(plan.rows, arch.windows)
         self.last_step = StepStats(
             step_id=plan.step_id,
             num_rows=len(plan.rows),
@@ -353,9 +373,10 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
-            weight_bytes=self._runner.weight_bytes,
-            kv_bytes=num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize),
-            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), _num_scores(plan)),
+            wall_ms=wall_s * 1e3,
+            weight_bytes=self._runner.weight_bytes(step.bucket),
+            kv_bytes=attention.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize) // arch.num_layers,
+            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), attention.num_scores),
         )
         self.stats.add(self.last_step)
 
@@ -363,8 +384,3 @@ class Engine:
 def _slack(row: ScheduledRow, page_size: int) -> int:
     """Positions of the row's last page that nothing is in."""
     return -(row.start + row.num_tokens) % page_size
-
-
-def _num_scores(plan: StepPlan) -> int:
-    """Query-key pairs of one head in one layer."""
-    return sum(row.num_tokens * row.start + row.num_tokens * (row.num_tokens + 1) // 2 for row in plan.rows)

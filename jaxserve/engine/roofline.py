@@ -1,0 +1,121 @@
+"""The device in use: what it is, and what it does at best. Measured once, then kept in the user's cache directory."""
+
+import json
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import user_cache_dir
+from jaxserve.layers.linear import linear
+from jaxserve.metrics import Ceilings
+
+logger = logging.getLogger(__name__)
+
+CALLS_IN_FLIGHT = 2  # so that dispatch hides behind the device, as it does when serving
+MEASURE_S = 0.15  # per rate, after compiling and one round
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the engine runs on."""
+
+    platform: str
+    kind: str
+    count: int
+    num_cores: int  # of the host, that this process may use
+
+
+def describe_device() -> Device:
+    """The first device of jax's default backend; a CPU by its model, which jax does not tell."""
+    device = jax.devices()[0]
+    kind = _cpu_model() if device.platform == "cpu" else device.device_kind
+    return Device(device.platform, kind, jax.device_count(), len(os.sched_getaffinity(0)))
+
+
+def device_ceilings(dtype: jnp.dtype, cache_dir: Path | None = None) -> Ceilings:
+    """Limits of this device in `dtype`, from the cache, or measured in under a second of a quiet machine.
+
+    Args:
+        dtype: of weights and activations.
+        cache_dir: of the measurements, a file each; None is the user's. Delete a file that was measured on a busy
+            machine. Processes that measure at once each measure, and the last one's file stays.
+    """
+    path = (cache_dir or user_cache_dir() / "ceilings") / f"{_cache_key(describe_device(), dtype)}.json"
+    ceilings = _read(path)
+    if ceilings is None:
+        ceilings = measure_ceilings(dtype)
+        _write(path, ceilings)
+    return ceilings
+
+
+def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
+    """Best rates of a large matrix product and of reading an array larger than any cache."""
+    on_cpu = jax.default_backend() == "cpu"
+    M, D, F = (1024, 1024, 2048) if on_cpu else (4096, 4096, 8192)
+    weight, x = jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)
+    flops_per_s = _best_rate(2 * M * D * F, lambda: _product(weight, x))
+    array_bytes = (1 << 27) if on_cpu else (1 << 29)
+    array = jnp.ones((array_bytes // dtype.itemsize // 4096, 4096), dtype)
+    vector = jnp.ones((1, 4096), dtype)
+    readers: list[Callable[[], jax.Array]] = [lambda: _product(array, vector), lambda: _largest(array)]
+    return Ceilings(flops_per_s, max(_best_rate(array_bytes, reader) for reader in readers))
+
+
+_product = jax.jit(linear)
+_largest = jax.jit(jnp.max)
+
+
+def _best_rate(work: int, call: Callable[[], jax.Array]) -> float:
+    call().block_until_ready()  # compiles
+    deadline = time.perf_counter() + MEASURE_S
+    best_s = _time_calls(call)
+    while time.perf_counter() < deadline:
+        best_s = min(best_s, _time_calls(call))
+    return CALLS_IN_FLIGHT * work / best_s
+
+
+def _time_calls(call: Callable[[], jax.Array]) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready([call() for _ in range(CALLS_IN_FLIGHT)])
+    return time.perf_counter() - started
+
+
+def _cache_key(device: Device, dtype: jnp.dtype) -> str:
+    parts = (device.kind, f"x{device.count}", f"{device.num_cores} cores", f"jax {jax.__version__}", dtype.name)
+    return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+
+
+def _read(path: Path) -> Ceilings | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        ceilings = Ceilings(float(content["flops_per_s"]), float(content["bytes_per_s"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return ceilings if min(ceilings.flops_per_s, ceilings.bytes_per_s) > 0 else None
+
+
+def _write(path: Path, ceilings: Ceilings) -> None:
+    """Replace the file whole, so that a reader sees the old or the new one. A cache that cannot be written is none."""
+    own = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(asdict(ceilings)), encoding="utf-8")
+        own.replace(path)
+    except OSError as error:
+        logger.warning("the device's ceilings cannot be kept, and are measured again next time: %s", error)
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()
