@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxserve import cli
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
@@ -35,17 +35,23 @@ class FakeEngine:
     waiting: dict[str, "_Running"] = field(default_factory=dict)
     most_unfinished: int = 0
     num_added: int = 0
+    num_cache_resets: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     last_step: StepStats | None = None
     ceilings: Ceilings = field(default_factory=lambda: Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
 
     @property
-    def schedule(self) -> SimpleNamespace:
-        return SimpleNamespace(max_num_seqs=self.max_num_seqs, page_size=16, num_pages=100, max_model_len=1000)
+    def schedule(self) -> ScheduleConfig:
+        return ScheduleConfig(self.max_num_seqs, 512, max_model_len=1000, page_size=16, num_pages=100)
 
     @property
-    def arch(self) -> SimpleNamespace:
-        return SimpleNamespace(vocab_size=self.tokenizer.vocab_size if self.tokenizer else 100)
+    def arch(self) -> Any:
+        from jaxserve.models.arch import ArchConfig, RopeConfig  # imports jax, which most programs here do without
+
+        sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
+        vocab_size = self.tokenizer.vocab_size if self.tokenizer else 100
+        rope = RopeConfig(theta=1e4)
+        return ArchConfig("Fake", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, rope=rope, windows=(None,))
 
     def add_request(
         self,
@@ -68,6 +74,12 @@ class FakeEngine:
 
     def abort(self, request_id: str) -> None:
         self.waiting.pop(request_id, None)
+
+    def reset_prefix_cache(self) -> None:
+        self.num_cache_resets += 1
+
+    def wait_until_warm(self) -> None:
+        pass
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting)

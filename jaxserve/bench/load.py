@@ -5,6 +5,7 @@ queued counts too (otherwise a slow server would slow its own load down: coordin
 """
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -69,13 +70,13 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What the engine was doing at one moment."""
+    """What the engine was doing at one moment: a step that has just ended, or nothing."""
 
     time_s: float
     num_rows: int = 0
     num_tokens: int = 0
     num_pages_used: int = 0
-    num_waiting: int = 0
+    num_waiting: int = 0  # requests that are due and have never or no longer a slot
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +161,12 @@ class _OpenLoop:
         step = self._engine.last_step
         if step is not None and step is not self._last_step:
             self._last_step = step
-            sample = StepSample(now_s, step.num_rows, step.num_tokens, step.num_pages_used, step.num_waiting)
-            self._steps.append(sample)
+            num_waiting = step.num_waiting + self._num_due(now_s)
+            self._steps.append(StepSample(now_s, step.num_rows, step.num_tokens, step.num_pages_used, num_waiting))
+
+    def _num_due(self, now_s: float) -> int:
+        """Requests that became due during the step, and are not queued yet."""
+        return sum(1 for _ in itertools.takewhile(lambda index: self._requests[index].arrival_s <= now_s, self._due))
 
 
 _PREFIX = "bench-"

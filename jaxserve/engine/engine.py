@@ -152,7 +152,7 @@ class Engine:
     def ceilings(self) -> Ceilings:
         """The limits of the device in use, by which `stats.split` and `last_step.split` account for wall time.
 
-        Measured when first asked for on this kind of device, which takes under a second, and kept in the user's cache.
+        Measured when first asked for, which takes under a second, unless the user's cache has them.
         """
         return device_ceilings(compute_dtype(self.config, self.arch))
 
