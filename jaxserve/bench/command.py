@@ -18,8 +18,6 @@ from jaxserve.bench.workloads import Workload, load_workload, poisson_arrivals, 
 from jaxserve.errors import ConfigError
 from jaxserve.live_stats import LiveStats
 
-_WARM_UP = TimedRequest(prompt=[1] * 16, output_len=4)
-
 
 @dataclass(frozen=True)
 class BenchJob:
@@ -79,7 +77,7 @@ def run_job(engine: Any, job: BenchJob) -> Json:
     setting = Setting(
         engine.schedule.page_size, engine.schedule.num_pages, engine.ceilings, job.slo, job.price_per_hour
     )
-    _warm_up(engine)
+    _warm_up(engine, requests[0][0])
     runs = []
     for index, rate in enumerate(job.rates, 1):
         _say(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
@@ -99,10 +97,10 @@ def _run(engine: Any, prompts: list[tuple[list[int], int]], arrivals: list[float
     return run_load(engine, timed)
 
 
-def _warm_up(engine: Any) -> None:
+def _warm_up(engine: Any, prompt: list[int]) -> None:
     """Every program compiled and each part of the engine used once."""
     engine.wait_until_warm()
-    run_load(engine, [_WARM_UP])
+    run_load(engine, [TimedRequest(prompt, output_len=1)])
 
 
 def _prompts(engine: Any, workload: Workload) -> list[tuple[list[int], int]]:

@@ -358,7 +358,8 @@ class Engine:
         device_s = now - max(step.dispatched_s, self._device_free_s)
         wall_s = now - max(step.dispatched_s - step.host_s, self._device_free_s)
         self._device_free_s = now
-        attention = attention_cost(plan.rows, arch.windows)
+        start, num_tokens = np.array([(row.start, row.num_tokens) for row in plan.rows]).T
+        attention = attention_cost(start, num_tokens, arch.windows)
         self.last_step = StepStats(
             step_id=plan.step_id,
             num_rows=len(plan.rows),

@@ -1,19 +1,13 @@
 """Attention costs against a count of every pair."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine.costs import attention_cost
-from jaxserve.engine.scheduler import ScheduledRow
-from jaxserve.request import Request, SamplingParams
 
 shares = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5)
 windows = st.lists(st.sampled_from([None, 1, 2, 7, 30, 100]), min_size=1, max_size=4)
-
-
-def row(start: int, num_tokens: int) -> ScheduledRow:
-    request = Request("r", [0], SamplingParams(), seed=0, max_total_tokens=99)
-    return ScheduledRow(request, slot=0, start=start, num_tokens=num_tokens, samples=True, admitted=False)
 
 
 def visible(position: int, window: int | None) -> range:
@@ -22,7 +16,8 @@ def visible(position: int, window: int | None) -> range:
 
 @given(shares, windows)
 def test_every_pair_counts_once(shares: list[tuple[int, int]], windows: list[int | None]) -> None:
-    cost = attention_cost([row(*share) for share in shares], windows)
+    start, num_tokens = np.array(shares).T
+    cost = attention_cost(start, num_tokens, windows)
     num_scores = num_kv_tokens = 0
     for window in windows:
         for start, count in shares:
@@ -30,3 +25,12 @@ def test_every_pair_counts_once(shares: list[tuple[int, int]], windows: list[int
             num_scores += sum(map(len, keys))
             num_kv_tokens += len(set().union(*keys)) + count  # each read once, new ones written
     assert cost == (num_scores, num_kv_tokens)
+
+
+@given(shares, windows, st.integers(1, 5))
+def test_steps_add_up(shares: list[tuple[int, int]], windows: list[int | None], num_steps: int) -> None:
+    start, num_tokens = np.array(shares).T
+    steps = [(start + index * num_tokens, num_tokens) for index in range(num_steps)]
+    together = attention_cost(*(np.stack(column) for column in zip(*steps, strict=True)), windows)
+    assert together == tuple(map(sum, zip(*(attention_cost(*step, windows) for step in steps), strict=True)))
+    assert together.num_scores == attention_cost(start, num_tokens * num_steps, windows).num_scores
