@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jaxserve.config import user_cache_dir
 from jaxserve.layers.linear import linear
 from jaxserve.metrics import Ceilings
+from pallas_kernels import packed_linear
+
+Call = Callable[[], jax.Array]
 
 logger = logging.getLogger(__name__)
 
@@ -61,32 +64,45 @@ def device_ceilings(dtype: jnp.dtype, cache_dir: Path | None = None) -> Ceilings
 
 
 def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
-    """Best rates of a large matrix product and of reading an array larger than any cache."""
+    """Best rates of a large matrix product and of reading an array larger than any cache, by XLA or a native kernel."""
     on_cpu = jax.default_backend() == "cpu"
     M, D, F = (1024, 1024, 2048) if on_cpu else (4096, 4096, 8192)
-    weight, x = jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)
-    flops_per_s = _best_rate(2 * M * D * F, lambda: _product(weight, x))
-    array_bytes = (1 << 27) if on_cpu else (1 << 29)
-    array = jnp.ones((array_bytes // dtype.itemsize // 4096, 4096), dtype)
-    vector = jnp.ones((1, 4096), dtype)
-    readers: list[Callable[[], jax.Array]] = [lambda: _product(array, vector), lambda: _largest(array)]
-    return Ceilings(flops_per_s, max(_best_rate(array_bytes, reader) for reader in readers))
+    num_rows = (1 << 27 if on_cpu else 1 << 29) // dtype.itemsize // D
+    flops_per_s = _best_rate(2 * M * D * F, _products(jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)))
+    array = jnp.ones((num_rows, D), dtype)
+    readers = [*_products(array, jnp.ones((1, D), dtype)), lambda: _largest(array)]
+    return Ceilings(flops_per_s, _best_rate(array.nbytes, readers))
 
 
 _product = jax.jit(linear)
 _largest = jax.jit(jnp.max)
 
 
-def _best_rate(work: int, call: Callable[[], jax.Array]) -> float:
+def _products(weight: jax.Array, x: jax.Array) -> list[Call]:
+    """`x @ weight.T` in every way in which the engine may compute it."""
+    calls: list[Call] = [lambda: _product(weight, x)]
+    if packed_linear.unsupported(weight.dtype, jax.default_backend()) is None:
+        packed = packed_linear.pack(weight)
+        calls.append(lambda: _product(packed, x))
+    return calls
+
+
+def _best_rate(work: int, calls: Sequence[Call]) -> float:
+    """Of the fastest call, which does `work`, per second."""
+    return work / min(map(_seconds, calls))
+
+
+def _seconds(call: Call) -> float:
+    """What one call takes at best, several being in flight."""
     call().block_until_ready()  # compiles
     deadline = time.perf_counter() + MEASURE_S
     best_s = _time_calls(call)
     while time.perf_counter() < deadline:
         best_s = min(best_s, _time_calls(call))
-    return CALLS_IN_FLIGHT * work / best_s
+    return best_s / CALLS_IN_FLIGHT
 
 
-def _time_calls(call: Callable[[], jax.Array]) -> float:
+def _time_calls(call: Call) -> float:
     started = time.perf_counter()
     jax.block_until_ready([call() for _ in range(CALLS_IN_FLIGHT)])
     return time.perf_counter() - started

@@ -1,6 +1,7 @@
 """What a step says of itself, against counts made by hand."""
 
 import dataclasses
+import math
 import time
 
 import jax
@@ -10,6 +11,7 @@ from conftest import Start
 
 import workloads
 from jaxserve.metrics import Ceilings
+from jaxserve.models import registry
 from jaxserve.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
@@ -19,7 +21,8 @@ def test_bytes_and_flops_of_a_prefill_and_a_decode(start: Start) -> None:
     engine = start(step_ahead=False)
     arch, params = engine.arch, engine._runner.params
     engine.add_request("0", workloads.tokens(7, "accounts"), GREEDY)
-    matrices = sum(leaf.size for leaf in jax.tree.leaves(params["layers"]) if leaf.ndim == 2)
+    shapes = [spec.shape for spec in registry.param_specs(arch) if spec.path[0] == "layers"]
+    matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
     for start_at, count, bucket in ((0, 7, 16), (7, 1, 1)):
         engine.step()
         step = engine.last_step
@@ -27,7 +30,7 @@ def test_bytes_and_flops_of_a_prefill_and_a_decode(start: Start) -> None:
         rows = min(bucket, engine.schedule.max_num_seqs)
         scores = sum(range(start_at + 1, start_at + count + 1))
         attention = 4 * scores * arch.num_layers * arch.num_heads * arch.head_dim
-        assert step.flops == 2 * bucket * matrices + 2 * rows * params["lm_head"].size + attention
+        assert step.flops == 2 * bucket * matrices + 2 * rows * arch.vocab_size * arch.hidden_size + attention
         everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
         unread_rows = arch.vocab_size - bucket
         assert step.weight_bytes == everything - unread_rows * arch.hidden_size * 4
