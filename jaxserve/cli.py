@@ -1,4 +1,4 @@
-"""The command line: `jaxserve generate` and `jaxserve batch`.
+"""The command line: `jaxserve generate`, `jaxserve batch` and `jaxserve bench`.
 
 Exit codes: 0 done, which a batch is with a record for every line, error records included; 2 a wrong command line or
 configuration, or a file that cannot be read or written, told in one line; 130 interrupted; 141 the reader of the output
@@ -6,6 +6,7 @@ went away.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import inspect
 import os
@@ -14,9 +15,11 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from jaxserve import __version__
+from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
@@ -68,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate, on_interrupt="")
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - or nothing reads standard input")
     _add_sampling_flags(generate)
-    generate.add_argument("--stats", action="store_true", help="then write times and token counts to stderr")
+    text = "write a live line to stderr about once a second (unless the text goes to the same terminal), and a summary"
+    generate.add_argument("--stats", action="store_true", help=text)
     _add_engine_flags(generate, leave_out=("seed",))
 
     batch = commands.add_parser("batch", help="serve a file of OpenAI batch requests; the same command resumes it")
@@ -82,7 +86,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what `model` may be in a request (default: anything)",
     )
+    text = "write a live line to stderr about once a second, in place of the progress bar"
+    batch.add_argument("--stats", action="store_true", help=text)
     _add_engine_flags(batch)
+
+    bench = commands.add_parser("bench", help="measure throughput, or latency under load")
+    bench.set_defaults(run=_bench, on_interrupt="")
+    add_bench(bench, partial(_add_engine_flags, leave_out=("tokenizer",)))
     return parser
 
 
@@ -137,10 +147,17 @@ def _field_helps(config: type) -> dict[str, str]:
     return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
-def _load(args: argparse.Namespace) -> "LLM":
+def _load(args: argparse.Namespace, **options: Any) -> "LLM":
     from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which --help and wrong flags need not wait for
 
-    return LLM(**{name.removeprefix("engine."): v for name, v in vars(args).items() if name.startswith("engine.")})
+    given = {name.removeprefix("engine."): v for name, v in vars(args).items() if name.startswith("engine.")}
+    return LLM(**given, **options)
+
+
+def _live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
+    from jaxserve.live_stats import LiveStats  # noqa: PLC0415
+
+    return LiveStats(llm.engine, sys.stderr) if wanted else contextlib.nullcontext()
 
 
 def _generate(args: argparse.Namespace) -> int:
@@ -151,11 +168,14 @@ def _generate(args: argparse.Namespace) -> int:
     llm = _load(args)
     params = dataclasses.replace(llm.get_default_sampling_params(), **given)
     output = None
-    for output in llm.stream(prompt, params):
-        print(output.outputs[0].text, end="", flush=True)
+    same_terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    with _live_stats(args.stats and not same_terminal, llm):
+        for output in llm.stream(prompt, params):
+            print(output.outputs[0].text, end="", flush=True)
     print()
     if args.stats and output is not None:
-        print(_stats(output), file=sys.stderr)
+        efficiency = llm.engine.stats.split(llm.engine.ceilings).efficiency
+        print(f"{_stats(output)}; E {efficiency:.1%}", file=sys.stderr)
     return 0
 
 
@@ -184,11 +204,22 @@ def _stats(output: "RequestOutput") -> str:
 def _batch(args: argparse.Namespace) -> int:
     from jaxserve.batch_files import run_batch  # noqa: PLC0415
 
-    summary = run_batch(_load(args), args.input, args.output, model_names=args.served_model_name)
+    llm = _load(args)
+    with _live_stats(args.stats, llm):
+        names, use_tqdm = args.served_model_name, not args.stats
+        summary = run_batch(llm, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
     resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
     print(
         f"{args.output}: {summary.num_records} records{resumed}, {summary.num_errors} errors; "
         f"{summary.completion_tokens} tokens in {summary.elapsed_s:.1f} s",
         file=sys.stderr,
     )
+    return 0
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from jaxserve.bench.command import read_job, run_job  # noqa: PLC0415
+
+    job = read_job(args)
+    run_job(_load(args, skip_tokenizer_init=True).engine, job)
     return 0

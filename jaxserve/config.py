@@ -124,8 +124,13 @@ class EngineConfig:
     def cache_dir(self) -> Path | None:
         """Where compiled programs are kept between starts."""
         if self.compilation_cache_dir == "auto":
-            return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve" / "xla"
+            return user_cache_dir() / "xla"
         return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
+
+
+def user_cache_dir() -> Path:
+    """Where what is expensive to compute or measure is kept between processes."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
 
 
 def embedded_model(name: str) -> Path:

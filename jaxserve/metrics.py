@@ -1,7 +1,57 @@
-"""What a step cost and what the engine has done so far. Units in the names."""
+"""What a step cost and what the engine has done so far. Units in the names.
+
+A step's wall time runs from the moment its planning began, or the step before it ended if that was later, to the moment
+its result was there. Steps share no wall time, and time without a step belongs to none.
+"""
 
 import dataclasses
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """The most that a device does: rates of a large matrix product and of reading an array larger than its caches."""
+
+    flops_per_s: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TimeSplit:
+    """Wall time of one or many steps by the roofline of a device (Williams et al., 2009).
+
+    Attributes:
+        compute_ms: what the floating-point operations take at the ceiling.
+        memory_ms: what reading weights, and reading and writing keys and values, takes at the ceiling.
+        stall_ms: the rest of the wall time: host work, launches, whatever runs below its ceiling. Never negative: a
+            device may compute while it reads, so that the other two can exceed the wall time together; it is 0 then.
+    """
+
+    compute_ms: float
+    memory_ms: float
+    stall_ms: float
+
+    @property
+    def total_ms(self) -> float:
+        """The wall time, or `compute_ms + memory_ms` where these exceed it."""
+        return self.compute_ms + self.memory_ms + self.stall_ms
+
+    @property
+    def efficiency(self) -> float:
+        """E = compute / (compute + memory + stall), in [0, 1]; 0 of no time at all."""
+        return self.compute_ms / self.total_ms if self.total_ms else 0.0
+
+    @property
+    def roofline_share(self) -> float:
+        """(compute + memory) / (compute + memory + stall): the part of the time that the device's limits explain."""
+        return 1 - self.stall_ms / self.total_ms if self.total_ms else 0.0
+
+
+def split_time(wall_ms: float, flops: int, num_bytes: int, ceilings: Ceilings) -> TimeSplit:
+    """The wall time of work of `flops` and `num_bytes`."""
+    compute_ms = flops / ceilings.flops_per_s * 1e3
+    memory_ms = num_bytes / ceilings.bytes_per_s * 1e3
+    return TimeSplit(compute_ms, memory_ms, max(0.0, wall_ms - compute_ms - memory_ms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,9 +71,14 @@ class StepStats:
     num_waiting: int
     host_ms: float  # schedule, pack and dispatch
     device_ms: float  # dispatch (or end of the step before) to result
+    wall_ms: float  # see above; at most host_ms + device_ms
     weight_bytes: int  # read by the step
     kv_bytes: int  # read and written by the step
-    flops: int
+    flops: int  # of matrix products and attention, padding included
+
+    def split(self, ceilings: Ceilings) -> TimeSplit:
+        """Where the step's wall time went."""
+        return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, ceilings)
 
 
 @dataclass(slots=True)
@@ -37,6 +92,7 @@ class EngineStats:
     num_decode_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_output_tokens: int = 0  # given to requests
     num_wasted_tokens: int = 0  # sampled after a stop that was seen one step late
     num_finished: int = 0
     num_compiles: int = 0  # after warm-up; 0 unless something is wrong
@@ -44,6 +100,7 @@ class EngineStats:
     slack_token_steps: int = 0  # sum over steps of allocated positions that held nothing
     host_ms: float = 0.0
     device_ms: float = 0.0
+    wall_ms: float = 0.0
     weight_bytes: int = 0
     kv_bytes: int = 0
     flops: int = 0
@@ -55,6 +112,15 @@ class EngineStats:
         self.slack_token_steps += step.num_slack_tokens
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(step, name))
+
+    def since(self, earlier: "EngineStats") -> "EngineStats":
+        """What has been added since `earlier`, a copy of these totals (`dataclasses.replace(stats)`)."""
+        names = [field.name for field in dataclasses.fields(self)]
+        return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
+
+    def split(self, ceilings: Ceilings) -> TimeSplit:
+        """Where the wall time of all steps went."""
+        return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, ceilings)
 
     @property
     def padding_share(self) -> float:

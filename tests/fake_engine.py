@@ -7,14 +7,15 @@ import hashlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
 from jaxserve import cli
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import RequestError
+from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jaxserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
@@ -29,14 +30,28 @@ class FakeEngine:
     config: EngineConfig = field(default_factory=lambda: EngineConfig(model="tiny"))
     max_num_seqs: int = 4
     step_s: float = 0.0
+    sleep: Callable[[float], None] = time.sleep
     default_sampling_params: SamplingParams = field(default_factory=SamplingParams)
     waiting: dict[str, "_Running"] = field(default_factory=dict)
     most_unfinished: int = 0
     num_added: int = 0
+    num_cache_resets: int = 0
+    stats: EngineStats = field(default_factory=EngineStats)
+    last_step: StepStats | None = None
+    ceilings: Ceilings = field(default_factory=lambda: Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
 
     @property
-    def schedule(self) -> SimpleNamespace:
-        return SimpleNamespace(max_num_seqs=self.max_num_seqs)
+    def schedule(self) -> ScheduleConfig:
+        return ScheduleConfig(self.max_num_seqs, 512, max_model_len=1000, page_size=16, num_pages=100)
+
+    @property
+    def arch(self) -> Any:
+        from jaxserve.models.arch import ArchConfig, RopeConfig  # imports jax, which most programs here do without
+
+        sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
+        vocab_size = self.tokenizer.vocab_size if self.tokenizer else 100
+        rope = RopeConfig(theta=1e4)
+        return ArchConfig("Fake", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, rope=rope, windows=(None,))
 
     def add_request(
         self,
@@ -60,16 +75,48 @@ class FakeEngine:
     def abort(self, request_id: str) -> None:
         self.waiting.pop(request_id, None)
 
+    def reset_prefix_cache(self) -> None:
+        self.num_cache_resets += 1
+
+    def wait_until_warm(self) -> None:
+        pass
+
     def has_unfinished(self) -> bool:
         return bool(self.waiting)
 
     def step(self) -> list[RequestOutput]:
-        time.sleep(self.step_s)
+        self.sleep(self.step_s)
         outputs = [request.advance() for request in list(self.waiting.values())[: self.max_num_seqs]]
+        self._account(outputs)
         for output in outputs:
             if output.finished:
                 del self.waiting[output.request_id]
         return outputs
+
+    def _account(self, outputs: list[RequestOutput]) -> None:
+        """A step that computes one token for each row and holds one page for each."""
+        wall_ms = self.step_s * 1e3
+        self.last_step = StepStats(
+            step_id=self.stats.num_steps,
+            num_rows=len(outputs),
+            num_tokens=len(outputs),
+            num_padding_tokens=0,
+            num_prefill_tokens=sum(len(output.outputs[0].token_ids) == 1 for output in outputs),
+            num_decode_tokens=sum(len(output.outputs[0].token_ids) > 1 for output in outputs),
+            num_cached_tokens=0,
+            num_preemptions=0,
+            num_pages_used=len(outputs),
+            num_slack_tokens=0,
+            num_waiting=len(self.waiting) - len(outputs),
+            host_ms=0.0,
+            device_ms=wall_ms,
+            wall_ms=wall_ms,
+            weight_bytes=1000,
+            kv_bytes=0,
+            flops=2000,
+        )
+        self.stats.add(self.last_step)
+        self.stats.num_output_tokens += len(outputs)
 
 
 class _Running:

@@ -1,6 +1,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,9 @@ def wait_for(path: Path) -> None:
         time.sleep(0.005)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["batch", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["generate", "--help"], ["batch", "--help"], ["bench", "serve", "--help"], ["--version"]]
+)
 def test_help_is_instant(arguments: list[str]) -> None:
     program = (
         "import sys; from jaxserve.cli import main\n"
@@ -89,9 +92,11 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_flag_has_a_help() -> None:
-    for command in ("generate", "batch"):
-        commands = cli._parser()._subparsers._group_actions[0].choices
-        assert all(action.help for action in commands[command]._actions)
+    commands = cli._parser()._subparsers._group_actions[0].choices
+    kinds = commands["bench"]._subparsers._group_actions[0].choices
+    assert kinds.keys() == {"offline", "serve"}
+    for parser in (commands["generate"], commands["batch"], *kinds.values()):
+        assert all(action.help for action in parser._actions)
 
 
 def test_generate_shows_the_text_as_it_comes(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +109,7 @@ def test_generate_shows_the_text_as_it_comes(model: str, capsys: pytest.CaptureF
         (output,) = engine.step()
     assert shown.out == output.outputs[0].text + "\n"
     assert "output 12 tokens" in shown.err
-    assert "ended by length" in shown.err
+    assert re.search(r"ended by length; E \d+\.\d%\n$", shown.err)
 
 
 def test_generate_samples_as_the_checkpoint_recommends(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +142,17 @@ def test_batch_exit_codes_and_resume(model: str, tmp_path: Path, capsys: pytest.
     for _ in range(2):  # resumed and finished alike
         assert cli.main(["batch", source, out, "--model", model]) == 0  # complete, error records and all
     assert "4 records (4 from before), 1 errors; 0 tokens" in capsys.readouterr().err
+
+
+def test_batch_stats_take_the_place_of_the_progress_bar(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(fake_engine.STEP_S, "0.25")
+    source = batch_input(tmp_path / "in.jsonl", 1)
+    assert cli.main(["batch", source, str(tmp_path / "out.jsonl"), "--model", model, "--stats"]) == 0
+    shown = capsys.readouterr().err.splitlines()
+    assert all(re.fullmatch(r"1 rows, in \d+ tok/s, out [34] tok/s, 0 waiting, .*", line) for line in shown[:-1])
+    assert len(shown) == 2  # one second of the 1.25 that it takes, then the summary
 
 
 def test_served_model_names(model: str, tmp_path: Path) -> None:

@@ -140,11 +140,11 @@ def _unpack_records(records: Int[Array, "R words"]) -> dict[str, Array]:
 
 
 class StepWork(NamedTuple):
-    """Sizes of one step's attention, of one head in one layer."""
+    """What a packed step computes, an entry per row."""
 
-    num_kv_tokens: int  # read, and written where new
-    num_scores: int  # query-key pairs
-    num_slack_tokens: int  # positions of the rows' last pages that nothing is in
+    start: NDArray[np.int64]  # tokens before those computed
+    num_tokens: NDArray[np.int64]  # computed
+    num_slack_tokens: int  # positions of all rows' last pages that nothing is in
 
 
 class BatchPacker:
@@ -194,12 +194,9 @@ class BatchPacker:
         """What a packed step asks of the device."""
         fields = self.layouts[bucket].views(blob)
         num_rows = int(fields["num_rows"])
-        ends, stops = fields["cu_q_lens"][: num_rows + 1], fields["kv_lens"][:num_rows].astype(np.int64)
-        counts = ends[1:] - ends[:-1]
-        # A token attends to itself and all before it: the last of a row to `stop` tokens, the one before to one less.
-        num_scores = int(counts.dot(2 * stops - counts + 1)) // 2
-        num_slack = int((-stops % self.config.page_size).sum())
-        return StepWork(int(stops.sum() + ends[-1]), num_scores, num_slack)
+        num_tokens = np.diff(fields["cu_q_lens"][: num_rows + 1]).astype(np.int64)
+        stop = fields["kv_lens"][:num_rows].astype(np.int64)
+        return StepWork(stop - num_tokens, num_tokens, int((-stop % self.config.page_size).sum()))
 
     def pack_slot(self, request: Request) -> SlotTable | None:
         """What the device must know of an admitted request beyond its row; None is the usual case."""

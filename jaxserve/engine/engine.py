@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 
 import numpy as np
@@ -13,12 +14,21 @@ from numpy.typing import NDArray
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
-from jaxserve.engine.build import build_arch, build_params, build_runner, build_sampling_params, check_sizes
+from jaxserve.engine.build import (
+    build_arch,
+    build_params,
+    build_runner,
+    build_sampling_params,
+    check_sizes,
+    compute_dtype,
+)
+from jaxserve.engine.costs import attention_cost
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner, StepHandle, StepResult, compile_counter
 from jaxserve.engine.scheduler import Scheduler, StepPlan
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.metrics import EngineStats, StepStats
+from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
@@ -143,6 +153,14 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise AssertionError if a page or slot is lost or shared; for tests and audits."""
         self._scheduler.check_integrity()
+
+    @cached_property
+    def ceilings(self) -> Ceilings:
+        """The limits of the device in use, by which `stats.split` and `last_step.split` account for wall time.
+
+        Measured when first asked for, which takes under a second, unless the user's cache has them.
+        """
+        return device_ceilings(compute_dtype(self.config, self.arch))
 
     @property
     def num_pages_used(self) -> int:
@@ -309,12 +327,14 @@ class Engine:
         outputs = {}
         sampled = out.token_ids[: len(step.plan.rows)].tolist()
         now_s = time.monotonic()
-        for request, token_id in self._scheduler.update(step.plan, sampled):
+        progressed = self._scheduler.update(step.plan, sampled)
+        for request, token_id in progressed:
             group = self._group_of[request.request_id]
             stop = group.append(request, token_id, now_s, out.logprobs, row_of.get(request.request_id, -1))
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
             outputs[group.output.request_id] = group.output
+        self.stats.num_output_tokens += len(progressed)
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
         return outputs
 
@@ -340,8 +360,10 @@ class Engine:
         """Write the step's StepStats. Device time is from dispatch, or from the end of the step before, to result."""
         now, plan, arch = time.monotonic(), step.plan, self.arch
         device_s = now - max(step.dispatched_s, self._device_free_s)
+        wall_s = now - max(step.dispatched_s - step.host_s, self._device_free_s)
         self._device_free_s = now
         work = self._packer.work(step.blob, step.bucket)
+        attention = attention_cost(work.start, work.num_tokens, arch.windows)
         self.last_step = StepStats(
             step_id=plan.step_id,
             num_rows=len(plan.rows),
@@ -356,9 +378,10 @@ class Engine:
             num_waiting=self._scheduler.num_waiting,
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
-            weight_bytes=self._runner.weight_bytes,
-            kv_bytes=work.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize),
-            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), work.num_scores),
+            wall_ms=wall_s * 1e3,
+            weight_bytes=self._runner.weight_bytes(step.bucket),
+            kv_bytes=attention.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize) // arch.num_layers,
+            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), attention.num_scores),
         )
         self.stats.add(self.last_step)
 

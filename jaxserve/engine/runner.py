@@ -88,12 +88,13 @@ class Runner:
         self.arch, self.params, self.schedule = arch, params, schedule
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
-        self.weight_bytes = step_bytes(params)
         self._programs: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
         self._closing = threading.Event()
         self._background: threading.Thread | None = None
         self._background_error: Exception | None = None
+        self._matrix_bytes = step_bytes(params)
+        self._embedding_row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["embed"])) // arch.vocab_size
         self.state = self._new_state()
 
     def _new_state(self) -> ServeState:
@@ -126,6 +127,10 @@ class Runner:
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state."""
         return jax.eval_shape(self._new_state)
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        """Bytes of weights that a step of `num_tokens` reads: matrices once, and a row of the embedding for each."""
+        return self._matrix_bytes + num_tokens * self._embedding_row_bytes
 
     @property
     def kv_itemsize(self) -> int:

@@ -51,10 +51,16 @@ class ArchConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        """Floating-point operations of a step: matrices over its tokens, logits of its rows, attention scores."""
+        """Floating-point operations of a step: matrices over its tokens, logits of its rows, attention.
+
+        Args:
+            num_tokens: on the token axis.
+            num_rows: whose logits are computed.
+            num_scores: query-key pairs of one head, summed over the layers.
+        """
         head = self.vocab_size * self.hidden_size
         body = self.num_params - (1 if self.tied_embeddings else 2) * head
-        scores = 2 * num_scores * self.num_layers * self.num_heads * self.head_dim
+        scores = 2 * num_scores * self.num_heads * self.head_dim
         return 2 * (num_tokens * body + num_rows * head + scores)
 
 

@@ -1,0 +1,48 @@
+"""The command line of `jaxserve bench`. Imports nothing heavy: a wrong flag is told at once."""
+
+import argparse
+from collections.abc import Callable
+
+AddEngineFlags = Callable[[argparse.ArgumentParser], None]
+
+_OFFLINE = "all requests at once: throughput"
+_SERVE = "requests arrive on their own schedule, whether or not earlier ones are done: latency"
+
+
+def add_bench(bench: argparse.ArgumentParser, add_engine_flags: AddEngineFlags) -> list[argparse.ArgumentParser]:
+    """Add `offline` and `serve` to the parser of `jaxserve bench`; returns their parsers."""
+    kinds = bench.add_subparsers(required=True, metavar="KIND", dest="kind")
+    offline = kinds.add_parser("offline", help=_OFFLINE, description=f"Measure an engine with {_OFFLINE}.")
+    _add_workload(offline, "mixed-64")
+    offline.add_argument("--rounds", type=int, default=1, metavar="INT", help="run this often, show the median round")
+    serve = kinds.add_parser("serve", help=_SERVE, description=f"Measure an engine under load: {_SERVE}.")
+    _add_workload(serve, "poisson-128")
+    _add_load(serve)
+    for parser in (offline, serve):
+        _add_results(parser)
+        add_engine_flags(parser)
+    return [offline, serve]
+
+
+def _add_workload(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"a built-in one by its name, or a JSON file of lengths and arrivals (default: {default})"
+    parser.add_argument("--workload", default=default, metavar="NAME|FILE", help=text)
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    text = "Poisson arrivals per second, one run for each rate (default: the workload's own arrivals)"
+    parser.add_argument("--rate", "--rates", dest="rates", metavar="R[,R...]", help=text)
+    text = "stretch the workload's own arrivals by this factor (default: 1)"
+    parser.add_argument("--time-scale", type=float, metavar="FLOAT", help=text)
+    text = "promised time to first token; goodput counts the requests that meet every promise"
+    parser.add_argument("--slo-ttft-ms", type=float, metavar="MS", help=text)
+    text = "promised time between tokens, on average over a request"
+    parser.add_argument("--slo-itl-ms", type=float, metavar="MS", help=text)
+
+
+def _add_results(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--price-per-hour", type=float, metavar="PRICE", help="of the machine: adds the cost of tokens")
+    parser.add_argument("--json", metavar="FILE", help="write all figures, with versions, device and configuration")
+    text = "write pictures there: latencies, batch and pages over time, throughput against latency (extra: bench)"
+    parser.add_argument("--pictures", metavar="DIR", help=text)
+    parser.add_argument("--stats", action="store_true", help="write a live line to stderr about once a second")

@@ -1,0 +1,161 @@
+"""Pictures of a report, by matplotlib where it is installed (the extra `bench`)."""
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench.report import median_run
+from jaxserve.bench.summary import Json
+from jaxserve.bench.tables import number
+
+Axes = Any  # matplotlib's
+Numbers = Sequence[float] | Sequence[int]
+
+_INK, _WARM, _SOFT = "#1f4e79", "#c0504d", "#9dbad7"
+_PERCENTILE_STYLES = {"p50": "-", "p90": "--", "p99": ":"}
+_NUM_BINS = 40
+
+
+def reason_missing() -> str | None:
+    """Why there can be no pictures, and what to do; None if there can."""
+    if find_spec("matplotlib") is not None:
+        return None
+    return "there will be no pictures, because they need matplotlib: pip install 'jaxserve[bench]'"
+
+
+def draw(report: Json, directory: Path) -> list[Path]:
+    """Write all pictures of a report into `directory`; returns their paths."""
+    runs = report["runs"]
+    shown = [median_run(runs)] if report["kind"] == "offline" else runs
+    paths = []
+    for run in shown:
+        suffix = _suffix(run)
+        paths.append(_save(directory / f"latency{suffix}.png", (10.0, 3.6), _title(report, run), _draw_latency(run)))
+        paths.append(
+            _save(directory / f"timeline{suffix}.png", (10.0, 6.0), _title(report, run), _draw_timeline(run, report))
+        )
+    if report["kind"] == "serve" and len(runs) > 1:
+        title = _title(report, None)
+        paths.append(_save(directory / "throughput_latency.png", (10.0, 4.2), title, _draw_sweep(runs)))
+    return paths
+
+
+def _save(path: Path, size: tuple[float, float], title: str, draw_on: Callable[[Any], None]) -> Path:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot there is no global state
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(title, fontsize=10)
+    draw_on(figure)
+    figure.savefig(path, dpi=120)
+    return path
+
+
+def _suffix(run: Json) -> str:
+    return "" if run["rate_per_s"] is None else f"-rate-{run['rate_per_s']:g}"
+
+
+def _title(report: Json, run: Json | None) -> str:
+    rate = "" if run is None or run["rate_per_s"] is None else f" at {run['rate_per_s']:g} requests/s"
+    model, device = report["model"], report["device"]
+    name = Path(model["path"]).name
+    return f"{report['workload']['name']}{rate}: {name} ({model['dtype']}) on {device['count']} x {device['kind']}"
+
+
+def _draw_latency(run: Json) -> Callable[[Any], None]:
+    ttfts = [request["ttft_ms"] for request in run["requests"]]
+    itls = [gap for request in run["requests"] for gap in request["itls_ms"]]
+    promised = run["goodput"] or {"slo_ttft_ms": None, "slo_itl_ms": None}
+
+    def draw_on(figure: Any) -> None:
+        left, right = figure.subplots(1, 2)
+        _histogram(left, ttfts, run["ttft_ms"], "time to first token (ms)", "requests", promised["slo_ttft_ms"])
+        _histogram(right, itls, run["itl_ms"], "time between tokens (ms)", "tokens", promised["slo_itl_ms"])
+
+    return draw_on
+
+
+def _histogram(axes: Axes, values: Numbers, figures: Json, xlabel: str, ylabel: str, promised: float | None) -> None:
+    """Counts, on a logarithmic scale so that the few slow ones show, and the percentiles."""
+    if values:
+        axes.hist(values, bins=_NUM_BINS, color=_SOFT)
+        axes.set_yscale("log")
+        axes.set_ylim(bottom=0.5)
+        for name, style in _PERCENTILE_STYLES.items():
+            axes.axvline(
+                figures[name], color=_INK, linestyle=style, linewidth=1.2, label=f"{name} {number(figures[name])}"
+            )
+        if promised is not None:
+            axes.axvline(promised, color=_WARM, linewidth=1.5, label=f"promised {number(promised)}")
+        axes.legend(fontsize=8, frameon=False)
+    axes.set_xlim(left=0)
+    _label(axes, xlabel, ylabel)
+
+
+def _draw_timeline(run: Json, report: Json) -> Callable[[Any], None]:
+    timeline, num_pages = run["timeline"], report["schedule"]["num_pages"]
+    occupancy = [100 * used / num_pages for used in timeline["num_pages_used"]]
+
+    def draw_on(figure: Any) -> None:
+        rows, pages, queue = figure.subplots(3, 1, sharex=True)
+        _steps(rows, timeline["time_s"], timeline["num_rows"], "rows in the step")
+        _steps(pages, timeline["time_s"], occupancy, "pages in use (%)")
+        _steps(queue, timeline["time_s"], timeline["num_waiting"], "requests waiting", color=_WARM)
+        queue.set_xlabel("time (s)", fontsize=9)
+        queue.set_xlim(0, run["elapsed_s"])
+
+    return draw_on
+
+
+def _steps(axes: Axes, times: Sequence[float], values: Numbers, ylabel: str, color: str = _INK) -> None:
+    """Each value held since the moment before: a sample is taken at the end of its step."""
+    times, values = [0.0, *times], [*values[:1], *values]
+    axes.fill_between(times, values, step="pre", color=color, alpha=0.15, linewidth=0)
+    axes.step(times, values, where="pre", color=color, linewidth=1)
+    axes.set_ylim(0, max([*values, 1]) * 1.08)
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    _label(axes, "", ylabel)
+
+
+def _draw_sweep(runs: Sequence[Json]) -> Callable[[Any], None]:
+    runs = sorted(runs, key=lambda run: run["rate_per_s"])
+
+    def draw_on(figure: Any) -> None:
+        for axes, key, name in zip(
+            figure.subplots(1, 2), ("ttft_ms", "itl_ms"), ("time to first token", "time between tokens"), strict=True
+        ):
+            if runs[0][key]["p50"] is not None:  # single tokens have nothing between them
+                _curve(axes, runs, key)
+            _label(axes, "output throughput (tok/s)", f"{name} (ms)")
+
+    return draw_on
+
+
+def _curve(axes: Axes, runs: Sequence[Json], key: str) -> None:
+    """A line per percentile through the rates, named at its end; the rates stand above their points."""
+    throughput = [run["output_tok_per_s"] for run in runs]
+    for name, style in _PERCENTILE_STYLES.items():
+        latency = [run[key][name] for run in runs]
+        axes.plot(throughput, latency, style, color=_INK, marker="o", markersize=4)
+        _note(axes, name, (throughput[-1], latency[-1]), (8, 0), _INK, "left")
+    for run, x in zip(runs, throughput, strict=True):
+        _note(axes, f"{run['rate_per_s']:g}/s", (x, run[key]["p99"]), (0, 7), _WARM, "center")
+    axes.set_yscale("log")
+    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+        axis(lambda value, _position: number(value))
+    axes.margins(x=0.12, y=0.15)
+    axes.set_xlim(left=0)
+
+
+def _note(
+    axes: Axes, text: str, point: tuple[float, float], offset: tuple[int, int], color: str, alignment: str
+) -> None:
+    axes.annotate(text, point, offset, textcoords="offset points", ha=alignment, va="center", fontsize=8, color=color)
+
+
+def _label(axes: Axes, xlabel: str, ylabel: str) -> None:
+    axes.set_xlabel(xlabel, fontsize=9)
+    axes.set_ylabel(ylabel, fontsize=9)
+    axes.tick_params(which="both", labelsize=8)
+    axes.grid(which="both", alpha=0.2)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,56 @@
+"""The document of a benchmark: what was measured, on what, with which figures. Keys carry their units."""
+
+import dataclasses
+import platform
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+from jaxserve import __version__
+from jaxserve.bench.summary import Json
+from jaxserve.bench.workloads import Workload
+from jaxserve.engine.build import compute_dtype
+from jaxserve.engine.roofline import describe_device
+
+FORMAT = "jaxserve-bench-1"
+
+
+def build_report(engine: Any, kind: str, workload: Workload, runs: Sequence[Json], *, time_scale: float) -> Json:
+    """All that `--json` writes."""
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {
+            "jaxserve": __version__,
+            "jax": version("jax"),
+            "jaxlib": version("jaxlib"),
+            "numpy": version("numpy"),
+            "python": platform.python_version(),
+        },
+        "device": dataclasses.asdict(describe_device()),
+        "ceilings": dataclasses.asdict(engine.ceilings),
+        "model": {
+            "path": str(engine.config.model_path),
+            "architecture": engine.arch.architecture,
+            "num_params": engine.arch.num_params,
+            "dtype": compute_dtype(engine.config, engine.arch).name,
+        },
+        "config": dataclasses.asdict(engine.config),
+        "schedule": dataclasses.asdict(engine.schedule),
+        "workload": {
+            "name": workload.name,
+            "seed": workload.seed,
+            "num_requests": len(workload.requests),
+            "num_prompt_tokens": workload.num_prompt_tokens,
+            "num_output_tokens": workload.num_output_tokens,
+            "time_scale": time_scale,
+        },
+        "runs": list(runs),
+    }
+
+
+def median_run(runs: Sequence[Json]) -> Json:
+    """The run of median output rate; of an even number the slower of the two in the middle."""
+    return sorted(runs, key=lambda run: run["output_tok_per_s"])[(len(runs) - 1) // 2]

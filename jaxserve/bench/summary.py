@@ -1,0 +1,160 @@
+"""From the trace of a run to its figures: percentiles, rates, goodput, cost. Units in the names."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxserve.bench.load import LoadTrace, RequestTrace
+from jaxserve.metrics import Ceilings
+
+PERCENTILES = (50, 90, 99)
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a user was promised: time to first token and mean time between tokens; None promises nothing.
+
+    A request of a single token has no time between tokens, and meets that promise.
+    """
+
+    ttft_ms: float | None = None
+    itl_ms: float | None = None
+
+    def is_met_by(self, request: RequestTrace) -> bool:
+        """Whether the request was served as promised."""
+        in_time = self.ttft_ms is None or request.ttft_s * 1e3 <= self.ttft_ms
+        return in_time and (self.itl_ms is None or (request.tpot_s or 0.0) * 1e3 <= self.itl_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What the figures of a run are relative to."""
+
+    page_size: int
+    num_pages: int
+    ceilings: Ceilings
+    slo: Slo = Slo()
+    price_per_hour: float | None = None
+
+
+def summarize(trace: LoadTrace, setting: Setting) -> Json:
+    """The figures of one run, ready for JSON."""
+    return {
+        **_throughput(trace),
+        **_steps(trace, setting),
+        "ttft_ms": percentiles([r.ttft_s * 1e3 for r in trace.requests]),
+        "itl_ms": percentiles([gap * 1e3 for r in trace.requests for gap in r.itls_s]),
+        "tpot_ms": percentiles([r.tpot_s * 1e3 for r in trace.requests if r.tpot_s is not None]),
+        "e2e_ms": percentiles([r.e2e_s * 1e3 for r in trace.requests]),
+        "goodput": _goodput(trace, setting.slo),
+        "cost": _cost(trace, setting.price_per_hour),
+        "timeline": _timeline(trace),
+        "requests": [_request(r) for r in trace.requests],
+    }
+
+
+def percentiles(values: Sequence[float]) -> Json:
+    """Mean, p50, p90, p99 and maximum, between neighbours by linear interpolation; nulls where there is no value."""
+    names = ["mean", *(f"p{q}" for q in PERCENTILES), "max"]
+    if not values:
+        return dict.fromkeys(names)
+    array = np.asarray(values, np.float64)
+    numbers = [array.mean(), *np.percentile(array, PERCENTILES), array.max()]
+    return dict(zip(names, map(float, numbers), strict=True))
+
+
+def _throughput(trace: LoadTrace) -> Json:
+    num_prompt = sum(r.num_prompt_tokens for r in trace.requests)
+    num_output = sum(len(r.token_s) for r in trace.requests)
+    num_cached = sum(r.num_cached_tokens for r in trace.requests)
+    return {
+        "elapsed_s": trace.elapsed_s,
+        "num_requests": len(trace.requests),
+        "num_prompt_tokens": num_prompt,
+        "num_output_tokens": num_output,
+        "requests_per_s": len(trace.requests) / trace.elapsed_s,
+        "output_tok_per_s": num_output / trace.elapsed_s,
+        "total_tok_per_s": (num_prompt + num_output) / trace.elapsed_s,
+        "cached_prompt_share": num_cached / num_prompt,
+    }
+
+
+def _steps(trace: LoadTrace, setting: Setting) -> Json:
+    stats, steps = trace.stats, max(1, trace.stats.num_steps)
+    split = stats.split(setting.ceilings)
+    busy = [s for s in trace.steps if s.num_rows]
+    return {
+        "num_steps": stats.num_steps,
+        "wall_ms_per_step": stats.wall_ms / steps,
+        "host_ms_per_step": stats.host_ms / steps,
+        "padding_share": stats.padding_share,
+        "page_slack_share": stats.page_slack_share(setting.page_size),
+        "page_occupancy": _mean_and_max([s.num_pages_used / setting.num_pages for s in busy]),
+        "batch_rows": _mean_and_max([s.num_rows for s in busy]),
+        "queue_depth": _mean_and_max([s.num_waiting for s in busy]),
+        "num_preemptions": stats.num_preemptions,
+        "num_wasted_tokens": stats.num_wasted_tokens,
+        "num_compiles": stats.num_compiles,
+        "time_split_ms": asdict(split),
+        "efficiency": split.efficiency,
+        "roofline_share": split.roofline_share,
+    }
+
+
+def _mean_and_max(values: Sequence[float] | Sequence[int]) -> Json:
+    """Over steps."""
+    return {"mean": float(np.mean(values)), "max": float(max(values))} if values else {"mean": 0.0, "max": 0.0}
+
+
+def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
+    """Requests per second that met every promise (DistServe, Zhong et al., 2024); None without a promise."""
+    if slo == Slo():
+        return None
+    num_met = sum(slo.is_met_by(r) for r in trace.requests)
+    return {
+        "slo_ttft_ms": slo.ttft_ms,
+        "slo_itl_ms": slo.itl_ms,
+        "share": num_met / len(trace.requests),
+        "requests_per_s": num_met / trace.elapsed_s,
+    }
+
+
+def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
+    """In the currency of the price, for the machine as busy as it was in this run."""
+    if price_per_hour is None:
+        return None
+    rates = _throughput(trace)
+    price_per_s = price_per_hour / 3600
+    return {
+        "price_per_hour": price_per_hour,
+        "per_million_output_tokens": price_per_s / rates["output_tok_per_s"] * 1e6,
+        "per_million_tokens": price_per_s / rates["total_tok_per_s"] * 1e6,
+    }
+
+
+def _timeline(trace: LoadTrace) -> Json:
+    """One list per quantity, an entry per step or idle moment."""
+    return {
+        "time_s": [round(s.time_s, 6) for s in trace.steps],
+        "num_rows": [s.num_rows for s in trace.steps],
+        "num_tokens": [s.num_tokens for s in trace.steps],
+        "num_pages_used": [s.num_pages_used for s in trace.steps],
+        "num_waiting": [s.num_waiting for s in trace.steps],
+    }
+
+
+def _request(request: RequestTrace) -> Json:
+    return {
+        "arrival_s": request.arrival_s,
+        "num_prompt_tokens": request.num_prompt_tokens,
+        "num_cached_tokens": request.num_cached_tokens,
+        "num_output_tokens": len(request.token_s),
+        "ttft_ms": request.ttft_s * 1e3,
+        "tpot_ms": None if request.tpot_s is None else request.tpot_s * 1e3,
+        "e2e_ms": request.e2e_s * 1e3,
+        "itls_ms": [round(gap * 1e3, 4) for gap in request.itls_s],
+    }

@@ -1,0 +1,144 @@
+"""The figures of a report as text."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from jaxserve.bench.report import median_run
+from jaxserve.bench.summary import Json
+
+_LATENCIES = (
+    ("TTFT (ms)", "ttft_ms"),
+    ("ITL (ms)", "itl_ms"),
+    ("ITL, mean of a request (ms)", "tpot_ms"),
+    ("end to end (ms)", "e2e_ms"),
+)
+_STATISTICS = ("mean", "p50", "p90", "p99", "max")
+
+Row = Sequence[str]
+
+
+def render(report: Json) -> str:
+    """Header and tables of a report."""
+    runs = report["runs"]
+    blocks = [_header(report)]
+    if report["kind"] == "offline" and len(runs) > 1:
+        blocks.append(_rounds(runs))
+    if report["kind"] == "serve" and len(runs) > 1:
+        blocks.append(_align(_sweep(runs), header=True))
+    else:
+        run = median_run(runs)
+        blocks += [_align(_facts(run, report)), _align(_latencies(run), header=True)]
+    return "\n\n".join(blocks)
+
+
+def _header(report: Json) -> str:
+    load, device, model = report["workload"], report["device"], report["model"]
+    return (
+        f"{report['kind']}, {load['name']}: {load['num_requests']} requests, "
+        f"{load['num_prompt_tokens']} prompt and {load['num_output_tokens']} output tokens\n"
+        f"{model['path']} in {model['dtype']} on {device['count']} x {device['kind']} ({device['num_cores']} cores), "
+        f"jax {report['versions']['jax']}\n"
+        f"ceilings by which E is counted: {report['ceilings']['flops_per_s'] / 1e9:.4g} GFLOP/s, "
+        f"{report['ceilings']['bytes_per_s'] / 1e9:.4g} GB/s"
+    )
+
+
+def _rounds(runs: Sequence[Json]) -> str:
+    rates = ", ".join(f"{run['output_tok_per_s']:.0f}" for run in runs)
+    return f"{len(runs)} rounds of {rates} output tok/s; below, the median one"
+
+
+def _facts(run: Json, report: Json) -> list[Row]:
+    split = run["time_split_ms"]
+    wall_ms = sum(split.values()) or 1.0
+    stall, memory = split["stall_ms"] / wall_ms, split["memory_ms"] / wall_ms
+    return [
+        ("output", f"{run['output_tok_per_s']:.1f} tok/s"),
+        ("prompt and output", f"{run['total_tok_per_s']:.1f} tok/s"),
+        ("requests", f"{_offered(run)}{run['requests_per_s']:.2f} /s over {run['elapsed_s']:.2f} s"),
+        ("steps", f"{run['num_steps']} of {run['wall_ms_per_step']:.2f} ms, host {run['host_ms_per_step']:.2f} ms"),
+        ("step time", f"E {run['efficiency']:.1%} compute, {memory:.1%} memory, {stall:.1%} stall"),
+        ("rows in a step", f"{run['batch_rows']['mean']:.1f} on average, {run['batch_rows']['max']:.0f} at most"),
+        ("queue", f"{run['queue_depth']['mean']:.1f} on average, {run['queue_depth']['max']:.0f} at most"),
+        ("padding", f"{run['padding_share']:.1%} of computed tokens"),
+        ("pages", f"{_pages(run, report)}, {run['page_slack_share']:.1%} slack"),
+        ("prefix cache", f"{run['cached_prompt_share']:.1%} of prompt tokens"),
+        ("preemptions", str(run["num_preemptions"])),
+        ("compiles", str(run["num_compiles"])),
+        *_promises(run),
+    ]
+
+
+def _offered(run: Json) -> str:
+    return "" if run["rate_per_s"] is None else f"{run['rate_per_s']:g} /s offered, served "
+
+
+def _pages(run: Json, report: Json) -> str:
+    return f"{run['page_occupancy']['max']:.1%} of {report['schedule']['num_pages']} in use at most"
+
+
+def _promises(run: Json) -> list[Row]:
+    rows: list[Row] = []
+    if (goodput := run["goodput"]) is not None:
+        rows.append(("goodput", f"{goodput['requests_per_s']:.2f} /s, {goodput['share']:.1%} {_slo(goodput)}"))
+    if (cost := run["cost"]) is not None:
+        text = f"{cost['per_million_output_tokens']:.4g} for output, {cost['per_million_tokens']:.4g} for all"
+        rows.append(("cost of a million tokens", f"{text}, at {cost['price_per_hour']:g} an hour"))
+    return rows
+
+
+def _slo(goodput: Json) -> str:
+    promises = (("TTFT", goodput["slo_ttft_ms"]), ("mean ITL", goodput["slo_itl_ms"]))
+    return "within " + " and ".join(f"{name} {value:g} ms" for name, value in promises if value is not None)
+
+
+def _latencies(run: Json) -> list[Row]:
+    rows: list[Row] = [("", *_STATISTICS)]
+    rows += [(title, *(number(run[key][name]) for name in _STATISTICS)) for title, key in _LATENCIES]
+    return rows
+
+
+def _sweep(runs: Sequence[Json]) -> list[Row]:
+    """A row per rate; latencies as p50/p90/p99."""
+    titles = ["rate /s", "served /s", "out tok/s", "TTFT ms", "ITL ms", "end to end ms", "queue", "rows", "E"]
+    rows: list[list[str]] = [titles]
+    for run in runs:
+        rates = [number(run[key]) for key in ("rate_per_s", "requests_per_s", "output_tok_per_s")]
+        latencies = [_spread(run[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")]
+        load = [f"{run['queue_depth']['mean']:.1f}", f"{run['batch_rows']['mean']:.1f}", f"{run['efficiency']:.1%}"]
+        rows.append([*rates, *latencies, *load])
+    if runs[0]["goodput"] is not None:
+        _append_column(rows, "goodput /s", [number(run["goodput"]["requests_per_s"]) for run in runs])
+    if runs[0]["cost"] is not None:
+        _append_column(rows, "cost /M out", [number(run["cost"]["per_million_output_tokens"]) for run in runs])
+    return [tuple(row) for row in rows]
+
+
+def _append_column(rows: list[list[str]], title: str, values: Sequence[str]) -> None:
+    for row, cell in zip(rows, [title, *values], strict=True):
+        row.append(cell)
+
+
+def _spread(figures: Json) -> str:
+    return "/".join(number(figures[name]) for name in ("p50", "p90", "p99"))
+
+
+def number(value: Any) -> str:
+    """Three significant digits, more only before the point."""
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _align(rows: Iterable[Row], *, header: bool = False) -> str:
+    """Columns of equal width: all but the first to the right under a header, to the left without."""
+    rows = list(rows)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = str.rjust if header else str.ljust
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(pad(cell, width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,45 @@
+"""What the attention of a step costs, counted from its rows."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+
+class AttentionCost(NamedTuple):
+    """Counts over all rows and layers."""
+
+    num_scores: int  # query-key pairs of one head
+    num_kv_tokens: int  # tokens whose keys and values are read or written
+
+
+def attention_cost(start: Ints, num_tokens: Ints, windows: Sequence[int | None]) -> AttentionCost:
+    """What causal attention must do in layers of these sliding windows (None: no window).
+
+    A row's keys and values count as read once per layer, however a kernel tiles its queries, and new ones as written.
+
+    Args:
+        start: tokens before those computed; an entry per row, or per row and step.
+        num_tokens: computed, of the same shape.
+        windows: one per layer.
+    """
+    end = start + num_tokens
+    num_scores = num_kv_tokens = 0
+    for window, num_layers in Counter(windows).items():
+        scores, unread = _triangle(end) - _triangle(start), 0 * start
+        if window is not None:
+            scores -= _triangle(end - window) - _triangle(start - window)
+            unread = np.maximum(start - window + 1, 0)
+        num_scores += num_layers * int(scores.sum())
+        num_kv_tokens += num_layers * int((end - unread + num_tokens).sum())
+    return AttentionCost(num_scores, num_kv_tokens)
+
+
+def _triangle(x: Ints) -> Ints:
+    """1 + 2 + ... + x: the keys that the first x queries of a sequence see."""
+    x = np.maximum(x, 0)
+    return x * (x + 1) // 2

@@ -1,0 +1,150 @@
+"""The device in use: what it is, and what it does at best: measured, then kept in the user's cache directory."""
+
+import json
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import user_cache_dir
+from jaxserve.layers.linear import linear
+from jaxserve.metrics import Ceilings
+from pallas_kernels import packed_linear
+
+Call = Callable[[], jax.Array]
+
+logger = logging.getLogger(__name__)
+
+CALLS_IN_FLIGHT = 2  # so that dispatch hides behind the device, as it does when serving
+NUM_MEASUREMENTS = 3  # by one process each
+MEASURE_S = 0.15  # per rate, after compiling and one round
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the engine runs on."""
+
+    platform: str
+    kind: str
+    count: int
+    num_cores: int  # of the host, that this process may use
+
+
+def describe_device() -> Device:
+    """The first device of jax's default backend; a CPU by its model, which jax does not tell."""
+    device = jax.devices()[0]
+    kind = _cpu_model() if device.platform == "cpu" else device.device_kind
+    return Device(device.platform, kind, jax.device_count(), len(os.sched_getaffinity(0)))
+
+
+def device_ceilings(dtype: jnp.dtype, cache_dir: Path | None = None) -> Ceilings:
+    """Limits of this device in `dtype`, from the cache, or measured in under a second of a quiet machine.
+
+    What else runs on a machine makes it look slower, never faster. So the first NUM_MEASUREMENTS processes that ask
+    measure, and the best of them counts from then on.
+
+    Args:
+        dtype: of weights and activations.
+        cache_dir: of the measurements, a file each; None is the user's. Of processes that measure at the same time,
+            the last one's file stays.
+    """
+    path = (cache_dir or user_cache_dir() / "ceilings") / f"{_cache_key(describe_device(), dtype)}.json"
+    kept, num_measured = _read(path) or (None, 0)
+    if kept is None or num_measured < NUM_MEASUREMENTS:
+        kept = _best(kept, measure_ceilings(dtype))
+        _write(path, kept, num_measured + 1)
+    return kept
+
+
+def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
+    """Best rates of a large matrix product and of reading an array larger than any cache, by XLA or a native kernel."""
+    on_cpu = jax.default_backend() == "cpu"
+    M, D, F = (1024, 1024, 2048) if on_cpu else (4096, 4096, 8192)
+    num_rows = (1 << 27 if on_cpu else 1 << 29) // dtype.itemsize // D
+    flops_per_s = _best_rate(2 * M * D * F, _products(jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)))
+    array = jnp.ones((num_rows, D), dtype)
+    readers = [*_products(array, jnp.ones((1, D), dtype)), lambda: _largest(array)]
+    return Ceilings(flops_per_s, _best_rate(array.nbytes, readers))
+
+
+_product = jax.jit(linear)
+_largest = jax.jit(jnp.max)
+
+
+def _products(weight: jax.Array, x: jax.Array) -> list[Call]:
+    """`x @ weight.T` in every way in which the engine may compute it."""
+    calls: list[Call] = [lambda: _product(weight, x)]
+    if packed_linear.unsupported(weight.dtype, jax.default_backend()) is None:
+        packed = packed_linear.pack(weight)
+        calls.append(lambda: _product(packed, x))
+    return calls
+
+
+def _best_rate(work: int, calls: Sequence[Call]) -> float:
+    """Of the fastest call, which does `work`, per second."""
+    return work / min(map(_seconds, calls))
+
+
+def _seconds(call: Call) -> float:
+    """What one call takes at best, several being in flight."""
+    call().block_until_ready()  # compiles
+    deadline = time.perf_counter() + MEASURE_S
+    best_s = _time_calls(call)
+    while time.perf_counter() < deadline:
+        best_s = min(best_s, _time_calls(call))
+    return best_s / CALLS_IN_FLIGHT
+
+
+def _time_calls(call: Call) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready([call() for _ in range(CALLS_IN_FLIGHT)])
+    return time.perf_counter() - started
+
+
+def _cache_key(device: Device, dtype: jnp.dtype) -> str:
+    parts = (device.kind, f"x{device.count}", f"{device.num_cores} cores", f"jax {jax.__version__}", dtype.name)
+    return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+
+
+def _best(kept: Ceilings | None, new: Ceilings) -> Ceilings:
+    if kept is None:
+        return new
+    return Ceilings(max(kept.flops_per_s, new.flops_per_s), max(kept.bytes_per_s, new.bytes_per_s))
+
+
+def _read(path: Path) -> tuple[Ceilings, int] | None:
+    """The best so far and of how many measurements; None without a usable file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        ceilings = Ceilings(float(content["flops_per_s"]), float(content["bytes_per_s"]))
+        num_measured = int(content["num_measurements"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (ceilings, num_measured) if min(ceilings.flops_per_s, ceilings.bytes_per_s) > 0 else None
+
+
+def _write(path: Path, ceilings: Ceilings, num_measured: int) -> None:
+    """Replace the file whole, so that a reader sees the old or the new one. A cache that cannot be written is none."""
+    own = path.with_suffix(f".{os.getpid()}.tmp")
+    content = {**asdict(ceilings), "num_measurements": num_measured}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.write_text(json.dumps(content), encoding="utf-8")
+        own.replace(path)
+    except OSError as error:
+        logger.warning("the device's ceilings cannot be kept, and are measured again next time: %s", error)
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -1,0 +1,74 @@
+"""One line about what an engine is doing, about once a second."""
+
+import dataclasses
+import threading
+import time
+from typing import Any
+
+from jaxserve.metrics import Ceilings, EngineStats, StepStats
+
+_ERASE_TO_END = "\x1b[K"
+
+
+class LiveStats:
+    """Writes the line while it is entered: rewritten in place on a terminal, one below the other elsewhere.
+
+    It reads the engine's counters from a thread of its own, so steps neither wait for it nor know of it.
+
+    Args:
+        engine: whose `stats`, `last_step`, `schedule` and `ceilings` are read; the latter are measured on entering.
+        stream: of text, where to write.
+        interval_s: seconds between lines.
+    """
+
+    def __init__(self, engine: Any, stream: Any, interval_s: float = 1.0) -> None:
+        self._engine, self._stream, self._interval_s = engine, stream, interval_s
+        self._rewrites = stream.isatty()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._num_lines = 0
+
+    def __enter__(self) -> "LiveStats":
+        self._ceilings: Ceilings = self._engine.ceilings
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        if self._rewrites and self._num_lines:
+            self._stream.write("\n")
+
+    def _run(self) -> None:
+        before, before_s = dataclasses.replace(self._engine.stats), time.monotonic()
+        while not self._stop.wait(self._interval_s):
+            now, now_s = dataclasses.replace(self._engine.stats), time.monotonic()
+            num_pages = self._engine.schedule.num_pages
+            line = stats_line(now.since(before), now_s - before_s, self._engine.last_step, num_pages, self._ceilings)
+            self._write(line)
+            before, before_s = now, now_s
+
+    def _write(self, line: str) -> None:
+        self._stream.write(f"\r{line}{_ERASE_TO_END}" if self._rewrites else f"{line}\n")
+        self._stream.flush()
+        self._num_lines += 1
+
+
+def stats_line(
+    stats: EngineStats, seconds: float, last_step: StepStats | None, num_pages: int, ceilings: Ceilings
+) -> str:
+    """What happened in the last `seconds`: `stats` is of these alone; rows, queue and pages are of the last step."""
+    rows, waiting, pages = (
+        (last_step.num_rows, last_step.num_waiting, last_step.num_pages_used)
+        if last_step is not None and stats.num_steps
+        else (0, 0, 0)
+    )
+    parts = (
+        f"{rows} rows",
+        f"in {stats.num_prefill_tokens / seconds:.0f} tok/s",
+        f"out {stats.num_output_tokens / seconds:.0f} tok/s",
+        f"{waiting} waiting",
+        f"pages {pages / num_pages:.0%}",
+        f"E {stats.split(ceilings).efficiency:.0%}",
+    )
+    return ", ".join(parts)

@@ -1,0 +1,238 @@
+"""`jaxserve bench` over the engine without a model: what it measures, prints, writes and refuses."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fake_engine
+import pytest
+import tiny_tokenizers
+from matplotlib.image import imread
+
+from jaxserve import cli
+from jaxserve.bench import pictures, tables
+
+WORKLOAD = {
+    "name": "few",
+    "seed": 5,
+    "requests": [
+        {"prompt_len": 4, "output_len": 3, "arrival_s": 0.0},
+        {"prompt_len": 6, "output_len": 1, "arrival_s": 0.02},
+        {"prompt_len": 2, "output_len": 9, "arrival_s": 0.04},
+    ],
+}
+RUN_KEYS = {
+    *("rate_per_s", "elapsed_s", "num_requests", "num_prompt_tokens", "num_output_tokens", "requests_per_s"),
+    *("output_tok_per_s", "total_tok_per_s", "cached_prompt_share", "num_steps", "wall_ms_per_step"),
+    *("host_ms_per_step", "padding_share", "page_slack_share", "page_occupancy", "batch_rows", "queue_depth"),
+    *("num_preemptions", "num_wasted_tokens", "num_compiles", "time_split_ms", "efficiency", "roofline_share"),
+    *("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "goodput", "cost", "timeline", "requests"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_tokenizers.write(tmp_path_factory.mktemp("model"), tiny_tokenizers.byte_level()))
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[fake_engine.FakeEngine]:
+    """The engines that commands have started; each step takes 2 ms."""
+    started: list[fake_engine.FakeEngine] = []
+
+    def load(model: str, **options: Any) -> SimpleNamespace:
+        started.append(fake_engine.FakeLLM(model, **options).engine)
+        return SimpleNamespace(engine=started[-1])
+
+    monkeypatch.setenv(fake_engine.STEP_S, "0.002")
+    monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=load))
+    return started
+
+
+@pytest.fixture
+def workload(tmp_path: Path) -> str:
+    path = tmp_path / "few.json"
+    path.write_text(json.dumps(WORKLOAD))
+    return str(path)
+
+
+def bench(model: str, out: Path, *arguments: str) -> dict[str, Any]:
+    """The report of a run."""
+    assert cli.main(["bench", *arguments, "--model", model, "--json", str(out / "report.json")]) == 0
+    return json.loads((out / "report.json").read_text())
+
+
+def test_offline_report(
+    model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--rounds", "3", "--price-per-hour", "2", "--page-size", "32"]
+    report = bench(model, tmp_path, "offline", "--workload", workload, *flags)
+    assert report["format"] == "jaxserve-bench-1"
+    assert set(report["versions"]) == {"jaxserve", "jax", "jaxlib", "numpy", "python"}
+    assert set(report["device"]) == {"platform", "kind", "count", "num_cores"}
+    assert report["config"]["page_size"] == 32
+    assert report["config"]["skip_tokenizer_init"]
+    assert report["schedule"]["max_num_seqs"] == 4
+    assert report["workload"]["num_output_tokens"] == 13
+    assert [run.keys() for run in report["runs"]] == 3 * [RUN_KEYS]
+    for run in report["runs"]:
+        assert run["rate_per_s"] is None
+        assert run["num_steps"] == 9  # all at once: as many as the longest output
+        assert [r["num_output_tokens"] for r in run["requests"]] == [3, 1, 9]
+        assert {r["arrival_s"] for r in run["requests"]} == {0}
+        assert run["ttft_ms"]["p50"] >= 2
+        assert run["cost"]["per_million_tokens"] > 0
+    (engine,) = engines
+    assert engine.num_cache_resets == 3
+    assert engine.num_added == 1 + 3 * 3  # the first warms up
+    shown = capsys.readouterr()
+    median = sorted(run["output_tok_per_s"] for run in report["runs"])[1]
+    assert f"{median:.1f} tok/s" in shown.out
+    assert "3 rounds of" in shown.out
+    assert "few: run 3 of 3" in shown.err
+
+
+def test_serve_keeps_the_workloads_arrivals(
+    model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    slo = ["--slo-ttft-ms", "1000", "--slo-itl-ms", "500"]
+    report = bench(model, tmp_path, "serve", "--workload", workload, "--time-scale", "2", *slo)
+    (run,) = report["runs"]
+    assert [r["arrival_s"] for r in run["requests"]] == [0, 0.04, 0.08]
+    assert run["elapsed_s"] >= 0.08 + 9 * 0.002
+    assert run["goodput"]["share"] == 1
+    shown = capsys.readouterr().out
+    assert "100.0% within TTFT 1000 ms and mean ITL 500 ms" in shown
+    assert re.search(r"^TTFT \(ms\) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+$", shown, re.MULTILINE)
+
+
+def test_a_sweep_has_a_run_and_a_row_per_rate(
+    model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = bench(model, tmp_path, "serve", "--workload", workload, "--rates", "50,200.5", "--slo-ttft-ms", "1000")
+    slow, fast = report["runs"]
+    assert (slow["rate_per_s"], fast["rate_per_s"]) == (50, 200.5)
+    gaps = [[r["arrival_s"] for r in run["requests"]] for run in (slow, fast)]
+    assert gaps[0] == pytest.approx([4.01 * arrival for arrival in gaps[1]])
+    rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert rows[0].split()[:2] == ["rate", "/s"]
+    assert rows[0].endswith("goodput /s")
+    assert [row.split()[0] for row in rows[1:]] == ["50", "200"]
+
+
+def test_live_lines_go_to_stderr(
+    model: str,
+    workload: str,
+    tmp_path: Path,
+    engines: list[fake_engine.FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(fake_engine.STEP_S, "0.15")
+    bench(model, tmp_path, "offline", "--workload", workload, "--stats")
+    shown = capsys.readouterr()
+    assert re.search(r"^\d rows, in \d+ tok/s, out \d+ tok/s, 0 waiting, pages \d%, E \d+%$", shown.err, re.MULTILINE)
+    assert "waiting," not in shown.out
+
+
+def test_pictures(model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine]) -> None:
+    places = {"offline": tmp_path / "new" / "offline", "serve": tmp_path / "serve"}
+    bench(model, tmp_path, "offline", "--workload", workload, "--pictures", str(places["offline"]))
+    assert {path.name for path in places["offline"].iterdir()} == {"latency.png", "timeline.png"}
+    rates = ["--rates", "100,300", "--slo-itl-ms", "5"]
+    bench(model, tmp_path, "serve", "--workload", workload, *rates, "--pictures", str(places["serve"]))
+    names = {path.name for path in places["serve"].iterdir()}
+    each = {f"{name}-rate-{rate}.png" for name in ("latency", "timeline") for rate in (100, 300)}
+    assert names == each | {"throughput_latency.png"}
+    for path in (*places["offline"].iterdir(), *places["serve"].iterdir()):
+        pixels = imread(path)
+        assert pixels.shape[1] == 1200
+        assert pixels[..., :3].std() > 0.02  # something has been drawn
+
+
+def test_single_tokens_have_no_time_between_them(
+    model: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "one.json"
+    path.write_text(json.dumps({"name": "one", "seed": 1, "requests": [{"prompt_len": 1, "output_len": 1}]}))
+    report = bench(model, tmp_path, "offline", "--workload", str(path), "--pictures", str(tmp_path / "pictures"))
+    assert report["runs"][0]["itl_ms"] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
+    assert re.search(r"^ITL \(ms\)( +-){5}$", capsys.readouterr().out, re.MULTILINE)
+    bench(model, tmp_path, "serve", "--workload", str(path), "--rates", "9,10", "--pictures", str(tmp_path / "sweep"))
+    assert " -/-/- " in capsys.readouterr().out
+    assert (tmp_path / "sweep" / "throughput_latency.png").exists()
+
+
+def test_without_matplotlib_all_else_works(
+    model: str,
+    workload: str,
+    tmp_path: Path,
+    engines: list[fake_engine.FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    report = bench(model, tmp_path, "offline", "--workload", workload, "--pictures", str(tmp_path / "pictures"))
+    assert len(report["runs"]) == 1
+    shown = capsys.readouterr()
+    assert "pip install 'jaxserve[bench]'" in shown.err
+    assert "tok/s" in shown.out
+    assert list((tmp_path / "pictures").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["offline", "--workload", "mixed-65"], "workload must be one of ['mixed-64', "),
+        (["offline", "--workload", "BAD"], "the workload {path} must be JSON, but: Expecting value"),
+        (["offline", "--rounds", "0"], "rounds must be at least 1, got 0"),
+        (["offline", "--price-per-hour", "-1"], "price_per_hour must be a positive number, got -1.0"),
+        (["serve", "--rate", "-1"], "each rate must be a positive number, got -1.0"),
+        (["serve", "--rates", "1,inf"], "each rate must be a positive number, got inf"),
+        (["serve", "--rates", "1,nan"], "each rate must be a positive number, got nan"),
+        (["serve", "--rates", "1,,2"], "rates must be numbers separated by commas, got '1,,2'"),
+        (["serve", "--rate", "1", "--time-scale", "2"], "time_scale stretches the workload's own arrivals"),
+        (["serve", "--time-scale", "0"], "time_scale must be a positive number, got 0.0"),
+        (["serve", "--slo-ttft-ms", "0"], "slo_ttft_ms must be a positive number, got 0.0"),
+        (["serve", "--slo-itl-ms", "nan"], "slo_itl_ms must be a positive number, got nan"),
+        (["serve", "--workload", "single"], "in the workload single all requests arrive at once; give --rate"),
+        (["offline", "--json", "/no/such/file"], "json must be a file in a directory that exists, got /no/such/file"),
+        (["offline", "--pictures", "BAD"], "cannot make the directory of pictures {path}: File exists"),
+    ],
+)
+def test_wrong_commands_are_told_before_anything_is_loaded(
+    model: str,
+    tmp_path: Path,
+    engines: list[fake_engine.FakeEngine],
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text("")
+    command = [str(path) if argument == "BAD" else argument for argument in arguments]
+    assert cli.main(["bench", *command, "--model", model]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"jaxserve: error: {message.format(path=path)}")
+    assert shown.count("\n") == 1
+    assert engines == []
+
+
+def test_a_workload_that_does_not_fit_is_refused_before_it_runs(
+    model: str, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["bench", "offline", "--workload", "long-prompts-32", "--model", model]) == 2
+    assert "requests of up to 1532 tokens, but max_model_len is 1000" in capsys.readouterr().err
+    assert engines[0].num_added == 0
+
+
+def test_numbers_have_three_significant_digits() -> None:
+    given = [None, 0.0, 0.012345, 1.2345, 99.99, 123.4, 12345.6]
+    assert [tables.number(value) for value in given] == ["-", "0", "0.0123", "1.23", "100", "123", "12346"]
+
+
+def test_pictures_are_possible_where_matplotlib_is() -> None:
+    assert pictures.reason_missing() is None

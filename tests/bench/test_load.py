@@ -1,0 +1,103 @@
+"""The open loop over a fake engine and a fake clock: every time is known beforehand."""
+
+import fake_engine
+import pytest
+
+from jaxserve.bench.load import Clock, LoadTrace, RequestTrace, TimedRequest, run_load
+from jaxserve.errors import RequestError
+
+STEP_S = 0.25
+
+
+class FakeClock(Clock):
+    """Passes only when someone sleeps."""
+
+    def __init__(self) -> None:
+        self.time_s = 1000.0
+        self.slept: list[float] = []
+
+    def now_s(self) -> float:
+        return self.time_s
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.time_s += seconds
+
+    def work(self, seconds: float) -> None:
+        self.time_s += seconds
+
+
+def serve(*requests: TimedRequest, max_num_seqs: int = 4) -> tuple[LoadTrace, FakeClock]:
+    clock = FakeClock()
+    engine = fake_engine.FakeEngine(None, max_num_seqs=max_num_seqs, step_s=STEP_S, sleep=clock.work)
+    return run_load(engine, requests, clock), clock
+
+
+def test_all_at_once_is_the_offline_batch() -> None:
+    trace, clock = serve(*(TimedRequest([1, 2, 3], 2) for _ in range(6)))
+    assert [r.token_s for r in trace.requests] == 4 * [[0.25, 0.5]] + 2 * [[0.75, 1.0]]
+    assert [s.num_waiting for s in trace.steps] == [2, 2, 0, 0]
+    assert [s.num_rows for s in trace.steps] == [4, 4, 2, 2]
+    assert trace.elapsed_s == 1.0
+    assert trace.stats.num_steps == 4
+    assert clock.slept == []
+
+
+def test_arrivals_do_not_wait_for_completions() -> None:
+    """One row at a time serves a request in 1 s; they come every 0.5 s, and the queue grows by the difference."""
+    trace, _ = serve(*(TimedRequest([i], 4, 0.5 * i) for i in range(5)), max_num_seqs=1)
+    assert [r.ttft_s for r in trace.requests] == [0.25, 0.75, 1.25, 1.75, 2.25]
+    assert [r.e2e_s for r in trace.requests] == [1.0, 1.5, 2.0, 2.5, 3.0]
+    assert max(s.num_waiting for s in trace.steps) == 3  # at 2 s five are due and two are done
+    assert [s.time_s for s in trace.steps] == [STEP_S * i for i in range(1, 21)]
+
+
+def test_latency_counts_from_when_a_request_is_due() -> None:
+    """The second is due in the middle of a step, and queued at its end: the wait is the engine's, not the load's."""
+    trace, _ = serve(TimedRequest([1], 1), TimedRequest([2], 1, 0.1))
+    assert trace.requests[1].ttft_s == pytest.approx(0.15 + STEP_S)
+
+
+def test_an_idle_engine_sleeps_until_the_next_is_due() -> None:
+    trace, clock = serve(TimedRequest([1], 1, 0.5), TimedRequest([2], 1, 10.0))
+    assert clock.slept == [0.5, 9.25]
+    assert [(s.time_s, s.num_rows) for s in trace.steps] == [(0.0, 0), (0.75, 1), (0.75, 0), (10.25, 1)]
+    assert [r.ttft_s for r in trace.requests] == [STEP_S, STEP_S]
+
+
+def test_requests_are_queued_in_order_of_arrival_and_traced_in_their_own() -> None:
+    trace, _ = serve(TimedRequest([1], 1, 2.0), TimedRequest([2, 3], 1), max_num_seqs=1)
+    assert [r.arrival_s for r in trace.requests] == [2.0, 0.0]
+    assert [r.num_prompt_tokens for r in trace.requests] == [1, 2]
+    assert [r.token_s for r in trace.requests] == [[2.25], [0.25]]
+
+
+def test_the_engine_is_left_empty_when_a_run_breaks_off() -> None:
+    clock = FakeClock()
+
+    def interrupt(seconds: float) -> None:
+        clock.work(seconds)
+        if clock.time_s > 1001:
+            raise KeyboardInterrupt
+
+    engine = fake_engine.FakeEngine(None, step_s=STEP_S, sleep=interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run_load(engine, [TimedRequest([1], 9)] * 6, clock)
+    assert not engine.has_unfinished()
+    with pytest.raises(RequestError, match="max_tokens"):
+        run_load(engine, [TimedRequest([1], 9), TimedRequest([1], 0)], clock)
+    assert not engine.has_unfinished()
+
+
+def test_totals_are_of_the_run_alone() -> None:
+    engine = fake_engine.FakeEngine(None)
+    for _ in range(2):
+        trace = run_load(engine, [TimedRequest([1], 3)], FakeClock())
+        assert (trace.stats.num_steps, len(trace.steps), trace.stats.num_output_tokens) == (3, 3, 3)
+
+
+def test_tokens_that_come_together_share_one_wait() -> None:
+    trace = RequestTrace(arrival_s=1.0, num_prompt_tokens=1, token_s=[2.0, 2.0, 2.0, 5.0, 5.0])
+    assert trace.itls_s == [0.0, 0.0, 3.0, 0.0]
+    assert trace.tpot_s == 0.75
+    assert RequestTrace(1.0, 1, token_s=[2.0]).tpot_s is None

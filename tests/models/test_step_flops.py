@@ -1,0 +1,50 @@
+"""Floating-point operations of a step against XLA's count of a compiled program.
+
+XLA counts nothing for custom calls and a loop's body once, and the serving attention is loops. So attention here is
+dense, one row over all its tokens: a product of all queries with all keys, which is what `num_scores` is then told.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from checkpoints import hf_dict
+from jax import Array
+
+from jaxserve.models import decoder, registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, build_tree
+
+SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+
+
+def dense_attend(q: Array, k: Array, v: Array, carry: Any, layer: Any, window: int | None) -> tuple[Array, Any]:
+    T, K, H = k.shape
+    grouped = q.reshape(T, K, -1, H)
+    scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * H**-0.5
+    weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
+    return jnp.einsum("kgts,skh->tkgh", weights, v).reshape(q.shape), carry
+
+
+def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
+    def step(params: Params, token_ids: Array) -> Array:
+        hidden, _ = decoder.forward(params, arch, token_ids, jnp.arange(num_tokens), dense_attend, None)
+        return decoder.compute_logits(params, hidden[:num_rows])
+
+    specs = registry.param_specs(arch)
+    params = build_tree(specs, lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32))
+    token_ids = jax.ShapeDtypeStruct((num_tokens,), jnp.int32)
+    (cost,) = [jax.jit(step).lower(params, token_ids).compile().cost_analysis()]
+    return cost["flops"]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (6, 6), (64, 64), (384, 64)])
+def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_rows: int) -> None:
+    arch = registry.from_hf_config(hf_dict(family, **SIZES))
+    scores = num_tokens * num_tokens * arch.num_layers
+    assert arch.step_flops(num_tokens, num_rows, scores) == pytest.approx(
+        compiled_flops(arch, num_tokens, num_rows), rel=0.1
+    )

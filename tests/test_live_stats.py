@@ -1,0 +1,84 @@
+"""The live line: what it says, and how it is written on terminals and elsewhere."""
+
+import io
+import itertools
+import time
+
+import fake_engine
+import pytest
+
+from jaxserve.live_stats import LiveStats, stats_line
+from jaxserve.metrics import Ceilings, EngineStats
+from jaxserve.request import SamplingParams
+
+CEILINGS = Ceilings(flops_per_s=1e9, bytes_per_s=1e9)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def watch(stream: io.StringIO, num_lines: int) -> str:
+    """What is written while an engine works until there are that many lines."""
+    engine = fake_engine.FakeEngine(None, step_s=0.001)
+    deadline = time.monotonic() + 30
+    with LiveStats(engine, stream, interval_s=0.01):
+        for index in itertools.count():
+            engine.add_request(str(index), [1], SamplingParams(max_tokens=5))
+            while engine.has_unfinished():
+                engine.step()
+            if stream.getvalue().count("tok/s") >= 2 * num_lines:
+                break
+            assert time.monotonic() < deadline
+    return stream.getvalue()
+
+
+def test_the_line_is_of_the_interval() -> None:
+    engine = fake_engine.FakeEngine(None, max_num_seqs=2, step_s=0.0)
+    for index in range(3):
+        engine.add_request(str(index), [1], SamplingParams(max_tokens=5))
+    engine.step()
+    stats = EngineStats(
+        num_steps=1, num_prefill_tokens=50, num_output_tokens=20, wall_ms=10.0, flops=2_000_000, kv_bytes=1_000_000
+    )
+    line = stats_line(stats, 0.5, engine.last_step, 8, CEILINGS)
+    assert line == "2 rows, in 100 tok/s, out 40 tok/s, 1 waiting, pages 25%, E 20%"
+
+
+@pytest.mark.parametrize("has_stepped", [True, False])
+def test_an_idle_engine_has_no_rows(has_stepped: bool) -> None:
+    engine = fake_engine.FakeEngine(None)
+    engine.add_request("0", [1], SamplingParams(max_tokens=5))
+    if has_stepped:
+        engine.step()
+    line = stats_line(EngineStats(), 1.0, engine.last_step, 8, CEILINGS)
+    assert line == "0 rows, in 0 tok/s, out 0 tok/s, 0 waiting, pages 0%, E 0%"
+
+
+def test_lines_follow_each_other_in_a_file() -> None:
+    lines = watch(io.StringIO(), 3).splitlines()
+    assert len(lines) >= 3
+    assert all(line.startswith(("1 rows, in ", "0 rows, in ")) for line in lines)
+    assert any("out 0 tok/s" not in line for line in lines)
+
+
+def test_a_terminal_shows_one_line_that_is_rewritten() -> None:
+    shown = watch(Terminal(), 3)
+    assert shown.startswith("\r")
+    assert shown.count("\n") == 1
+    assert shown.endswith("\x1b[K\n")
+
+
+def test_nothing_is_written_before_the_first_interval() -> None:
+    for stream in (io.StringIO(), Terminal()):
+        with LiveStats(fake_engine.FakeEngine(None), stream, interval_s=60.0):
+            pass
+        assert stream.getvalue() == ""
+
+
+def test_an_error_inside_passes_and_ends_the_lines() -> None:
+    engine = fake_engine.FakeEngine(None)
+    with pytest.raises(KeyboardInterrupt), LiveStats(engine, io.StringIO()) as live:
+        raise KeyboardInterrupt
+    assert not live._thread.is_alive()
