@@ -24,6 +24,7 @@ import numpy as np
 
 import weights
 from jaxserve import LLM, SamplingParams
+from jaxserve.bench.workloads import load_workload, token_ids
 from jaxserve.engine.step import AttentionCarry, paged_attend
 from jaxserve.models import decoder, registry
 from pallas_kernels import ragged_paged_attention as attention
@@ -80,12 +81,11 @@ def paged_logits(path: Path, ids: np.ndarray) -> np.ndarray:
 
 def serving() -> tuple[dict[str, Any], list[Row]]:
     """The mixed-64 workload on the default model: counts that do not depend on the machine, and its rate here."""
-    workload = json.loads((ROOT / "scripts/workloads/mixed-64.json").read_text())
+    workload = load_workload("mixed-64")
     llm = LLM(skip_tokenizer_init=True, page_size=PAGE_SIZE, compile_ahead="all")
     prompts = token_ids(workload, llm.engine.arch.vocab_size)
     params = [
-        SamplingParams(temperature=0, max_tokens=request["output_len"], ignore_eos=True)
-        for request in workload["requests"]
+        SamplingParams(temperature=0, max_tokens=request.output_len, ignore_eos=True) for request in workload.requests
     ]
     started = time.monotonic()
     outputs = llm.generate(prompts, params)
@@ -106,15 +106,6 @@ def serving() -> tuple[dict[str, Any], list[Row]]:
         ("bucket padding, share of computed tokens (mixed-64)", f"{stats.padding_share:.1%}"),
         (f"allocated but unused positions, pages of {PAGE_SIZE} (mixed-64)", f"{slack:.1%}"),
         ("compiles after warm-up", str(stats.num_compiles)),
-    ]
-
-
-def token_ids(workload: dict[str, Any], vocab_size: int, low: int = 10) -> list[list[int]]:
-    """Prompts of a workload without shared prefixes: uniform ids in [low, vocab_size)."""
-    streams = (np.random.default_rng([workload["seed"], 0, index]) for index in range(len(workload["requests"])))
-    return [
-        stream.integers(low, vocab_size, request["prompt_len"]).tolist()
-        for stream, request in zip(streams, workload["requests"], strict=True)
     ]
 
 

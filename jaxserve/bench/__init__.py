@@ -1,0 +1,1 @@
+"""Measure an engine under a workload: offline throughput, and latency under an open-loop load."""

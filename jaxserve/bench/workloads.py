@@ -1,0 +1,203 @@
+"""Workloads: lengths and arrivals only, so that any engine and any vocabulary can run them.
+
+As a file, a workload is {"name", "seed", "requests": [{"prompt_len", "output_len", "arrival_s", "prefix_id",
+"prefix_len"}]}. Lengths count tokens; `arrival_s` is seconds after the start. Requests with the same `prefix_id` (not
+null) share their first `prefix_len` tokens. Outputs are greedy and ignore the end of sequence: `output_len` is exact.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, no_type_check
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.errors import ConfigError
+from jaxserve.request import brief
+
+BUILT_IN = (
+    "mixed-64",
+    "single",
+    "shared-prefix-64",
+    "long-tail-128",
+    "long-prompts-32",
+    "poisson-128",
+    "chat-16x4",
+)
+LOWEST_ID = 10  # ids below tend to be special ones
+
+_LENGTHS_SEED = 20261121
+_TOKENS_SEED = 1234
+_OWN, _SHARED, _ARRIVALS = 0, 1, 2  # random streams of a workload
+
+
+@no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
+@dataclass(frozen=True, slots=True)
+class WorkloadRequest:
+    """One request: how many tokens, and when."""
+
+    prompt_len: int
+    output_len: int
+    arrival_s: float = 0.0
+    prefix_id: int | None = None
+    prefix_len: int = 0
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("prompt_len", 1), ("output_len", 1), ("prefix_len", 0)):
+            _check_int(name, getattr(self, name), lowest)
+        if self.prefix_id is not None:
+            _check_int("prefix_id", self.prefix_id, 0)
+        if not _is_number(self.arrival_s) or not 0 <= self.arrival_s < float("inf"):
+            raise ConfigError(f"arrival_s must be a number of seconds from 0 on, got {brief(self.arrival_s)}")
+        if self.prefix_len > self.prompt_len:
+            raise ConfigError(f"prefix_len must be at most prompt_len, got {self.prefix_len} and {self.prompt_len}")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in the order in which they are queued, and the seed of their tokens."""
+
+    name: str
+    seed: int
+    requests: tuple[WorkloadRequest, ...]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts."""
+        return sum(r.prompt_len for r in self.requests)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(r.output_len for r in self.requests)
+
+    def to_json(self) -> dict[str, Any]:
+        """The workload as its file has it."""
+        return {"name": self.name, "seed": self.seed, "requests": [asdict(r) for r in self.requests]}
+
+
+def load_workload(source: str) -> Workload:
+    """A built-in workload by its name, or one from a JSON file.
+
+    Raises:
+        ConfigError: there is no such workload, or the file does not hold one.
+    """
+    if source in BUILT_IN:
+        return Workload(source, _TOKENS_SEED, tuple(_built_in_requests()[source]))
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(f"workload must be one of {list(BUILT_IN)} or a JSON file, got {source!r}")
+    try:
+        return parse_workload(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"cannot read the workload {source}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"the workload {source} must be JSON, but: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"the workload {source}: {error}") from error
+
+
+def parse_workload(content: object) -> Workload:
+    """Read the form of the files; ConfigError says what is wrong and where."""
+    fields = _checked_keys("a workload", content, {"name", "seed", "requests"}, optional=())
+    if not isinstance(fields["name"], str) or not fields["name"]:
+        raise ConfigError(f"name must be a non-empty string, got {brief(fields['name'])}")
+    _check_int("seed", fields["seed"], 0)
+    if not isinstance(fields["requests"], list) or not fields["requests"]:
+        raise ConfigError(f"requests must be a list of at least one request, got {brief(fields['requests'])}")
+    requests = tuple(_parse_request(index, r) for index, r in enumerate(fields["requests"]))
+    return Workload(fields["name"], fields["seed"], requests)
+
+
+def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
+    """Prompt ids of every request: uniform in [LOWEST_ID, vocab_size), a shared prefix from a stream of its own."""
+    if vocab_size <= LOWEST_ID:
+        raise ConfigError(f"a workload needs a vocabulary of more than {LOWEST_ID} tokens, got {vocab_size}")
+
+    def draw(stream: int, index: int, count: int) -> list[int]:
+        ids: list[int] = _stream(workload, stream, index).integers(LOWEST_ID, vocab_size, count).tolist()
+        return ids
+
+    prompts = []
+    for index, request in enumerate(workload.requests):
+        prefix = [] if request.prefix_id is None else draw(_SHARED, request.prefix_id, request.prefix_len)
+        prompts.append(prefix + draw(_OWN, index, request.prompt_len - len(prefix)))
+    return prompts
+
+
+def poisson_arrivals(workload: Workload, rate: float) -> list[float]:
+    """Seconds at which the requests arrive at `rate` per second. The same gaps at every rate, but for their scale."""
+    gaps = _stream(workload, _ARRIVALS, 0).exponential(1.0, len(workload.requests))
+    arrivals: list[float] = (np.cumsum(gaps) / rate).tolist()
+    return arrivals
+
+
+def _stream(workload: Workload, stream: int, index: int) -> np.random.Generator:
+    return np.random.default_rng([workload.seed, stream, index])
+
+
+def _parse_request(index: int, content: object) -> WorkloadRequest:
+    try:
+        required, optional = {"prompt_len", "output_len"}, {"arrival_s", "prefix_id", "prefix_len"}
+        return WorkloadRequest(**_checked_keys("a request", content, required, optional))
+    except ConfigError as error:
+        raise ConfigError(f"request {index}: {error}") from error
+
+
+def _checked_keys(what: str, content: object, required: set[str], optional: Iterable[str]) -> Mapping[str, Any]:
+    if not isinstance(content, dict):
+        raise ConfigError(f"{what} must be an object, got {brief(content)}")
+    if missing := sorted(required - content.keys()):
+        raise ConfigError(f"{what} must have {sorted(required)}; missing are {missing}")
+    if unknown := sorted(content.keys() - required - set(optional)):
+        raise ConfigError(f"{what} takes {sorted(required | set(optional))}, got also {unknown}")
+    return content
+
+
+def _check_int(name: str, value: object, lowest: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+        raise ConfigError(f"{name} must be an integer of at least {lowest}, got {brief(value)}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
+    """All of them, because they draw from one stream, in this order."""
+    rng = np.random.default_rng(_LENGTHS_SEED)
+
+    def uniform(low: int, high: int, count: int) -> list[int]:
+        lengths: list[int] = rng.integers(low, high + 1, count).tolist()
+        return lengths
+
+    def pareto(count: int) -> list[int]:
+        return [int(x) for x in np.minimum(8 + rng.pareto(1.2, count) * 12, 384)]
+
+    mixed = _requests(uniform(16, 256, 64), uniform(16, 128, 64))
+    long_tail = _requests(uniform(8, 64, 128), pareto(128))
+    poisson = _requests(uniform(16, 192, 128), uniform(16, 96, 128), np.cumsum(rng.exponential(0.25, 128)))
+    return {
+        "mixed-64": mixed,  # the offline batch
+        "single": [WorkloadRequest(128, 128)],  # latency of one stream
+        "shared-prefix-64": [WorkloadRequest(528, 16, prefix_id=0, prefix_len=512)] * 64,  # one system prompt
+        "long-tail-128": long_tail,  # most outputs short, a few long: static batches lose here
+        "long-prompts-32": [WorkloadRequest(1500 if i % 8 == 0 else 64, 32) for i in range(32)],  # chunked prefill
+        "poisson-128": poisson,  # TTFT and ITL under load
+        "chat-16x4": [_chat_turn(chat, turn) for turn in range(4) for chat in range(16)],  # reuse across turns
+    }
+
+
+def _requests(
+    prompt_lens: list[int], output_lens: list[int], arrivals: NDArray[np.float64] | None = None
+) -> list[WorkloadRequest]:
+    times = [0.0] * len(prompt_lens) if arrivals is None else [round(t, 4) for t in arrivals.tolist()]
+    return [WorkloadRequest(*fields) for fields in zip(prompt_lens, output_lens, times, strict=True)]
+
+
+def _chat_turn(chat: int, turn: int) -> WorkloadRequest:
+    """64 new tokens behind the history of earlier turns, which had 64 and 32 each."""
+    history = 96 * turn
+    return WorkloadRequest(history + 64, 32, 2.0 * turn, chat, history)
