@@ -1,0 +1,176 @@
+"""jaxserve against other engines: the same workloads on the same checkpoint, in turns, as ratios.
+
+    python scripts/bench_peers.py DIR/tiny --make tiny     # writes a random-weight checkpoint first; needs torch
+    python scripts/bench_peers.py DIR/tiny --python vllm=~/vllm/bin/python --python openvino_genai=~/ov/bin/python
+    python scripts/bench_peers.py DIR/tiny --engines jaxserve vllm --workloads single my.json --json out.json
+
+Greedy, end of sequence ignored, float32, every request there at once. Each engine loads once, in a process of its own,
+which is stopped while another is measured; a round gives every engine the same prompts, and no two rounds have any in
+common. An engine that fails is reported and the others go on. Models converted for an engine, and logs, are kept in
+DIR/tiny.peers.
+
+A workload of several requests is measured in output tokens per second; one of a single request in tokens per second
+after the first, (n - 1) / (T(n tokens) - T(1 token, another prompt)). `others` is the share of all processor time that
+other processes took meanwhile: where it is more than a few percent, the figures are not worth much.
+"""
+
+import argparse
+import json
+import os
+import platform
+import signal
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from jaxserve.bench.workloads import load_workload
+from peers.checkpoint import SHAPES, make_checkpoint
+from peers.process import Worker
+from peers.registry import ENGINES, find_python, worker_command, worker_environment
+from peers.rounds import Contest, Record, summarise
+
+_COLUMNS = (
+    *("workload", "engine", "unit", "min", "median", "max"),
+    *("jaxserve / it", "first token, ms", "equal ids", "others", "runs"),
+)
+_WORKLOADS = ("mixed-64", "single", "shared-prefix-64", "long-tail-128")
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit ends the workers
+    args = _parse()
+    if args.make and not (args.checkpoint / "config.json").exists():
+        _say(f"{args.checkpoint}: {make_checkpoint(args.make, args.checkpoint):,} parameters")
+    workloads = [load_workload(name) for name in args.workloads]
+    vocab_size = json.loads((args.checkpoint / "config.json").read_text())["vocab_size"]
+    load_before = os.getloadavg()
+    with ExitStack() as stack:
+        contest = Contest(_start_all(args, stack), vocab_size, _say)
+        engines = contest.load()
+        equal_ids = contest.compare_ids()
+        for workload in workloads:
+            contest.run(workload, args.rounds)
+    report = {
+        "machine": {**_machine(), "load_before": load_before, "load_after": os.getloadavg()},
+        "checkpoint": str(args.checkpoint),
+        "engines": engines,
+        "equal_ids": equal_ids,
+        "summary": summarise(contest.runs),
+        "runs": contest.runs,
+        "failures": contest.failures,
+    }
+    print(_table(report["summary"], equal_ids))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint", type=_path, help="a Hugging Face directory; needs no tokenizer")
+    parser.add_argument("--make", choices=SHAPES, help="write a checkpoint of this shape there, if there is none")
+    parser.add_argument("--workloads", nargs="+", default=_WORKLOADS, metavar="NAME", help="built in, or JSON files")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, help="and their order; without, all that are found")
+    parser.add_argument(
+        "--python",
+        action="append",
+        default=[],
+        type=_python,
+        metavar="PACKAGE=PATH",
+        help="interpreter that has an engine's package: " + ", ".join(sorted({s.package for s in ENGINES.values()})),
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="ENGINE.OPTION=JSON",
+        help="an option of an engine, e.g. jaxserve.max_num_seqs=32",
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--timeout-s", type=float, default=1800, help="longest wait for a load or a run")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    return parser.parse_args()
+
+
+def _path(text: str) -> Path:
+    return Path(text).expanduser().absolute()
+
+
+def _python(text: str) -> tuple[str, str]:
+    package, _, path = text.partition("=")
+    if package not in {spec.package for spec in ENGINES.values()} or not _path(path).is_file():
+        raise argparse.ArgumentTypeError(f"must be PACKAGE=PATH, an engine's package and an interpreter, got {text!r}")
+    return package, str(_path(path))
+
+
+def _option(text: str) -> tuple[str, str, Any]:
+    name, _, value = text.partition("=")
+    engine, _, option = name.rpartition(".")
+    try:
+        if engine in ENGINES and option:
+            return engine, option, json.loads(value)
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"must be ENGINE.OPTION=JSON with an engine of {list(ENGINES)}, got {text!r}")
+
+
+def _start_all(args: argparse.Namespace, stack: ExitStack) -> dict[str, Worker]:
+    """A worker for each engine that has an interpreter, ended when the stack unwinds."""
+    pythons, options = dict(args.python), _by_engine(args.set)
+    logs = args.checkpoint.with_name(f"{args.checkpoint.name}.peers") / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    workers = {}
+    for name in args.engines or ENGINES:
+        python = find_python(ENGINES[name], pythons)
+        if python is None:
+            _say(f"{name}: left out; no interpreter is known to have it, give --python {ENGINES[name].package}=PATH")
+            continue
+        command = worker_command(ENGINES[name], python, args.checkpoint, options[name])
+        workers[name] = Worker(command, worker_environment(), logs / f"{name}.log", args.timeout_s)
+        stack.callback(workers[name].end)
+    return workers
+
+
+def _by_engine(options: Sequence[tuple[str, str, Any]]) -> Mapping[str, dict[str, Any]]:
+    grouped: dict[str, dict[str, Any]] = defaultdict(dict)
+    for engine, option, value in options:
+        grouped[engine][option] = value
+    return grouped
+
+
+def _machine() -> Record:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
+    return {"cpu": model or platform.processor(), "cpu_count": os.cpu_count(), "python": platform.python_version()}
+
+
+def _table(summary: Sequence[Record], equal_ids: Mapping[str, Record]) -> str:
+    lines = ["| " + " | ".join(_COLUMNS) + " |", "| --- " * len(_COLUMNS) + "|"]
+    for row in summary:
+        cells = [
+            *(row[name] for name in ("workload", "engine", "unit")),
+            *(f"{row[name]:.0f}" for name in ("min", "median", "max")),
+            _cell(row["ratio"], "{:.2f}"),
+            _cell(row["ttft_s"] and row["ttft_s"] * 1000, "{:.0f}"),
+            _cell(equal_ids.get(row["engine"], {}).get("equal_requests_share"), "{:.0%}"),
+            _cell(row["noise_share"], "{:.0%}"),
+            str(row["num_runs"]),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

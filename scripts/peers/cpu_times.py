@@ -1,0 +1,51 @@
+"""How much of the machine's processors others used meanwhile."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True)
+class CpuTimes:
+    """Processor time since the machine started, in clock ticks over all cores.
+
+    Attributes:
+        total: all there was.
+        busy: what was not idle.
+        ours: of this process and of one process group.
+    """
+
+    total: int
+    busy: int
+    ours: int
+
+    @classmethod
+    def now(cls, group: int) -> "CpuTimes | None":
+        """The times at this moment; None where there is no /proc (not Linux)."""
+        if not (_PROC / "stat").exists():
+            return None
+        ticks = [int(field) for field in (_PROC / "stat").read_text().split("\n", 1)[0].split()[1:9]]
+        idle = ticks[3] + ticks[4]  # idle, and waiting for disks
+        ours = sum(_ticks(fields) for pid, fields in _processes() if pid == os.getpid() or int(fields[2]) == group)
+        return cls(sum(ticks), sum(ticks) - idle, ours)
+
+    def noise_share(self, since: "CpuTimes") -> float:
+        """Share of all processor time between two moments that was spent on neither us nor idling."""
+        others = (self.busy - since.busy) - (self.ours - since.ours)
+        return max(0, others) / max(1, self.total - since.total)
+
+
+def _processes() -> Iterator[tuple[int, list[str]]]:
+    """Process id and the fields of its stat after the name, from the state on (proc(5))."""
+    for path in _PROC.glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            yield int(path.parent.name), path.read_text().rpartition(")")[2].split()
+
+
+def _ticks(fields: list[str]) -> int:
+    """User and system time, of the process and of its ended children."""
+    return sum(int(field) for field in fields[11:15])

@@ -1,0 +1,24 @@
+"""jaxserve, as a user gets it."""
+
+import importlib.metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxserve import LLM, SamplingParams
+
+
+class Engine:
+    note = "continuous batching"
+    num_warm_up = None
+
+    def __init__(self, checkpoint: Path, cache_dir: Path, **options: Any) -> None:
+        del cache_dir  # it reads the checkpoint as it is
+        options = {"dtype": "float32", "compile_ahead": "all", **options}
+        self.versions = {"jaxserve": importlib.metadata.version("jaxserve"), "jax": jax.__version__}
+        self._llm = LLM(str(checkpoint), skip_tokenizer_init=True, **options)
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
+        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in output_lens]
+        return [output.outputs[0].token_ids for output in self._llm.generate(prompts, params, use_tqdm=False)]

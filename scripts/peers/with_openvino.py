@@ -1,0 +1,44 @@
+"""OpenVINO GenAI's continuous batching, from a model that optimum-intel exports once."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+
+_PRECISION = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+
+
+class Engine:
+    note = "ContinuousBatchingPipeline, prefix caching"
+    num_warm_up = None
+
+    def __init__(self, checkpoint: Path, cache_dir: Path, **options: Any) -> None:
+        scheduler = openvino_genai.SchedulerConfig()
+        for name, value in {"cache_size": 2, "enable_prefix_caching": True, **options}.items():  # cache_size: GB
+            setattr(scheduler, name, value)
+        self.versions = {"openvino": openvino.__version__, "openvino-genai": openvino_genai.__version__}
+        model = _export(checkpoint, cache_dir / "openvino")
+        self._pipeline = openvino_genai.ContinuousBatchingPipeline(model, scheduler, "CPU", _PRECISION)
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
+        inputs = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
+        results = self._pipeline.generate(inputs, [_greedy(n) for n in output_lens])
+        return [result.m_generation_ids[0] for result in results]
+
+
+def _greedy(num_tokens: int) -> openvino_genai.GenerationConfig:
+    config = openvino_genai.GenerationConfig()
+    config.do_sample, config.ignore_eos, config.max_new_tokens = False, True, num_tokens
+    return config
+
+
+def _export(checkpoint: Path, directory: Path) -> Path:
+    """The checkpoint in OpenVINO's form, float32."""
+    if not (directory / "openvino_model.xml").exists():
+        from optimum.intel import OVModelForCausalLM  # noqa: PLC0415 - imports torch, which the pipeline does not need
+
+        model = OVModelForCausalLM.from_pretrained(checkpoint, export=True, compile=False, load_in_8bit=False)
+        model.save_pretrained(directory)
+    return directory

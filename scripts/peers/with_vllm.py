@@ -1,0 +1,29 @@
+"""vLLM, offline, on the CPU or whatever device its build is for."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import vllm
+
+_KV_CACHE_GIB = "2"  # on a CPU vLLM would take a large share of all memory, and the other engines live beside it
+
+
+class Engine:
+    num_warm_up = None
+
+    def __init__(self, checkpoint: Path, cache_dir: Path, **options: Any) -> None:
+        del cache_dir
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)
+        options = {"dtype": "float32", **options}
+        self.note = "continuous batching, " + ("eager" if options.get("enforce_eager") else "compiled")
+        self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
+        self._llm = vllm.LLM(str(checkpoint), skip_tokenizer_init=True, **options)
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
+        params = [
+            vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in output_lens
+        ]
+        inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(output.outputs[0].token_ids) for output in self._llm.generate(inputs, params, use_tqdm=False)]
