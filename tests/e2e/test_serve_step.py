@@ -101,3 +101,13 @@ def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget:
     )
     generate(engine, [tokens(n, n) for n in (19, 2, 5, 9, 1)], params)
     assert twin.num_padded > 50
+
+
+def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
+    """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
+    runner = start()._runner
+    for bucket in (1, 16):
+        program = runner.lower(bucket).compile().as_text()
+        entry = program[program.index("\nENTRY ") :]
+        assert "top_k" in program
+        assert "top_k" not in entry, bucket
