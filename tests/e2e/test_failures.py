@@ -21,6 +21,7 @@ Start = Callable[..., Engine]
 
 PROMPTS = [tokens(18, f"failures {i}") for i in range(3)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, presence_penalty=0.3)
+BURST = pytest.mark.parametrize("burst", [1, 5])
 
 
 def failing(method: Callable[..., Any], call: int, error: BaseException, *, after: bool) -> Callable[..., Any]:
@@ -45,10 +46,11 @@ def failing(method: Callable[..., Any], call: int, error: BaseException, *, afte
     "part", ["_scheduler.schedule", "_packer.pack", "_runner.run", "_runner.set_slot", "_scheduler.update"]
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("device")])
+@BURST
 def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch, part: str, after: bool, error: BaseException
+    start: Start, monkeypatch: pytest.MonkeyPatch, part: str, after: bool, error: BaseException, burst: int
 ) -> None:
-    engine = start()
+    engine = start(burst=burst)
     expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
     engine.reset_prefix_cache()
     owner, name = part.split(".")
@@ -62,10 +64,11 @@ def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     assert [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)] == expected
 
 
+@BURST
 def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int
 ) -> None:
-    engine = start()
+    engine = start(burst=burst)
     expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
     engine.reset_prefix_cache()
     with monkeypatch.context() as patch:
@@ -76,8 +79,11 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
     assert [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)] == expected
 
 
-def test_an_interrupt_while_waiting_for_the_device_loses_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start()
+@BURST
+def test_an_interrupt_while_waiting_for_the_device_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int
+) -> None:
+    engine = start(burst=burst)
     expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
     engine.reset_prefix_cache()
     outputs = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
