@@ -18,6 +18,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
+MAX_BURST_STEPS = 32  # where they are chosen by measurement
+MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
+MAX_BURST_ROWS = 8  # with more, a step is long beside what its dispatch costs
 
 
 @no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
@@ -45,6 +48,9 @@ class EngineConfig:
         seed: of the weights where they are random, and of requests that bring none.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
+        burst: most decode steps in one dispatch, where at most 8 rows run and none joins, ends by length or has stop
+            strings or logprobs; 1 is off. "auto" measures whether bursts are faster, and lets none take longer than
+            some 20 ms, which is what a new request may have to wait; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
             ready: it never compiles.
@@ -73,6 +79,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: str = "auto"
     step_ahead: bool = True
+    burst: str | int = "auto"
     compile_ahead: str = "background"
     forbid_compiles: bool = False
     compilation_cache_dir: str | None = "auto"
@@ -95,6 +102,7 @@ class EngineConfig:
             _check_choice(name, getattr(self, name), ("auto", *DTYPES))
         _check_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
+        object.__setattr__(self, "burst", _read_burst(self.burst))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
@@ -109,6 +117,13 @@ class EngineConfig:
             raise ConfigError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
+
+    @property
+    def max_burst_steps(self) -> int:
+        """Decode steps that the programs of bursts can run; 1 where there are none."""
+        if self.burst == "auto":
+            return 1 if self.compile_ahead == "minimal" else MAX_BURST_STEPS
+        return int(self.burst)
 
     @property
     def model_path(self) -> Path:
@@ -176,6 +191,10 @@ class ScheduleConfig:
             sizes.append(min(max(limit // grain * grain, sizes[-1] + 1), top))
         return tuple(sizes)
 
+    def burst_buckets(self) -> tuple[int, ...]:
+        """Those of `buckets` that have a program for bursts: one token per row, few rows."""
+        return tuple(size for size in self.buckets() if size <= min(self.max_num_seqs, MAX_BURST_ROWS))
+
 
 def resolve_schedule(config: EngineConfig, *, max_position: int, on_cpu: bool, num_pages: int) -> ScheduleConfig:
     """Fill in what was left to default; ConfigError where the model cannot do what was asked."""
@@ -196,6 +215,15 @@ def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
     if budget is None:
         budget = max(512 if on_cpu else 2048, seqs)
     return seqs, budget
+
+
+def _read_burst(value: object) -> str | int:
+    if value == "auto":
+        return "auto"
+    steps = int(value) if isinstance(value, str) and value.isdecimal() else value  # a command line has strings
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MAX_FIXED_BURST_STEPS:
+        raise ConfigError(f"burst must be 'auto' or an integer in [1, {MAX_FIXED_BURST_STEPS}], got {value!r}")
+    return steps
 
 
 def _check_positive(name: str, value: object) -> None:

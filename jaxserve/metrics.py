@@ -56,9 +56,10 @@ def split_time(wall_ms: float, flops: int, num_bytes: int, ceilings: Ceilings) -
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step's account."""
+    """One step's account, or that of the steps of one burst together."""
 
     step_id: int
+    num_steps: int  # that ran
     num_rows: int
     num_tokens: int  # computed for requests
     num_padding_tokens: int  # computed in vain to fill the bucket
@@ -86,6 +87,7 @@ class EngineStats:
     """Totals since start."""
 
     num_steps: int = 0
+    num_dispatches: int = 0  # fewer than steps where bursts ran
     num_tokens: int = 0
     num_padding_tokens: int = 0
     num_prefill_tokens: int = 0
@@ -107,9 +109,9 @@ class EngineStats:
 
     def add(self, step: StepStats) -> None:
         """Account for one step."""
-        self.num_steps += 1
-        self.used_page_steps += step.num_pages_used
-        self.slack_token_steps += step.num_slack_tokens
+        self.num_dispatches += 1
+        self.used_page_steps += step.num_pages_used * step.num_steps
+        self.slack_token_steps += step.num_slack_tokens * step.num_steps
         for name in _SUMMED:
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
@@ -132,6 +134,4 @@ class EngineStats:
         return self.slack_token_steps / max(1, self.used_page_steps * page_size)
 
 
-_SUMMED = tuple(
-    {f.name for f in dataclasses.fields(StepStats)} & {f.name for f in dataclasses.fields(EngineStats)} - {"num_steps"}
-)
+_SUMMED = tuple({f.name for f in dataclasses.fields(StepStats)} & {f.name for f in dataclasses.fields(EngineStats)})

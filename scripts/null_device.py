@@ -35,10 +35,13 @@ class NullRunner:
     def __init__(self, schedule: ScheduleConfig) -> None:
         self.schedule = schedule
         self._buckets = schedule.buckets()
-        self._result = StepResult(np.full(schedule.max_num_seqs, TOKEN, np.int32), None, None)
+        self._result = StepResult(np.full((1, schedule.max_num_seqs), TOKEN, np.int32), None, None)
 
     def bucket_for(self, num_tokens: int) -> int:
         return min(b for b in self._buckets if b >= num_tokens)
+
+    def burst_bucket_for(self, num_rows: int) -> None:
+        """No bursts: what is measured is the host's work per step."""
 
     def run(self, blob: NDArray[np.int32], bucket: int, **wants: bool) -> "NullRunner":
         return self

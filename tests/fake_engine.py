@@ -98,6 +98,7 @@ class FakeEngine:
         wall_ms = self.step_s * 1e3
         self.last_step = StepStats(
             step_id=self.stats.num_steps,
+            num_steps=1,
             num_rows=len(outputs),
             num_tokens=len(outputs),
             num_padding_tokens=0,

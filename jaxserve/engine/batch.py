@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 MAX_EOS_IDS = 64
 MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # that end one request
+NUM_BURST_STOP_IDS = 8  # that end a burst too; of a request with more, the host finds the others after the burst
 
 _INT, _UINT, _FLOAT = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
 
@@ -46,6 +47,7 @@ SLOT_RECORD = np.dtype(
         ("presence_penalty", _FLOAT),
         ("frequency_penalty", _FLOAT),
         ("repetition_penalty", _FLOAT),
+        ("stop_ids", _INT, (NUM_BURST_STOP_IDS,)),
     ]
 )
 _OFFSETS = {name: field[1] for name, field in (SLOT_RECORD.fields or {}).items()}  # bytes
@@ -60,6 +62,7 @@ class StepBatch:
     num_rows: Int[Array, ""]
     wants_logprobs: Int[Array, ""]  # whether any row asked for logprobs
     wants_prompt_logprobs: Int[Array, ""]
+    num_steps: Int[Array, ""]  # of a burst, at most
     token_ids: Int[Array, " T"]  # -1: sampled by an earlier step and not yet seen by the host
     cu_q_lens: Int[Array, " R1"]
     kv_lens: Int[Array, " R"]  # including this step's tokens
@@ -78,6 +81,7 @@ class StepBatch:
     presence_penalty: Float[Array, " R"]
     frequency_penalty: Float[Array, " R"]
     repetition_penalty: Float[Array, " R"]
+    stop_ids: Int[Array, "R 8"]  # -1 pads
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,8 @@ class BatchLayout:
         return cls(bucket, config.num_rows(bucket), config.max_pages_per_row)
 
     def _fields(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        yield from ((name, ()) for name in ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs"))
+        scalars = ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs", "num_steps")
+        yield from ((name, ()) for name in scalars)
         yield "token_ids", (self.num_tokens,)
         yield "cu_q_lens", (self.num_rows + 1,)
         yield from ((name, (self.num_rows,)) for name in ("kv_lens", "samples", "next_ids"))
@@ -140,11 +145,11 @@ def _unpack_records(records: Int[Array, "R words"]) -> dict[str, Array]:
 
 
 class StepWork(NamedTuple):
-    """What a packed step computes, an entry per row."""
+    """What a packed step or burst computes, an entry per step and row."""
 
     start: NDArray[np.int64]  # tokens before those computed
     num_tokens: NDArray[np.int64]  # computed
-    num_slack_tokens: int  # positions of all rows' last pages that nothing is in
+    num_slack_tokens: int  # positions of all rows' last pages that nothing is in after the last step
 
 
 class BatchPacker:
@@ -174,6 +179,7 @@ class BatchPacker:
         to["base_seed"][...] = self._base_seed
         to["num_rows"][...] = num_rows
         to["wants_logprobs"][...] = plan.wants_logprobs
+        to["num_steps"][...] = plan.num_steps
         to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
         np.cumsum(counts, out=to["cu_q_lens"][1 : num_rows + 1])
         to["kv_lens"][:num_rows] = stops
@@ -190,13 +196,14 @@ class BatchPacker:
             to["next_ids"][:num_rows] = list(map(_next_id, requests, stops.tolist()))
         return blob
 
-    def work(self, blob: NDArray[np.int32], bucket: int) -> StepWork:
-        """What a packed step asks of the device."""
+    def work(self, blob: NDArray[np.int32], bucket: int, num_steps: int = 1) -> StepWork:
+        """What `num_steps` steps of a packed plan ask of the device."""
         fields = self.layouts[bucket].views(blob)
         num_rows = int(fields["num_rows"])
         num_tokens = np.diff(fields["cu_q_lens"][: num_rows + 1]).astype(np.int64)
-        stop = fields["kv_lens"][:num_rows].astype(np.int64)
-        return StepWork(stop - num_tokens, num_tokens, int((-stop % self.config.page_size).sum()))
+        stop = fields["kv_lens"][:num_rows].astype(np.int64) + np.arange(num_steps)[:, None]  # [steps, R]
+        slack = int((-stop[-1] % self.config.page_size).sum())
+        return StepWork(stop - num_tokens, np.broadcast_to(num_tokens, stop.shape), slack)
 
     def pack_slot(self, request: Request) -> SlotTable | None:
         """What the device must know of an admitted request beyond its row; None is the usual case."""
@@ -252,6 +259,7 @@ def _slot_record(request: Request, slot: int) -> tuple[Any, ...]:
         p.presence_penalty,
         p.frequency_penalty,
         p.repetition_penalty,
+        _padded(sorted(request.stop_ids)[:NUM_BURST_STOP_IDS], NUM_BURST_STOP_IDS, -1, _INT),
     )
 
 

@@ -90,7 +90,7 @@ def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runn
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     backend = _select_backend(config, arch, kv_dtype)
     schedule = build_schedule(config, arch, kv_dtype)
-    runner = Runner(arch, params, schedule, kv_dtype=kv_dtype, backend=backend)
+    runner = Runner(arch, params, schedule, kv_dtype=kv_dtype, backend=backend, max_burst_steps=config.max_burst_steps)
     runner.warm_up(config.compile_ahead)
     return runner
 

@@ -24,6 +24,7 @@ from jaxserve.engine.build import (
 )
 from jaxserve.engine.costs import attention_cost
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.pacer import Pacer
 from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner, StepHandle, StepResult, compile_counter
 from jaxserve.engine.scheduler import Scheduler, StepPlan
@@ -46,6 +47,15 @@ class _InFlight:
     bucket: int
     host_s: float
     dispatched_s: float
+
+
+@dataclass(slots=True)
+class _Progress:
+    """A step that was read: the scheduler knows its tokens, the user does not."""
+
+    plan: StepPlan
+    result: StepResult
+    progressed: list[tuple[Request, TokenIds]]
 
 
 class Engine:
@@ -87,6 +97,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._num_groups = 0
         self._device_free_s = 0.0
+        self._pacer = Pacer(config.burst)
         self.stats = EngineStats()
         self.last_step: StepStats | None = None
         tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
@@ -246,21 +257,36 @@ class Engine:
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Plan and dispatch one step, and collect the one before it (or this one, without `step_ahead`).
+        """Plan and dispatch one step or burst, and collect the one before it (or this one, without `step_ahead`).
 
         Returns the requests that progressed: cumulative outputs, final where `finished`.
         """
+        known = self._read(0) if self._must_read_first() else []
         with self._aborting_on_failure():
-            planned = self._plan_and_dispatch()
-        keep = 1 if planned and self.config.step_ahead else 0
-        progressed: dict[str, RequestOutput] = {}
-        while len(self._in_flight) > keep:
-            out = self._fetch_oldest()
-            with self._aborting_on_failure():
-                progressed |= self._collect(self._in_flight.popleft(), out)
+            try:
+                planned = self._plan_and_dispatch()
+            finally:
+                progressed = self._deliver(known)  # while the device runs what was just dispatched
+        known = self._read(1 if planned and self.config.step_ahead else 0)
+        with self._aborting_on_failure():
+            progressed |= self._deliver(known)
         if not self._groups:
             self._drop_in_flight()
         return list(progressed.values())
+
+    def _burst_bucket(self, plan: StepPlan) -> int | None:
+        return self._runner.burst_bucket_for(len(plan.rows))
+
+    def _max_steps(self) -> int:
+        """Steps that the next dispatch may have, as far as programs and their speed go."""
+        bucket = self._runner.burst_bucket_for(self._scheduler.num_running)
+        return 1 if bucket is None else self._pacer.max_steps(bucket)
+
+    def _must_read_first(self) -> bool:
+        """Whether the next plan depends on the tokens in flight: nothing may be planned beside a burst."""
+        if not self._in_flight:
+            return False
+        return self._in_flight[-1].plan.num_steps > 1 or self._scheduler.most_steps(self._max_steps()) > 1
 
     @contextlib.contextmanager
     def _aborting_on_failure(self) -> Iterator[None]:
@@ -277,16 +303,23 @@ class Engine:
 
     def _plan_and_dispatch(self) -> bool:
         started = time.monotonic()
-        plan = self._scheduler.schedule()
+        plan = self._scheduler.schedule(self._max_steps())
         if plan is None:
             return False
         self._in_flight.append(self._dispatch(plan, started))
         return True
 
-    def _fetch_oldest(self) -> StepResult:
-        """Wait for the oldest step. Interrupted here, nothing is lost: the next call waits again."""
+    def _read(self, keep: int) -> list[_Progress]:
+        """Wait for all steps in flight but the last `keep`, and let the scheduler know their tokens."""
+        steps = [self._in_flight[index] for index in range(len(self._in_flight) - keep)]
+        results = [self._fetch(step) for step in steps]
+        with self._aborting_on_failure():
+            return [self._update(self._in_flight.popleft(), out) for out in results]
+
+    def _fetch(self, step: _InFlight) -> StepResult:
+        """Wait for a step. Interrupted here, nothing is lost: the next call waits again."""
         try:
-            return self._in_flight[0].handle.fetch()
+            return step.handle.fetch()
         except Exception:  # whatever the device reports; KeyboardInterrupt passes
             with self._aborting_on_failure():
                 raise
@@ -295,8 +328,8 @@ class Engine:
         """Forget steps whose requests have all ended: nobody waits for their tokens."""
         while self._in_flight:
             step = self._in_flight.popleft()
-            self._account(step)
-            self._scheduler.update(step.plan, [0] * len(step.plan.rows))
+            self._account(step, step.plan.num_steps)
+            self._scheduler.update(step.plan, *[[0] * len(step.plan.rows)] * step.plan.num_steps)
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
 
     def _dispatch(self, plan: StepPlan, started: float) -> _InFlight:
@@ -305,10 +338,16 @@ class Engine:
             self._group_of[row.request.request_id].admitted(row.request)
             if (slot_row := self._packer.pack_slot(row.request)) is not None:
                 self._runner.set_slot(row.slot, slot_row)
-        bucket = self._runner.bucket_for(plan.num_tokens)
+        burst = plan.num_steps > 1
+        bucket = self._burst_bucket(plan) if burst else self._runner.bucket_for(plan.num_tokens)
+        assert bucket is not None, "bursts are planned where there is a program for them"
         blob = self._packer.pack(plan, bucket)
         handle = self._runner.run(
-            blob, bucket, wants_logprobs=plan.wants_logprobs, wants_prompt_logprobs=plan.wants_prompt_logprobs
+            blob,
+            bucket,
+            wants_logprobs=plan.wants_logprobs,
+            wants_prompt_logprobs=plan.wants_prompt_logprobs,
+            burst=burst,
         )
         self._count_compiles(compile_counter.count - compiles)
         now = time.monotonic()
@@ -319,23 +358,34 @@ class Engine:
         if count and self.config.forbid_compiles:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
-    def _collect(self, step: _InFlight, out: StepResult) -> dict[str, RequestOutput]:
-        self._account(step)
-        if out.prompt_logprobs is not None:
-            self._collect_prompt_logprobs(step.plan, out.prompt_logprobs)
-        row_of = _rows_by_id(step.plan) if out.logprobs is not None else {}
+    def _update(self, step: _InFlight, out: StepResult) -> _Progress:
+        self._account(step, len(out.token_ids))
+        progressed = self._scheduler.update(step.plan, *out.token_ids[:, : len(step.plan.rows)].tolist())
+        return _Progress(step.plan, out, progressed)
+
+    def _deliver(self, known: Sequence[_Progress]) -> dict[str, RequestOutput]:
+        """Hand out what was read: text, log probabilities, ends. By the id of the request."""
+        outputs: dict[str, RequestOutput] = {}
+        for step in known:
+            outputs |= self._deliver_step(step)
+        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
+        return outputs
+
+    def _deliver_step(self, step: _Progress) -> dict[str, RequestOutput]:
+        result, now_s = step.result, time.monotonic()
+        if result.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
+        row_of = _rows_by_id(step.plan) if result.logprobs is not None else {}
         outputs = {}
-        sampled = out.token_ids[: len(step.plan.rows)].tolist()
-        now_s = time.monotonic()
-        progressed = self._scheduler.update(step.plan, sampled)
-        for request, token_id in progressed:
-            group = self._group_of[request.request_id]
-            stop = group.append(request, token_id, now_s, out.logprobs, row_of.get(request.request_id, -1))
+        for request, token_ids in step.progressed:
+            group = self._group_of.get(request.request_id)
+            if group is None:  # a stop string of a step read together with this one has ended it
+                continue
+            stop = group.append(request, token_ids, now_s, result.logprobs, row_of.get(request.request_id, -1))
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
             outputs[group.output.request_id] = group.output
-        self.stats.num_output_tokens += len(progressed)
-        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
+            self.stats.num_output_tokens += len(token_ids)
         return outputs
 
     def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
@@ -356,21 +406,26 @@ class Engine:
             del self._groups[group.output.request_id]
             self.stats.num_finished += 1
 
-    def _account(self, step: _InFlight) -> None:
-        """Write the step's StepStats. Device time is from dispatch, or from the end of the step before, to result."""
+    def _account(self, step: _InFlight, num_steps: int) -> None:
+        """Write the StepStats. Device time is from dispatch, or from the end of the step before, to result.
+
+        `num_steps` ran: of a burst perhaps fewer than planned.
+        """
         now, plan, arch = time.monotonic(), step.plan, self.arch
         device_s = now - max(step.dispatched_s, self._device_free_s)
         wall_s = now - max(step.dispatched_s - step.host_s, self._device_free_s)
         self._device_free_s = now
-        work = self._packer.work(step.blob, step.bucket)
+        self._pacer.ended(None if plan.num_prefill_tokens else self._burst_bucket(plan), num_steps, now)
+        work = self._packer.work(step.blob, step.bucket, num_steps)
         attention = attention_cost(work.start, work.num_tokens, arch.windows)
         self.last_step = StepStats(
             step_id=plan.step_id,
+            num_steps=num_steps,
             num_rows=len(plan.rows),
-            num_tokens=plan.num_tokens,
-            num_padding_tokens=step.bucket - plan.num_tokens,
+            num_tokens=plan.num_tokens * num_steps,
+            num_padding_tokens=(step.bucket - plan.num_tokens) * num_steps,
             num_prefill_tokens=plan.num_prefill_tokens,
-            num_decode_tokens=plan.num_decode_tokens,
+            num_decode_tokens=plan.num_decode_tokens * num_steps,
             num_cached_tokens=plan.num_cached_tokens,
             num_preemptions=len(plan.preempted),
             num_pages_used=plan.num_pages_used,
@@ -379,9 +434,11 @@ class Engine:
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
-            weight_bytes=self._runner.weight_bytes(step.bucket),
+            weight_bytes=self._runner.weight_bytes(step.bucket) * num_steps,
             kv_bytes=attention.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize) // arch.num_layers,
-            flops=arch.step_flops(step.bucket, self.schedule.num_rows(step.bucket), attention.num_scores),
+            flops=arch.step_flops(
+                step.bucket * num_steps, self.schedule.num_rows(step.bucket) * num_steps, attention.num_scores
+            ),
         )
         self.stats.add(self.last_step)
 

@@ -66,22 +66,30 @@ class RequestGroup:
             metrics.num_cached_tokens = request.num_cached_tokens
 
     def append(
-        self, request: Request, token_id: int, now_s: float, logprobs: TokenLogprobs | None, row: int
+        self,
+        request: Request,
+        token_ids: TokenIds,
+        now_s: float,
+        logprobs: TokenLogprobs | None = None,
+        row: int = -1,
     ) -> str | None:
-        """Take one token of a sample; returns the stop string that it completed, if any."""
+        """Take new tokens of a sample; returns the stop string that they completed, if any.
+
+        `logprobs`, at `row`, come with single tokens only.
+        """
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
-        output.token_ids.append(token_id)
-        metrics.num_output_tokens += 1
+        output.token_ids += token_ids
+        metrics.num_output_tokens += len(token_ids)
         metrics.first_token_s = metrics.first_token_s or now_s
         metrics.last_token_s = now_s
         if output.logprobs is not None and logprobs is not None:
+            (token_id,) = token_ids
             entry = self._logprob_entry(logprobs, row, token_id, self.params.logprobs or 0)
             output.logprobs.append(entry)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[token_id].logprob
-        stop = None
-        if not self._is_hidden_stop(request, token_id):
-            stop = completion.detokenizer.push([token_id])
+        hidden = self._is_hidden_stop(request, token_ids[-1])
+        stop = completion.detokenizer.push(token_ids[:-1] if hidden else token_ids)
         output.text = completion.detokenizer.text
         return stop
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout
-from jaxserve.engine.step import ServeState, StepOutput, make_serve_step, set_slot
+from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, set_slot
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, step_bytes
 from jaxserve.request import MAX_LOGIT_BIAS
@@ -48,16 +48,16 @@ compile_counter = CompileCounter()
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step sent back, as numpy arrays; logprobs only where the step computed them."""
+    """What a step or burst sent back, as numpy arrays; logprobs only where the step computed them."""
 
-    token_ids: NDArray[np.int32]  # [R]
+    token_ids: NDArray[np.int32]  # [steps that ran, R]
     logprobs: TokenLogprobs | None
     prompt_logprobs: TokenLogprobs | None
 
 
 @dataclass
 class StepHandle:
-    """A dispatched step. `output` becomes ready later; fetching waits for it."""
+    """A dispatched step or burst. `output` becomes ready later; fetching waits for it."""
 
     output: StepOutput
     wants_logprobs: bool
@@ -66,8 +66,9 @@ class StepHandle:
     def fetch(self) -> StepResult:
         """Wait for the step and download what it was asked for."""
         out = self.output
+        token_ids = np.atleast_2d(np.asarray(out.token_ids))
         return StepResult(
-            token_ids=np.asarray(out.token_ids),
+            token_ids=token_ids[token_ids[:, 0] >= 0],
             logprobs=jax.device_get(out.logprobs) if self.wants_logprobs else None,
             prompt_logprobs=jax.device_get(out.prompt_logprobs) if self.wants_prompt_logprobs else None,
         )
@@ -84,11 +85,14 @@ class Runner:
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
+        max_burst_steps: int = 1,
     ) -> None:
         self.arch, self.params, self.schedule = arch, params, schedule
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
+        self._max_burst_steps = max_burst_steps
         self._programs: dict[int, Compiled] = {}
+        self._bursts: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
         self._closing = threading.Event()
         self._background: threading.Thread | None = None
@@ -142,26 +146,37 @@ class Runner:
     def lower(self, bucket: int) -> jax.stages.Lowered:
         """The step of one bucket, traced and lowered but not compiled."""
         layout = BatchLayout.of(self.schedule, bucket)
-        step = make_serve_step(self.arch, layout, backend=self._backend)
+        return self._lower(make_serve_step(self.arch, layout, backend=self._backend), layout)
+
+    def lower_burst(self, bucket: int) -> jax.stages.Lowered:
+        """The burst of one bucket, traced and lowered but not compiled."""
+        layout = BatchLayout.of(self.schedule, bucket)
+        burst = make_serve_burst(self.arch, layout, backend=self._backend, max_steps=self._max_burst_steps)
+        return self._lower(burst, layout)
+
+    def _lower(self, program: Program, layout: BatchLayout) -> jax.stages.Lowered:
         blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-        return jax.jit(step, donate_argnums=1).lower(self.params, self.abstract_state(), blob)
+        return jax.jit(program, donate_argnums=1).lower(self.params, self.abstract_state(), blob)
 
     def warm_up(self, compile_ahead: str) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead)."""
         buckets = self.schedule.buckets()
         self._set_slot = self._compile_set_slot()
+        bursts = self.schedule.burst_buckets() if self._max_burst_steps > 1 else ()
         self._compile(buckets if compile_ahead == "all" else (buckets[0], buckets[-1]))
+        self._compile_bursts({"all": bursts, "background": (), "minimal": bursts[-1:]}[compile_ahead])
         decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # of a full batch: wanted first
         rest = sorted(set(buckets) - self._programs.keys(), key=lambda bucket: (bucket != decode, bucket))
-        if rest and compile_ahead == "background":
-            self._background = threading.Thread(target=self._compile_in_background, args=(rest,), daemon=True)
+        if compile_ahead == "background" and (rest or bursts):
+            self._background = threading.Thread(target=self._compile_in_background, args=(rest, bursts), daemon=True)
             self._background.start()
             # Before jax cleans up at exit, which ends badly while it compiles; holds no reference to the runner.
             atexit.register(_stop, self._closing, self._background)
 
-    def _compile_in_background(self, buckets: list[int]) -> None:
+    def _compile_in_background(self, buckets: list[int], bursts: tuple[int, ...]) -> None:
         try:
             self._compile(buckets)
+            self._compile_bursts(bursts)
         except Exception as error:
             logger.exception("compiling in the background failed; steps go on with the programs that are ready")
             self._background_error = error
@@ -174,6 +189,12 @@ class Runner:
                 self._programs[bucket] = self.lower(bucket).compile()
         logger.debug("compiled step programs for %s tokens", sorted(self._programs))
 
+    def _compile_bursts(self, buckets: Iterable[int]) -> None:
+        for bucket in buckets:
+            if self._closing.is_set():
+                return
+            self._bursts[bucket] = self.lower_burst(bucket).compile()
+
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
         row = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.slots)
@@ -182,6 +203,10 @@ class Runner:
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
         return min(b for b in tuple(self._programs) if b >= num_tokens)
+
+    def burst_bucket_for(self, num_rows: int) -> int | None:
+        """The smallest compiled bucket that can burst `num_rows` rows in decode."""
+        return min((b for b in tuple(self._bursts) if b >= num_rows), default=None)
 
     def wait_until_warm(self) -> None:
         """Block until every bucket is compiled."""
@@ -202,10 +227,17 @@ class Runner:
         self.state = self._set_slot(self.state, np.int32(slot), row)
 
     def run(
-        self, blob: NDArray[np.int32], bucket: int, *, wants_logprobs: bool, wants_prompt_logprobs: bool
+        self,
+        blob: NDArray[np.int32],
+        bucket: int,
+        *,
+        wants_logprobs: bool = False,
+        wants_prompt_logprobs: bool = False,
+        burst: bool = False,
     ) -> StepHandle:
-        """Dispatch one step: one upload, one program, and the download under way."""
-        self.state, output = self._programs[bucket](self.params, self.state, blob)
+        """Dispatch one step or burst: one upload, one program, and the download under way."""
+        programs = self._bursts if burst else self._programs
+        self.state, output = programs[bucket](self.params, self.state, blob)
         output.token_ids.copy_to_host_async()
         return StepHandle(output, wants_logprobs, wants_prompt_logprobs)
 

@@ -13,6 +13,11 @@ order. Then what a request frees can be handed out at once, although a step in f
   the prefix cache only when all its ids are known and all its positions are in plans already made, so that whoever
   finds it runs after it is complete, and the steps in flight write nothing but this content to it.
 - Slots. The next owner is marked `admitted` in a later plan and from then on sets every position that it reads.
+
+Bursts. A plan of several steps gives every running row, all of them in decode, a token per step. `most_steps()` says
+when that is possible. The device may end it early, so nothing is planned beside it: it is made when all tokens are
+read, and read before the next plan is made. Pages are allocated for all its steps; those that an early end left unused
+stay with their rows, which need them next.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from typing import NamedTuple
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.prefix_cache import PrefixCache
 from jaxserve.errors import RequestError
-from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.request import FinishReason, Request, RequestStatus, TokenIds
 
 
 class ScheduledRow(NamedTuple):
@@ -82,6 +87,7 @@ class StepPlan:
         admitted: the rows of requests that start with this plan.
         grown: requests whose pages this plan extended, the admitted aside; some may have lost them again.
         num_pages_used: pages that running requests own once the plan is made.
+        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1.
     """
 
     step_id: int
@@ -95,10 +101,11 @@ class StepPlan:
     num_pages_used: int = 0
     wants_logprobs: bool = False  # whether any row does
     wants_prompt_logprobs: bool = False
+    num_steps: int = 1
 
     @property
     def num_tokens(self) -> int:
-        """Length of the step's token axis, before padding."""
+        """Length of a step's token axis, before padding."""
         return self.num_decode_tokens + self.num_prefill_tokens
 
 
@@ -137,6 +144,7 @@ class Scheduler:
         self._new_pages: dict[bytes, int] = {}  # those that the plan in the making fills, by hash
         self._next_step_id = 0
         self._last_updated_step_id = -1
+        self._burst_rows: list[ScheduledRow] = []  # of the burst that is not updated yet
 
     @property
     def num_waiting(self) -> int:
@@ -207,12 +215,32 @@ class Scheduler:
 
     # One step
 
-    def schedule(self) -> StepPlan | None:
-        """Plans the next step, or None when nothing can run.
+    def most_steps(self, limit: int) -> int:
+        """How many steps, at most `limit`, the running rows can go on as they are; 1 is no burst.
+
+        Until then none ends by length before the last step, computes its prompt or needs the host between two tokens,
+        nobody can join, and all pages are there.
+        """
+        rows = self._running.values()
+        if limit < 2 or not rows or (self._waiting and self._free_slots):
+            return 1
+        if any(_in_prefill(request) or _needs_host(request) for request in rows):
+            return 1
+        num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in rows))
+        while num_steps > 1 and self._num_pages_short(num_steps) > self._cache.num_free:
+            num_steps //= 2
+        return max(num_steps, 1)
+
+    def schedule(self, max_steps: int = 1) -> StepPlan | None:
+        """Plans the next step, or None when nothing can run; a burst of up to `max_steps` when all tokens are read.
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
+        in_burst = any(row.request.status is RequestStatus.RUNNING for row in self._burst_rows)
+        assert not in_burst, "a burst must be updated before the next plan is made"
         plan = StepPlan(self._next_step_id)
+        if max_steps > 1 and not any(request.num_pending_tokens for request in self._running.values()):
+            plan.num_steps = self.most_steps(max_steps)
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -220,27 +248,24 @@ class Scheduler:
         if not plan.rows:
             return None
         self._next_step_id += 1
+        self._burst_rows = plan.rows if plan.num_steps > 1 else []
         plan.num_pages_used = self.num_pages_used
         return plan
 
-    def update(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, int]]:
-        """Takes the token ids that the device sampled for `plan`, one per row (ignored where the row does not sample).
+    def update(self, plan: StepPlan, *steps: Sequence[int]) -> list[tuple[Request, TokenIds]]:
+        """Takes the token ids that the device sampled for `plan`, of each step that ran one per row.
 
-        Returns the requests that got a token, each with its token, in row order; those that it ended are FINISHED.
+        Ids of rows that do not sample are ignored. Returns the requests that got tokens, each with its tokens, in row
+        order; those that they ended are FINISHED.
         """
-        assert len(sampled) == len(plan.rows), f"{len(plan.rows)} rows but {len(sampled)} sampled ids"
+        assert 0 < len(steps) <= plan.num_steps, f"a plan of {plan.num_steps} steps cannot have run {len(steps)}"
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
+        self._burst_rows = []
         progressed = []
-        for row, token_id in zip(plan.rows, sampled, strict=True):
-            if not row.samples:
-                continue
-            request = row.request
-            if request.status is RequestStatus.FINISHED:
-                self.num_wasted_tokens += 1
-                continue
-            self._append_token(request, token_id)
-            progressed.append((request, token_id))
+        for row, *token_ids in zip(plan.rows, *steps, strict=True):
+            if row.samples and (taken := self._take_tokens(row.request, token_ids, plan.num_steps)):
+                progressed.append((row.request, taken))
         return progressed
 
     def check_integrity(self) -> None:
@@ -248,7 +273,9 @@ class Scheduler:
         owners: dict[int, int] = {}
         for request in self._running.values():
             assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
-            assert len(request.pages) == self._num_pages_for(request.num_computed_tokens), request
+            # More than that only what a burst has left.
+            assert len(request.pages) >= self._num_pages_for(request.num_computed_tokens), request
+            assert len(request.pages) <= self._num_pages_for(request.max_total_tokens - 1), request
             for page in request.pages:
                 owners[page] = owners.get(page, 0) + 1
         for request in self._waiting.values():
@@ -272,7 +299,7 @@ class Scheduler:
             if start + 1 < num_tokens:
                 in_prefill.append(request)
             # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
-            elif num_tokens < request.max_total_tokens and self._allocate_or_preempt(request, 1, plan):
+            elif num_tokens < request.max_total_tokens and self._allocate_or_preempt(request, plan.num_steps, plan):
                 plan.num_decode_tokens += 1
                 self._add_row(request, 1, plan)
         for request in in_prefill:
@@ -289,7 +316,7 @@ class Scheduler:
         False when that was `request` itself. It never is the oldest, which alone fits the pool: there is progress.
         """
         num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) - len(request.pages)
-        if not num_new:
+        if num_new <= 0:
             return True
         while (pages := self._cache.allocate(num_new)) is None:
             victim = next(reversed(self._running.values()))
@@ -370,14 +397,15 @@ class Scheduler:
     def _add_row(self, request: Request, num_tokens: int, plan: StepPlan, admitted: bool = False) -> None:
         """Puts the next `num_tokens` of a request into the plan and counts them as computed."""
         start = request.num_computed_tokens
-        stop = request.num_computed_tokens = start + num_tokens
+        stop = start + num_tokens
         samples = stop == request.num_tokens
         row = _new_row((request, request.slot, start, num_tokens, samples, admitted))
         plan.rows.append(row)
+        request.num_computed_tokens = stop + plan.num_steps - 1
         if stop // self.page_size > start // self.page_size:
             self._new_pages.update(self._full_pages(request, start))
         if samples:
-            request.num_pending_tokens += 1
+            request.num_pending_tokens += plan.num_steps
         if admitted:
             plan.admitted.append(row)
         if request.asks_logprobs:
@@ -391,6 +419,18 @@ class Scheduler:
         self._new_pages.clear()
 
     # Parts of update()
+
+    def _take_tokens(self, request: Request, token_ids: TokenIds, num_planned: int) -> TokenIds:
+        """Appends the sampled tokens up to the one that ends the request; of a burst `num_planned` were expected."""
+        if request.status is not RequestStatus.FINISHED and (num_skipped := num_planned - len(token_ids)):
+            request.num_computed_tokens -= num_skipped
+            request.num_pending_tokens -= num_skipped
+        for index, token_id in enumerate(token_ids):
+            if request.status is RequestStatus.FINISHED:
+                self.num_wasted_tokens += len(token_ids) - index
+                return token_ids[:index]
+            self._append_token(request, token_id)
+        return token_ids
 
     def _append_token(self, request: Request, token_id: int) -> None:
         request.output_token_ids.append(token_id)
@@ -421,6 +461,13 @@ class Scheduler:
         request.slot = -1
         request.pages = []
 
+    def _num_pages_short(self, num_steps: int) -> int:
+        """New pages that the running rows need for so many tokens each."""
+        return sum(
+            max(self._num_pages_for(request.num_computed_tokens + num_steps) - len(request.pages), 0)
+            for request in self._running.values()
+        )
+
     def _can_grow(self, request: Request) -> bool:
         return len(request.pages) < self._num_pages_for(request.max_total_tokens - 1)
 
@@ -445,6 +492,15 @@ class Scheduler:
                 f"ones need {num_needed} pages of {self.page_size} tokens, but there are {self.num_pages}; "
                 "lower max_tokens, shorten the prompt or raise num_pages"
             )
+
+
+def _in_prefill(request: Request) -> bool:
+    return request.num_tokens - request.num_computed_tokens > 1
+
+
+def _needs_host(request: Request) -> bool:
+    """Whether the host must see each token, for its text or its log probabilities, before the next."""
+    return bool(request.params.stop) or request.params.logprobs is not None
 
 
 def _finish_reason(request: Request, token_id: int, num_known_tokens: int) -> FinishReason | None:

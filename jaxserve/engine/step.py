@@ -1,4 +1,7 @@
-"""serve_step: the one program of the engine. Tokens in, sampled tokens out, the pool updated in place."""
+"""serve_step: the one program of the engine. Tokens in, sampled tokens out, the pool updated in place.
+
+serve_burst runs the same step several times over, for rows in decode, without the host in between.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +38,17 @@ class ServeState:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class StepOutput:
-    """What a step sends back. Entries of rows that did not sample are meaningless."""
+    """What a step or burst sends back. Entries of rows that did not sample are meaningless.
 
-    token_ids: Int[Array, " R"]
-    logprobs: TokenLogprobs  # of `token_ids`; zeros unless the step wants logprobs
-    prompt_logprobs: TokenLogprobs  # per token of the step, of the token after it; zeros unless wanted
+    Attributes:
+        token_ids: of a burst one row per step; those of steps that did not run are -1.
+        logprobs: of `token_ids`; zeros unless the step wants logprobs; None of a burst.
+        prompt_logprobs: per token of the step, of the token after it; zeros unless wanted; None of a burst.
+    """
+
+    token_ids: Int[Array, "*steps R"]
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: TokenLogprobs | None = None
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -82,31 +91,76 @@ def paged_attend(
     return out, dataclasses.replace(carry, kv_pages=kv_pages)
 
 
-def make_serve_step(
-    arch: ArchConfig, layout: BatchLayout, *, backend: str
-) -> Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]:
+Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
+
+
+def make_serve_step(arch: ArchConfig, layout: BatchLayout, *, backend: str) -> Program:
     """The step of one bucket, to be jitted with `state` donated."""
     attend = partial(paged_attend, backend=backend)
 
     def serve_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
-        batch = layout.unpack(blob)
-        row_ids, positions = locate_tokens(batch)
-        token_ids = _input_ids(batch, state.slots, row_ids, positions)
-        carry = AttentionCarry(state.kv_pages, batch.kv_lens, batch.page_table, batch.cu_q_lens, batch.num_rows)
-        hidden, carry = decoder.forward(params, arch, token_ids, positions, attend, carry)
-        logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
-        with jax.named_scope("sample"):
-            rows = _sampling_rows(batch)
-            sampled = sample(logits, rows, state.slots, jax.random.key(batch.base_seed, impl="threefry2x32"))
-            slots = _remember(state.slots, batch, sampled)
-        out = StepOutput(
-            token_ids=sampled,
-            logprobs=_logprobs_if(batch.wants_logprobs, logits, sampled),
-            prompt_logprobs=_prompt_logprobs(params, batch, hidden, token_ids, row_ids),
-        )
-        return ServeState(kv_pages=carry.kv_pages, slots=slots), out
+        return _step(params, state, layout.unpack(blob), arch, attend)
 
     return serve_step
+
+
+def make_serve_burst(arch: ArchConfig, layout: BatchLayout, *, backend: str, max_steps: int) -> Program:
+    """Up to `max_steps` decode steps of one bucket, to be jitted with `state` donated.
+
+    Every row has one token, and pages for all steps. Ends after `num_steps` steps, or with the first stop id.
+    """
+    attend = partial(paged_attend, backend=backend)
+
+    def serve_burst(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
+        batch = layout.unpack(blob)
+        num_steps = jnp.minimum(batch.num_steps, max_steps)
+
+        def goes_on(carry: tuple[ServeState, Array, Array, Array]) -> Bool[Array, ""]:
+            _, _, step, stopped = carry
+            return (step < num_steps) & ~stopped
+
+        def run(carry: tuple[ServeState, Array, Array, Array]) -> tuple[ServeState, Array, Array, Array]:
+            state, token_ids, step, _ = carry
+            state, out = _step(params, state, _later(batch, step), arch, attend)
+            token_ids = token_ids.at[step].set(out.token_ids)
+            return state, token_ids, step + 1, _any_stops(batch, out.token_ids)
+
+        token_ids = jnp.full((max_steps, layout.num_rows), -1, jnp.int32)
+        state, token_ids, *_ = lax.while_loop(goes_on, run, (state, token_ids, jnp.int32(0), jnp.bool_(False)))
+        return state, StepOutput(token_ids)
+
+    return serve_burst
+
+
+def _step(
+    params: Params, state: ServeState, batch: StepBatch, arch: ArchConfig, attend: decoder.Attend
+) -> tuple[ServeState, StepOutput]:
+    row_ids, positions = locate_tokens(batch)
+    token_ids = _input_ids(batch, state.slots, row_ids, positions)
+    carry = AttentionCarry(state.kv_pages, batch.kv_lens, batch.page_table, batch.cu_q_lens, batch.num_rows)
+    hidden, carry = decoder.forward(params, arch, token_ids, positions, attend, carry)
+    logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
+    with jax.named_scope("sample"):
+        rows = _sampling_rows(batch)
+        sampled = sample(logits, rows, state.slots, jax.random.key(batch.base_seed, impl="threefry2x32"))
+        slots = _remember(state.slots, batch, sampled)
+    out = StepOutput(
+        token_ids=sampled,
+        logprobs=_logprobs_if(batch.wants_logprobs, logits, sampled),
+        prompt_logprobs=_prompt_logprobs(params, batch, hidden, token_ids, row_ids),
+    )
+    return ServeState(kv_pages=carry.kv_pages, slots=slots), out
+
+
+def _later(batch: StepBatch, step: Int[Array, ""]) -> StepBatch:
+    """The batch as it is `step` steps later: each row one token longer per step, the last one in its history."""
+    token_ids = jnp.where(step > 0, -1, batch.token_ids)
+    return dataclasses.replace(batch, token_ids=token_ids, kv_lens=batch.kv_lens + step)
+
+
+def _any_stops(batch: StepBatch, sampled: Int[Array, " R"]) -> Bool[Array, ""]:
+    stops = jnp.any(sampled[:, None] == batch.stop_ids, axis=1)  # [R]
+    return jnp.any(stops & _samples(batch))
 
 
 def locate_tokens(batch: StepBatch) -> tuple[Int[Array, " T"], Int[Array, " T"]]:

@@ -21,6 +21,8 @@ Start = Callable[..., Engine]
 
 PROMPTS = [tokens(18, f"failures {i}") for i in range(3)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, presence_penalty=0.3)
+SHORT = [prompt[:4] for prompt in PROMPTS]  # in one step; all that follow are bursts, where there are any
+BURST = pytest.mark.parametrize(("burst", "prompts"), [(1, PROMPTS), (5, SHORT)], ids=["steps", "bursts"])
 
 
 def failing(method: Callable[..., Any], call: int, error: BaseException, *, after: bool) -> Callable[..., Any]:
@@ -45,42 +47,53 @@ def failing(method: Callable[..., Any], call: int, error: BaseException, *, afte
     "part", ["_scheduler.schedule", "_packer.pack", "_runner.run", "_runner.set_slot", "_scheduler.update"]
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("device")])
+@BURST
 def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch, part: str, after: bool, error: BaseException
+    start: Start,
+    monkeypatch: pytest.MonkeyPatch,
+    part: str,
+    after: bool,
+    error: BaseException,
+    burst: int,
+    prompts: list[list[int]],
 ) -> None:
-    engine = start()
-    expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
+    engine = start(burst=burst)
+    expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
     owner, name = part.split(".")
     with monkeypatch.context() as patch:
         target = getattr(engine, owner)
         patch.setattr(target, name, failing(getattr(target, name), 2, error, after=after))
         with pytest.raises(type(error)):
-            generate(engine, PROMPTS, PARAMS)
+            generate(engine, prompts, PARAMS)
     assert not engine.has_unfinished()
     engine.check_integrity()
-    assert [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)] == expected
+    assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 
 
+@BURST
 def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int, prompts: list[list[int]]
 ) -> None:
-    engine = start()
-    expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
+    engine = start(burst=burst)
+    expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
     with monkeypatch.context() as patch:
         patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 2, RuntimeError("out of memory"), after=False))
         with pytest.raises(RuntimeError, match="out of memory"):
-            generate(engine, PROMPTS, PARAMS)
+            generate(engine, prompts, PARAMS)
     assert not engine.has_unfinished()
-    assert [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)] == expected
+    assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 
 
-def test_an_interrupt_while_waiting_for_the_device_loses_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start()
-    expected = [o.outputs[0].token_ids for o in generate(engine, PROMPTS, PARAMS)]
+@BURST
+def test_an_interrupt_while_waiting_for_the_device_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int, prompts: list[list[int]]
+) -> None:
+    engine = start(burst=burst)
+    expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
-    outputs = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(PROMPTS)]
+    outputs = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(prompts)]
     with monkeypatch.context() as patch:
         patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 3, KeyboardInterrupt(), after=False))
         interrupts = 0

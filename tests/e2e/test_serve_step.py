@@ -18,12 +18,13 @@ from workloads import generate, tokens
 Start = Callable[..., Engine]
 
 
-def test_pool_is_updated_in_place(start: Start) -> None:
+@pytest.mark.parametrize("burst", [False, True])
+def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
     """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
-    runner = copy.copy(start()._runner)
+    runner = copy.copy(start(burst=5)._runner)
     runner.schedule = dataclasses.replace(runner.schedule, num_pages=50_000)
     pool = runner.abstract_state().kv_pages
-    compiled = runner.lower(16).compile()
+    compiled = (runner.lower_burst(4) if burst else runner.lower(16)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize > 100e6
     assert memory.temp_size_in_bytes < 1e6
@@ -40,9 +41,10 @@ class Twin:
         self.runner, self.schedule = engine._runner, engine.schedule
         self.run_once = engine._runner.run
         self.rng = np.random.default_rng(0)
-        self.num_padded = 0
+        self.num_padded = self.num_bursts = 0
 
     def run(self, blob: np.ndarray, bucket: int, **wants: bool) -> Any:
+        self.num_bursts += wants["burst"]
         before = jax.tree.map(np.array, self.runner.state)
         clean = self.run_once(blob, bucket, **wants).fetch()
         after = jax.tree.map(np.array, self.runner.state)
@@ -66,7 +68,8 @@ class Twin:
         for name in ("kv_lens", "samples", "next_ids", "page_table", "slot_records"):
             self._fill(to[name][num_rows:])
         for row in range(num_rows):
-            self._fill(to["page_table"][row, -(-to["kv_lens"][row] // self.schedule.page_size) :])
+            last = to["kv_lens"][row] + to["num_steps"] - 1
+            self._fill(to["page_table"][row, -(-last // self.schedule.page_size) :])
         return spoilt
 
     def _fill(self, view: np.ndarray) -> None:
@@ -77,7 +80,7 @@ class Twin:
 
     def _compare(self, clean: Any, spoilt: Any, live: dict[str, int]) -> None:
         rows, num_tokens = live["row"], live["token"]
-        np.testing.assert_array_equal(spoilt.token_ids[:rows], clean.token_ids[:rows])
+        np.testing.assert_array_equal(spoilt.token_ids[:, :rows], clean.token_ids[:, :rows])
         for name, count in (("logprobs", rows), ("prompt_logprobs", num_tokens)):
             a, b = getattr(spoilt, name), getattr(clean, name)
             jax.tree.map(lambda x, y, n=count: np.testing.assert_array_equal(x[:n], y[:n]), a, b)
@@ -101,3 +104,22 @@ def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget:
     )
     generate(engine, [tokens(n, n) for n in (19, 2, 5, 9, 1)], params)
     assert twin.num_padded > 50
+
+
+def test_padding_of_bursts_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(step_ahead=False, burst=5)
+    twin = Twin(engine)
+    monkeypatch.setattr(engine._runner, "run", twin.run)
+    params = SamplingParams(temperature=0.8, seed=4, max_tokens=13, frequency_penalty=0.2, stop_token_ids=[9, 40])
+    generate(engine, [tokens(n, n) for n in (19, 2)], params)
+    assert twin.num_bursts >= 2
+
+
+def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
+    """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
+    runner = start()._runner
+    for bucket in (1, 16):
+        program = runner.lower(bucket).compile().as_text()
+        entry = program[program.index("\nENTRY ") :]
+        assert "top_k" in program
+        assert "top_k" not in entry, bucket

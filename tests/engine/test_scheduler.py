@@ -60,15 +60,25 @@ class Device:
         self.history = {}  # slot -> position -> token
 
     def run(self, plan):
-        sequences = [self._sequence(row) for row in plan.rows]
+        """The sampled ids of each step; a burst ends with the first one that has a stop id."""
+        steps = []
+        while len(steps) < plan.num_steps and not any(self._stops(plan, ids) for ids in steps[-1:]):
+            steps.append(self._run_step([row._replace(start=row.start + len(steps)) for row in plan.rows]))
+        return steps
+
+    def _stops(self, plan, ids):
+        return any(token in row.request.stop_ids for row, token in zip(plan.rows, ids, strict=True))
+
+    def _run_step(self, rows):
+        sequences = [self._sequence(row) for row in rows]
         # Reads and writes of one step have no order, so what a row did not compute itself must be there before
         # the first write and after the last.
-        for row, tokens in zip(plan.rows, sequences, strict=True):
+        for row, tokens in zip(rows, sequences, strict=True):
             self._check_content(row, tokens[: row.start])
-        self._write(plan, sequences)
-        for row, tokens in zip(plan.rows, sequences, strict=True):
+        self._write(rows, sequences)
+        for row, tokens in zip(rows, sequences, strict=True):
             self._check_content(row, tokens)
-        return [self._sample(row, tokens) for row, tokens in zip(plan.rows, sequences, strict=True)]
+        return [self._sample(row, tokens) for row, tokens in zip(rows, sequences, strict=True)]
 
     def _sequence(self, row):
         request, stop = row.request, row.start + row.num_tokens
@@ -80,9 +90,9 @@ class Device:
         assert row.num_tokens == 1 or num_known == stop, "only a single token may have an unknown id"
         return tokens
 
-    def _write(self, plan, sequences):
+    def _write(self, rows, sequences):
         written = set()
-        for row, tokens in zip(plan.rows, sequences, strict=True):
+        for row, tokens in zip(rows, sequences, strict=True):
             for position in range(row.start, row.start + row.num_tokens):
                 entry = self._entry(row.request, position)
                 assert entry not in written, f"{entry} is written twice in one step"
@@ -106,16 +116,22 @@ class Device:
 
 
 class Loop:
-    """Scheduler and device with `depth` plans in flight, as an engine drives them."""
+    """Scheduler and device with `depth` plans in flight, as an engine drives them, in bursts of up to `max_steps`."""
 
-    def __init__(self, scheduler, depth=0):
-        self.scheduler, self.depth = scheduler, depth
+    def __init__(self, scheduler, depth=0, max_steps=1):
+        self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
         self.device = Device(scheduler.page_size)
         self.in_flight = []
         self.plans = []
 
+    def must_read_first(self):
+        in_burst = self.in_flight and self.in_flight[-1][0].num_steps > 1
+        return in_burst or (self.in_flight and self.scheduler.most_steps(self.max_steps) > 1)
+
     def schedule(self):
-        plan = self.scheduler.schedule()
+        while self.must_read_first():
+            self.update()
+        plan = self.scheduler.schedule(self.max_steps)
         if plan is not None:
             self.in_flight.append((plan, self.device.run(plan)))
             self.plans.append(plan)
@@ -123,7 +139,8 @@ class Loop:
         return plan
 
     def update(self):
-        return self.scheduler.update(*self.in_flight.pop(0))
+        plan, steps = self.in_flight.pop(0)
+        return self.scheduler.update(plan, *steps)
 
     def step(self):
         plan = self.schedule()
@@ -168,11 +185,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(4, 24),
         depth=st.integers(0, 2),
+        max_steps=st.sampled_from([1, 2, 7]),
     )
-    def start(self, max_num_seqs, more_budget, page_size, num_pages, depth):
+    def start(self, max_num_seqs, more_budget, page_size, num_pages, depth, max_steps):
         budget = max_num_seqs + more_budget
         self.scheduler = make_scheduler(max_num_seqs, budget, page_size, num_pages, max_model_len=40)
-        self.loop = Loop(self.scheduler, depth)
+        self.loop = Loop(self.scheduler, depth, max_steps)
         self.requests = []
         self.waiting, self.running = [], []
         self.num_wasted = 0
@@ -226,12 +244,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loop.in_flight)
     @rule()
     def update(self):
-        plan, sampled = self.loop.in_flight[0]
-        live = [row.request.status is not RequestStatus.FINISHED for row in plan.rows]
-        progressed = self.loop.update()
-        rows = list(zip(plan.rows, sampled, live, strict=True))
-        assert progressed == [(row.request, token) for row, token, alive in rows if row.samples and alive]
-        self.num_wasted += sum(row.samples and not alive for row, _, alive in rows)
+        plan, steps = self.loop.in_flight[0]
+        sampled = [(row.request, [ids[i] for ids in steps]) for i, row in enumerate(plan.rows) if row.samples]
+        expected = [(request, ids[: self.num_missing(request)]) for request, ids in sampled]
+        assert self.loop.update() == [(request, ids) for request, ids in expected if ids]
+        self.num_wasted += sum(len(ids) for _, ids in sampled) - sum(len(ids) for _, ids in expected)
         assert self.scheduler.num_wasted_tokens == self.num_wasted
         self.forget_finished()
 
@@ -253,11 +270,19 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.check_integrity()
         assert self.scheduler.num_pages_used == 0
 
+    def num_missing(self, request):
+        """Tokens that a request has yet to get."""
+        if request.status is RequestStatus.FINISHED:
+            return 0
+        return len(generate_alone(request)[0]) - len(request.output_token_ids)
+
     def forget_finished(self):
         self.waiting = [request for request in self.waiting if request.status is not RequestStatus.FINISHED]
         self.running = [request for request in self.running if request.status is not RequestStatus.FINISHED]
 
     def schedule(self):
+        while self.loop.must_read_first():
+            self.update()
         active = [request for request in self.running if request.num_tokens < request.max_total_tokens]
         decodes = [request for request in active if request.num_tokens - request.num_computed_tokens == 1]
         prefills = [request for request in active if request not in decodes]
@@ -282,6 +307,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert [row.request for row in plan.rows[: len(decodes)]] == decodes, "a row in decode missed a step"
         assert all(rows[request].num_tokens == 1 for request in decodes)
         assert plan.num_decode_tokens == len(decodes)
+        if plan.num_steps > 1:
+            self.check_burst(plan, decodes)
         budget_left = scheduler.max_num_batched_tokens - plan.num_tokens
         for request in prefills:
             assert request in rows or request in plan.preempted or not budget_left
@@ -296,6 +323,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not admitted
         elif self.waiting and budget_left and len(self.running) < scheduler.max_num_seqs:
             self.check_head_must_wait(self.waiting[0], plan)
+
+    def check_burst(self, plan, decodes):
+        assert plan.num_steps <= self.loop.max_steps
+        assert [row.request for row in plan.rows] == decodes == self.running
+        assert not self.waiting or len(self.running) == self.scheduler.max_num_seqs
+        for request in decodes:
+            assert request.num_pending_tokens == plan.num_steps, "it begins with all tokens known"
+            assert request.num_tokens <= request.max_total_tokens
+            assert len(request.pages) * self.scheduler.page_size >= request.num_computed_tokens
 
     def check_head_must_wait(self, head, plan):
         page_size = self.scheduler.page_size
@@ -321,12 +357,13 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("depth", [0, 1])
-def test_outputs_do_not_depend_on_pool_budget_or_order(seed, depth):
+@pytest.mark.parametrize(("depth", "max_steps"), [(0, 1), (1, 1), (0, 5), (1, 5)])
+def test_outputs_do_not_depend_on_pool_budget_or_order(seed, depth, max_steps):
     rng = random.Random(seed)
     page_size, num_pages = rng.choice([1, 2, 4, 8]), rng.randint(24, 64)
     max_num_seqs = rng.randint(2, 12)
-    loop = Loop(make_scheduler(max_num_seqs, max_num_seqs + rng.randint(0, 20), page_size, num_pages), depth)
+    scheduler = make_scheduler(max_num_seqs, max_num_seqs + rng.randint(0, 20), page_size, num_pages)
+    loop = Loop(scheduler, depth, max_steps)
     common = [rng.randrange(VOCAB_SIZE) for _ in range(10)]
     requests = [
         make_request(str(i), common[: rng.randint(1, 10)] + [0] * rng.randint(0, 4), rng.randint(1, 10))
@@ -536,6 +573,122 @@ def test_rows_that_cannot_grow_need_no_reserve():
     assert list(starts(loop.step())) == ["a", "b", "c", "d"]
 
 
+# Bursts
+
+
+def burst_lengths(loop):
+    return [plan.num_steps for plan in loop.plans]
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_rows_in_decode_go_in_bursts_to_the_nearest_end(depth):
+    loop = Loop(make_scheduler(), depth, max_steps=4)
+    loop.add(make_request("a", range(5), 9), make_request("b", range(3), 14)).drain()
+    assert burst_lengths(loop) == [1, 4, 4, 4, 1]
+    assert loop.scheduler.num_wasted_tokens == 0
+
+
+def test_no_burst_while_someone_may_join():
+    loop = Loop(make_scheduler(max_num_seqs=2, num_pages=4), max_steps=4)
+    loop.add(make_request("a", range(8), 6))
+    loop.step()
+    loop.add(make_request("b", range(10, 15), 9))  # pages are short
+    assert [loop.step().num_steps for _ in range(3)] == [1, 1, 1]
+    loop.scheduler.abort("b")
+    assert loop.step().num_steps == 2
+
+
+def test_bursts_go_on_while_the_queue_finds_no_slot():
+    loop = Loop(make_scheduler(max_num_seqs=1), max_steps=4)
+    loop.add(*(make_request(str(i), [i], 5) for i in range(3))).drain()
+    assert burst_lengths(loop) == [1, 4] * 3
+
+
+def test_a_newcomer_waits_for_one_burst():
+    loop = Loop(make_scheduler(), depth=1, max_steps=4).add(make_request("a", range(5), 40))
+    for _ in range(3):
+        loop.step()
+    assert burst_lengths(loop) == [1, 4, 4]
+    loop.add(make_request("b", range(7), 2))
+    assert "b" in starts(loop.step())
+
+
+@pytest.mark.parametrize("params", [{"stop": "x"}, {"logprobs": 0}])
+def test_rows_that_need_the_host_keep_all_from_bursts(params):
+    loop = Loop(make_scheduler(), max_steps=4)
+    needs_host = make_request("a", range(3), 6)
+    needs_host.params = SamplingParams(max_tokens=None, **params)
+    loop.add(needs_host, make_request("b", range(5), 16)).drain()
+    assert burst_lengths(loop) == [1] * 6 + [4, 4, 2]
+
+
+def test_a_burst_takes_no_more_pages_than_are_free():
+    loop = Loop(make_scheduler(page_size=1, num_pages=16), max_steps=8)
+    loop.add(make_request("a", [1, 1], 14), make_request("b", [2, 2], 14))
+    loop.step()
+    assert loop.step().num_steps == 4  # 12 pages are free, 8 steps need 16
+    assert loop.step().num_steps == 2
+    assert loop.step().preempted
+    loop.drain()
+
+
+def test_a_stop_ends_the_burst_and_the_others_keep_pages_for_their_next():
+    loop = Loop(make_scheduler(page_size=2), max_steps=8)
+    output, _ = generate_alone(make_request("a", [1, 2, 3], 20))
+    stop = next(i for i in range(2, 8) if output[i] not in output[:i])  # in the middle of the first burst
+    ending = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([output[stop]]))
+    other = make_request("b", [4, 2, 1], 20)
+    loop.add(ending, other)
+    loop.step()
+    plan = loop.step()
+    assert plan.num_steps == 8
+    assert (ending.finish_reason, ending.output_token_ids) == (FinishReason.STOP, output[: stop + 1])
+    assert len(other.output_token_ids) == stop + 1
+    assert other.num_computed_tokens == 3 + stop
+    assert (other.num_pending_tokens, len(other.pages)) == (0, 6)
+    assert loop.scheduler.num_wasted_tokens == 0
+    pages = other.pages[:]
+    loop.step()
+    assert other.pages[:6] == pages
+    loop.drain()
+    assert other.output_token_ids == generate_alone(other)[0]
+
+
+def test_a_stop_that_the_device_missed_is_found_by_the_host():
+    scheduler = make_scheduler()
+    request, other = make_request("a", [1], 20, stop_ids=frozenset([7])), make_request("b", [2], 20)
+    scheduler.add(request)
+    scheduler.add(other)
+    scheduler.update(scheduler.schedule(4), [5, 5])
+    plan = scheduler.schedule(4)
+    assert scheduler.update(plan, [5, 5], [7, 5], [5, 5], [6, 6]) == [(request, [5, 7]), (other, [5, 5, 5, 6])]
+    assert scheduler.num_wasted_tokens == 2
+    scheduler.check_integrity()
+
+
+def test_abort_during_a_burst():
+    loop = Loop(make_scheduler(), depth=1, max_steps=4).add(make_request("a", range(4), 9), make_request("b", [1], 9))
+    loop.step()
+    assert loop.step().num_steps == 4
+    loop.scheduler.abort("a")
+    loop.scheduler.check_integrity()
+    loop.drain()
+    assert loop.scheduler.num_wasted_tokens == 4
+
+
+def test_nothing_is_planned_beside_a_burst():
+    scheduler = make_scheduler()
+    scheduler.add(make_request("a", [1], 20))
+    scheduler.update(scheduler.schedule(4), [5])
+    plan = scheduler.schedule(4)
+    with pytest.raises(AssertionError, match="must be updated before"):
+        scheduler.schedule(4)
+    with pytest.raises(AssertionError, match="4 steps cannot have run 5"):
+        scheduler.update(plan, *[[5]] * 5)
+    scheduler.abort("a")
+    assert scheduler.schedule(4) is None
+
+
 # Ends
 
 
@@ -566,7 +719,7 @@ def test_a_stop_found_one_step_late_wastes_one_token():
     request = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([7]))
     scheduler.add(request)
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert scheduler.update(first, [7]) == [(request, 7)]
+    assert scheduler.update(first, [7]) == [(request, [7])]
     assert request.finish_reason is FinishReason.STOP
     assert scheduler.num_pages_used == 0
     assert scheduler.update(second, [5]) == []

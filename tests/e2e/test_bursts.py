@@ -1,0 +1,168 @@
+"""Bursts change how many dispatches it takes, and nothing else."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import SIZES
+from hypothesis import given
+
+from jaxserve.engine.engine import Engine
+from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams
+from workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
+
+Start = Callable[..., Engine]
+
+BURST = 5
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+SAMPLED = replace(GREEDY, temperature=1, top_p=0.95, seed=5)
+
+
+def counted(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Any], tuple[int, int, int]]:
+    """Outputs; and dispatches, steps and wasted tokens that they took, cold."""
+    engine.reset_prefix_cache()
+    stats = engine.stats
+    before = (stats.num_dispatches, stats.num_steps, stats.num_wasted_tokens)
+    outputs = generate(engine, prompts, params)
+    after = (stats.num_dispatches, stats.num_steps, stats.num_wasted_tokens)
+    return outputs, tuple(b - a for a, b in zip(before, after, strict=True))
+
+
+class TestAnyWorkload:
+    @given(jobs=jobs(aborts=True))
+    @few_but_rich
+    def test_tokens_are_those_of_single_steps(self, start: Start, jobs: list[Job]) -> None:
+        whole = [replace(job, abort=None) for job in jobs]
+        expected = run(start(), whole)
+        for output, wanted, job in zip(run(start(burst=BURST), whole), expected, jobs, strict=True):
+            assert_same(output, wanted, job)
+        for output, wanted in zip(run(start(burst=BURST), jobs), expected, strict=True):
+            for cut, completion in zip(output.outputs, wanted.outputs, strict=True):
+                assert cut.token_ids == completion.token_ids[: len(cut.token_ids)]
+
+
+@pytest.mark.parametrize("step_ahead", [True, False])
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        SAMPLED,
+        replace(SAMPLED, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2),
+        replace(SAMPLED, logit_bias={5: 3.0, 7: -100.0}),
+        replace(SAMPLED, ignore_eos=False, min_tokens=8, stop_token_ids=list(range(2, 7))),
+    ],
+    ids=["greedy", "sampled", "penalties", "bias", "min_tokens"],
+)
+def test_every_parameter(start: Start, params: SamplingParams, step_ahead: bool) -> None:
+    prompts = [tokens(n, f"burst {n}") for n in (4, 9, 1)]
+    expected, single = counted(start(), prompts, params)
+    outputs, burst = counted(start(burst=BURST, step_ahead=step_ahead), prompts, params)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert_same(output, wanted)
+    assert burst[0] < single[0] == single[1]
+
+
+def test_dispatches(start: Start) -> None:
+    """The prompt; then 11 tokens in two bursts of 5, and the last one by itself."""
+    for prompts in ([tokens(6, 0)], [tokens(3, i) for i in range(4)]):
+        _, counts = counted(start(burst=BURST), prompts, GREEDY)
+        assert counts == (4, 12, 0)
+        _, counts = counted(start(), prompts, GREEDY)
+        assert counts == (12, 12, 0)
+
+
+def test_accounts_are_those_of_single_steps(start: Start) -> None:
+    names = ("num_tokens", "num_decode_tokens", "kv_bytes", "weight_bytes")
+    totals = []
+    for burst in (1, BURST):
+        engine = start(burst=burst)
+        before = [getattr(engine.stats, name) for name in names]
+        generate(engine, [tokens(6, 0)], GREEDY)
+        totals.append([getattr(engine.stats, name) - b for name, b in zip(names, before, strict=True)])
+    assert totals[0] == totals[1]
+
+
+def test_a_stop_ends_the_burst_on_the_device(start: Start) -> None:
+    prompts = [tokens(6, "stop"), tokens(4, "other")]
+    free = generate(start(), prompts, GREEDY)
+    ids = free[0].outputs[0].token_ids
+    index, stop = next((i, token) for i, token in enumerate(ids) if 2 <= i < BURST and token not in ids[:i])
+    both = [replace(GREEDY, stop_token_ids=[stop]), replace(GREEDY, stop_token_ids=[310])]
+    engine = start(burst=BURST)
+    before = (engine.stats.num_steps, engine.stats.num_wasted_tokens)
+    for i, (prompt, params) in enumerate(zip(prompts, both, strict=True)):
+        engine.add_request(str(i), prompt, params)
+    outputs = {}
+    while "0" not in outputs:
+        outputs |= {o.request_id: o for o in busy_step(engine) if o.finished}
+    assert outputs["0"].outputs[0].token_ids == ids[: index + 1]
+    assert (engine.stats.num_steps - before[0], engine.stats.num_wasted_tokens - before[1]) == (index + 1, 0)
+    while engine.has_unfinished():
+        (other,) = busy_step(engine)
+    drain(engine)
+    assert_same(other, free[1])
+
+
+def test_more_stop_ids_than_a_burst_looks_at(start: Start) -> None:
+    prompt = tokens(6, "stop")
+    ids = generate(start(), [prompt], GREEDY)[0].outputs[0].token_ids
+    params = replace(GREEDY, stop_token_ids=sorted({*range(300, 320), ids[2]}))
+    (single,) = generate(start(), [prompt], params)
+    (output,) = generate(start(burst=BURST), [prompt], params)
+    assert_same(output, single)
+    assert output.outputs[0].finish_reason == "stop"
+
+
+def test_a_newcomer_waits_for_one_burst(start: Start) -> None:
+    engine = start(burst=BURST)
+    first = engine.add_request("first", tokens(3, 0), replace(GREEDY, max_tokens=40))
+    while len(first.outputs[0].token_ids) < 2:
+        busy_step(engine)
+    newcomer = engine.add_request("newcomer", tokens(5, 1), replace(GREEDY, max_tokens=1))
+    known = len(first.outputs[0].token_ids)
+    while not newcomer.finished:
+        busy_step(engine)
+    assert len(first.outputs[0].token_ids) - known <= BURST + 2  # the burst under way, then the newcomer's own step
+    engine.abort("first")
+    drain(engine)
+
+
+def test_a_burst_is_under_way_while_the_caller_reads_the_one_before(start: Start) -> None:
+    engine = start(burst=BURST)
+    output = engine.add_request("a", tokens(3, 0), replace(GREEDY, max_tokens=21))
+    engine.step()
+    for count in (1, 6, 11, 16):
+        engine.step()
+        assert len(output.outputs[0].token_ids) == count
+        assert [step.plan.num_steps for step in engine._in_flight] == [BURST]
+    engine.step()
+    assert output.finished
+
+
+def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Engine]) -> None:
+    bursts = LLM(str(llama), **SIZES | {"burst": BURST})
+    engines[("llm in bursts", True),] = bursts.engine
+    params = SamplingParams(temperature=0.9, seed=2, max_tokens=12, ignore_eos=True)
+    increments = [increment.outputs[0] for increment in bursts.stream("Once upon", params)]
+    assert [len(increment.token_ids) for increment in increments] == [1, 5, 5, 1]
+    (whole,) = llm.generate("Once upon", params, use_tqdm=False)
+    assert "".join(increment.text for increment in increments) == whole.outputs[0].text
+    (stopped,) = bursts.generate("Once upon", replace(params, stop=[whole.outputs[0].text[4:6]]), use_tqdm=False)
+    assert whole.outputs[0].text.startswith(stopped.outputs[0].text)
+    assert stopped.outputs[0].finish_reason == "stop"
+
+
+def test_measured_bursts(start: Start) -> None:
+    """Both ways are tried, and whichever wins: the tokens are those of single steps."""
+    params = replace(SAMPLED, max_tokens=60)
+    (expected,) = generate(start(), [tokens(3, 0)], params)
+    engine = start(burst="auto", compile_ahead="all", max_num_seqs=1, max_num_batched_tokens=2)
+    before = engine.stats.num_dispatches
+    for _ in range(3):
+        (output,) = generate(engine, [tokens(3, 0)], params)
+        assert_same(output, expected)
+    assert engine.stats.num_dispatches - before < 3 * 60
+    assert engine._pacer._trials[1].burst_s

@@ -1,0 +1,114 @@
+"""The choice between single steps and bursts, on a simulated clock."""
+
+import pytest
+
+from jaxserve.config import MAX_BURST_STEPS, EngineConfig
+from jaxserve.engine.pacer import BURST_S, Pacer
+from jaxserve.errors import ConfigError
+
+
+class Clock:
+    """Runs what a pacer asks for: a dispatch costs `dispatch_s` and each of its steps `step_s`; returns the lengths."""
+
+    def __init__(self, pacer, single_s, burst_step_s, burst_dispatch_s=0.0):
+        self.pacer, self.now = pacer, 0.0
+        self.single_s, self.burst_step_s, self.burst_dispatch_s = single_s, burst_step_s, burst_dispatch_s
+
+    def run(self, num_dispatches, bucket=1, limit=10**6):
+        lengths = []
+        for _ in range(num_dispatches):
+            num_steps = min(self.pacer.max_steps(bucket), limit)
+            burst_s = self.burst_dispatch_s + num_steps * self.burst_step_s
+            self.now += burst_s if num_steps > 1 else self.single_s
+            self.pacer.ended(bucket, num_steps, self.now)
+            lengths.append(num_steps)
+        return lengths
+
+
+def test_faster_bursts_stay():
+    clock = Clock(Pacer("auto"), single_s=0.0019, burst_step_s=0.0015)
+    trial = clock.run(60)
+    assert set(trial) == {1, 10, 13}  # by the time of single steps, then of a burst's
+    assert trial.count(1) == 3 * (1 + 8)  # the first of a stretch does not follow another
+    assert clock.run(50) == 50 * [13]
+
+
+def test_slower_bursts_go():
+    clock = Clock(Pacer("auto"), single_s=0.002, burst_step_s=0.0025)
+    assert sum(length > 1 for length in clock.run(60)) == 3
+    assert clock.run(50) == 50 * [1]
+
+
+@pytest.mark.parametrize("step_s", [1e-5, 0.001, 0.004, 0.009])
+def test_no_burst_takes_longer_than_its_bound(step_s):
+    lengths = Clock(Pacer("auto"), 1.1 * step_s, step_s).run(100)
+    assert 1 < max(lengths) <= min(BURST_S / step_s, MAX_BURST_STEPS)
+
+
+def test_bursts_get_shorter_as_steps_get_longer():
+    clock = Clock(Pacer("auto"), 0.0021, 0.0019)
+    assert clock.run(60)[-1] == 10
+    clock.burst_step_s = 0.0039
+    assert clock.run(2)[-1] == 5
+
+
+def test_long_steps_make_no_bursts():
+    assert set(Clock(Pacer("auto"), 0.03, 0.01).run(60)) == {1}
+
+
+def test_pauses_do_not_decide():
+    clock = Clock(Pacer("auto"), 0.002, 0.001)
+    for _ in range(60):
+        clock.run(1)
+        if clock.pacer.max_steps(1) > 1:
+            clock.now += 5.0  # once in the midst of each kind
+            clock.run(1)
+            break
+    clock.run(80)
+    assert clock.pacer.max_steps(1) > 1
+
+
+def test_bursts_cut_short_do_not_decide():
+    clock = Clock(Pacer("auto"), 0.002, 0.0015, burst_dispatch_s=0.004)
+    clock.run(40, limit=2)
+    assert clock.pacer.max_steps(1) > 1, "the trial goes on"
+    clock.run(40)
+    assert clock.pacer.max_steps(1) > 1
+
+
+def test_prefills_are_not_timed():
+    pacer = Pacer("auto")
+    for i in range(100):
+        pacer.ended(1 if i % 2 else None, 1, float(i))
+    assert pacer.max_steps(1) == 1
+    assert not pacer._trials[1].single_s
+
+
+def test_buckets_are_chosen_by_themselves():
+    pacer = Pacer("auto")
+    Clock(pacer, 0.002, 0.001).run(60, bucket=1)
+    Clock(pacer, 0.002, 0.003).run(60, bucket=8)
+    assert pacer.max_steps(1) > 1 == pacer.max_steps(8)
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_a_number_is_taken_as_it_is(steps):
+    clock = Clock(Pacer(steps), 1.0, 5.0)
+    assert clock.run(30) == 30 * [steps]
+
+
+@pytest.mark.parametrize(("given", "expected"), [("auto", "auto"), (1, 1), ("16", 16), (1024, 1024)])
+def test_option(given, expected):
+    assert EngineConfig(burst=given).burst == expected
+
+
+@pytest.mark.parametrize("given", [0, -3, True, 2.0, "some", "-1", "", None, 1025, "9999"])
+def test_option_refused(given):
+    with pytest.raises(ConfigError, match=r"burst must be 'auto' or an integer in \[1, 1024\], got"):
+        EngineConfig(burst=given)
+
+
+def test_programs_of_bursts():
+    assert EngineConfig().max_burst_steps == EngineConfig(compile_ahead="all").max_burst_steps == MAX_BURST_STEPS
+    assert EngineConfig(compile_ahead="minimal").max_burst_steps == 1
+    assert EngineConfig(compile_ahead="minimal", burst=4).max_burst_steps == 4
