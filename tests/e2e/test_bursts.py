@@ -75,7 +75,7 @@ def test_dispatches(start: Start) -> None:
 
 
 def test_accounts_are_those_of_single_steps(start: Start) -> None:
-    names = ("num_tokens", "num_decode_tokens", "kv_bytes", "weight_bytes")
+    names = ("num_steps", "num_tokens", "num_decode_tokens", "kv_bytes")
     totals = []
     for burst in (1, BURST):
         engine = start(burst=burst)
