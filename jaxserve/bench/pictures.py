@@ -59,7 +59,7 @@ def _title(report: Json, run: Json | None) -> str:
     rate = "" if run is None or run["rate_per_s"] is None else f" at {run['rate_per_s']:g} requests/s"
     model, device = report["model"], report["device"]
     name = Path(model["path"]).name
-    return f"{report['workload']['name']}{rate}: {name} ({model['dtype']}) on {device['count']} x {device['kind']}"
+    return f"{report['workload']['name']}{rate}: {name} ({model['stored']}) on {device['count']} x {device['kind']}"
 
 
 def _draw_latency(run: Json) -> Callable[[Any], None]:

@@ -18,6 +18,7 @@ FORMAT = "jaxserve-bench-1"
 
 def build_report(engine: Any, kind: str, workload: Workload, runs: Sequence[Json], *, time_scale: float) -> Json:
     """All that `--json` writes."""
+    dtype = compute_dtype(engine.config, engine.arch).name
     return {
         "format": FORMAT,
         "kind": kind,
@@ -35,7 +36,8 @@ def build_report(engine: Any, kind: str, workload: Workload, runs: Sequence[Json
             "path": str(engine.config.model_path),
             "architecture": engine.arch.architecture,
             "num_params": engine.arch.num_params,
-            "dtype": compute_dtype(engine.config, engine.arch).name,
+            "dtype": dtype,
+            "stored": engine.config.quantization or dtype,
         },
         "config": dataclasses.asdict(engine.config),
         "schedule": dataclasses.asdict(engine.schedule),
