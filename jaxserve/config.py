@@ -55,8 +55,8 @@ class EngineConfig:
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
             ready: it never compiles.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
-        compilation_cache_dir: XLA's persistent cache; "auto" is jaxserve/xla in the user's cache directory, None is
-            off.
+        compilation_cache_dir: compiled programs between starts, a few GB at most; "auto" is jaxserve/xla in the user's
+            cache directory, None is off.
 
     Raises:
         ConfigError: a value is out of range or two do not fit together.
@@ -146,6 +146,11 @@ class EngineConfig:
 def user_cache_dir() -> Path:
     """Where what is expensive to compute or measure is kept between processes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+
+
+def xla_flags() -> str:
+    """What the user tells XLA."""
+    return os.environ.get("XLA_FLAGS", "")
 
 
 def embedded_model(name: str) -> Path:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
     "max_new_tokens": "max_tokens",
 }
 
+MAX_CACHE_BYTES = 1 << 30  # of compiled programs between starts; the longest unused go first
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
 
@@ -90,7 +92,15 @@ def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runn
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     backend = _select_backend(config, arch, kv_dtype)
     schedule = build_schedule(config, arch, kv_dtype)
-    runner = Runner(arch, params, schedule, kv_dtype=kv_dtype, backend=backend, max_burst_steps=config.max_burst_steps)
+    runner = Runner(
+        arch,
+        params,
+        schedule,
+        kv_dtype=kv_dtype,
+        backend=backend,
+        max_burst_steps=config.max_burst_steps,
+        programs_dir=_programs_dir(),
+    )
     runner.warm_up(config.compile_ahead)
     return runner
 
@@ -153,7 +163,14 @@ def _use_compilation_cache(config: EngineConfig) -> None:
     jax.config.update("jax_compilation_cache_dir", wanted)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
     compilation_cache.reset_cache()  # it may have been opened elsewhere
+
+
+def _programs_dir() -> Path | None:
+    """Where whole programs are kept: beside XLA's cache, wherever that is."""
+    cache_dir = getattr(jax.config, "jax_compilation_cache_dir", None)
+    return Path(cache_dir) / "programs" if cache_dir else None
 
 
 def _on_cpu() -> bool:

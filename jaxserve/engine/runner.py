@@ -3,8 +3,10 @@
 import atexit
 import logging
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout
+from jaxserve.engine.programs import ProgramStore
 from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, set_slot
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, step_bytes
@@ -86,6 +89,7 @@ class Runner:
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
         max_burst_steps: int = 1,
+        programs_dir: Path | None = None,
     ) -> None:
         self.arch, self.params, self.schedule = arch, params, schedule
         self._backend = backend
@@ -100,6 +104,8 @@ class Runner:
         self._matrix_bytes = step_bytes(params)
         self._embedding_row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["embed"])) // arch.vocab_size
         self.state = self._new_state()
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
+        self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes))
 
     def _new_state(self) -> ServeState:
         """The device state, all zero: the pool, and what each slot remembers."""
@@ -186,19 +192,23 @@ class Runner:
             if self._closing.is_set():
                 return
             if bucket not in self._programs:
-                self._programs[bucket] = self.lower(bucket).compile()
+                self._programs[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
         logger.debug("compiled step programs for %s tokens", sorted(self._programs))
 
     def _compile_bursts(self, buckets: Iterable[int]) -> None:
         for bucket in buckets:
             if self._closing.is_set():
                 return
-            self._bursts[bucket] = self.lower_burst(bucket).compile()
+            self._bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
         row = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.slots)
-        return jax.jit(set_slot, donate_argnums=0).lower(state, jax.ShapeDtypeStruct((), jnp.int32), row).compile()
+        slot = jax.ShapeDtypeStruct((), jnp.int32)
+        return self._get("set_slot", partial(jax.jit(set_slot, donate_argnums=0).lower, state, slot, row))
+
+    def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
+        return self._store.get(name, lambda: lower().compile())
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""

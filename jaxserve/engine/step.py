@@ -147,7 +147,7 @@ def _step(
     out = StepOutput(
         token_ids=sampled,
         logprobs=_logprobs_if(batch.wants_logprobs, logits, sampled),
-        prompt_logprobs=_prompt_logprobs(params, batch, hidden, token_ids, row_ids),
+        prompt_logprobs=_prompt_logprobs(params, batch, hidden, row_ids),
     )
     return ServeState(kv_pages=carry.kv_pages, slots=slots), out
 
@@ -228,14 +228,17 @@ def _prompt_logprobs(
     params: Params,
     batch: StepBatch,
     hidden: Float[Array, "T D"],
-    token_ids: Int[Array, " T"],
     row_ids: Int[Array, " T"],
 ) -> TokenLogprobs:
-    """Logprobs of the token that follows each token of the step, in blocks so that [T, V] never exists."""
+    """Logprobs of the token that follows each token of the step, in blocks so that [T, V] never exists.
+
+    Of prompt tokens, that is, whose ids the host sends. Ids from the token history must not be read here: without an
+    order between this reading and the writing of new ids, XLA copies the whole table.
+    """
     T = hidden.shape[0]
     block = min(T, PROMPT_LOGPROB_BLOCK)
     is_last = jnp.arange(T) == batch.cu_q_lens[1:][row_ids] - 1
-    following = jnp.where(is_last, batch.next_ids[row_ids], jnp.roll(token_ids, -1))
+    following = jnp.where(is_last, batch.next_ids[row_ids], jnp.roll(batch.token_ids, -1))
 
     def one(start: Any) -> TokenLogprobs:
         rows = lax.dynamic_slice_in_dim(hidden, start, block)

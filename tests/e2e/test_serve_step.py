@@ -34,6 +34,17 @@ def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
     assert not {"copy", "copy-start", "transpose", "concatenate", "pad"} & set(makers)
 
 
+@pytest.mark.parametrize("bucket", [1, 16])
+def test_token_history_is_not_copied(start: Start, bucket: int) -> None:
+    """It grows with max_num_seqs * max_model_len, of which a step touches a few numbers."""
+    runner = start()._runner
+    history = runner.abstract_state().slots.token_history
+    program = runner.lower(bucket).compile().as_text()
+    shape = rf"s32\[{history.shape[0]},{history.shape[1]}\]"
+    assert re.search(rf"= {shape}\S* parameter", program)
+    assert not re.search(rf"= {shape}\S* copy", program)
+
+
 class Twin:
     """Runs each step twice on equal states, the second time with garbage wherever the batch is padding."""
 

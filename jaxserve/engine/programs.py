@@ -1,0 +1,148 @@
+"""Compiled programs kept on disk, so that a second start neither traces, lowers nor compiles.
+
+XLA's own persistent cache saves compiling alone, and tracing and lowering a step take several times as long as loading
+it. A program is found by a digest of all it follows from, our source among it.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+import pallas_kernels
+from jaxserve.config import xla_flags
+
+logger = logging.getLogger(__name__)
+
+Compiled = Any  # jax.stages.Compiled
+_SETTINGS = (  # of jax, that change what is traced
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+)
+MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
+
+
+class ProgramStore:
+    """Programs of one engine. Safe for several processes: a file appears whole, and may vanish at any time.
+
+    Args:
+        directory: of the files; None keeps nothing.
+        facts: whatever the programs follow from besides our source, jax, its settings and the device; their `repr`
+            must tell them apart.
+    """
+
+    def __init__(self, directory: Path | None, facts: Iterable[object]) -> None:
+        self._directory = directory
+        self._facts = hashlib.sha256("\n".join(map(repr, (*_environment(), *facts))).encode()).hexdigest()
+
+    def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:
+        """The program called `name`: from disk, else compiled now and kept."""
+        if self._directory is None:
+            return compile_program()
+        path = self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
+        program = _read(path)
+        if program is None:
+            hits = _cache_hits.count
+            program = compile_program()
+            if _cache_hits.count == hits:  # what XLA's cache has loaded cannot be serialised again: it lacks functions
+                _write(path, program)
+        return program
+
+
+class _CacheHits:
+    """Counts programs that came from XLA's own cache, on the calling thread. One per process."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+        jax.monitoring.register_event_listener(self._on_event)
+
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
+        if event == "/jax/compilation_cache/cache_hits":
+            self._local.count = self.count + 1
+
+    @property
+    def count(self) -> int:
+        return getattr(self._local, "count", 0)
+
+
+_cache_hits = _CacheHits()
+
+
+def _read(path: Path) -> Compiled | None:
+    try:
+        program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        os.utime(path)  # it is in use
+        return program
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # torn, or of a jax that reads its own files differently: it is compiled anew
+        logger.warning("a kept program cannot be used and is compiled again: %s", error)
+        return None
+
+
+def _write(path: Path, program: Compiled) -> None:
+    own = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        content = pickle.dumps(serialize_executable.serialize(program))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.write_bytes(content)
+        own.replace(path)
+        _prune(path.parent, MAX_BYTES)
+    except Exception as error:  # a full disk, or a backend that cannot serialise
+        logger.warning("a compiled program cannot be kept: %s", error)
+
+
+def _prune(directory: Path, max_bytes: int) -> None:
+    """Removes the files that have gone unused the longest, until the rest fits."""
+    ages = []
+    for path in directory.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process prunes as well
+            ages.append((path.stat().st_mtime, path.stat().st_size, path))
+    total = 0
+    for _, size, path in sorted(ages, reverse=True):
+        total += size
+        if total > max_bytes:
+            path.unlink(missing_ok=True)
+
+
+def _environment() -> tuple[object, ...]:
+    device = jax.devices()[0]
+    settings = [getattr(jax.config, name) for name in _SETTINGS]
+    return (
+        (version("jax"), version("jaxlib"), device.client.platform_version),
+        (device.platform, device.device_kind, jax.device_count(), _cpu_flags()),
+        (settings, xla_flags()),
+        _source_digest(),
+    )
+
+
+def _cpu_flags() -> str:
+    """What the processor can do: machine code for one may not run on another."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return ""
+
+
+@cache
+def _source_digest() -> str:
+    """Of our Python source and of the native kernels."""
+    digest = hashlib.sha256()
+    for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
+        for path in sorted((*root.rglob("*.py"), *root.rglob("*.so"))):
+            digest.update(f"{path.relative_to(root)}".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

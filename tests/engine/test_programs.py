@@ -1,0 +1,100 @@
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve.engine import programs
+from jaxserve.engine.programs import ProgramStore
+
+
+def compile_double():
+    return jax.jit(lambda x: 2 * x, donate_argnums=0).lower(jnp.arange(3.0)).compile()
+
+
+class Compiler:
+    """Compiles the same program and counts."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self):
+        self.num_calls += 1
+        return compile_double()
+
+
+@pytest.fixture
+def compiler():
+    """Without XLA's own cache, of which the tests of the engine make use."""
+    cache_dir = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield Compiler()
+    jax.config.update("jax_compilation_cache_dir", cache_dir)
+    compilation_cache.reset_cache()
+
+
+def test_what_xla_has_cached_is_not_kept_again(tmp_path, compiler):
+    """In jax 0.10.2 such a program serialises to something that does not run."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    for facts in (["a"], ["b"], ["b"]):
+        program = ProgramStore(tmp_path / "programs", facts).get("x", compiler)
+        assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert compiler.num_calls == 3
+    assert len(list((tmp_path / "programs").iterdir())) == 1
+
+
+def test_a_kept_program_is_not_compiled_again(tmp_path, compiler):
+    for _ in range(3):
+        x = jnp.arange(3.0)
+        program = ProgramStore(tmp_path, ["model"]).get("double", compiler)
+        assert program(x).tolist() == [0, 2, 4]
+        assert x.is_deleted()  # donated, by the loaded program too
+    assert compiler.num_calls == 1
+
+
+def test_facts_and_names_tell_programs_apart(tmp_path, compiler):
+    for facts, name in [(["a"], "x"), (["b"], "x"), (["a"], "y"), (["a", "b"], "x")]:
+        ProgramStore(tmp_path, facts).get(name, compiler)
+    assert compiler.num_calls == 4
+
+
+def test_settings_of_jax_tell_programs_apart(tmp_path, compiler):
+    for precision in ("highest", "default"):
+        with jax.default_matmul_precision(precision):
+            ProgramStore(tmp_path, []).get("x", compiler)
+    assert compiler.num_calls == 2
+
+
+def test_without_a_directory_nothing_is_kept(compiler):
+    for _ in range(2):
+        ProgramStore(None, []).get("x", compiler)
+    assert compiler.num_calls == 2
+
+
+@pytest.mark.parametrize("spoil", [lambda content: content[:100], lambda content: b"", lambda content: content[::-1]])
+def test_a_spoilt_file_is_replaced(tmp_path, compiler, spoil, caplog):
+    ProgramStore(tmp_path, []).get("x", compiler)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(spoil(path.read_bytes()))
+    for _ in range(2):
+        assert ProgramStore(tmp_path, []).get("x", compiler)(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert compiler.num_calls == 2
+    assert "compiled again" in caplog.text
+
+
+def test_a_directory_that_cannot_be_written_is_no_reason_to_fail(tmp_path, compiler, caplog):
+    (tmp_path / "file").touch()
+    program = ProgramStore(tmp_path / "file" / "below", []).get("x", compiler)
+    assert program(jnp.ones(3)).tolist() == [2, 2, 2]
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_longest_unused_go_first(tmp_path):
+    for age, name in enumerate(["new", "older", "oldest"]):
+        path = tmp_path / name
+        path.write_bytes(b"x" * 100)
+        os.utime(path, (1e9 - age, 1e9 - age))
+    programs._prune(tmp_path, 250)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "older"]
