@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import transformers
 
+_CACHE_BLOCKS, _BATCH_TOKENS = 192, 2048  # blocks of 256 tokens; by default it takes nearly all free memory
 _NEVER = -1  # an id that no token has: nothing ends a sequence early
 
 
@@ -18,11 +19,14 @@ class Engine:
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
         options = {"dtype": torch.float32, "attn_implementation": "sdpa", **options}
         self._model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, **options).eval()
+        self._batching = transformers.ContinuousBatchingConfig(num_blocks=_CACHE_BLOCKS, max_batch_tokens=_BATCH_TOKENS)
         self._config = transformers.GenerationConfig(pad_token_id=0, eos_token_id=_NEVER, do_sample=False)
 
     def generate(self, prompts: list[list[int]], output_lens: list[int]) -> list[list[int]]:
         outputs: dict[str, list[int]] = {}
-        with self._model.continuous_batching_context_manager(self._config, persistent_manager=True) as manager:
+        with self._model.continuous_batching_context_manager(
+            self._config, continuous_batching_config=self._batching, persistent_manager=True
+        ) as manager:
             ids = [
                 manager.add_request(prompt, max_new_tokens=n, eos_token_id=_NEVER)
                 for prompt, n in zip(prompts, output_lens, strict=True)
