@@ -11,7 +11,7 @@ from jax import Array, lax
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
-from jaxserve.models.params import TRANSFORMS, Params
+from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
 from weights import load, read_config
 
@@ -21,7 +21,8 @@ _QUERY_BLOCK = 128  # queries of a block skip the keys behind it: half of the ca
 def load_model(directory: Path, *, quantization: str | None = None) -> tuple[Params, ArchConfig]:
     """Parameters in float32, or quantised, and sizes of a Hugging Face directory."""
     arch = from_hf_config(read_config(directory))
-    return load(directory, param_specs(arch), jnp.float32, transform=TRANSFORMS[quantization]), arch
+    specs = param_specs(arch)
+    return load(directory, specs, jnp.float32, transform=matrix_transform(specs, quantization=quantization)), arch
 
 
 def logits(params: Params, arch: ArchConfig, tokens: Array) -> Array:

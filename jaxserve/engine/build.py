@@ -15,7 +15,7 @@ from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
-from jaxserve.models.params import TRANSFORMS, Params, pack_matrices, stack_layers
+from jaxserve.models.params import Params, matrix_transform, stack_layers
 from jaxserve.request import SamplingParams
 from pallas_kernels import packed_linear
 from pallas_kernels import ragged_paged_attention as attention
@@ -64,17 +64,17 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
 
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
-    """Load the weights in the serving dtype, quantised if asked for, stacked where layers are scanned."""
+    """Load the weights in the serving dtype, quantised if asked for, packed for a CPU, stacked for a scan."""
     _use_compilation_cache(config)  # quantising is compiled too
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
+    stored = config.quantization or dtype  # a quantisation is named after its dtype
+    if (reason := packed_linear.unsupported(stored, jax.default_backend())) is not None:
+        logger.info("matrices are multiplied by XLA: %s", reason)
+    transform = matrix_transform(specs, quantization=config.quantization, packed=reason is None)
     try:
-        params = weights.load(config.model_path, specs, dtype, transform=TRANSFORMS[config.quantization])
+        params = weights.load(config.model_path, specs, dtype, transform=transform)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
-    stored = config.quantization or dtype  # a quantisation is named after its dtype
-    if (reason := packed_linear.unsupported(stored, jax.default_backend())) is None:
-        return pack_matrices(params, specs)
-    logger.info("matrices are multiplied by XLA: %s", reason)
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params) if scan else params
 

@@ -9,18 +9,9 @@ from jax import Array
 
 from jaxserve.quant import QuantizedMatrix, quantize
 from pallas_kernels.packed_linear import PackedMatrix, pack
-from weights.rows import Params, build_tree, leaf_at
+from weights.rows import Params, build_tree
 
-__all__ = [
-    "TRANSFORMS",
-    "ParamSpec",
-    "Params",
-    "build_tree",
-    "pack_matrices",
-    "quantize_matrix",
-    "stack_layers",
-    "step_bytes",
-]
+__all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "stack_layers", "step_bytes"]
 
 # A parameter tree is {"embed", "layers": [{...}] or {...} when stacked, "final_norm", "lm_head" unless tied}.
 
@@ -51,26 +42,25 @@ class ParamSpec:
         return len(self.shape) > 1
 
 
-def quantize_matrix(spec: ParamSpec, array: Array) -> Array | QuantizedMatrix:
-    """The tensor of `spec` in int8 if it is a matrix; norms and biases stay as they are. A transform of `load`."""
-    return quantize(array) if spec.is_matrix else array
+def matrix_transform(
+    specs: Sequence[ParamSpec], *, quantization: str | None = None, packed: bool = False
+) -> Callable[[ParamSpec, Array], Array | QuantizedMatrix | PackedMatrix]:
+    """What `weights.load` makes of each tensor as it comes. Norms and biases stay as they are.
 
+    Args:
+        specs: of all tensors; an embedding table that is not also the head is never multiplied, nor packed.
+        quantization: of EngineConfig.
+        packed: for the native CPU kernels.
+    """
+    tied = all(spec.path != ("lm_head",) for spec in specs)
 
-# EngineConfig.quantization -> what `weights.load` does with each tensor
-TRANSFORMS: dict[str | None, Callable[[ParamSpec, Array], Array | QuantizedMatrix] | None] = {
-    None: None,
-    "int8": quantize_matrix,
-}
+    def transform(spec: ParamSpec, array: Array) -> Array | QuantizedMatrix | PackedMatrix:
+        if not spec.is_matrix:
+            return array
+        matrix = quantize(array) if quantization == "int8" else array
+        return _pack(matrix) if packed and (tied or spec.path != ("embed",)) else matrix
 
-
-def pack_matrices(params: Params, specs: Sequence[ParamSpec]) -> Params:
-    """Packs every matrix that is multiplied by for the native CPU kernels, in place, one after the other."""
-    for spec in specs:
-        only_gathered = spec.path == ("embed",) and "lm_head" in params
-        if spec.is_matrix and not only_gathered:
-            parent = leaf_at(params, spec.path[:-1])
-            parent[spec.path[-1]] = _pack(parent[spec.path[-1]])
-    return params
+    return transform
 
 
 def _pack(matrix: Array | QuantizedMatrix) -> PackedMatrix:

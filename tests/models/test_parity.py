@@ -10,7 +10,7 @@ import pytest
 
 import weights
 from jaxserve.models import decoder, registry
-from jaxserve.models.params import stack_layers
+from jaxserve.models.params import matrix_transform, stack_layers
 from tests.checkpoints import FAMILIES, ROPES, hf_dict, random_configs, reference_logits, write_checkpoint
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
@@ -28,10 +28,11 @@ def attend(q, k, v, carry, layer, window):
     return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), carry + layer
 
 
-def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, transform=None):
+def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform):
     """Arch, token ids, logits and the carry for the checkpoint at `path`, computed in float32."""
     arch = registry.from_hf_config(weights.read_config(path))
-    params = weights.load(path, registry.param_specs(arch), jnp.float32, transform=transform)
+    specs = registry.param_specs(arch)
+    params = weights.load(path, specs, jnp.float32, transform=make_transform(specs))
     token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, num_tokens).astype(np.int32)
     params = stack_layers(params) if stacked else params
     logits, carry = run(params, arch, jnp.asarray(token_ids))

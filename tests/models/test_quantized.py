@@ -9,24 +9,29 @@ import pytest
 
 import weights
 from jaxserve.models import registry
-from jaxserve.models.params import quantize_matrix, step_bytes
+from jaxserve.models.params import matrix_transform, step_bytes
 from jaxserve.quant import QuantizedMatrix
+from pallas_kernels import native
+from pallas_kernels.packed_linear import PackedMatrix
 from tests.checkpoints import FAMILIES, hf_dict, random_configs, write_checkpoint
-from tests.models.test_parity import load_logits
+from tests.models.test_parity import load_logits, run
 
 # In standard deviations of the logits. A block's largest number is near 2.5 deviations of its numbers, so that rounding
 # adds 2.5 / 127 / sqrt(12) = 0.6% of noise to a product, 2.4% over the 17 of four layers and the head.
 LARGEST_ERROR, MEAN_ERROR = 0.2, 0.03
 
-load_int8_logits = partial(load_logits, transform=quantize_matrix)
+int8 = partial(matrix_transform, quantization="int8")
+load_int8_logits = partial(load_logits, make_transform=int8)
 
 
-def round_trip(spec, array):
-    """What int8 keeps of a tensor, in float32."""
-    matrix = quantize_matrix(spec, array)
-    if not isinstance(matrix, QuantizedMatrix):
-        return matrix
-    return matrix.rows(jnp.arange(len(array)))
+def round_trip(specs):
+    """What int8 keeps of each tensor, in float32."""
+
+    def transform(spec, array):
+        matrix = int8(specs)(spec, array)
+        return matrix.rows(jnp.arange(len(array))) if isinstance(matrix, QuantizedMatrix) else matrix
+
+    return transform
 
 
 @pytest.mark.parametrize("case", [0, 1])
@@ -35,7 +40,7 @@ def test_logits_track_float32(tmp_path, family, case):
     """Near the float32 model, and exact float32 products of the numbers that are kept."""
     write_checkpoint(tmp_path, family, case, **list(random_configs(family, 2, seed=1))[case])
     _, _, exact, _ = load_logits(tmp_path)
-    _, _, kept, _ = load_logits(tmp_path, transform=round_trip)
+    _, _, kept, _ = load_logits(tmp_path, make_transform=round_trip)
     _, _, logits, _ = load_int8_logits(tmp_path)
     np.testing.assert_allclose(logits, kept, rtol=0, atol=1e-4)
     error = np.abs(logits - exact) / exact.std()
@@ -55,7 +60,7 @@ def test_matrices_alone_are_quantised(tied):
     arch = registry.from_hf_config(hf_dict("qwen2", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied))
     specs = registry.param_specs(arch)
     params = weights.dummy(specs, 0, jnp.float32)
-    narrow = weights.rows.build_tree(specs, lambda spec: quantize_matrix(spec, weights.rows.leaf_at(params, spec.path)))
+    narrow = weights.rows.build_tree(specs, lambda spec: int8(specs)(spec, weights.rows.leaf_at(params, spec.path)))
     for spec in specs:
         leaf = weights.rows.leaf_at(narrow, spec.path)
         assert leaf.shape == spec.shape
@@ -71,6 +76,19 @@ def test_saving_says_what_is_wrong(tmp_path):
     write_checkpoint(tmp_path, "llama")
     config = weights.read_config(tmp_path)
     specs = registry.param_specs(registry.from_hf_config(config))
-    params = weights.load(tmp_path, specs, transform=quantize_matrix)
+    params = weights.load(tmp_path, specs, transform=int8(specs))
     with pytest.raises(weights.CheckpointError, match="embed int8"):
         weights.save(tmp_path / "saved", specs, params, config)
+
+
+@pytest.mark.skipif(native.unavailable() is not None, reason="needs the native kernels")
+@pytest.mark.parametrize("tied", [False, True])
+def test_native_kernels_compute_the_same(tmp_path, tied):
+    write_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied)
+    arch, token_ids, logits, _ = load_int8_logits(tmp_path)
+    specs = registry.param_specs(arch)
+    packed = weights.load(tmp_path, specs, jnp.float32, transform=int8(specs, packed=True))
+    assert isinstance(packed["layers"][0]["o_proj"], PackedMatrix)
+    assert isinstance(packed["embed"], PackedMatrix if tied else QuantizedMatrix)
+    again, _ = run(packed, arch, jnp.asarray(token_ids))
+    np.testing.assert_allclose(again, logits, rtol=0, atol=1e-5)
