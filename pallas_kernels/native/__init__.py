@@ -14,6 +14,7 @@ import jax
 
 ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
+ABI = 1  # of the calls; ffi.cc knows the same number
 
 _DIRECTORY = Path(__file__).parent
 _BUILD_FAILURE = _DIRECTORY / "build_failure.txt"  # written by build.py
@@ -28,6 +29,8 @@ def unavailable() -> str | None:
         return f"there are no native kernels: {reason}"
     try:
         library = ctypes.CDLL(str(libraries[-1]))
+        if (built := library.jaxserve_native_abi()) != ABI:
+            return f"the native kernels are of version {built}, not {ABI}; reinstall the package"
         for name in (ATTENTION, LINEAR):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:

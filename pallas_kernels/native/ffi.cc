@@ -102,6 +102,9 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 
 }  // namespace
 
+// Raised with every change of a call's arguments; pallas_kernels/native/__init__.py knows the same number.
+extern "C" int jaxserve_native_abi() { return 1; }
+
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
