@@ -145,10 +145,10 @@ def _unpack_records(records: Int[Array, "R words"]) -> dict[str, Array]:
 
 
 class StepWork(NamedTuple):
-    """What a packed step or burst computes, an entry per step and row."""
+    """What a packed step or burst computes."""
 
-    start: NDArray[np.int64]  # tokens before those computed
-    num_tokens: NDArray[np.int64]  # computed
+    start: NDArray[np.int64]  # [R], of a burst [steps, R]: tokens before those computed
+    num_tokens: NDArray[np.int64]  # [R]: computed, in each step
     num_slack_tokens: int  # positions of all rows' last pages that nothing is in after the last step
 
 
@@ -201,9 +201,11 @@ class BatchPacker:
         fields = self.layouts[bucket].views(blob)
         num_rows = int(fields["num_rows"])
         num_tokens = np.diff(fields["cu_q_lens"][: num_rows + 1]).astype(np.int64)
-        stop = fields["kv_lens"][:num_rows].astype(np.int64) + np.arange(num_steps)[:, None]  # [steps, R]
-        slack = int((-stop[-1] % self.config.page_size).sum())
-        return StepWork(stop - num_tokens, np.broadcast_to(num_tokens, stop.shape), slack)
+        last = stop = fields["kv_lens"][:num_rows].astype(np.int64)
+        if num_steps > 1:
+            stop = stop + np.arange(num_steps)[:, None]  # [steps, R]
+            last = stop[-1]
+        return StepWork(stop - num_tokens, num_tokens, int((-last % self.config.page_size).sum()))
 
     def pack_slot(self, request: Request) -> SlotTable | None:
         """What the device must know of an admitted request beyond its row; None is the usual case."""

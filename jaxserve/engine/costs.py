@@ -24,7 +24,7 @@ def attention_cost(start: Ints, num_tokens: Ints, windows: Sequence[int | None])
 
     Args:
         start: tokens before those computed; an entry per row, or per row and step.
-        num_tokens: computed, of the same shape.
+        num_tokens: computed, of the same shape, or an entry per row for all its steps.
         windows: one per layer.
     """
     end = start + num_tokens

@@ -376,7 +376,7 @@ class Engine:
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
         row_of = _rows_by_id(step.plan) if result.logprobs is not None else {}
-        outputs = {}
+        outputs, num_tokens = {}, 0
         for request, token_ids in step.progressed:
             group = self._group_of.get(request.request_id)
             if group is None:  # a stop string of a step read together with this one has ended it
@@ -385,7 +385,8 @@ class Engine:
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
             outputs[group.output.request_id] = group.output
-            self.stats.num_output_tokens += len(token_ids)
+            num_tokens += len(token_ids)
+        self.stats.num_output_tokens += num_tokens
         return outputs
 
     def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:

@@ -262,11 +262,7 @@ class Scheduler:
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
         self._burst_rows = []
-        progressed = []
-        for row, *token_ids in zip(plan.rows, *steps, strict=True):
-            if row.samples and (taken := self._take_tokens(row.request, token_ids, plan.num_steps)):
-                progressed.append((row.request, taken))
-        return progressed
+        return self._take_step(plan, steps[0]) if plan.num_steps == 1 else self._take_burst(plan, steps)
 
     def check_integrity(self) -> None:
         """Asserts that pages and slots are conserved and that every request is where its status says."""
@@ -420,11 +416,32 @@ class Scheduler:
 
     # Parts of update()
 
-    def _take_tokens(self, request: Request, token_ids: TokenIds, num_planned: int) -> TokenIds:
-        """Appends the sampled tokens up to the one that ends the request; of a burst `num_planned` were expected."""
-        if request.status is not RequestStatus.FINISHED and (num_skipped := num_planned - len(token_ids)):
-            request.num_computed_tokens -= num_skipped
-            request.num_pending_tokens -= num_skipped
+    def _take_step(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, TokenIds]]:
+        progressed = []
+        for row, token_id in zip(plan.rows, sampled, strict=True):
+            if not row.samples:
+                continue
+            request = row.request
+            if request.status is RequestStatus.FINISHED:
+                self.num_wasted_tokens += 1
+                continue
+            self._append_token(request, token_id)
+            progressed.append((request, [token_id]))
+        return progressed
+
+    def _take_burst(self, plan: StepPlan, steps: Sequence[Sequence[int]]) -> list[tuple[Request, TokenIds]]:
+        num_skipped, progressed = plan.num_steps - len(steps), []
+        for row, *token_ids in zip(plan.rows, *steps, strict=True):
+            request = row.request
+            if request.status is not RequestStatus.FINISHED:
+                request.num_computed_tokens -= num_skipped
+                request.num_pending_tokens -= num_skipped
+            if taken := self._take_tokens(request, token_ids):
+                progressed.append((request, taken))
+        return progressed
+
+    def _take_tokens(self, request: Request, token_ids: TokenIds) -> TokenIds:
+        """Appends the tokens up to the one that ends the request; returns those."""
         for index, token_id in enumerate(token_ids):
             if request.status is RequestStatus.FINISHED:
                 self.num_wasted_tokens += len(token_ids) - index
