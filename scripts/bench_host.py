@@ -5,7 +5,8 @@
 
 Every row decodes in every measured step; with --prefill, one more row prefills that many tokens of a long prompt beside
 them. `step` is the whole of Engine.step; `outputs` is what is left of it beside the named parts (dispatch and output
-assembly; no tokenizer is loaded). Prints one JSON line per case.
+assembly; no tokenizer is loaded). `step_cpu` is the CPU time of `step`: what it would take if nothing else ran on the
+machine. Prints one JSON line per case.
 """
 
 import argparse
@@ -100,15 +101,15 @@ def measure(engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_s
     for index in range(WARM_UP_STEPS + num_steps):
         if prefill and index % (LONG_PROMPT_LEN // prefill) == 0:
             engine.add_request(f"long {index}", next(long_prompts), SamplingParams(max_tokens=1))
-        started = time.perf_counter_ns()
+        started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
         engine.step()
-        samples.append({"step": time.perf_counter_ns() - started} | stopwatch.read())
+        cpu, wall = time.thread_time_ns() - started_cpu, time.perf_counter_ns() - started
+        samples.append({"step": wall, "step_cpu": cpu} | stopwatch.read())
         assert engine.last_step is not None
         assert engine.last_step.num_decode_tokens >= num_rows or index < 2, engine.last_step
     parts = {name: [s[name] / 1e3 for s in samples[WARM_UP_STEPS:]] for name in samples[0]}
-    return parts | {
-        "outputs": [2 * step - sum(rest) for step, *rest in zip(parts["step"], *parts.values(), strict=True)]
-    }
+    named = zip(*(parts[name] for name in PARTS), strict=True)
+    return parts | {"outputs": [step - sum(rest) for step, rest in zip(parts["step"], named, strict=True)]}
 
 
 def summary(microseconds: list[float]) -> dict[str, float]:

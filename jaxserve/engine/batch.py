@@ -172,8 +172,9 @@ class BatchPacker:
     def pack(self, plan: StepPlan, bucket: int) -> NDArray[np.int32]:
         """The blob of `plan`, padded to `bucket` tokens. A new array each time: the device may read it later."""
         self._sync_slots(plan)
-        requests, slots, starts, counts, samples, _ = map(list, zip(*plan.rows, strict=True))
-        num_rows, stops = len(slots), np.add(starts, counts)
+        requests, *columns, _ = zip(*plan.rows, strict=True)
+        slots, starts, counts, samples = np.array(columns, np.int64)  # in a third of the time that a found dtype takes
+        num_rows, stops = len(requests), starts + counts
         blob = np.zeros(self.layouts[bucket].blob_size, np.int32)
         to = self.layouts[bucket].views(blob)
         to["base_seed"][...] = self._base_seed
@@ -188,8 +189,8 @@ class BatchPacker:
         self._record_words.take(slots, axis=0, out=to["slot_records"][:num_rows], mode="clip")
         to["token_ids"][: plan.num_tokens] = -1
         for row in np.flatnonzero(self._sampled_at[slots] != starts).tolist():
-            first = to["cu_q_lens"][row]
-            to["token_ids"][first : first + counts[row]] = requests[row].tokens(starts[row], starts[row] + counts[row])
+            end, start, stop = to["cu_q_lens"][row + 1], int(starts[row]), int(stops[row])
+            to["token_ids"][end - (stop - start) : end] = requests[row].tokens(start, stop)
         self._sampled_at[slots] = np.where(samples, stops, -1)
         if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][...] = 1

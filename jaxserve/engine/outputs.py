@@ -88,6 +88,8 @@ class RequestGroup:
             entry = self._logprob_entry(logprobs, row, token_id, self.params.logprobs or 0)
             output.logprobs.append(entry)
             output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[token_id].logprob
+        if self._tokenizer is None:
+            return None
         hidden = self._is_hidden_stop(request, token_ids[-1])
         stop = completion.detokenizer.push(token_ids[:-1] if hidden else token_ids)
         output.text = completion.detokenizer.text
@@ -119,8 +121,9 @@ class RequestGroup:
 
     def _is_hidden_stop(self, request: Request, token_id: int) -> bool:
         """An id that ended the output leaves no text, unless stops are to be kept."""
-        ended = request.finish_reason is FinishReason.STOP and token_id in request.stop_ids
-        return ended and not self.params.include_stop_str_in_output
+        if request.finish_reason is not FinishReason.STOP or token_id not in request.stop_ids:
+            return False
+        return not self.params.include_stop_str_in_output
 
     def _logprob_entry(self, logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> dict[int, Logprob]:
         """The token itself, then the `top` most likely ones."""

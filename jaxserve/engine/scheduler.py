@@ -289,22 +289,25 @@ class Scheduler:
         """Gives every running row in decode its token, then rows in prefill what the budget leaves, oldest first."""
         in_prefill = []
         for request in list(self._running.values()):
-            start, num_tokens = request.num_computed_tokens, request.num_tokens
+            num_tokens = request.num_tokens
             if request.status is not RequestStatus.RUNNING:  # preempted for an older one
                 continue
-            if start + 1 < num_tokens:
+            if request.num_computed_tokens + 1 < num_tokens:
                 in_prefill.append(request)
             # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
-            elif num_tokens < request.max_total_tokens and self._allocate_or_preempt(request, plan.num_steps, plan):
+            elif num_tokens < request.max_total_tokens and (
+                request.num_computed_tokens + plan.num_steps <= len(request.pages) * self.page_size
+                or self._allocate_or_preempt(request, plan.num_steps, plan)
+            ):
                 plan.num_decode_tokens += 1
-                self._add_row(request, 1, plan)
+                self._add_row(request, 1, plan, samples=True)
         for request in in_prefill:
             if request.status is not RequestStatus.RUNNING:
                 continue
-            num_tokens = min(request.num_tokens - request.num_computed_tokens, self._budget_left(plan))
+            num_tokens = min(_num_remaining(request), self._budget_left(plan))
             if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
                 plan.num_prefill_tokens += num_tokens
-                self._add_row(request, num_tokens, plan)
+                self._add_row(request, num_tokens, plan, samples=_num_remaining(request) == num_tokens)
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages of the next `num_tokens`; while too few are free, preempts the last admitted request.
@@ -368,7 +371,7 @@ class Scheduler:
         self._running[request.request_id] = self._waiting.pop(request.request_id)
         plan.num_cached_tokens += start
         plan.num_prefill_tokens += num_tokens
-        self._add_row(request, num_tokens, plan, admitted=True)
+        self._add_row(request, num_tokens, plan, samples=_num_remaining(request) == num_tokens, admitted=True)
         return True
 
     def _acquire(self, cached: list[int], num_new: int, num_reserved: int) -> list[int] | None:
@@ -390,11 +393,12 @@ class Scheduler:
             return False
         return self._cache.hashes(request)[num_cached] in self._new_pages
 
-    def _add_row(self, request: Request, num_tokens: int, plan: StepPlan, admitted: bool = False) -> None:
+    def _add_row(
+        self, request: Request, num_tokens: int, plan: StepPlan, *, samples: bool, admitted: bool = False
+    ) -> None:
         """Puts the next `num_tokens` of a request into the plan and counts them as computed."""
         start = request.num_computed_tokens
         stop = start + num_tokens
-        samples = stop == request.num_tokens
         row = _new_row((request, request.slot, start, num_tokens, samples, admitted))
         plan.rows.append(row)
         request.num_computed_tokens = stop + plan.num_steps - 1
@@ -452,9 +456,11 @@ class Scheduler:
     def _append_token(self, request: Request, token_id: int) -> None:
         request.output_token_ids.append(token_id)
         request.num_pending_tokens -= 1
-        num_known = request.num_known_tokens
-        if (reason := _finish_reason(request, token_id, num_known)) is not None:
-            self.finish(request, reason)
+        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if token_id in request.stop_ids and _may_stop(request):
+            self.finish(request, FinishReason.STOP)
+        elif num_known == request.max_total_tokens:
+            self.finish(request, FinishReason.LENGTH)
         elif not num_known % self.page_size and request.status is RequestStatus.RUNNING:
             # Step-ahead: a plan made meanwhile may have filled a page with this token before its id was known.
             for page_hash, page in self._full_pages(request, num_known - 1):
@@ -512,7 +518,7 @@ class Scheduler:
 
 
 def _in_prefill(request: Request) -> bool:
-    return request.num_tokens - request.num_computed_tokens > 1
+    return _num_remaining(request) > 1
 
 
 def _needs_host(request: Request) -> bool:
@@ -520,11 +526,11 @@ def _needs_host(request: Request) -> bool:
     return bool(request.params.stop) or request.params.logprobs is not None
 
 
-def _finish_reason(request: Request, token_id: int, num_known_tokens: int) -> FinishReason | None:
-    """Why the request ends with this token, just appended, if it does."""
+def _num_remaining(request: Request) -> int:
+    return request.num_tokens - request.num_computed_tokens
+
+
+def _may_stop(request: Request) -> bool:
+    """Whether the token just appended may end the request."""
     # The device masks stop ids for the first min_tokens tokens, so that the first that may end a request follows those.
-    if token_id in request.stop_ids and len(request.output_token_ids) > request.params.min_tokens:
-        return FinishReason.STOP
-    if num_known_tokens == request.max_total_tokens:
-        return FinishReason.LENGTH
-    return None
+    return len(request.output_token_ids) > request.params.min_tokens
