@@ -14,6 +14,7 @@ from scipy.special import log_softmax
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
+from pallas_kernels import native
 from workloads import TOLERANCE, generate, tokens
 
 Start = Callable[..., Engine]
@@ -72,7 +73,14 @@ class Oracle:
             assert logprob.rank == 1 + int((row > row[token_id]).sum())
 
 
-@pytest.fixture(scope="session", params=["llama", *CHECKPOINTS])
+KERNELS = ["native", "xla"] if native.unavailable() is None else ["xla"]
+
+
+@pytest.fixture(
+    scope="session",
+    params=[(name, kernels) for kernels in KERNELS for name in ("llama", *CHECKPOINTS)],
+    ids="-".join,
+)
 def pair(
     request: pytest.FixtureRequest,
     start: Start,
@@ -80,12 +88,19 @@ def pair(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Callable[[], Engine], Oracle]:
     """An engine, given out with an empty cache, and the oracle of the same checkpoint."""
-    if request.param == "llama":
-        return start, Oracle(oracle)
-    family, overrides = CHECKPOINTS[request.param]
-    path: Path = tmp_path_factory.mktemp(family)
-    model = checkpoints.write_checkpoint(path, family, **overrides)
-    return lambda: start(model=str(path)), Oracle(model)
+    name, kernels = request.param
+    model: transformers.PreTrainedModel = oracle
+    options: dict[str, Any] = {}
+    if name != "llama":
+        family, overrides = CHECKPOINTS[name]
+        path: Path = tmp_path_factory.mktemp(family)
+        model, options = checkpoints.write_checkpoint(path, family, **overrides), {"model": str(path)}
+    if kernels == "xla":
+        options["attention_backend"] = "xla"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "unavailable", lambda: "switched off")
+            start(**options)  # the matrices stay as they were loaded here
+    return lambda: start(**options), Oracle(model)
 
 
 def test_ragged_batch_in_chunks(pair: tuple[Callable[[], Engine], Oracle]) -> None:

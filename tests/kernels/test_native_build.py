@@ -1,0 +1,29 @@
+import pytest
+
+from pallas_kernels import native
+
+
+def test_a_build_without_a_compiler_leaves_a_note(tmp_path, monkeypatch):
+    setuptools = pytest.importorskip("setuptools")
+    from pallas_kernels.native.build import BuildKernels
+
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    monkeypatch.setenv("CC", "/nonexistent/cc")
+    extension = setuptools.Extension("pallas_kernels.native._kernels", ["pallas_kernels/native/ffi.cc"])
+    command = BuildKernels(setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
+    command.build_lib, command.build_temp = str(tmp_path / "lib"), str(tmp_path / "temp")
+    command.ensure_finalized()
+    command.run()
+    (note,) = (tmp_path / "lib").rglob("build_failure.txt")
+    assert "/nonexistent/c" in note.read_text()
+
+    monkeypatch.setattr(native, "_DIRECTORY", note.parent)
+    monkeypatch.setattr(native, "_BUILD_FAILURE", note)
+    assert "/nonexistent/c" in native.unavailable.__wrapped__()
+
+
+def test_a_library_of_another_version_is_refused(monkeypatch):
+    if native.unavailable() is not None:
+        pytest.skip(native.unavailable())
+    monkeypatch.setattr(native, "ABI", native.ABI + 1)
+    assert "reinstall" in native.unavailable.__wrapped__()
