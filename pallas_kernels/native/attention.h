@@ -1,8 +1,8 @@
 // Ragged paged attention with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022).
 //
-// A tile is a few queries of one row with all query heads of one kv head: `num_vectors` query vectors over the same keys.
-// Keys of a page lie transposed, [H, P], so that a vector of scores belongs to consecutive tokens and nothing is summed
-// across lanes. What a query computes does not depend on its neighbours: blocks of keys start at multiples of
+// A tile is a few queries of one row with all query heads of one kv head: `num_vectors` query vectors over the same
+// keys. Keys of a page lie transposed, [H, P], so that a vector of scores belongs to consecutive tokens and nothing is
+// summed across lanes. What a query computes does not depend on its neighbours: blocks of keys start at multiples of
 // kBlockTokens whatever the tile, and blocks a query does not see leave its state as it is, to the bit.
 
 #pragma once

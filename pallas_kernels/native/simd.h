@@ -121,7 +121,8 @@ inline float max_lanes(const F<W>& x) {
   return largest;
 }
 
-// e^x for x <= 0 within 2 ulp; 0 below the range of normal floats. Cody and Waite's reduction, minimax polynomial (Cephes expf).
+// e^x for x <= 0 within 2 ulp; 0 below the range of normal floats. Cody and Waite's reduction, then the minimax
+// polynomial of Cephes' expf.
 template <int W>
 inline F<W> exp_of_negative(const F<W>& x) {
   const float round_bias = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
