@@ -116,23 +116,25 @@ def best_s(run: Callable[[], Any]) -> float:
     return min(times)
 
 
+def roofline_ms(points: list[Point], rates: dict[str, float]) -> list[float]:
+    """What each step takes at least: its FLOPs or its bytes, at their ceiling."""
+    return [1e3 * max(p["flops"] / rates["flops_per_s"], p["read_bytes"] / rates["bytes_per_s"]) for p in points]
+
+
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Host on the left, device on the right; a line of slope 1 is linear growth."""
+    """Host above, device below; the dotted line grows linearly from the first point."""
     figure = Figure(figsize=(15, 8), layout="constrained")
     axes = figure.subplots(2, 3)
     for axis, (name, points) in zip(axes.flat, result["curves"].items(), strict=False):
         part, over = name.split(" over ")
         x = [max(p[over], 1) for p in points]
         y = [p["host_us"] / 1e3 if part == "host" else p["step_ms"] for p in points]
+        bound = roofline_ms(points, result["ceilings"]) if part == "device" else y
         axis.loglog(x, y, "o-", label="measured")
         if part == "device":
-            rates = result["ceilings"]
-            bound = [
-                1e3 * max(p["flops"] / rates["flops_per_s"], p["read_bytes"] / rates["bytes_per_s"]) for p in points
-            ]
             axis.loglog(x, bound, "--", label="roofline")
         axis.loglog(x, [y[0] * v / x[0] for v in x], ":", color="grey", label="linear")
-        axis.set(title=name, xlabel=over, ylabel="ms per step", ylim=(min(y) / 4, max(y) * 4))
+        axis.set(title=name, xlabel=over, ylabel="ms per step", ylim=(min(*y, *bound) / 2, max(y) * 2))
         axis.legend()
     queue = result["curves"]["host over queue"]
     axes.flat[5].semilogx([max(p["queue"], 1) for p in queue], [p["requests_bytes"] / 2**20 for p in queue], "o-")
