@@ -55,8 +55,8 @@ class EngineConfig:
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
             ready: it never compiles.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
-        compilation_cache_dir: compiled programs between starts, a few GB at most; "auto" is jaxserve/xla in the user's
-            cache directory, None is off.
+        compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
+            directory, of at most 2 GB, None is off.
 
     Raises:
         ConfigError: a value is out of range or two do not fit together.
@@ -139,7 +139,7 @@ class EngineConfig:
     def cache_dir(self) -> Path | None:
         """Where compiled programs are kept between starts."""
         if self.compilation_cache_dir == "auto":
-            return user_cache_dir() / "xla"
+            return user_cache_dir() / "compiled"
         return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
 
 

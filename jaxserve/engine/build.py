@@ -163,7 +163,8 @@ def _use_compilation_cache(config: EngineConfig) -> None:
     jax.config.update("jax_compilation_cache_dir", wanted)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
+    if config.compilation_cache_dir == "auto":  # jax cannot bound a directory that it has filled without a bound
+        jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
     compilation_cache.reset_cache()  # it may have been opened elsewhere
 
 
