@@ -1,9 +1,10 @@
 """Where the time of a decode-only stream goes: host by function, device, and the gap between two device programs.
 
     python scripts/profile_step.py                          # the embedded default model, 1 row and 8 rows
-    python scripts/profile_step.py --model DIR --rows 64 --steps 50 --json profile.json
+    python scripts/profile_step.py --burst 8 --steps 50     # eight decode steps per dispatch
+    python scripts/profile_step.py --model DIR --rows 64 --json profile.json
 
-All times are read from one trace by jax.profiler and are medians over steps. `gap` is the time from the end of one
+All times are read from one trace by jax.profiler and are medians over dispatches, of one step or one burst each. `gap` is the time from the end of one
 device program to the start of the next, in which the device waits for the host. Tracing itself slows small programs:
 `untraced_step_ms` is the step just before the trace began.
 """
@@ -119,7 +120,7 @@ def lines(trace: jax.profiler.ProfileData, plane: str) -> Iterable[Any]:
 def profile(llm: LLM, num_rows: int, num_steps: int) -> dict[str, Any]:
     """The summary of one stream of `num_rows` rows."""
     engine = llm.engine
-    params = SamplingParams(temperature=0, max_tokens=2 * (WARM_UP_STEPS + num_steps), ignore_eos=True)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
     for row in range(num_rows):
         engine.add_request(f"{num_rows} rows, {row}", PROMPT.format(row), params)
     for _ in range(WARM_UP_STEPS):
@@ -130,6 +131,9 @@ def profile(llm: LLM, num_rows: int, num_steps: int) -> dict[str, Any]:
     untraced_ms = (time.perf_counter() - started) / (num_steps // 2) * 1e3
     with tempfile.TemporaryDirectory() as directory:
         trace = record(engine, num_steps, directory)
+    if not engine.has_unfinished():
+        longest = engine.schedule.max_model_len
+        raise SystemExit(f"the stream must outlast the trace, but ended at max_model_len {longest}; lower --steps")
     for row in range(num_rows):
         engine.abort(f"{num_rows} rows, {row}")
     return {"rows": num_rows, "steps": num_steps, "untraced_step_ms": untraced_ms} | summary(trace)
@@ -166,15 +170,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint; the embedded default without")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help="calls of Engine.step in the trace")
+    parser.add_argument("--burst", type=int, default=1, help="most decode steps per dispatch; 1 is the plain loop")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summaries there too")
     args = parser.parse_args()
-    llm = LLM(args.model, compile_ahead="all", max_num_seqs=max(args.rows), max_num_batched_tokens=max(64, *args.rows))
+    llm = LLM(
+        args.model,
+        compile_ahead="all",
+        burst=args.burst,
+        max_num_seqs=max(args.rows),
+        max_num_batched_tokens=max(64, *args.rows),
+    )
     annotate_engine(llm.engine)
     annotate(StepHandle, "fetch", "host:fetch")
     annotate(RequestGroup, "append", "host:detokenise")
     versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
-    results = [profile(llm, num_rows, args.steps) | versions for num_rows in args.rows]
+    results = [profile(llm, num_rows, args.steps) | {"burst": args.burst} | versions for num_rows in args.rows]
     for result in results:
         print(table(result), json.dumps(result), sep="\n")
     if args.json:
