@@ -4,9 +4,9 @@
     python scripts/profile_step.py --burst 8 --steps 50     # eight decode steps per dispatch
     python scripts/profile_step.py --model DIR --rows 64 --json profile.json
 
-All times are read from one trace by jax.profiler and are medians over dispatches, of one step or one burst each. `gap` is
-the time from the end of one device program to the start of the next, in which the device waits for the host. Tracing
-itself slows small programs: `untraced_step_ms` is the step just before the trace began.
+All times are read from one trace by jax.profiler and are medians over dispatches, of one step or one burst each. `gap`
+is the time from the end of one device program to the start of the next, in which the device waits for the host. Tracing
+itself slows small programs: `untraced_step_ms` is a dispatch just before the trace began.
 """
 
 import argparse
