@@ -11,6 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
+from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
@@ -32,7 +33,6 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
     "max_new_tokens": "max_tokens",
 }
 
-MAX_CACHE_BYTES = 1 << 30  # of compiled programs between starts; the longest unused go first
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
 
@@ -163,8 +163,9 @@ def _use_compilation_cache(config: EngineConfig) -> None:
     jax.config.update("jax_compilation_cache_dir", wanted)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    if config.compilation_cache_dir == "auto":  # jax cannot bound a directory that it has filled without a bound
-        jax.config.update("jax_compilation_cache_max_size", MAX_CACHE_BYTES)
+    if config.cache_dir and config.compilation_cache_dir == "auto":
+        # jax's own bound leaves a cache that cannot be written any more when a process is killed at a bad moment.
+        prune(config.cache_dir, "*-cache")
     compilation_cache.reset_cache()  # it may have been opened elsewhere
 
 

@@ -99,15 +99,15 @@ def _write(path: Path, program: Compiled) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         own.write_bytes(content)
         own.replace(path)
-        _prune(path.parent, MAX_BYTES)
+        prune(path.parent, f"*{path.suffix}")
     except Exception as error:  # a full disk, or a backend that cannot serialise
         logger.warning("a compiled program cannot be kept: %s", error)
 
 
-def _prune(directory: Path, max_bytes: int) -> None:
-    """Removes the files that have gone unused the longest, until the rest fits."""
+def prune(directory: Path, pattern: str, max_bytes: int = MAX_BYTES) -> None:
+    """Removes files, the oldest or longest unused first, until the rest of those that match fits."""
     ages = []
-    for path in directory.iterdir():
+    for path in directory.glob(pattern):
         with contextlib.suppress(FileNotFoundError):  # another process prunes as well
             ages.append((path.stat().st_mtime, path.stat().st_size, path))
     total = 0

@@ -92,9 +92,9 @@ def test_a_directory_that_cannot_be_written_is_no_reason_to_fail(tmp_path, compi
 
 
 def test_the_longest_unused_go_first(tmp_path):
-    for age, name in enumerate(["new", "older", "oldest"]):
+    for age, name in enumerate(["new.program", "older.program", "oldest.program", "no program of ours"]):
         path = tmp_path / name
         path.write_bytes(b"x" * 100)
         os.utime(path, (1e9 - age, 1e9 - age))
-    programs._prune(tmp_path, 250)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["new", "older"]
+    programs.prune(tmp_path, "*.program", 250)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["new.program", "no program of ours", "older.program"]
