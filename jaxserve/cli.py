@@ -155,7 +155,7 @@ def _load(args: argparse.Namespace, **options: Any) -> "LLM":
 
 
 def _live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
-    from jaxserve.live_stats import LiveStats  # noqa: PLC0415
+    from jaxserve.live_stats import LiveStats  # noqa: PLC0415 - imports jax
 
     return LiveStats(llm.engine, sys.stderr) if wanted else contextlib.nullcontext()
 
@@ -202,7 +202,7 @@ def _stats(output: "RequestOutput") -> str:
 
 
 def _batch(args: argparse.Namespace) -> int:
-    from jaxserve.batch_files import run_batch  # noqa: PLC0415
+    from jaxserve.batch_files import run_batch  # noqa: PLC0415 - not needed by other commands
 
     llm = _load(args)
     with _live_stats(args.stats, llm):
@@ -218,7 +218,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from jaxserve.bench.command import read_job, run_job  # noqa: PLC0415
+    from jaxserve.bench.command import read_job, run_job  # noqa: PLC0415 - not needed by other commands
 
     job = read_job(args)
     run_job(_load(args, skip_tokenizer_init=True).engine, job)

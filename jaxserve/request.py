@@ -179,11 +179,11 @@ def _integer(name: str, value: object, low: int, high: int) -> int:
     return int(value)
 
 
-def _real(name: str, value: object, low: int, high: int, *, open_low: bool = False) -> float:
+def _real(name: str, value: Any, low: int, high: int, *, open_low: bool = False) -> float:
     is_real = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_real or not low <= value <= high or (open_low and value == low):  # type: ignore[operator]
+    if not is_real or not low <= value <= high or (open_low and value == low):
         raise RequestError(f"{name} must be a number in {'(' if open_low else '['}{low}, {high}], got {brief(value)}")
-    return float(value)  # type: ignore[arg-type]
+    return float(value)
 
 
 class RequestStatus(enum.Enum):

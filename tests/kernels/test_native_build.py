@@ -1,6 +1,18 @@
+import platform
+import shutil
+
+import jax
 import pytest
 
 from pallas_kernels import native
+
+CAN_BUILD = platform.system() == "Linux" and any(map(shutil.which, ("g++", "c++", "clang++")))
+
+
+@pytest.mark.skipif(not CAN_BUILD or jax.default_backend() != "cpu", reason="needs Linux, a C++ compiler and a CPU")
+def test_where_there_is_a_compiler_there_are_kernels():
+    """Otherwise every test of them would be skipped, and nobody would notice that they no longer build."""
+    assert native.unavailable() is None
 
 
 def test_a_build_without_a_compiler_leaves_a_note(tmp_path, monkeypatch):
