@@ -140,7 +140,7 @@ class Engine:
         if group is None:
             return None
         for request in group.requests:
-            if request.status is not RequestStatus.FINISHED:
+            if request.request_id in self._group_of:  # one that just ended may not have been told so yet
                 self._scheduler.abort(request.request_id)
                 self._finish(request)
         return group.output

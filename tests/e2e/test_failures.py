@@ -12,6 +12,7 @@ from conftest import SIZES
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.runner import StepHandle
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
@@ -82,6 +83,21 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
         patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 2, RuntimeError("out of memory"), after=False))
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(engine, prompts, PARAMS)
+    assert not engine.has_unfinished()
+    assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
+
+
+@BURST
+def test_an_interrupt_between_the_last_token_and_its_delivery_leaves_no_request_open(
+    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int, prompts: list[list[int]]
+) -> None:
+    engine = start(burst=burst)
+    one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestGroup, "append", failing(RequestGroup.append, 1, KeyboardInterrupt(), after=False))
+        with pytest.raises(KeyboardInterrupt):
+            generate(engine, prompts, one_token)
     assert not engine.has_unfinished()
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 
