@@ -20,7 +20,7 @@ from peers import rounds  # noqa: E402
 from peers.cpu_times import CpuTimes  # noqa: E402
 from peers.fixed_batches import generate_in_batches  # noqa: E402
 from peers.process import RunFailedError, Worker, WorkerDiedError  # noqa: E402
-from peers.registry import worker_environment  # noqa: E402
+from peers.registry import ENGINES, worker_environment  # noqa: E402
 
 FOUR = Workload("four", 0, tuple(WorkloadRequest(5, n) for n in (3, 4, 5, 6)))
 SHORT = Workload("short", 0, (WorkloadRequest(5, 2), WorkloadRequest(5, 2)))  # fake_peer.py's DEATH_LEN
@@ -56,12 +56,13 @@ def turns(tmp_path: Path) -> list[tuple[str, str]]:
 class Scripted:
     """A worker that answers with given wall times, one after the other."""
 
-    def __init__(self, *walls_s: float) -> None:
+    def __init__(self, *walls_s: float, token_id: int = 7) -> None:
         self.ready = {"num_warm_up": None}
-        self._walls_s = iter(walls_s)
+        self._walls_s, self._token_id = iter(walls_s), token_id
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"wall_s": next(self._walls_s), "noise_share": None}
+        ids = [[self._token_id] * n for n in message["output_lens"]]
+        return {"token_ids": ids, "wall_s": next(self._walls_s), "cores_used": 1.5, "noise_share": None}
 
 
 def test_engines_take_turns_on_the_same_prompts(start: Start, tmp_path: Path) -> None:
@@ -100,6 +101,24 @@ def test_medians_and_ratios() -> None:
     assert (ours["ratio"], peer["ratio"]) == (1.0, 3.0)
     assert peer["unit"] == "output tok/s"
     assert peer["num_runs"] == 3
+
+
+def test_ids_are_compared_with_transformers_wherever_its_turn_is() -> None:
+    token_ids = {"jaxserve": 7, "odd": 8, "transformers": 7}
+    workers = {name: Scripted(*[1.0] * 3, token_id=token_id) for name, token_id in token_ids.items()}
+    race = rounds.Contest(workers, 100, lambda _: None)  # type: ignore[arg-type]
+    race.run(FOUR, num_rounds=2)
+    shares = {row["engine"]: (row["equal_requests_share"], row["cores_used"]) for row in rounds.summarise(race.runs)}
+    assert shares == {"jaxserve": (1.0, 1.5), "odd": (0.0, 1.5), "transformers": (1.0, 1.5)}
+
+
+def test_what_an_engine_wants_preloaded_is_if_it_is_there(tmp_path: Path) -> None:
+    spec, python = ENGINES["vllm"], str(tmp_path / "bin/python")
+    assert "libiomp5" not in worker_environment(spec, python).get("LD_PRELOAD", "")
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib/libiomp5.so"
+    library.touch()
+    assert worker_environment(spec, python)["LD_PRELOAD"] == str(library)
 
 
 def test_one_stream_is_measured_after_its_first_token() -> None:
@@ -189,6 +208,7 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def test_what_others_use_is_noise_and_what_we_use_is_not() -> None:
     before, after = CpuTimes(1000, 400, 300), CpuTimes(1200, 550, 400)
     assert after.noise_share(since=before) == 0.25
+    assert after.cores_used(since=before) == 0.5 * (os.cpu_count() or 1)
     start, group = CpuTimes.now(os.getpgid(0)), os.getpgid(0)
     end = time.process_time() + 0.3
     while time.process_time() < end:

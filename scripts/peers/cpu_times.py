@@ -33,6 +33,10 @@ class CpuTimes:
         ours = sum(_ticks(fields) for pid, fields in _processes() if pid == os.getpid() or int(fields[2]) == group)
         return cls(sum(ticks), sum(ticks) - idle, ours)
 
+    def cores_used(self, since: "CpuTimes") -> float:
+        """Cores that we kept busy between two moments, on average."""
+        return (self.ours - since.ours) / max(1, self.total - since.total) * (os.cpu_count() or 1)
+
     def noise_share(self, since: "CpuTimes") -> float:
         """Share of all processor time between two moments that was spent on neither us nor idling."""
         others = (self.busy - since.busy) - (self.ours - since.ours)

@@ -54,7 +54,7 @@ class Worker:
         return self.ready
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Wake the worker for one question; its answer, with "noise_share" added.
+        """Wake the worker for one question; its answer, with "cores_used" and "noise_share" added.
 
         Raises:
             WorkerDiedError, RunFailedError: see there.
@@ -67,7 +67,12 @@ class Worker:
         self._signal(signal.SIGSTOP)
         if "error" in answer:
             raise RunFailedError(answer["error"])
-        return {**answer, "noise_share": after.noise_share(since=before) if after and before else None}
+        known = before is not None and after is not None
+        return {
+            **answer,
+            "cores_used": after.cores_used(since=before) if known else None,
+            "noise_share": after.noise_share(since=before) if known else None,
+        }
 
     def end(self) -> None:
         """Kill the process and all it started, if it runs."""

@@ -20,17 +20,21 @@ class EngineSpec:
         adapter: module of this package with its Engine.
         package: what an interpreter must have to run it; also its name in `--python`.
         options: keyword arguments of the Engine.
+        preload: libraries of the interpreter's environment that the engine's documentation says to load first.
     """
 
     adapter: str
     package: str
     options: Mapping[str, Any] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()
 
+
+_OPENMP = ("lib/libiomp5.so",)
 
 ENGINES = {
     "jaxserve": EngineSpec("with_jaxserve", "jaxserve"),
-    "vllm": EngineSpec("with_vllm", "vllm"),
-    "vllm-eager": EngineSpec("with_vllm", "vllm", {"enforce_eager": True}),
+    "vllm": EngineSpec("with_vllm", "vllm", preload=_OPENMP),
+    "vllm-eager": EngineSpec("with_vllm", "vllm", {"enforce_eager": True}, preload=_OPENMP),
     "openvino": EngineSpec("with_openvino", "openvino_genai"),
     "ctranslate2": EngineSpec("with_ctranslate2", "ctranslate2"),
     "llama.cpp": EngineSpec("with_llama_cpp", "llama_cpp"),
@@ -54,8 +58,11 @@ def worker_command(spec: EngineSpec, python: str, checkpoint: Path, options: Map
     return [python, "-m", "peers.worker", *arguments]
 
 
-def worker_environment() -> dict[str, str]:
-    """This environment, with the tree first among the modules and nothing fetched from hubs."""
+def worker_environment(spec: EngineSpec | None = None, python: str = sys.executable) -> dict[str, str]:
+    """This environment, with the tree first among the modules, nothing fetched from hubs, and what `spec` preloads."""
     path = [str(SCRIPTS), str(SCRIPTS.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     offline = {"HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1", "TQDM_DISABLE": "1"}
-    return {**os.environ, **offline, "PYTHONPATH": os.pathsep.join(path)}
+    root = Path(python).absolute().parent.parent
+    preload = [str(root / name) for name in (spec.preload if spec else ()) if (root / name).exists()]
+    preloaded = {"LD_PRELOAD": os.pathsep.join(preload)} if preload else {}
+    return {**os.environ, **offline, **preloaded, "PYTHONPATH": os.pathsep.join(path)}

@@ -7,12 +7,11 @@ from functools import partial
 from statistics import median
 from typing import Any, TypeVar
 
-from jaxserve.bench.workloads import Workload, WorkloadRequest, token_ids
+from jaxserve.bench.workloads import Workload, token_ids
 from peers.process import RunFailedError, Worker, WorkerDiedError
 
 OURS = "jaxserve"
 REFERENCE = "transformers"
-_NUM_CHECKED, _CHECKED_PROMPT_LEN, _CHECKED_OUTPUT_LEN = 8, 32, 16
 
 Record = dict[str, Any]
 T = TypeVar("T")
@@ -41,28 +40,26 @@ class Contest:
         answers = {engine: self._try(engine, "load", Worker.load) for engine in list(self.workers)}
         return {engine: ready for engine, ready in answers.items() if ready}
 
-    def compare_ids(self) -> dict[str, Record]:
-        """Greedy ids of a few prompts against transformers, or the first engine where it is missing, per engine."""
-        prompts = draw_prompts(_checked_workload(), self.vocab_size, "check")
-        question = {"prompts": prompts, "output_lens": [_CHECKED_OUTPUT_LEN] * _NUM_CHECKED}
-        answers = {
-            engine: self._try(engine, "check", partial(Worker.ask, message=question)) for engine in list(self.workers)
-        }
-        ids = {engine: answer["token_ids"] for engine, answer in answers.items() if answer}
-        reference = ids.get(REFERENCE) or next(iter(ids.values()), [])
-        return {engine: agreement(own, reference) for engine, own in ids.items()}
-
     def run(self, workload: Workload, num_rounds: int) -> None:
-        """Warm every engine up, then let them take turns; who fails is out of this workload."""
+        """Warm every engine up, then let them take turns; who fails is out of this workload.
+
+        The ids of each round are compared with those of transformers, or of the first engine where it is missing.
+        """
         warm_up = partial(self._warm_up, workload=workload)
         entrants = [engine for engine in list(self.workers) if self._try(engine, workload.name, warm_up)]
         for number in range(num_rounds):
             measure = partial(self._measure, workload=workload, draw=f"round {number}")
-            for engine in list(entrants):
-                if figures := self._try(engine, workload.name, measure):
-                    self._keep({"workload": workload.name, "engine": engine, "round": number, **figures})
-                else:
-                    entrants.remove(engine)
+            measured = {engine: self._try(engine, workload.name, measure) for engine in entrants}
+            answers = {engine: answer for engine, answer in measured.items() if answer}
+            entrants = list(answers)
+            ids = {engine: answer.pop("token_ids") for engine, answer in answers.items()}
+            reference = ids.get(REFERENCE) or next(iter(ids.values()), [])
+            for engine, figures in answers.items():
+                self._keep(
+                    {"workload": workload.name, "engine": engine, "round": number}
+                    | figures
+                    | agreement(ids[engine], reference)
+                )
 
     def _try(self, engine: str, workload: str, action: Callable[[Worker], T]) -> T | None:
         """Do something with a worker; None, and the reason kept, where it fails."""
@@ -86,7 +83,7 @@ class Contest:
     def _measure(self, worker: Worker, workload: Workload, draw: str) -> Record:
         output_lens = _output_lens(workload)
         answer = worker.ask({"prompts": draw_prompts(workload, self.vocab_size, draw), "output_lens": output_lens})
-        figures = {"wall_s": answer["wall_s"], "output_tokens": sum(output_lens), "noise_share": answer["noise_share"]}
+        figures = {name: answer[name] for name in ("wall_s", "token_ids", "cores_used", "noise_share")}
         if len(output_lens) > 1:
             return {**figures, "unit": "output tok/s", "value": sum(output_lens) / answer["wall_s"]}
         another = draw_prompts(workload, self.vocab_size, f"{draw}, one token")
@@ -148,6 +145,9 @@ def _row(group: list[Record], middle: float, ratio: float | None) -> Record:
         "max": max(values),
         "ratio": ratio,
         "ttft_s": _median_of(group, "ttft_s"),
+        "equal_requests_share": _median_of(group, "equal_requests_share"),
+        "equal_tokens_share": _median_of(group, "equal_tokens_share"),
+        "cores_used": _median_of(group, "cores_used"),
         "noise_share": _median_of(group, "noise_share"),
         "num_runs": len(group),
     }
@@ -164,7 +164,3 @@ def _num_alike(own: list[int], other: list[int]) -> int:
 
 def _output_lens(workload: Workload) -> list[int]:
     return [request.output_len for request in workload.requests]
-
-
-def _checked_workload() -> Workload:
-    return Workload("check", 0, (WorkloadRequest(_CHECKED_PROMPT_LEN, _CHECKED_OUTPUT_LEN),) * _NUM_CHECKED)

@@ -16,6 +16,8 @@ class Engine:
     def __init__(self, checkpoint: Path, cache_dir: Path, **options: Any) -> None:
         del cache_dir
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", _KV_CACHE_GIB)
+        # All cores: of itself it leaves one to the process of its scheduler.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, sorted(os.sched_getaffinity(0)))))
         options = {"dtype": "float32", **options}
         self.note = "continuous batching, " + ("eager" if options.get("enforce_eager") else "compiled")
         self.versions = {"vllm": vllm.__version__, "torch": torch.__version__}
