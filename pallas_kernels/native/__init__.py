@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -17,18 +21,18 @@ LINEAR = "jaxserve_linear"
 ABI = 1  # of the calls; ffi.cc knows the same number
 
 _DIRECTORY = Path(__file__).parent
+_LIBRARY = _DIRECTORY / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
 _BUILD_FAILURE = _DIRECTORY / "build_failure.txt"  # written by build.py
 
 
 @functools.cache  # jax keeps registered targets for ever: once per process
 def unavailable() -> str | None:
     """Why the kernels cannot be called; None if they can, and are registered."""
-    libraries = sorted(_DIRECTORY.glob("_kernels*.so"))
-    if not libraries:
+    if not _LIBRARY.exists():
         reason = _BUILD_FAILURE.read_text().strip() if _BUILD_FAILURE.exists() else "the package was not built"
         return f"there are no native kernels: {reason}"
     try:
-        library = ctypes.CDLL(str(libraries[-1]))
+        library = _library()
         if (built := library.jaxserve_native_abi()) != ABI:
             return f"the native kernels are of version {built}, not {ABI}; reinstall the package"
         for name in (ATTENTION, LINEAR):
@@ -36,3 +40,24 @@ def unavailable() -> str | None:
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         return f"the native kernels do not load, reinstall the package: {error}"
     return None
+
+
+def instruction_sets() -> list[str]:
+    """The names of those that this processor has and there are kernels for, best first; the first is in use."""
+    name = _library().jaxserve_native_instruction_set
+    name.restype = ctypes.c_char_p
+    return [found.decode() for found in iter(map(name, itertools.count()).__next__, None)]
+
+
+@contextmanager
+def using(instruction_set: str) -> Iterator[None]:
+    """Has all kernels of the process use another instruction set than the best: for tests."""
+    _library().jaxserve_native_use(instruction_sets().index(instruction_set))
+    try:
+        yield
+    finally:
+        _library().jaxserve_native_use(0)
+
+
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL(str(_LIBRARY))

@@ -1,9 +1,12 @@
 // Ragged paged attention with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022).
 //
-// A tile is a few queries of one row with all query heads of one kv head: `num_vectors` query vectors over the same
-// keys. Keys of a page lie transposed, [H, P], so that a vector of scores belongs to consecutive tokens and nothing is
-// summed across lanes. What a query computes does not depend on its neighbours: blocks of keys start at multiples of
-// kBlockTokens whatever the tile, and blocks a query does not see leave its state as it is, to the bit.
+// A tile is a few queries with all query heads of one kv head: query vectors that go over the same keys together. Its
+// queries are of one row, or of several whose first pages are the same (as in Hydragen, Juravsky et al., 2024): shared
+// pages are read once for all of them, and then each row goes on alone. Keys of a page lie transposed, [H, P], so that a
+// vector of scores belongs to consecutive tokens and nothing is summed across lanes. What a query computes does not
+// depend on its neighbours: blocks of keys start at multiples of kBlockTokens whatever the tile, and blocks a query does
+// not see leave its state as it is, to the bit. (Of finite numbers: where they are not, NaN reaches all that see them and
+// may reach others of the tile, but never turns into a number.)
 
 #pragma once
 
@@ -24,25 +27,44 @@ using native::parallel_for;
 
 constexpr int64_t kBlockTokens = 64;
 constexpr int64_t kTileVectors = 32;
+constexpr int64_t kMinPageTokens = 4;  // the narrowest vectors in use
+constexpr int64_t kTilesPerThread = 4;  // at least, where rows would be joined to share pages
 constexpr int kGroup = 6;  // query vectors the registers hold at once
 constexpr int kChunk = NATIVE_WIDTH == 16 ? 4 : 2;  // vectors of keys or values beside each of them
 constexpr int64_t kSerialWrites = 16 << 10;               // numbers; below, waking a thread costs more than it saves
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Some queries of one row.
-struct QueryTile {
+// Some consecutive queries of one row.
+struct Part {
   int64_t row, first_token, num_queries, first_position;
+};
+
+// Parts [first_part, end_part), the first `num_shared` tokens of whose rows are on the same pages.
+struct QueryTile {
+  int64_t first_part, end_part, num_shared;
+};
+
+// Up to kBlockTokens consecutive tokens of a row, for one kv head.
+template <int W, typename Number>
+struct Block {
+  struct Span {  // of tokens on one page
+    const Number* values;
+    int64_t first, num_tokens;  // counted from the block's start
+  };
+  const Number* columns[kBlockTokens / W];  // keys of W tokens each; those too many repeat the last
+  Span spans[kBlockTokens / kMinPageTokens + 1];
+  int num_spans = 0;
 };
 
 // What one thread computes with, reused from tile to tile.
 struct Scratch {
   std::vector<float> q, scores, sums, max_scores, weights;
-  void resize(int64_t num_vectors, int64_t head_dim) {
+  void resize(int64_t num_vectors, int64_t head_dim, int64_t width) {
     q.resize(num_vectors * head_dim);
     sums.resize(num_vectors * head_dim);
     scores.resize(num_vectors * kBlockTokens);
     max_scores.resize(num_vectors);
-    weights.resize(num_vectors);
+    weights.resize(num_vectors * width);
   }
 };
 
@@ -96,8 +118,9 @@ struct ByVectors {
   }
   static constexpr auto all = std::make_integer_sequence<int, kGroup>{};
   static constexpr std::array<Score, kGroup> score_of = scores(all);
-  static constexpr std::array<Accumulate, kGroup> accumulate_wide = accumulates<kChunk>(all);
-  static constexpr std::array<Accumulate, kGroup> accumulate_narrow = accumulates<1>(all);
+  // By log2 of the chunks as well, up to kChunk.
+  static constexpr std::array<std::array<Accumulate, kGroup>, 3> accumulate_of = {
+      accumulates<1>(all), accumulates<2>(all), accumulates<kChunk>(all)};
 };
 
 template <int W, typename Number>
@@ -110,7 +133,8 @@ class Attention {
 
   void run(Executor& executor) {
     write(executor);
-    find_tiles();
+    find_parts();
+    join_parts(executor.num_threads());
     const int64_t K = p_.num_kv_heads;
     parallel_for(executor, static_cast<int64_t>(tiles_.size()) * K,
                  [&](int64_t task) { attend(tiles_[task / K], task % K); });
@@ -154,99 +178,175 @@ class Attention {
   }
 
 
-
-  void find_tiles() {
-    const int64_t tile_queries = std::max<int64_t>(1, kTileVectors / group_);
+  void find_parts() {
+    const int64_t part_queries = std::max<int64_t>(1, kTileVectors / group_);
     for (int64_t row = 0; row < p_.num_rows; ++row) {
       const int64_t end = p_.cu_q_lens[row + 1];
-      for (int64_t token = p_.cu_q_lens[row]; token < end; token += tile_queries) {
-        tiles_.push_back({row, token, std::min(tile_queries, end - token), token + p_.kv_lens[row] - end});
+      for (int64_t token = p_.cu_q_lens[row]; token < end; token += part_queries) {
+        parts_.push_back({row, token, std::min(part_queries, end - token), token + p_.kv_lens[row] - end});
       }
     }
     end_token_ = p_.num_rows > 0 ? p_.cu_q_lens[p_.num_rows] : 0;
   }
 
+  const int32_t* pages_of(const Part& part) const { return p_.page_table + part.row * p_.table_width; }
+  int64_t num_full_pages(const Part& part) const { return (part.first_position + 1) / p_.page_size; }
+
+  // Tiles from parts: neighbours in the order of their pages are joined while they share a block and there is room.
+  void join_parts(int64_t num_threads) {
+    const int64_t num_parts = static_cast<int64_t>(parts_.size());
+    const int64_t most_joined = num_parts * p_.num_kv_heads / (kTilesPerThread * num_threads);
+    const bool joins = p_.window == 0 && most_joined > 1;
+    if (joins) {
+      std::stable_sort(parts_.begin(), parts_.end(), [&](const Part& a, const Part& b) {
+        const int32_t *of_a = pages_of(a), *of_b = pages_of(b);
+        return std::lexicographical_compare(of_a, of_a + num_full_pages(a), of_b, of_b + num_full_pages(b));
+      });
+    }
+    for (int64_t first = 0, end; first < num_parts; first = end) {
+      int64_t num_vectors = parts_[first].num_queries * group_, num_shared = 0;
+      for (end = first + 1; joins && end < num_parts && end - first < most_joined; ++end) {
+        num_vectors += parts_[end].num_queries * group_;
+        const int64_t shared = num_tokens_shared(parts_[first], parts_[end]);
+        if (num_vectors > kTileVectors || shared == 0) break;
+        num_shared = shared;  // with the first, and so with all between: the order is that of the pages
+      }
+      tiles_.push_back({first, end, num_shared});
+    }
+  }
+
+  // Tokens of whole blocks that both see in full, on the same pages.
+  int64_t num_tokens_shared(const Part& a, const Part& b) const {
+    const int32_t *of_a = pages_of(a), *of_b = pages_of(b);
+    const int64_t most = std::min(num_full_pages(a), num_full_pages(b));
+    const int64_t num_pages = std::mismatch(of_a, of_a + most, of_b).first - of_a;
+    return num_pages * p_.page_size / kBlockTokens * kBlockTokens;
+  }
+
   void attend(const QueryTile& tile, int64_t kv_head) const {
     static thread_local Scratch scratch;
-    const int64_t num_vectors = tile.num_queries * group_;
-    scratch.resize(num_vectors, p_.head_dim);
-    start(tile, kv_head, scratch);
-    const int64_t end = tile.first_position + tile.num_queries;
-    const int64_t first = first_key(tile.first_position) / kBlockTokens * kBlockTokens;
-    for (int64_t block = first; block < end; block += kBlockTokens) {
-      score_block(tile, kv_head, block, std::min(end, block + kBlockTokens), scratch);
-      for (int64_t v = 0; v < num_vectors; ++v) absorb(tile.first_position + v / group_, v, block, scratch);
-      add_values(tile, kv_head, std::max(block, first_key(tile.first_position)), std::min(end, block + kBlockTokens),
-                 block, scratch);
+    int64_t num_vectors = 0;
+    for (int64_t i = tile.first_part; i < tile.end_part; ++i) num_vectors += parts_[i].num_queries * group_;
+    scratch.resize(num_vectors, p_.head_dim, W);
+    int64_t vector = 0;
+    for (int64_t i = tile.first_part; i < tile.end_part; ++i) {
+      start(parts_[i], kv_head, vector, scratch);
+      vector += parts_[i].num_queries * group_;
     }
-    finish(tile, kv_head, scratch);
+    for (int64_t block = 0; block < tile.num_shared; block += kBlockTokens) {
+      const auto keys = find_block(parts_[tile.first_part].row, kv_head, block, block, block + kBlockTokens);
+      score_block(keys, kBlockTokens, 0, num_vectors, scratch);
+      for (int64_t v = 0; v < num_vectors; ++v) absorb(0, kBlockTokens, v, scratch);
+      add_values(keys, 0, num_vectors, scratch);
+    }
+    vector = 0;
+    for (int64_t i = tile.first_part; i < tile.end_part; ++i) {
+      attend_alone(parts_[i], kv_head, tile.num_shared, vector, scratch);
+      finish(parts_[i], kv_head, vector, scratch);
+      vector += parts_[i].num_queries * group_;
+    }
+  }
+
+  // The queries of one part, whose vectors begin at `vector`, over its row's tokens from `done` on.
+  void attend_alone(const Part& part, int64_t kv_head, int64_t done, int64_t vector, Scratch& s) const {
+    const int64_t num_vectors = part.num_queries * group_, end = part.first_position + part.num_queries;
+    const int64_t first = first_key(part.first_position);
+    for (int64_t start = std::max(done, first / kBlockTokens * kBlockTokens); start < end; start += kBlockTokens) {
+      const int64_t stop = std::min(end, start + kBlockTokens);
+      const auto block = find_block(part.row, kv_head, start, std::max(start, first), stop);
+      score_block(block, stop - start, vector, num_vectors, s);
+      for (int64_t v = 0; v < num_vectors; ++v) {
+        const int64_t position = part.first_position + v / group_;
+        absorb(std::max<int64_t>(0, first_key(position) - start), std::min(kBlockTokens, position + 1 - start),
+               vector + v, s);
+      }
+      add_values(block, vector, num_vectors, s);
+    }
   }
 
   int64_t first_key(int64_t position) const {
     return p_.window > 0 ? std::max<int64_t>(0, position - p_.window + 1) : 0;
   }
 
-  // Offset in q and out of one query vector of a tile.
-  int64_t offset(const QueryTile& tile, int64_t kv_head, int64_t vector) const {
-    const int64_t token = tile.first_token + vector / group_;
+  // The keys of the tokens [start, end) and the values of [first, end): stale ones outside might be NaN.
+  Block<W, Number> find_block(int64_t row, int64_t kv_head, int64_t start, int64_t first, int64_t end) const {
+    Block<W, Number> block;
+    int column = 0;
+    for (int64_t position = start, next; position < end; position = next) {
+      const int64_t slot = position % p_.page_size, page = page_of(row, position);
+      next = std::min(end, position - slot + p_.page_size);
+      for (int64_t t = slot; t < slot + next - position; t += W) block.columns[column++] = keys(page, kv_head) + t;
+      if (const int64_t from = std::max(position, first); from < next) {
+        block.spans[block.num_spans++] = {values(page, kv_head) + (slot + from - position) * p_.head_dim, from - start,
+                                          next - from};
+      }
+    }
+    for (; column < kBlockTokens / W; ++column) block.columns[column] = block.columns[column - 1];
+    return block;
+  }
+
+  // Offset in q and out of one query vector of a part.
+  int64_t offset(const Part& part, int64_t kv_head, int64_t vector) const {
+    const int64_t token = part.first_token + vector / group_;
     return (token * p_.num_query_heads + kv_head * group_ + vector % group_) * p_.head_dim;
   }
 
-  void start(const QueryTile& tile, int64_t kv_head, Scratch& s) const {
-    std::fill(s.sums.begin(), s.sums.end(), 0.0f);
-    for (int64_t v = 0; v < tile.num_queries * group_; ++v) {
-      const float* q = p_.q + offset(tile, kv_head, v);
-      for (int64_t h = 0; h < p_.head_dim; ++h) s.q[v * p_.head_dim + h] = q[h] * p_.scale;
-      s.max_scores[v] = p_.sinks ? p_.sinks[kv_head * group_ + v % group_] : kMinusInfinity;
-      s.weights[v] = p_.sinks ? 1.0f : 0.0f;
+  void start(const Part& part, int64_t kv_head, int64_t vector, Scratch& s) const {
+    for (int64_t i = 0; i < part.num_queries * group_; ++i) {
+      const float* q = p_.q + offset(part, kv_head, i);
+      const int64_t v = vector + i, first = v * p_.head_dim;
+      for (int64_t h = 0; h < p_.head_dim; ++h) s.q[first + h] = q[h] * p_.scale;
+      std::fill_n(&s.sums[first], p_.head_dim, 0.0f);
+      std::fill_n(&s.weights[v * W], W, 0.0f);
+      s.max_scores[v] = p_.sinks ? p_.sinks[kv_head * group_ + i % group_] : kMinusInfinity;
+      s.weights[v * W] = p_.sinks ? 1.0f : 0.0f;
     }
   }
 
-  // Scores of every vector with the tokens [block, end); those past `end` are garbage.
-  void score_block(const QueryTile& tile, int64_t kv_head, int64_t block, int64_t end, Scratch& s) const {
-    for (int64_t first = block; first < end; first += kChunk * W) {
-      const Number* columns[kChunk];
-      for (int c = 0; c < kChunk; ++c) {
-        const int64_t position = std::min(first + c * W, (end - 1) / W * W);  // a column too many repeats the last
-        columns[c] = keys(page_of(tile.row, position), kv_head) + position % p_.page_size;
-      }
-      const int64_t num_vectors = tile.num_queries * group_;
-      for (int64_t v = 0; v < num_vectors; v += kGroup) {
-        const int64_t count = std::min<int64_t>(kGroup, num_vectors - v);
-        ByVectors<W, Number>::score_of[count - 1](&s.q[v * p_.head_dim], columns, p_.page_size, p_.head_dim,
-                                                  &s.scores[v * kBlockTokens + first - block]);
+  // Scores of `num_vectors` vectors with the first `num_tokens` of a block; those after them are garbage.
+  void score_block(const Block<W, Number>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
+                   Scratch& s) const {
+    for (int64_t first = 0; first < num_tokens; first += kChunk * W) {
+      for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
+        const auto score = ByVectors<W, Number>::score_of[std::min<int64_t>(kGroup, left) - 1];
+        score(&s.q[v * p_.head_dim], block.columns + first / W, p_.page_size, p_.head_dim,
+              &s.scores[v * kBlockTokens + first]);
       }
     }
   }
 
-  // Turns one vector's scores of a block into weights, and takes them into its softmax.
-  void absorb(int64_t position, int64_t vector, int64_t block, Scratch& s) const {
+  // Turns one vector's scores of a block into weights, and takes them into its softmax. It sees the tokens [first, end).
+  void absorb(int64_t first, int64_t end, int64_t vector, Scratch& s) const {
     float* scores = &s.scores[vector * kBlockTokens];
-    const int32_t first = static_cast<int32_t>(std::max<int64_t>(0, first_key(position) - block));
-    const int32_t end = static_cast<int32_t>(std::min(kBlockTokens, position + 1 - block));
     if (first >= end) {
       std::fill(scores, scores + kBlockTokens, 0.0f);
       return;
     }
-    F<W> largest = all<W>(kMinusInfinity);
-    for (int64_t t = 0; t < kBlockTokens; t += W) {
-      F<W> score = load<W>(scores + t);
-      if (p_.soft_cap > 0) score = capped(score);
-      const I<W> token = lanes() + static_cast<int32_t>(t);
-      score = (token >= first) & (token < end) ? score : all<W>(kMinusInfinity);
-      largest = max<W>(largest, score);
-      store<W>(scores + t, score);
+    constexpr int kColumns = kBlockTokens / W;
+    F<W> score[kColumns];
+    for (int c = 0; c < kColumns; ++c) score[c] = load<W>(scores + c * W);
+    if (p_.soft_cap > 0) {
+      for (int c = 0; c < kColumns; ++c) score[c] = capped(score[c]);
     }
+    if (first > 0 || end < kBlockTokens) {
+      for (int c = 0; c < kColumns; ++c) {
+        const I<W> token = lanes() + c * W;
+        const I<W> visible = (token >= static_cast<int32_t>(first)) & (token < static_cast<int32_t>(end));
+        score[c] = visible ? score[c] : all<W>(kMinusInfinity);
+      }
+    }
+    F<W> largest = score[0];
+    for (int c = 1; c < kColumns; ++c) largest = max<W>(largest, score[c]);
     const float max_score = std::max(s.max_scores[vector], max_lanes<W>(largest));
-    F<W> total = {};
-    for (int64_t t = 0; t < kBlockTokens; t += W) {
-      const F<W> weight = exp_of_negative<W>(load<W>(scores + t) - max_score);
-      total += weight;
-      store<W>(scores + t, weight);
-    }
-    const float rescale = exp_of_negative<W>(all<W>(s.max_scores[vector] - max_score))[0];
+    const float rescale = exp_of_negative<4>(all<4>(s.max_scores[vector] - max_score))[0];
     s.max_scores[vector] = max_score;
-    s.weights[vector] = s.weights[vector] * rescale + sum_lanes<W>(total);
+    F<W> total = load<W>(&s.weights[vector * W]) * rescale;
+    for (int c = 0; c < kColumns; ++c) {
+      const F<W> weight = exp_of_negative<W>(score[c] - max_score);
+      total += weight;
+      store<W>(scores + c * W, weight);
+    }
+    store<W>(&s.weights[vector * W], total);
     if (rescale != 1.0f) {
       for (int64_t h = 0; h < p_.head_dim; ++h) s.sums[vector * p_.head_dim + h] *= rescale;
     }
@@ -265,31 +365,28 @@ class Attention {
     return (x < 0 ? -tanh_of_abs : tanh_of_abs) * p_.soft_cap;
   }
 
-  // Adds the values of the tokens [first, end), page by page. Stale ones outside might be NaN: they are never read.
-  void add_values(const QueryTile& tile, int64_t kv_head, int64_t first, int64_t end, int64_t block,
-                  Scratch& s) const {
-    const int64_t num_vectors = tile.num_queries * group_, H = p_.head_dim;
-    for (int64_t position = first, next; position < end; position = next) {
-      next = std::min(end, (position / p_.page_size + 1) * p_.page_size);
-      const Number* value = values(page_of(tile.row, position), kv_head) + position % p_.page_size * H;
-      for (int64_t v = 0; v < num_vectors; v += kGroup) {
-        const int64_t count = std::min<int64_t>(kGroup, num_vectors - v);
-        const float* weights = &s.scores[v * kBlockTokens + position - block];
-        for (int64_t h = 0; h < H;) {
-          const bool wide = h + kChunk * W <= H;
-          const auto& by_vectors =
-              wide ? ByVectors<W, Number>::accumulate_wide : ByVectors<W, Number>::accumulate_narrow;
-          by_vectors[count - 1](weights, value + h, next - position, H, &s.sums[v * H + h]);
-          h += wide ? kChunk * W : W;
+  // Adds the values of a block's tokens, weighted.
+  void add_values(const Block<W, Number>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
+    const int64_t H = p_.head_dim;
+    for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
+      const int64_t count = std::min<int64_t>(kGroup, left);
+      for (int64_t h = 0; h < H;) {
+        const int64_t chunks = H - h >= kChunk * W ? kChunk : H - h >= 2 * W ? 2 : 1;
+        const auto accumulate = ByVectors<W, Number>::accumulate_of[chunks / 2][count - 1];
+        for (int i = 0; i < block.num_spans; ++i) {
+          const auto& span = block.spans[i];
+          accumulate(&s.scores[v * kBlockTokens + span.first], span.values + h, span.num_tokens, H, &s.sums[v * H + h]);
         }
+        h += chunks * W;
       }
     }
   }
 
-  void finish(const QueryTile& tile, int64_t kv_head, const Scratch& s) const {
-    for (int64_t v = 0; v < tile.num_queries * group_; ++v) {
-      float* out = p_.out + offset(tile, kv_head, v);
-      const float factor = 1.0f / s.weights[v];
+  void finish(const Part& part, int64_t kv_head, int64_t vector, const Scratch& s) const {
+    for (int64_t i = 0; i < part.num_queries * group_; ++i) {
+      float* out = p_.out + offset(part, kv_head, i);
+      const int64_t v = vector + i;
+      const float factor = 1.0f / sum_lanes<W>(load<W>(&s.weights[v * W]));
       for (int64_t h = 0; h < p_.head_dim; ++h) out[h] = s.sums[v * p_.head_dim + h] * factor;
     }
   }
@@ -298,6 +395,7 @@ class Attention {
   const int64_t group_;         // query heads per kv head
   const int64_t page_numbers_;  // in the keys (or values) of one page and head
   Number* layer_;
+  std::vector<Part> parts_;
   std::vector<QueryTile> tiles_;
   int64_t end_token_ = 0;
 };

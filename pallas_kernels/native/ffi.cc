@@ -1,6 +1,8 @@
 // XLA's view of the kernels: typed FFI handlers, checked shapes, the best instruction set this processor has.
 
 #include <algorithm>
+#include <atomic>
+#include <vector>
 
 #include "kernels.h"
 #include "xla/ffi/api/ffi.h"
@@ -21,29 +23,65 @@ class XlaThreads final : public native::Executor {
   ffi::ThreadPool& pool_;
 };
 
-const native::Kernels& kernels() {
+struct InstructionSet {
+  const char* name;
+  const native::Kernels* kernels;
+};
+
+// Those that this processor has, best first.
+const std::vector<InstructionSet>& instruction_sets() {
+  static const std::vector<InstructionSet> sets = [] {
+    std::vector<InstructionSet> found;
 #ifdef __x86_64__
-  static const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (has_avx512) return native::avx512::kernels;
-  if (has_avx2) return native::avx2::kernels;
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512dq")) {
+      found.push_back({"avx512", &native::avx512::kernels});
+    }
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+      found.push_back({"avx2", &native::avx2::kernels});
+    }
 #endif
-  return native::generic::kernels;
+    found.push_back({"generic", &native::generic::kernels});
+    return found;
+  }();
+  return sets;
 }
+
+std::atomic<const native::Kernels*>& kernels_in_use() {
+  static std::atomic<const native::Kernels*> kernels{instruction_sets().front().kernels};
+  return kernels;
+}
+
+const native::Kernels& kernels() { return *kernels_in_use().load(std::memory_order_relaxed); }
 
 // `norm` and `residual` are empty where there is none.
 ffi::Error run_linear(ffi::ThreadPool pool, float eps, bool swiglu, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                       ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
                       ffi::ResultBuffer<ffi::F32> y) {
-  const auto w = weight.dimensions();  // [panels, K, 16]
+  const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, 16], [panels, blocks, 16]
+  const auto dims = x.dimensions(), out = y->dimensions();
+  if (w.size() != 3 || s.size() != 3 || dims.size() != 2 || out.size() != 2 || w[2] != native::kPanelRows ||
+      out[1] > w[0] * native::kPanelRows || out[1] <= (w[0] - 1) * native::kPanelRows || out[0] != dims[0]) {
+    return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, K, 16] must give y [T, N]");
+  }
+  const int64_t T = dims[0], K = w[1], num_scales = weight.element_type() == ffi::S8 ? s[1] : 0;
+  if (dims[1] != (swiglu ? 2 * K : K) || (swiglu && norm.element_count() > 0)) {
+    return ffi::Error::InvalidArgument("x must be [T, K], or [T, 2K] of SwiGLU, which takes no norm");
+  }
+  if ((norm.element_count() > 0 && static_cast<int64_t>(norm.element_count()) != K) ||
+      (residual.element_count() > 0 && static_cast<int64_t>(residual.element_count()) != T * out[1])) {
+    return ffi::Error::InvalidArgument("a norm must be [K], a residual [T, N]");
+  }
+  if (weight.element_type() == ffi::S8 && (s[0] != w[0] || num_scales < 1 || K % num_scales != 0)) {
+    return ffi::Error::InvalidArgument("int8 weights need scales [N / 16, blocks, 16], blocks dividing K");
+  }
   native::LinearProblem p{};
   p.x = x.typed_data();
   p.weight = weight.untyped_data();
   p.y = y->typed_data();
-  p.num_tokens = x.dimensions()[0];
-  p.num_inputs = w[1];
-  p.num_outputs = y->dimensions()[1];
+  p.num_tokens = T;
+  p.num_inputs = K;
+  p.num_outputs = out[1];
   p.prologue = swiglu                      ? native::Prologue::kSwiGlu
                : norm.element_count() > 0 ? native::Prologue::kRmsNorm
                                            : native::Prologue::kNone;
@@ -57,7 +95,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, bool swiglu, ffi::Buffer<
     default: return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or int8");
   }
   p.scales = scales.typed_data();
-  p.scale_block = p.num_inputs / std::max<int64_t>(1, scales.dimensions()[1]);
+  p.scale_block = K / std::max<int64_t>(1, num_scales);
   XlaThreads threads(pool);
   kernels().linear(threads, p);
   return ffi::Error::Success();
@@ -72,6 +110,12 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
     return ffi::Error::InvalidArgument("the pool must be updated in place; donate it to the jitted function");
   }
   const auto pages = kv_pages.dimensions();  // [L, N, 2K, P, H]
+  const auto of_q = q.dimensions(), of_k = k.dimensions();
+  if (pages.size() != 5 || of_q.size() != 3 || of_k.size() != 3 || v.element_count() != k.element_count() ||
+      pages[2] != 2 * of_k[1] || pages[4] != of_q[2] || of_q[0] != of_k[0] || of_q[2] != of_k[2] ||
+      of_q[1] % of_k[1] != 0) {
+    return ffi::Error::InvalidArgument("q [T, Q, H], k and v [T, K, H] must fit the pool [L, N, 2K, P, H]");
+  }
   native::AttentionProblem p{};
   p.q = q.typed_data();
   p.k = k.typed_data();
@@ -104,6 +148,15 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 
 // Raised with every change of a call's arguments; pallas_kernels/native/__init__.py knows the same number.
 extern "C" int jaxserve_native_abi() { return 1; }
+
+// The instruction sets there are to choose from, best first; null past the last.
+extern "C" const char* jaxserve_native_instruction_set(int index) {
+  const auto& sets = instruction_sets();
+  return index < static_cast<int>(sets.size()) ? sets[index].name : nullptr;
+}
+
+// Has all later calls use one of them: how tests reach those that are not the best.
+extern "C" void jaxserve_native_use(int index) { kernels_in_use() = instruction_sets().at(index).kernels; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                               ffi::Ffi::Bind()

@@ -104,21 +104,26 @@ inline F<W> max(const F<W>& a, const F<W>& b) {
   return a > b ? a : b;
 }
 
+// What `combine` makes of the two halves, of theirs, and so on.
+template <int W, typename Combine>
+inline float fold_lanes(const F<W>& x, const Combine& combine) {
+  if constexpr (W == 1) {
+    return x[0];
+  } else {
+    F<W / 2> halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return fold_lanes<W / 2>(combine(halves[0], halves[1]), combine);
+  }
+}
+
 template <int W>
 inline float sum_lanes(const F<W>& x) {
-  float lanes[W], sum = 0;
-  store<W>(lanes, x);
-  for (float lane : lanes) sum += lane;
-  return sum;
+  return fold_lanes<W>(x, [](const auto& a, const auto& b) { return a + b; });
 }
 
 template <int W>
 inline float max_lanes(const F<W>& x) {
-  float lanes[W];
-  store<W>(lanes, x);
-  float largest = lanes[0];
-  for (float lane : lanes) largest = lane > largest ? lane : largest;
-  return largest;
+  return fold_lanes<W>(x, [](const auto& a, const auto& b) { return a > b ? a : b; });
 }
 
 // e^x for x <= 0 within 2 ulp; 0 below the range of normal floats. Cody and Waite's reduction, then the minimax
@@ -126,7 +131,7 @@ inline float max_lanes(const F<W>& x) {
 template <int W>
 inline F<W> exp_of_negative(const F<W>& x) {
   const float round_bias = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const F<W> clamped = max<W>(x, all<W>(-87.0f));
+  const F<W> clamped = x < -87.0f ? all<W>(-87.0f) : x;  // so that a NaN stays one
   const F<W> shifted = clamped * 1.44269504f + round_bias;
   const F<W> n = shifted - round_bias;
   const F<W> r = clamped - n * 0.693359375f + n * 2.12194440e-4f;

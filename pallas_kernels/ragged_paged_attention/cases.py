@@ -117,6 +117,7 @@ class Case:
 
 
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
+_SHARING = ((1,) * 9 + (7, 1, 20, 1), (129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 135, 170, 131))
 
 CASES: tuple[Case, ...] = (
     Case("one_row_of_one_token", (1,), (1,)),
@@ -134,6 +135,10 @@ CASES: tuple[Case, ...] = (
     Case("padding_rows_and_tokens", *_RAGGED, padding_rows=4, padding_tokens=10),
     Case("no_live_rows", (), (), padding_rows=2, padding_tokens=4),
     Case("shared_prefix", (1, 5, 1, 9), (40, 41, 64, 45), shared_pages=2),
+    Case("many_rows_share_a_prefix", *_SHARING, shared_pages=8),
+    Case("many_rows_share_a_prefix_of_wide_heads", *_SHARING, shared_pages=8, num_query_heads=6, head_dim=128),
+    Case("shared_prefix_sinks_soft_cap", *_SHARING, shared_pages=8, has_sinks=True, soft_cap=5.0),
+    Case("shared_prefix_window", *_SHARING, shared_pages=8, window=100),
     Case("window_inside_a_page", *_RAGGED, window=5),
     Case("window_of_one_token", *_RAGGED, window=1),
     Case("window_across_pages", (1, 90, 1, 1), (200, 210, 3, 17), window=40),

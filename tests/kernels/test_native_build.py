@@ -29,7 +29,7 @@ def test_a_build_without_a_compiler_leaves_a_note(tmp_path, monkeypatch):
     (note,) = (tmp_path / "lib").rglob("build_failure.txt")
     assert "/nonexistent/c" in note.read_text()
 
-    monkeypatch.setattr(native, "_DIRECTORY", note.parent)
+    monkeypatch.setattr(native, "_LIBRARY", note.parent / native._LIBRARY.name)
     monkeypatch.setattr(native, "_BUILD_FAILURE", note)
     assert "/nonexistent/c" in native.unavailable.__wrapped__()
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedBackendError
 from pallas_kernels.ragged_paged_attention import (
     BACKENDS,
@@ -22,6 +23,8 @@ from pallas_kernels.ragged_paged_attention import (
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
 
 SERVING = [name for name in BACKENDS if name != "reference" and jax.default_backend() == "cpu"]
+# The best instruction set serves; the others must be right as well, wherever there are any.
+OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
 BY_NAME = {case.name: case for case in CASES}
 
 jitted = jax.jit(
@@ -30,7 +33,11 @@ jitted = jax.jit(
 
 
 def run(case, inputs, backend):
-    """Output of all tokens, and the pool in canonical layout."""
+    """Output of all tokens, and the pool in canonical layout; `backend` may name an instruction set after a colon."""
+    backend, _, instruction_set = backend.partition(":")
+    if instruction_set:
+        with native.using(instruction_set):
+            return run(case, inputs, backend)
     op = ragged_paged_attention if backend == "reference" else jitted
     out, pool = op(
         inputs.q,
@@ -64,7 +71,7 @@ def test_case_names_are_unique():
     assert len(BY_NAME) == len(CASES)
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_matches_reference(case, backend):
     expected, expected_pool = reference(case.name)
@@ -157,7 +164,7 @@ def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
     return case, inputs, seen
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
 @settings(max_examples=25, deadline=None)
 @given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
 def test_random_rows_match_reference(backend, rows, seed):
@@ -201,6 +208,58 @@ def test_decode_row_does_not_depend_on_its_neighbours(backend, pasts, data):
     )
     out_alone, _ = run(case, alone, backend)
     np.testing.assert_array_equal(out_alone[0], out[row_id])
+
+
+# Pages that rows may begin with: two prefixes, a branch of the second, and nothing.
+PREFIXES = (tuple(range(4)), tuple(range(4, 12)), (*range(4, 8), *range(12, 20)), ())
+NUM_SHARED, SHARING_ROWS, SHARING_TABLE = 20, 12, 16
+
+
+@st.composite
+def sharing_rows(draw):
+    """(prefix, tokens after it before the step, new tokens) of SHARING_ROWS rows."""
+    row = st.tuples(st.sampled_from(PREFIXES), st.integers(0, 50), st.sampled_from([1, 1, 1, 2]))
+    return draw(st.lists(row, min_size=SHARING_ROWS, max_size=SHARING_ROWS))
+
+
+@pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
+@settings(max_examples=25, deadline=None)
+@given(rows=sharing_rows(), row_id=st.integers(0, SHARING_ROWS - 1))
+def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, rows, row_id):
+    q_lens = tuple(q_len for *_, q_len in rows)
+    kv_lens = tuple(16 * len(prefix) + past + q_len for prefix, past, q_len in rows)
+    case = Case("sharing", q_lens, kv_lens, padding_tokens=2 * SHARING_ROWS - sum(q_lens))
+    inputs, rng = case.inputs(), np.random.default_rng(0)
+    table = np.zeros((SHARING_ROWS, SHARING_TABLE), np.int32)
+    for number, (prefix, *_) in enumerate(rows):
+        own = NUM_SHARED + 4 * number + np.arange(4)
+        table[number, : len(prefix) + 4] = [*prefix, *own]
+    pool_shape = (case.num_layers, NUM_SHARED + 4 * SHARING_ROWS, *inputs.kv_pages.shape[2:])
+    inputs = inputs._replace(page_table=jnp.asarray(table), kv_pages=jnp.asarray(rng.normal(size=pool_shape), "float32"))
+    expected, expected_pool = run(case, inputs, "reference")
+    out, pool = run(case, inputs, backend)
+    np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(pool, expected_pool)
+
+    start, q_len = sum(q_lens[:row_id]), q_lens[row_id]
+    moved = {name: jnp.roll(getattr(inputs, name), -start, axis=0) for name in ("q", "k", "v")}
+    moved |= {name: jnp.roll(getattr(inputs, name), -row_id, axis=0) for name in ("kv_lens", "page_table")}
+    lengths = jnp.full(SHARING_ROWS + 1, q_len, jnp.int32).at[0].set(0)
+    out_alone, _ = run(case, inputs._replace(**moved, cu_q_lens=lengths, num_rows=jnp.int32(1)), backend)
+    np.testing.assert_array_equal(out_alone[:q_len], out[start : start + q_len])
+
+
+@pytest.mark.parametrize("backend", ["native", *OTHER_SETS] if OTHER_SETS else [])
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_not_a_number_stays_none(backend, name):
+    """A broken model must not give confident text: whoever sees a NaN ends as NaN, as with the reference."""
+    case = BY_NAME["many_rows_share_a_prefix"]
+    inputs = case.inputs()
+    inputs = inputs._replace(**{name: getattr(inputs, name).at[0, 0, 0].set(jnp.nan)})
+    expected, _ = run(case, inputs, "reference")
+    out, _ = run(case, inputs, backend)
+    assert np.isnan(out[np.isnan(expected)]).all()
+    np.testing.assert_allclose(live(case, out)[1:], live(case, expected)[1:], rtol=1e-5, atol=1e-5)  # of other rows
 
 
 def compile_layers(backend, num_layers=3):
