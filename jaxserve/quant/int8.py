@@ -56,8 +56,9 @@ def quantize(
 ) -> tuple[Int8[np.ndarray, "out in"], Float32[np.ndarray, "out blocks"]]:
     """The nearest multiple of the block's scale for each number: off by at most half a scale. Zeros stay zero."""
     blocks = matrix.astype(np.float32, copy=False).reshape(len(matrix), -1, block_size(matrix.shape[1]))
-    scale = np.maximum(blocks.max(axis=-1), -blocks.min(axis=-1)) / _LARGEST  # [out, blocks]
-    q = blocks / np.where(scale == 0, 1, scale)[..., None]  # [out, blocks, B]
+    q = np.abs(blocks)  # [out, blocks, B], worked on in place
+    scale = q.max(axis=-1) / _LARGEST  # [out, blocks]
+    np.divide(blocks, np.where(scale == 0, 1, scale)[..., None], out=q)
     np.clip(np.round(q, out=q), -_LARGEST, _LARGEST, out=q)  # the smallest scales are rounded coarsely
     return q.astype(np.int8).reshape(matrix.shape), scale
 
