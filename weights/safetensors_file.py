@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from weights.errors import CheckpointError
 
 _HEADER_ALIGNMENT = 8
-_FAULT_BYTES = max(mmap.PAGESIZE, 64 << 10)  # the aligned window that Linux maps around a page that is touched
+_FAULT_BYTES = max(mmap.PAGESIZE, 2 << 20)  # Linux may map all of an aligned huge page where one byte is touched
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),

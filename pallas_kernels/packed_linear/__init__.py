@@ -85,7 +85,7 @@ class Packer:
 
     def matrix(self) -> PackedMatrix:
         """The packed matrix, once all rows are written; it takes the memory over."""
-        return PackedMatrix(jnp.asarray(self._weights), jnp.asarray(self._scales), self._num_outputs)
+        return PackedMatrix(jax.device_put(self._weights), jax.device_put(self._scales), self._num_outputs)
 
 
 def unpack(matrix: PackedMatrix) -> tuple[Shaped[Array, "N K"], Float[Array, "N blocks"]]:
