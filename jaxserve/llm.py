@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
@@ -13,7 +14,7 @@ from tqdm import tqdm
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine, Prompt
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
@@ -109,7 +110,7 @@ class LLM:
             RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
         (output,) = self._add_all([prompt], [sampling_params or self.get_default_sampling_params()])
-        sent = [CompletionOutput(completion.index) for completion in output.outputs]
+        sent = [_Sent() for _ in output.outputs]
         try:
             while True:
                 finished = output.finished  # read first: other calls may finish it while this one is suspended
@@ -176,23 +177,32 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
     return list(params)
 
 
-def _has_news(output: RequestOutput, sent: list[CompletionOutput]) -> bool:
-    pairs = zip(output.outputs, sent, strict=True)
-    return any(len(now.token_ids) > len(before.token_ids) for now, before in pairs)
+@dataclass(slots=True)
+class _Sent:
+    """How much of a completion a stream has given."""
+
+    num_chars: int = 0
+    num_tokens: int = 0
 
 
-def _increment(output: RequestOutput, sent: list[CompletionOutput]) -> RequestOutput:
+def _has_news(output: RequestOutput, sent: list[_Sent]) -> bool:
+    return any(len(now.token_ids) > before.num_tokens for now, before in zip(output.outputs, sent, strict=True))
+
+
+def _increment(output: RequestOutput, sent: list[_Sent]) -> RequestOutput:
     """What `output` has beyond `sent`, which is brought up to date."""
     new = []
     for now, before in zip(output.outputs, sent, strict=True):
+        text = now.text_since(before.num_chars)
         new.append(
             dataclasses.replace(
                 now,
-                text=now.text[len(before.text) :],
-                token_ids=now.token_ids[len(before.token_ids) :],
-                logprobs=None if now.logprobs is None else now.logprobs[len(before.token_ids) :],
+                text=text,
+                token_ids=now.token_ids[before.num_tokens :],
+                logprobs=None if now.logprobs is None else now.logprobs[before.num_tokens :],
                 metrics=copy.copy(now.metrics),
             )
         )
-        before.text, before.token_ids = now.text, now.token_ids[:]
+        before.num_chars += len(text)
+        before.num_tokens = len(now.token_ids)
     return dataclasses.replace(output, outputs=new)

@@ -301,12 +301,56 @@ class RequestMetrics:
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
-@dataclass(slots=True)
+class GrowingText:
+    """Text that comes in pieces: they are joined when it is read, so that a piece costs what it adds."""
+
+    def __init__(self, text: str = "") -> None:
+        self._pieces = [text]
+        self._num_chars = len(text)
+
+    def append(self, piece: str) -> None:
+        """Add to the end."""
+        if piece:
+            self._pieces.append(piece)
+            self._num_chars += len(piece)
+
+    def __len__(self) -> int:
+        return self._num_chars
+
+    def __str__(self) -> str:
+        """All of it; a second read joins only what came since the first."""
+        if len(self._pieces) > 1:
+            self._pieces = ["".join(self._pieces)]
+        return self._pieces[0]
+
+    def since(self, start: int) -> str:
+        """What follows the first `start` characters, at the cost of that alone."""
+        new: list[str] = []
+        missing = self._num_chars - start
+        for piece in reversed(self._pieces):
+            if missing <= 0:
+                break
+            new.append(piece[max(0, len(piece) - missing) :])
+            missing -= len(piece)
+        return "".join(reversed(new))
+
+
+class _TextField:
+    """A string to those who read and write it, kept as a GrowingText."""
+
+    def __get__(self, output: CompletionOutput | None, owner: type[CompletionOutput]) -> str:
+        return "" if output is None else str(vars(output)["text"])
+
+    def __set__(self, output: CompletionOutput, text: str) -> None:
+        vars(output)["text"] = GrowingText(text)
+
+
+@dataclass
 class CompletionOutput:
     """One completion of a prompt."""
 
     index: int
-    text: str = ""
+    text: str = _TextField()  # type: ignore[assignment]  # a descriptor, to which dataclasses leave the value
     token_ids: TokenIds = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
@@ -317,6 +361,15 @@ class CompletionOutput:
     def finished(self) -> bool:
         """Whether this completion has ended."""
         return self.finish_reason is not None
+
+    def follow(self, text: GrowingText) -> None:
+        """Have `text` read as what this one is by then."""
+        vars(self)["text"] = text
+
+    def text_since(self, start: int) -> str:
+        """`text[start:]`, at the cost of what is new."""
+        text: GrowingText = vars(self)["text"]
+        return text.since(start)
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ import tokenizers
 
 from jaxserve.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import SamplingParams, TokenIds
+from jaxserve.request import GrowingText, SamplingParams, TokenIds
 from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
 
 
@@ -306,14 +306,16 @@ class Detokenizer:
 
     Text is visible once it is certain: incomplete UTF-8 is held back, and so is whatever may turn out to be the
     beginning of a stop string. The stop string that is complete first ends the text (of two complete at once, the
-    longer), however the tokens cut it. `push` takes amortised O(1) per token whatever the length of the text; a
-    read of `text` copies it once if it has grown since the last.
+    longer), however the tokens cut it. `push` takes amortised O(1) per token whatever the length of the text.
 
     Args:
         tokenizer: None, or any tokenizer with `params.detokenize=False`, gives no text.
         params: reads stop, include_stop_str_in_output, min_tokens, skip_special_tokens and detokenize.
         prompt_token_ids: with them the text goes on where the prompt ends, and a leading space that the decoder
             would strip from a text's beginning stays.
+
+    Attributes:
+        visible: the text so far; it only ever grows.
     """
 
     def __init__(
@@ -325,17 +327,15 @@ class Detokenizer:
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
-        self._visible: list[str] = []
+        self.visible = GrowingText()
         self._held = ""  # a suffix of the text that begins some stop string
         self._stop: str | None = None
         self._finished = False
 
     @property
     def text(self) -> str:
-        """The visible text so far; it only ever grows."""
-        if len(self._visible) > 1:
-            self._visible = ["".join(self._visible)]
-        return self._visible[0] if self._visible else ""
+        """`visible` as a string."""
+        return str(self.visible)
 
     def push(self, token_ids: Sequence[int]) -> str | None:
         """Append tokens; returns the stop string once one is complete. Later tokens change nothing.
@@ -353,22 +353,22 @@ class Detokenizer:
         """Show what was held back, the output being over; returns the stop string if that completes one."""
         if self._stream is not None and not self._finished:
             self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
-            self._show(self._held)
+            self.visible.append(self._held)
             self._finished = True
         return self._stop
 
     def _extend(self, piece: str, may_stop: bool) -> None:
         if not self._stops or not piece:
-            self._show(piece)
+            self.visible.append(piece)
             return
         text = self._held + piece
         if may_stop and (hit := self._first_stop(text, len(self._held))):
             end, start, self._stop = hit
-            self._show(text[: end if self._keep_stop else start])
+            self.visible.append(text[: end if self._keep_stop else start])
             self._held, self._finished = "", True
             return
         split = self._hold_from(text)
-        self._show(text[:split])
+        self.visible.append(text[:split])
         self._held = text[split:]
 
     def _first_stop(self, text: str, num_searched: int) -> tuple[int, int, str] | None:
@@ -382,10 +382,6 @@ class Detokenizer:
             if any(stop.startswith(text[start:]) for stop in self._stops):
                 return start
         return len(text)
-
-    def _show(self, piece: str) -> None:
-        if piece:
-            self._visible.append(piece)
 
 
 def _token_stream(

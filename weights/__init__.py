@@ -7,5 +7,16 @@ from weights.dummy import dummy
 from weights.errors import CheckpointError
 from weights.rows import TensorRow
 from weights.safetensors_store import load, read_config, read_generation_config, save
+from weights.stored_tensor import StoredTensor, host_buffer
 
-__all__ = ["CheckpointError", "TensorRow", "dummy", "load", "read_config", "read_generation_config", "save"]
+__all__ = [
+    "CheckpointError",
+    "StoredTensor",
+    "TensorRow",
+    "dummy",
+    "host_buffer",
+    "load",
+    "read_config",
+    "read_generation_config",
+    "save",
+]

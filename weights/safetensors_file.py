@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from weights.errors import CheckpointError
 
 _HEADER_ALIGNMENT = 8
+_FAULT_BYTES = max(mmap.PAGESIZE, 2 << 20)  # Linux may map all of an aligned huge page where one byte is touched
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -60,17 +61,21 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
 
 
 def release(view: NDArray[Any]) -> None:
-    """Drop the pages that were read through a view of `map_file`: until then they count as the process's memory."""
+    """Drop the pages that were read through a view of `map_file`: until then they count as the process's memory.
+
+    Those around it go too: other threads may be reading there, and they find them again.
+    """
     whole = view
     while isinstance(whole.base, np.ndarray):
         whole = whole.base
     file_map = whole.base
     assert isinstance(file_map, mmap.mmap), "a view of map_file"
-    file_start = np.lib.array_utils.byte_bounds(whole)[0]
-    begin, end = (address - file_start for address in np.lib.array_utils.byte_bounds(view))
-    begin -= begin % mmap.PAGESIZE
+    file_start, file_end = np.lib.array_utils.byte_bounds(whole)
+    begin, end = np.lib.array_utils.byte_bounds(view)
+    begin = max(file_start, begin - begin % _FAULT_BYTES)
+    end = min(file_end, end + -end % _FAULT_BYTES)
     if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
-        file_map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        file_map.madvise(mmap.MADV_DONTNEED, begin - file_start, end - begin)
 
 
 def _view(body: NDArray[np.uint8], *, dtype: str, shape: list[int], data_offsets: list[int]) -> NDArray[Any]:

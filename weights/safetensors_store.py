@@ -2,11 +2,10 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 from pathlib import Path as FilePath
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,24 +15,20 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax import Array
-from jax.sharding import Sharding
 from numpy.typing import NDArray
 
 from weights.errors import CheckpointError, Mismatch
 from weights.rows import Params, Path, Shardings, TensorRow, build_tree, hf_shapes, leaf_at, sharding_at
-from weights.safetensors_file import map_file, num_bytes, release, write_file
+from weights.safetensors_file import map_file, num_bytes, write_file
+from weights.stored_tensor import StoredTensor
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
 _NUM_READERS = 8
-_READ_BYTES = 4 << 20  # of a file at a time in each reader
-_ALIGNMENT = 64  # XLA:CPU takes over an aligned host buffer instead of copying it
 
 Tensors = Mapping[str, NDArray[Any]]  # views of memory-mapped files
-Transform = Callable[[Any, Array], Any]  # of a row, of the caller's own type, and its tensor
-Index = tuple[slice, ...]
-Piece = tuple[NDArray[Any], NDArray[Any]]  # where to copy, and from where
+Transform = Callable[[Any, StoredTensor], Any]  # of a row, of the caller's own type, and its tensor
 
 
 def load(
@@ -53,8 +48,7 @@ def load(
         specs: one row per tensor of the result.
         dtype: of the result; None keeps that of the files (float32, float16 or bfloat16).
         shardings: a function of a row's path, or a tree of them; each device reads its own slices only.
-        transform: of a row and its tensor, as read and placed, to what takes its place in the tree; the tensor is
-            released before the next is read.
+        transform: reads a row's tensor, and returns what takes its place in the tree; by default the tensor, placed.
 
     Raises:
         CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
@@ -65,9 +59,8 @@ def load(
 
     def leaf(row: TensorRow) -> Any:
         parts = [tensors[name] for name in row.hf_names]
-        array = _place(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
-        if transform is not None:
-            array = jax.block_until_ready(transform(row, array))
+        tensor = StoredTensor(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
+        array = tensor.place() if transform is None else transform(row, tensor)
         # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
         jax.block_until_ready(previous)
         previous[:] = [array]
@@ -202,54 +195,6 @@ def _is_ignored(name: str) -> bool:
 
 def _dtype_of(parts: Sequence[NDArray[Any]], dtype: jax.typing.DTypeLike | None) -> np.dtype:
     return jnp.dtype(jnp.result_type(*(part.dtype for part in parts)) if dtype is None else dtype)
-
-
-def _place(
-    parts: Sequence[NDArray[Any]], dtype: np.dtype, sharding: Sharding | None, readers: ThreadPoolExecutor
-) -> Array:
-    """The concatenation of `parts` on its devices, of which each reads what it holds."""
-    shape = (sum(len(part) for part in parts), *parts[0].shape[1:])
-
-    def read(index: Index | None) -> NDArray[Any]:
-        return _read(parts, index or (slice(None),) * len(shape), dtype, readers)
-
-    return jax.device_put(read(None)) if sharding is None else jax.make_array_from_callback(shape, sharding, read)
-
-
-def _read(parts: Sequence[NDArray[Any]], index: Index, dtype: np.dtype, readers: ThreadPoolExecutor) -> NDArray[Any]:
-    """The slice `index` of the concatenation of `parts` along axis 0, in `dtype`."""
-    start, stop, _ = index[0].indices(sum(len(part) for part in parts))
-    inner_shape = parts[0][:0, *index[1:]].shape[1:]
-    out = _aligned_empty((stop - start, *inner_shape), dtype)
-    pieces: list[Piece] = []
-    offset = -start  # row of `out` where the part at hand would begin
-    for part in parts:
-        low, high = max(0, -offset), min(len(part), len(out) - offset)
-        if low < high:
-            pieces += _pieces(out[offset + low : offset + high], part[low:high, *index[1:]])
-        offset += len(part)
-    list(readers.map(_copy, pieces))
-    return out
-
-
-def _pieces(out: NDArray[Any], source: NDArray[Any]) -> Iterator[Piece]:
-    """Blocks of rows small enough that several threads share one tensor."""
-    step = max(1, _READ_BYTES * len(source) // max(1, source.nbytes))
-    for row in range(0, len(source), step):
-        yield out[row : row + step], source[row : row + step]
-
-
-def _copy(piece: Piece) -> None:
-    to, source = piece
-    np.copyto(to, source, casting="unsafe")
-    release(source)
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
-    size = prod(shape) * dtype.itemsize
-    raw = np.empty(size + _ALIGNMENT, np.uint8)
-    begin = -raw.ctypes.data % _ALIGNMENT
-    return raw[begin : begin + size].view(dtype).reshape(shape)
 
 
 # Writing

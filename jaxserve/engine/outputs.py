@@ -47,11 +47,13 @@ class RequestGroup:
             self.output.prompt_logprobs = [None]
 
     def _new_completion(self, index: int, request: Request) -> _Completion:
+        detokenizer = Detokenizer(self._tokenizer, self.params, request.prompt_token_ids)
         output = CompletionOutput(index)
+        output.follow(detokenizer.visible)
         output.metrics.arrival_s = self._clock()
         if self.params.logprobs is not None:
             output.logprobs, output.cumulative_logprob = [], 0.0
-        return _Completion(request, output, Detokenizer(self._tokenizer, self.params, request.prompt_token_ids))
+        return _Completion(request, output, detokenizer)
 
     @property
     def requests(self) -> list[Request]:
@@ -91,9 +93,7 @@ class RequestGroup:
         if self._tokenizer is None:
             return None
         hidden = self._is_hidden_stop(request, token_ids[-1])
-        stop = completion.detokenizer.push(token_ids[:-1] if hidden else token_ids)
-        output.text = completion.detokenizer.text
-        return stop
+        return completion.detokenizer.push(token_ids[:-1] if hidden else token_ids)
 
     def append_prompt_logprobs(self, start: int, token_ids: TokenIds, logprobs: TokenLogprobs, row: int) -> None:
         """Take the logprobs of the prompt tokens `token_ids`, the first at position `start`; skips those it has."""
@@ -108,7 +108,6 @@ class RequestGroup:
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
         stop_string = completion.detokenizer.finish() or stop_string
-        output.text = completion.detokenizer.text
         output.finish_reason = str(request.finish_reason)
         if stop_string is not None:
             output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop_string

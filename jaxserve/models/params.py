@@ -2,16 +2,22 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
-from jaxserve.quant import QuantizedMatrix, quantize
-from pallas_kernels.packed_linear import PackedMatrix, pack
+from jaxserve.quant import QuantizedMatrix, block_size, quantize
+from pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
+from weights import StoredTensor, host_buffer
 from weights.rows import Params, build_tree
 
 __all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "stack_layers", "step_bytes"]
+
+_SLAB_SIZE = 64 << 10  # numbers of a matrix on their way to their final form, in each thread: they stay in its cache
 
 # A parameter tree is {"embed", "layers": [{...}] or {...} when stacked, "final_norm", "lm_head" unless tied}.
 
@@ -44,8 +50,10 @@ class ParamSpec:
 
 def matrix_transform(
     specs: Sequence[ParamSpec], *, quantization: str | None = None, packed: bool = False
-) -> Callable[[ParamSpec, Array], Array | QuantizedMatrix | PackedMatrix]:
+) -> Callable[[ParamSpec, StoredTensor], Array | QuantizedMatrix | PackedMatrix]:
     """What `weights.load` makes of each tensor as it comes. Norms and biases stay as they are.
+
+    What is quantised or packed goes there slab by slab: the host never holds it in another form as well.
 
     Args:
         specs: of all tensors; an embedding table that is not also the head is never multiplied, nor packed.
@@ -54,17 +62,41 @@ def matrix_transform(
     """
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
-    def transform(spec: ParamSpec, array: Array) -> Array | QuantizedMatrix | PackedMatrix:
-        if not spec.is_matrix:
-            return array
-        matrix = quantize(array) if quantization == "int8" else array
-        return _pack(matrix) if packed and (tied or spec.path != ("embed",)) else matrix
+    def transform(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
+        quantized = spec.is_matrix and quantization == "int8"
+        if spec.is_matrix and packed and (tied or spec.path != ("embed",)):
+            return _pack(tensor, quantized=quantized)
+        return _quantize(tensor) if quantized else tensor.place()
 
     return transform
 
 
-def _pack(matrix: Array | QuantizedMatrix) -> PackedMatrix:
-    return pack(matrix.q, matrix.scale) if isinstance(matrix, QuantizedMatrix) else pack(matrix)
+def _pack(tensor: StoredTensor, *, quantized: bool) -> PackedMatrix:
+    N, K = tensor.shape
+    packer = Packer(N, K, np.int8, K // block_size(K)) if quantized else Packer(N, K, tensor.dtype)
+
+    def add(start: int, rows: NDArray[Any]) -> None:
+        packer.write(start, *(quantize(rows) if quantized else (rows,)))
+
+    tensor.each_slab(_slab_rows(K), add)
+    return packer.matrix()
+
+
+def _quantize(tensor: StoredTensor) -> QuantizedMatrix:
+    N, K = tensor.shape
+    q, scale = host_buffer((N, K), np.dtype(np.int8)), host_buffer((N, K // block_size(K)), np.dtype(np.float32))
+
+    def add(start: int, rows: NDArray[Any]) -> None:
+        end = start + len(rows)
+        q[start:end], scale[start:end] = quantize(rows)
+
+    tensor.each_slab(_slab_rows(K), add)
+    return QuantizedMatrix(jax.device_put(q), jax.device_put(scale))
+
+
+def _slab_rows(in_size: int) -> int:
+    """Whole panels."""
+    return PANEL_ROWS * max(1, _SLAB_SIZE // (PANEL_ROWS * in_size))
 
 
 def stack_layers(params: Params) -> Params:

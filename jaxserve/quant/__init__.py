@@ -1,5 +1,5 @@
 """Weights in fewer bits than activations."""
 
-from jaxserve.quant.int8 import QuantizedMatrix, multiply, quantize
+from jaxserve.quant.int8 import QuantizedMatrix, block_size, multiply, quantize
 
-__all__ = ["QuantizedMatrix", "multiply", "quantize"]
+__all__ = ["QuantizedMatrix", "block_size", "multiply", "quantize"]

@@ -6,8 +6,8 @@ The format of llama.cpp's Q8_0 with longer blocks: at B = 64 a matrix takes 0.26
 from functools import partial
 from typing import no_type_check
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int8
@@ -50,15 +50,17 @@ def block_size(in_size: int) -> int:
     return min(divisors, key=lambda size: (size % 8 != 0, abs(size - _BLOCK_SIZE)), default=in_size)
 
 
-@jax.jit
-def quantize(matrix: Float[Array, "*stack out in"]) -> QuantizedMatrix:
+@np.errstate(invalid="ignore")  # what is not finite has no int8; its scale is not finite either
+def quantize(
+    matrix: Float[np.ndarray, "out in"],
+) -> tuple[Int8[np.ndarray, "out in"], Float32[np.ndarray, "out blocks"]]:
     """The nearest multiple of the block's scale for each number: off by at most half a scale. Zeros stay zero."""
-    B = block_size(matrix.shape[-1])
-    blocks = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, B)  # [*stack, out, blocks, B]
-    scale = jnp.abs(blocks).max(axis=-1) / _LARGEST
-    q = jnp.round(blocks / jnp.where(scale == 0, 1, scale)[..., None])
-    q = jnp.clip(q, -_LARGEST, _LARGEST)  # the smallest scales are rounded coarsely
-    return QuantizedMatrix(q.astype(jnp.int8).reshape(matrix.shape), scale)
+    blocks = matrix.astype(np.float32, copy=False).reshape(len(matrix), -1, block_size(matrix.shape[1]))
+    q = np.abs(blocks)  # [out, blocks, B], worked on in place
+    scale = q.max(axis=-1) / _LARGEST  # [out, blocks]
+    np.divide(blocks, np.where(scale == 0, 1, scale)[..., None], out=q)
+    np.clip(np.round(q, out=q), -_LARGEST, _LARGEST, out=q)  # the smallest scales are rounded coarsely
+    return q.astype(np.int8).reshape(matrix.shape), scale
 
 
 def multiply(weight: QuantizedMatrix, x: Float[Array, "T in"]) -> Float32[Array, "T out"]:

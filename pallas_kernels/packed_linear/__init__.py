@@ -6,18 +6,21 @@ order and are converted as they come. A token's result is the same to the bit wh
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass, field
-from typing import no_type_check
+from math import prod
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
+from numpy.typing import NDArray
 
 from pallas_kernels import native
 
-__all__ = ["PANEL_ROWS", "PackedMatrix", "multiply", "pack", "rows", "unpack", "unsupported"]
+__all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "multiply", "pack", "rows", "unpack", "unsupported"]
 
 PANEL_ROWS = 16
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
@@ -50,12 +53,39 @@ def unsupported(dtype: DTypeLike, platform: str) -> str | None:
 
 def pack(weight: Shaped[Array, "N K"], scales: Float[Array, "N blocks"] | None = None) -> PackedMatrix:
     """Packs a matrix stored [out, in]; with `scales` it stands for `weight[n, k] * scales[n, k // (K / blocks)]`."""
-    N = weight.shape[0]
-    if scales is None:
-        scales = jnp.zeros((N, 0), jnp.float32)
-    elif weight.shape[1] % scales.shape[1]:
-        raise ValueError(f"each row's {weight.shape[1]} weights must divide into {scales.shape[1]} blocks")
-    return PackedMatrix(_to_panels(weight), _to_panels(scales.astype(jnp.float32)), N)
+    N, K = weight.shape
+    packer = Packer(N, K, weight.dtype, 0 if scales is None else scales.shape[1])
+    packer.write(0, weight, scales)
+    return packer.matrix()
+
+
+class Packer:
+    """Packs a matrix `[N, K]` some rows at a time, so that it need never be held in another form.
+
+    Args:
+      N: rows of the matrix, outputs of the product.
+      K: its columns.
+      dtype: of its weights.
+      num_blocks: scales of a row; none by default.
+    """
+
+    def __init__(self, N: int, K: int, dtype: DTypeLike, num_blocks: int = 0) -> None:
+        if num_blocks and K % num_blocks:
+            raise ValueError(f"each row's {K} weights must divide into {num_blocks} blocks")
+        self._num_outputs = N
+        self._weights = _empty_panels(N, K, dtype)
+        self._scales = _empty_panels(N, num_blocks, jnp.float32)
+
+    def write(self, start: int, weight: ArrayLike, scales: ArrayLike | None = None) -> None:
+        """Rows from `start` on: a whole number of panels, or all that remain. Threads may write different panels."""
+        assert start % PANEL_ROWS == 0, f"row {start} is inside a panel"
+        _write_panels(self._weights[start // PANEL_ROWS :], np.asarray(weight))
+        if scales is not None:
+            _write_panels(self._scales[start // PANEL_ROWS :], np.asarray(scales))
+
+    def matrix(self) -> PackedMatrix:
+        """The packed matrix, once all rows are written; it takes the memory over."""
+        return PackedMatrix(jax.device_put(self._weights), jax.device_put(self._scales), self._num_outputs)
 
 
 def unpack(matrix: PackedMatrix) -> tuple[Shaped[Array, "N K"], Float[Array, "N blocks"]]:
@@ -111,10 +141,18 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
     return blocks.reshape(found.shape)
 
 
-def _to_panels(matrix: Shaped[Array, "N K"]) -> Shaped[Array, "panels K 16"]:
-    N, K = matrix.shape
-    host = np.pad(np.asarray(matrix), ((0, -N % PANEL_ROWS), (0, 0)))  # numpy: no program to compile for each shape
-    return jnp.asarray(np.ascontiguousarray(host.reshape(-(-N // PANEL_ROWS), PANEL_ROWS, K).swapaxes(1, 2)))
+def _empty_panels(N: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
+    """Zeros in pages of their own, so aligned that XLA takes them over, and given back to the system when released."""
+    shape, dtype = (-(-N // PANEL_ROWS), K, PANEL_ROWS), jnp.dtype(dtype)
+    return np.ndarray(shape, dtype, mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY))
+
+
+def _write_panels(panels: Shaped[np.ndarray, "panels K 16"], rows: Shaped[np.ndarray, "rows K"]) -> None:
+    whole, rest = divmod(len(rows), PANEL_ROWS)
+    full = rows[: whole * PANEL_ROWS].reshape(whole, PANEL_ROWS, rows.shape[1])
+    panels[:whole] = full.swapaxes(1, 2)
+    if rest:
+        panels[whole, :, :rest] = rows[-rest:].T
 
 
 def _from_panels(panels: Shaped[Array, "panels K 16"], num_rows: int) -> Shaped[Array, "N K"]:

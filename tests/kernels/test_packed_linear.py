@@ -110,6 +110,22 @@ def test_unpack_inverts_pack(shape):
     assert scales.shape == (shape[0], 0)
 
 
+@pytest.mark.parametrize("num_rows", [16, 48])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_may_come_in_any_order(shape, num_rows):
+    """And the memory they are written to becomes the matrix, uncopied."""
+    N, K = shape
+    weight, scales = matrix(shape).astype(np.int8), matrix((N, 1), 1)
+    packer = packed_linear.Packer(N, K, np.int8, num_blocks=1)
+    for start in reversed(range(0, N, num_rows)):
+        packer.write(start, weight[start : start + num_rows], scales[start : start + num_rows])
+    packed = packer.matrix()
+    whole = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales))
+    np.testing.assert_array_equal(packed.weights, whole.weights)
+    np.testing.assert_array_equal(packed.scales, whole.scales)
+    assert packed.weights.unsafe_buffer_pointer() == packer._weights.ctypes.data
+
+
 def test_blocks_that_do_not_divide_a_row_are_refused():
     with pytest.raises(ValueError, match="64 weights must divide into 3 blocks"):
         packed_linear.pack(jnp.zeros((16, 64), jnp.int8), jnp.ones((16, 3)))

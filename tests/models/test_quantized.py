@@ -27,9 +27,9 @@ load_int8_logits = partial(load_logits, make_transform=int8)
 def round_trip(specs):
     """What int8 keeps of each tensor, in float32."""
 
-    def transform(spec, array):
-        matrix = int8(specs)(spec, array)
-        return matrix.rows(jnp.arange(len(array))) if isinstance(matrix, QuantizedMatrix) else matrix
+    def transform(spec, tensor):
+        matrix = int8(specs)(spec, tensor)
+        return matrix.rows(jnp.arange(spec.shape[0])) if isinstance(matrix, QuantizedMatrix) else matrix
 
     return transform
 
@@ -56,11 +56,14 @@ def test_scanned_layers_match_unrolled(tmp_path):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_matrices_alone_are_quantised(tied):
-    arch = registry.from_hf_config(hf_dict("qwen2", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied))
+def test_matrices_alone_are_quantised(tmp_path, tied):
+    arch = registry.from_hf_config(
+        config := hf_dict("qwen2", hidden_size=256, intermediate_size=512, tie_word_embeddings=tied)
+    )
     specs = registry.param_specs(arch)
     params = weights.dummy(specs, 0, jnp.float32)
-    narrow = weights.rows.build_tree(specs, lambda spec: int8(specs)(spec, weights.rows.leaf_at(params, spec.path)))
+    weights.save(tmp_path, specs, params, config)
+    narrow = weights.load(tmp_path, specs, transform=int8(specs))
     for spec in specs:
         leaf = weights.rows.leaf_at(narrow, spec.path)
         assert leaf.shape == spec.shape

@@ -14,6 +14,10 @@ def random_matrix(*shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def quantized(matrix) -> QuantizedMatrix:
+    return QuantizedMatrix(*map(jnp.asarray, quantize(matrix)))
+
+
 def by_block(matrix, in_size):
     """[out, blocks, B]"""
     return np.asarray(matrix, np.float64).reshape(len(matrix), -1, block_size(in_size))
@@ -28,7 +32,7 @@ def dequantized(weight: QuantizedMatrix):
 @pytest.mark.parametrize("magnitude", [1e-30, 1e-3, 1.0, 1e30])
 def test_every_number_is_within_half_a_scale(shape, magnitude):
     matrix = random_matrix(*shape) * np.float32(magnitude)
-    weight = quantize(matrix)
+    weight = quantized(matrix)
     assert (weight.q.dtype, weight.scale.dtype) == ("int8", "float32")
     error = np.abs(by_block(matrix, shape[1]) - by_block(dequantized(weight), shape[1]))
     assert (error <= np.asarray(weight.scale, np.float64)[..., None] * (0.5 + 1e-5)).all()
@@ -38,18 +42,18 @@ def test_an_outlier_coarsens_its_own_block_alone():
     matrix = random_matrix(4, 256)
     spoiled = matrix.copy()
     spoiled[2, 70] = 1000.0
-    error = np.abs(dequantized(quantize(spoiled)) - spoiled)
+    error = np.abs(dequantized(quantized(spoiled)) - spoiled)
     assert error[2, 64:128].max() > 0.5
     error[2, 64:128] = 0
     assert error.max() <= np.abs(matrix).max() / 254 * 1.001
-    assert dequantized(quantize(spoiled))[2, 70] == pytest.approx(1000.0, rel=1e-6)
+    assert dequantized(quantized(spoiled))[2, 70] == pytest.approx(1000.0, rel=1e-6)
 
 
 def test_zeros_and_constants_are_exact():
     matrix = np.zeros((3, 128), np.float32)
     matrix[1] = -0.37
     matrix[2, 64:] = np.float32(1e-39)  # below float32's normal range
-    result = dequantized(quantize(matrix))
+    result = dequantized(quantized(matrix))
     np.testing.assert_array_equal(result[0], 0)
     np.testing.assert_allclose(result[1], -0.37, rtol=1e-6)
     assert np.abs(result[2] - matrix[2]).max() <= np.float32(1e-39)
@@ -59,7 +63,7 @@ def test_zeros_and_constants_are_exact():
 def test_what_is_not_finite_stays_so(bad):
     matrix = random_matrix(2, 64)
     matrix[1, 5] = bad
-    y = linear(quantize(matrix), jnp.ones((1, 64)))
+    y = linear(quantized(matrix), jnp.ones((1, 64)))
     assert np.isfinite(y[0, 0])
     assert not np.isfinite(y[0, 1])
 
@@ -78,7 +82,7 @@ CPU_SHAPES = [(1, 8), (7, 131), (200, 1536), (300, 1536), (512, 256), (3, 120_00
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 40])
 @pytest.mark.parametrize("form", ["_multiply_by_slabs", "_multiply_whole"])
 def test_products(shape, num_tokens, form):
-    weight, x = quantize(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
+    weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
     expected = x.astype(np.float64) @ dequantized(weight).T
     y = jax.jit(getattr(int8, form))(weight.q, weight.scale, x)
     assert y.dtype == "float32"
@@ -86,7 +90,7 @@ def test_products(shape, num_tokens, form):
 
 
 def test_linear_adds_the_bias_in_the_dtype_of_the_activations():
-    weight, bias = quantize(random_matrix(20, 64)), random_matrix(20, seed=2)
+    weight, bias = quantized(random_matrix(20, 64)), random_matrix(20, seed=2)
     x = jnp.asarray(random_matrix(3, 64, seed=1), jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ dequantized(weight).T + bias
     y = linear(weight, x, jnp.asarray(bias))
@@ -99,7 +103,7 @@ def test_linear_adds_the_bias_in_the_dtype_of_the_activations():
 def test_embedded_rows_are_those_of_the_matrix(dtype):
     matrix = random_matrix(10, 96)
     ids = jnp.array([3, 9, 3, 0, 12, -1])
-    for table, reference in ((quantize(matrix), dequantized(quantize(matrix))), (jnp.asarray(matrix), matrix)):
+    for table, reference in ((quantized(matrix), dequantized(quantized(matrix))), (jnp.asarray(matrix), matrix)):
         rows = embed(table, ids, dtype)
         assert rows.dtype == dtype
         expected = reference[[3, 9, 3, 0, 9, 9]]
@@ -108,7 +112,7 @@ def test_embedded_rows_are_those_of_the_matrix(dtype):
 
 @pytest.mark.parametrize("num_tokens", [1, 8, 64])
 def test_no_product_holds_the_matrix_in_float(num_tokens):
-    weight, x = quantize(random_matrix(8192, 576)), jnp.ones((num_tokens, 576))
+    weight, x = quantized(random_matrix(8192, 576)), jnp.ones((num_tokens, 576))
     memory = jax.jit(linear).lower(weight, x).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.2 * 4 * weight.q.size + 2 * 4 * num_tokens * 8192
     table = jax.jit(embed, static_argnums=2).lower(weight, jnp.zeros(num_tokens, jnp.int32), "float32").compile()

@@ -9,8 +9,8 @@ import jax, numpy as np
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import weights
-from weights import safetensors_store as store
-from weights.rows import leaf_at
+from weights import stored_tensor
+from weights.rows import build_tree, leaf_at
 from jaxserve.models import registry
 
 path = {path!r}
@@ -27,9 +27,9 @@ for dummy in (weights.dummy(specs, 7, jnp.bfloat16, shardings=shardings.get), al
 weights.save(path, specs, alone, config)
 
 copied = []
-original = store._copy
-store._copy = lambda piece: (copied.append(piece[1].nbytes), original(piece))
-as_tree = store.build_tree(specs, lambda s: shardings[s.path])
+original = stored_tensor._copy
+stored_tensor._copy = lambda piece: (copied.append(piece[1].nbytes), original(piece))
+as_tree = build_tree(specs, lambda s: shardings[s.path])
 for given in (shardings.get, as_tree):
     copied.clear()
     params = weights.load(path, specs, jnp.float32, given)
@@ -49,8 +49,8 @@ assert leaf_at(weights.load(path, specs, None, only), ("embed",)).devices() == {
 
 half = [NamedSharding(Mesh(np.array(jax.devices()[:2]), ("model",)), s.spec) for s in shardings.values()]
 device_reads = []
-read = store._read
-store._read = lambda parts, index, *rest: (out := read(parts, index, *rest), device_reads.append(out.nbytes))[0]
+read = weights.StoredTensor._read
+weights.StoredTensor._read = lambda self, index: (out := read(self, index), device_reads.append(out.nbytes))[0]
 weights.load(path, specs, None, dict(zip(shardings, half)).get)
 largest = max(x.nbytes for x in jax.tree.leaves(alone))
 assert max(device_reads) == largest // 2

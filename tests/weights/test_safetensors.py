@@ -19,7 +19,7 @@ import transformers
 import weights
 from jaxserve.models import registry
 from tests.checkpoints import FAMILIES, build_config, write_checkpoint
-from weights import safetensors_store
+from weights import safetensors_store, stored_tensor
 from weights.rows import leaf_at
 
 CONFIG = {**build_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
@@ -91,7 +91,7 @@ def test_fused_tensors_of_different_dtypes_are_promoted(checkpoint, params):
 
 
 def test_large_tensors_are_read_in_several_pieces(checkpoint, params, monkeypatch):
-    monkeypatch.setattr(safetensors_store, "_READ_BYTES", 1000)
+    monkeypatch.setattr(stored_tensor, "_READ_BYTES", 1000)
     assert_trees_equal(weights.load(checkpoint, SPECS), params)
 
 
@@ -103,15 +103,25 @@ def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
     assert_trees_equal(weights.load(checkpoint, tied), params)
 
 
+class Transfer:
+    """A tensor on its way to an accelerator, which reads the host's buffer until the transfer is waited for."""
+
+    def __init__(self, tensor):
+        self.buffer = tensor._read(None)
+        self.nbytes = self.buffer.nbytes
+
+    def block_until_ready(self):
+        self.buffer = None
+
+
 def test_host_memory_stays_near_one_tensor(tmp_path, monkeypatch):
     config = {**CONFIG, "vocab_size": 4000, "num_hidden_layers": 6, "intermediate_size": 16000}
     specs = registry.param_specs(registry.from_hf_config(config))
     weights.save(tmp_path, specs, weights.dummy(specs, 0, jnp.bfloat16), config)
     largest, total = (4 * measure(int(np.prod(s.shape)) for s in specs) for measure in (max, sum))
-    # numpy aligns to 16 bytes only: jax then copies each buffer and lets go of it, as it does for an accelerator.
-    monkeypatch.setattr(safetensors_store, "_aligned_empty", np.empty)
+    monkeypatch.setattr(stored_tensor, "host_buffer", np.empty)  # which tracemalloc sees
     tracemalloc.start()
-    params = weights.load(tmp_path, specs, jnp.float32)
+    params = weights.load(tmp_path, specs, jnp.float32, transform=lambda _, tensor: Transfer(tensor))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert sum(x.nbytes for x in jax.tree.leaves(params)) == total
@@ -131,21 +141,41 @@ def test_files_leave_no_pages_behind(tmp_path):
     specs = registry.param_specs(registry.from_hf_config(config))
     weights.save(tmp_path, specs, weights.dummy(specs, 0, jnp.float32), config)
     resident = [resident_bytes()]
-    params = weights.load(tmp_path, specs, transform=lambda _, array: (array, resident.append(resident_bytes()))[0])
+    params = weights.load(
+        tmp_path, specs, transform=lambda _, tensor: (resident.append(resident_bytes()), tensor.place())[1]
+    )
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     assert size > 100e6
     assert max(resident) - resident[0] < 1.3 * size
 
 
 def test_each_tensor_is_transformed_with_its_row(checkpoint, params):
-    def transform(row, array):
-        assert array.shape == row.shape
-        return {"tensor": array, "name": row.path[-1]}
+    def transform(row, tensor):
+        assert tensor.shape == row.shape
+        return {"tensor": tensor.place(), "name": row.path[-1]}
 
     changed = weights.load(checkpoint, SPECS, transform=transform)
     for row in SPECS:
         assert leaf_at(changed, row.path)["name"] == row.path[-1]
         np.testing.assert_array_equal(leaf_at(changed, row.path)["tensor"], leaf_at(params, row.path))
+
+
+@pytest.mark.parametrize("num_rows", [1, 7, 64, 1000])
+@pytest.mark.parametrize("dtype", [None, jnp.bfloat16])
+def test_slabs_make_up_the_tensor(checkpoint, params, num_rows, dtype):
+    def transform(row, tensor):
+        whole, starts = np.zeros(tensor.shape, tensor.dtype), []
+
+        def use(start, rows):
+            starts.append(start)
+            whole[start : start + num_rows] = rows
+
+        tensor.each_slab(num_rows, use)
+        assert sorted(starts) == list(range(0, row.shape[0], num_rows))
+        return whole
+
+    expected = params if dtype is None else jax.tree.map(lambda x: x.astype(dtype), params)
+    assert_trees_equal(weights.load(checkpoint, SPECS, dtype, transform=transform), expected)
 
 
 # What is refused

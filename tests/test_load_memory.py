@@ -1,0 +1,46 @@
+"""What loading a checkpoint takes beside the weights, of a whole process: no allocator keeps anything to speak of."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+import weights
+from jaxserve.models.registry import from_hf_config, param_specs
+from pallas_kernels import native
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "load_memory.py"
+CONFIG = {  # 108M parameters
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 24_000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 9,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
+    "tie_word_embeddings": True,
+}
+
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident set from /proc"),
+    pytest.mark.skipif(native.unavailable() is not None, reason="needs the native kernels"),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    specs, path = param_specs(from_hf_config(CONFIG)), tmp_path_factory.mktemp("model")
+    weights.save(path, specs, weights.dummy(specs, 0, jnp.bfloat16), CONFIG)
+    return path
+
+
+@pytest.mark.parametrize(("quantization", "bytes_per_weight"), [("none", 4), ("int8", 1 + 4 / 64)])
+def test_peak_is_at_most_1_3_of_the_weights(checkpoint: Path, quantization: str, bytes_per_weight: float) -> None:
+    command = [sys.executable, str(SCRIPT), "--measure", str(checkpoint), quantization]
+    figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300).stdout)
+    num_weights = (checkpoint / "model.safetensors").stat().st_size / 2
+    assert figures["weights_mb"] == pytest.approx(num_weights * bytes_per_weight / 1e6, rel=0.01)
+    assert 1 < figures["peak_ratio"] < 1.3, figures
