@@ -235,7 +235,8 @@ def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, row
         own = NUM_SHARED + 4 * number + np.arange(4)
         table[number, : len(prefix) + 4] = [*prefix, *own]
     pool_shape = (case.num_layers, NUM_SHARED + 4 * SHARING_ROWS, *inputs.kv_pages.shape[2:])
-    inputs = inputs._replace(page_table=jnp.asarray(table), kv_pages=jnp.asarray(rng.normal(size=pool_shape), "float32"))
+    kv_pages = jnp.asarray(rng.normal(size=pool_shape), "float32")
+    inputs = inputs._replace(page_table=jnp.asarray(table), kv_pages=kv_pages)
     expected, expected_pool = run(case, inputs, "reference")
     out, pool = run(case, inputs, backend)
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
