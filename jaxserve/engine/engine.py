@@ -25,9 +25,10 @@ from jaxserve.engine.build import (
 from jaxserve.engine.costs import attention_cost
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.pacer import Pacer
+from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner, StepHandle, StepResult, compile_counter
-from jaxserve.engine.scheduler import Scheduler, StepPlan
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
@@ -55,7 +56,7 @@ class _Progress:
 
     plan: StepPlan
     result: StepResult
-    progressed: list[tuple[Request, TokenIds]]
+    progressed: dict[Request, int]  # new tokens of each
 
 
 class Engine:
@@ -275,7 +276,7 @@ class Engine:
         return list(progressed.values())
 
     def _burst_bucket(self, plan: StepPlan) -> int | None:
-        return self._runner.burst_bucket_for(len(plan.rows))
+        return self._runner.burst_bucket_for(plan.num_rows)
 
     def _max_steps(self) -> int:
         """Steps that the next dispatch may have, as far as programs and their speed go."""
@@ -329,15 +330,15 @@ class Engine:
         while self._in_flight:
             step = self._in_flight.popleft()
             self._account(step, step.plan.num_steps)
-            self._scheduler.update(step.plan, *[[0] * len(step.plan.rows)] * step.plan.num_steps)
+            self._scheduler.update(step.plan, *[[0] * step.plan.num_rows] * step.plan.num_steps)
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
 
     def _dispatch(self, plan: StepPlan, started: float) -> _InFlight:
         compiles = compile_counter.count
-        for row in plan.admitted:
-            self._group_of[row.request.request_id].admitted(row.request)
-            if (slot_row := self._packer.pack_slot(row.request)) is not None:
-                self._runner.set_slot(row.slot, slot_row)
+        for request in plan.admitted:
+            self._group_of[request.request_id].admitted(request)
+            if (slot_row := self._packer.pack_slot(request)) is not None:
+                self._runner.set_slot(request.slot, slot_row)
         burst = plan.num_steps > 1
         bucket = self._burst_bucket(plan) if burst else self._runner.bucket_for(plan.num_tokens)
         assert bucket is not None, "bursts are planned where there is a program for them"
@@ -360,7 +361,7 @@ class Engine:
 
     def _update(self, step: _InFlight, out: StepResult) -> _Progress:
         self._account(step, len(out.token_ids))
-        progressed = self._scheduler.update(step.plan, *out.token_ids[:, : len(step.plan.rows)].tolist())
+        progressed = self._scheduler.update(step.plan, *out.token_ids[:, : step.plan.num_rows].tolist())
         return _Progress(step.plan, out, progressed)
 
     def _deliver(self, known: Sequence[_Progress]) -> dict[str, RequestOutput]:
@@ -375,29 +376,28 @@ class Engine:
         result, now_s = step.result, time.monotonic()
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
-        row_of = _rows_by_id(step.plan) if result.logprobs is not None else {}
-        outputs, num_tokens = {}, 0
-        for request, token_ids in step.progressed:
+        row_of = {} if result.logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
+        outputs, num_output_tokens = {}, 0
+        for request, num_tokens in step.progressed.items():
             group = self._group_of.get(request.request_id)
             if group is None:  # a stop string of a step read together with this one has ended it
                 continue
-            stop = group.append(request, token_ids, now_s, result.logprobs, row_of.get(request.request_id, -1))
+            stop = group.append(request, num_tokens, now_s, result.logprobs, row_of.get(request, -1))
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
             outputs[group.output.request_id] = group.output
-            num_tokens += len(token_ids)
-        self.stats.num_output_tokens += num_tokens
+            num_output_tokens += num_tokens
+        self.stats.num_output_tokens += num_output_tokens
         return outputs
 
     def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
         token = 0  # first of the row on the step's token axis
-        for row in plan.rows:
-            request, start = row.request, row.start + 1  # what is predicted lies one further
+        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
             group = self._group_of.get(request.request_id)
-            if group is not None and row.wants_prompt_logprobs:
-                ids = request.prompt_token_ids[start : start + row.num_tokens]
-                group.append_prompt_logprobs(start, ids, logprobs, token)
-            token += row.num_tokens
+            if group is not None and wants_prompt_logprobs(request, start):
+                ids = request.prompt_token_ids[start + 1 : start + 1 + count]  # what is predicted lies one further
+                group.append_prompt_logprobs(start + 1, ids, logprobs, token)
+            token += count
 
     def _finish(self, request: Request, stop_string: str | None = None) -> None:
         if stop_string is not None:
@@ -422,7 +422,7 @@ class Engine:
         self.last_step = StepStats(
             step_id=plan.step_id,
             num_steps=num_steps,
-            num_rows=len(plan.rows),
+            num_rows=plan.num_rows,
             num_tokens=plan.num_tokens * num_steps,
             num_padding_tokens=(step.bucket - plan.num_tokens) * num_steps,
             num_prefill_tokens=plan.num_prefill_tokens,
@@ -442,7 +442,3 @@ class Engine:
             ),
         )
         self.stats.add(self.last_step)
-
-
-def _rows_by_id(plan: StepPlan) -> dict[str, int]:
-    return {row.request.request_id: index for index, row in enumerate(plan.rows)}

@@ -3,6 +3,7 @@
 import random
 import time
 import zlib
+from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
@@ -51,6 +52,22 @@ def generate_alone(request):
             return tokens[request.num_prompt_tokens :], FinishReason.LENGTH
 
 
+class Row(NamedTuple):
+    """A plan's columns, row by row."""
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+    admitted: bool
+
+
+def rows_of(plan):
+    columns = zip(plan.requests, plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+    return [Row(request, *rest, request in plan.admitted) for request, *rest in columns]
+
+
 class Device:
     """Runs plans in order. A pool entry holds what its content depends on: salt and tokens up to its position."""
 
@@ -63,11 +80,11 @@ class Device:
         """The sampled ids of each step; a burst ends with the first one that has a stop id."""
         steps = []
         while len(steps) < plan.num_steps and not any(self._stops(plan, ids) for ids in steps[-1:]):
-            steps.append(self._run_step([row._replace(start=row.start + len(steps)) for row in plan.rows]))
+            steps.append(self._run_step([row._replace(start=row.start + len(steps)) for row in rows_of(plan)]))
         return steps
 
     def _stops(self, plan, ids):
-        return any(token in row.request.stop_ids for row, token in zip(plan.rows, ids, strict=True))
+        return any(token in request.stop_ids for request, token in zip(plan.requests, ids, strict=True))
 
     def _run_step(self, rows):
         sequences = [self._sequence(row) for row in rows]
@@ -162,7 +179,7 @@ class Loop:
 
 def starts(plan):
     """Request id -> (start, num_tokens)."""
-    return {row.request.request_id: (row.start, row.num_tokens) for row in plan.rows}
+    return {row.request.request_id: (row.start, row.num_tokens) for row in rows_of(plan)}
 
 
 def num_computed(plans):
@@ -245,9 +262,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def update(self):
         plan, steps = self.loop.in_flight[0]
-        sampled = [(row.request, [ids[i] for ids in steps]) for i, row in enumerate(plan.rows) if row.samples]
+        sampled = [(row.request, [ids[i] for ids in steps]) for i, row in enumerate(rows_of(plan)) if row.samples]
         expected = [(request, ids[: self.num_missing(request)]) for request, ids in sampled]
-        assert self.loop.update() == [(request, ids) for request, ids in expected if ids]
+        assert self.loop.update() == {request: len(ids) for request, ids in expected if ids}
+        assert all(request.output_token_ids[-len(ids) :] == ids for request, ids in expected if ids)
         self.num_wasted += sum(len(ids) for _, ids in sampled) - sum(len(ids) for _, ids in expected)
         assert self.scheduler.num_wasted_tokens == self.num_wasted
         self.forget_finished()
@@ -297,14 +315,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         return plan
 
     def check_plan(self, plan, decodes, prefills):
-        scheduler, rows = self.scheduler, {row.request: row for row in plan.rows}
-        assert 0 < len(rows) == len(plan.rows) <= scheduler.max_num_seqs
-        assert len({row.slot for row in plan.rows}) == len(rows)
-        assert all(row.num_tokens > 0 for row in plan.rows)
-        assert plan.num_tokens == sum(row.num_tokens for row in plan.rows) <= scheduler.max_num_batched_tokens
+        scheduler, rows = self.scheduler, {row.request: row for row in rows_of(plan)}
+        assert 0 < len(rows) == plan.num_rows <= scheduler.max_num_seqs
+        assert len(set(plan.slots)) == len(rows)
+        assert min(plan.counts) > 0
+        assert plan.num_tokens == sum(plan.counts) <= scheduler.max_num_batched_tokens
         assert not rows.keys() & set(plan.preempted)
         decodes = [request for request in decodes if request not in plan.preempted]
-        assert [row.request for row in plan.rows[: len(decodes)]] == decodes, "a row in decode missed a step"
+        assert plan.requests[: len(decodes)] == decodes, "a row in decode missed a step"
         assert all(rows[request].num_tokens == 1 for request in decodes)
         assert plan.num_decode_tokens == len(decodes)
         if plan.num_steps > 1:
@@ -312,7 +330,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget_left = scheduler.max_num_batched_tokens - plan.num_tokens
         for request in prefills:
             assert request in rows or request in plan.preempted or not budget_left
-        admitted = [row.request for row in plan.rows if row.admitted]
+        admitted = [row.request for row in rows_of(plan) if row.admitted]
         assert admitted == self.waiting[: len(admitted)], "first come, first served"
         assert plan.num_cached_tokens == sum(rows[request].start for request in admitted)
         assert all(rows[request].start == 0 for request in admitted if not request.read_prefix_cache)
@@ -326,7 +344,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def check_burst(self, plan, decodes):
         assert plan.num_steps <= self.loop.max_steps
-        assert [row.request for row in plan.rows] == decodes == self.running
+        assert plan.requests == decodes == self.running
         assert not self.waiting or len(self.running) == self.scheduler.max_num_seqs
         for request in decodes:
             assert request.num_pending_tokens == plan.num_steps, "it begins with all tokens known"
@@ -338,7 +356,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_free = self.scheduler.num_pages - plan.num_pages_used
         pages_short = -(-head.num_tokens // page_size) + len(self.running) > num_free
         first_page = head.tokens(0, page_size)
-        shared = any(row.request.tokens(0, page_size) == first_page for row in plan.rows)
+        shared = any(request.tokens(0, page_size) == first_page for request in plan.requests)
         assert head.num_pending_tokens or pages_short or (shared and head.read_prefix_cache), "the head could have run"
 
     def check_output(self, request):
@@ -402,8 +420,8 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_the_end():
     loop = Loop(make_scheduler(max_num_batched_tokens=16)).add(make_request("a", range(40), 1))
     plans = loop.drain().plans
     assert [starts(plan)["a"] for plan in plans] == [(0, 16), (16, 16), (32, 8)]
-    assert [plan.rows[0].samples for plan in plans] == [False, False, True]
-    assert [plan.rows[0].admitted for plan in plans] == [True, False, False]
+    assert [plan.samples[0] for plan in plans] == [False, False, True]
+    assert [bool(plan.admitted) for plan in plans] == [True, False, False]
 
 
 def test_decodes_go_on_while_a_long_prompt_is_computed():
@@ -411,10 +429,10 @@ def test_decodes_go_on_while_a_long_prompt_is_computed():
     loop.step()
     loop.add(make_request("b", range(50, 90), 4), make_request("c", range(9), 4))
     plans = [loop.step() for _ in range(4)]
-    assert all(plan.rows[0].request.request_id == "a" and plan.num_decode_tokens == 1 for plan in plans[:3])
+    assert all(plan.requests[0].request_id == "a" and plan.num_decode_tokens == 1 for plan in plans[:3])
     assert [starts(plan).get("b") for plan in plans] == [(0, 15), (15, 15), (30, 10), (40, 1)]
     assert starts(plans[2])["c"] == (4, 5)  # what the prefill left of the budget; its first page is the one of "a"
-    assert [row.request.request_id for row in plans[3].rows] == ["a", "b", "c"]
+    assert [request.request_id for request in plans[3].requests] == ["a", "b", "c"]
 
 
 def test_no_more_requests_run_than_there_are_slots():
@@ -517,7 +535,7 @@ def test_the_last_admitted_gives_way_and_finds_its_pages_again():
     assert loop.scheduler.num_waiting == 2
     num_before = num_computed(loop.plans)
     loop.drain()
-    order = [row.request.request_id for plan in loop.plans for row in plan.rows if row.admitted]
+    order = [request.request_id for plan in loop.plans for request in plan.admitted]
     assert order == ["old", "young", "young", "next"]
     assert (old.output_token_ids, young.output_token_ids) == (generate_alone(old)[0], generate_alone(young)[0])
     assert num_computed(loop.plans) > num_before
@@ -661,7 +679,8 @@ def test_a_stop_that_the_device_missed_is_found_by_the_host():
     scheduler.add(other)
     scheduler.update(scheduler.schedule(4), [5, 5])
     plan = scheduler.schedule(4)
-    assert scheduler.update(plan, [5, 5], [7, 5], [5, 5], [6, 6]) == [(request, [5, 7]), (other, [5, 5, 5, 6])]
+    assert scheduler.update(plan, [5, 5], [7, 5], [5, 5], [6, 6]) == {request: 2, other: 4}
+    assert (request.output_token_ids, other.output_token_ids) == ([5, 5, 7], [5, 5, 5, 5, 6])
     assert scheduler.num_wasted_tokens == 2
     scheduler.check_integrity()
 
@@ -719,10 +738,10 @@ def test_a_stop_found_one_step_late_wastes_one_token():
     request = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([7]))
     scheduler.add(request)
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert scheduler.update(first, [7]) == [(request, [7])]
+    assert scheduler.update(first, [7]) == {request: 1}
     assert request.finish_reason is FinishReason.STOP
     assert scheduler.num_pages_used == 0
-    assert scheduler.update(second, [5]) == []
+    assert scheduler.update(second, [5]) == {}
     assert request.output_token_ids == [7]
     assert scheduler.num_wasted_tokens == 1
     scheduler.check_integrity()
@@ -815,7 +834,7 @@ def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
             begin = time.thread_time()
             plan = scheduler.schedule()
             times.append(time.thread_time() - begin)
-            scheduler.update(plan, [0] * len(plan.rows))
+            scheduler.update(plan, [0] * plan.num_rows)
         return min(times)
 
     def loaded(num_waiting):
