@@ -174,6 +174,7 @@ class BatchPacker:
         self._sync_slots(plan)
         slots = np.array(plan.slots, np.int64)  # in a third of the time that a found dtype takes
         starts, counts = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
+        samples = np.array(plan.samples)
         num_rows, stops = plan.num_rows, starts + counts
         blob = np.zeros(self.layouts[bucket].blob_size, np.int32)
         to = self.layouts[bucket].views(blob)
@@ -184,14 +185,14 @@ class BatchPacker:
         to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
         np.cumsum(counts, out=to["cu_q_lens"][1 : num_rows + 1])
         to["kv_lens"][:num_rows] = stops
-        to["samples"][:num_rows] = plan.samples
+        to["samples"][:num_rows] = samples
         self._pages.take(slots, axis=0, out=to["page_table"][:num_rows], mode="clip")
         self._record_words.take(slots, axis=0, out=to["slot_records"][:num_rows], mode="clip")
         to["token_ids"][: plan.num_tokens] = -1
         for row in np.flatnonzero(self._sampled_at[slots] != starts).tolist():
             end, start, stop = to["cu_q_lens"][row + 1], int(starts[row]), int(stops[row])
             to["token_ids"][end - (stop - start) : end] = plan.requests[row].tokens(start, stop)
-        self._sampled_at[slots] = np.where(plan.samples, stops, -1)
+        self._sampled_at[slots] = np.where(samples, stops, -1)
         if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][...] = 1
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops.tolist()))
