@@ -1,190 +1,25 @@
-"""The scheduler alone, on a simulated device that knows from which tokens every entry of the pool was computed."""
+"""The scheduler alone, on a simulated device."""
 
 import random
 import time
-import zlib
-from typing import NamedTuple
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulation import (
+    VOCAB_SIZE,
+    Loop,
+    generate_alone,
+    make_request,
+    make_scheduler,
+    num_computed,
+    rows_of,
+    starts,
+)
 
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import RequestError
-from jaxserve.request import FinishReason, Request, RequestStatus, SamplingParams
-
-VOCAB_SIZE = 5
-PARAMS = SamplingParams(max_tokens=None)
-IGNORED = 10**6  # what the device returns for rows that do not sample
-
-
-def make_scheduler(max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=64, max_model_len=256):
-    return Scheduler(
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        page_size=page_size,
-        num_pages=num_pages,
-        max_model_len=max_model_len,
-    )
-
-
-def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):
-    prompt = list(prompt)
-    params = PARAMS if not min_tokens else SamplingParams(max_tokens=None, min_tokens=min_tokens)
-    return Request(request_id, prompt, params, seed=0, max_total_tokens=len(prompt) + max_tokens, **kwargs)
-
-
-def next_token(tokens):
-    """The model: any deterministic function of all tokens before."""
-    return zlib.crc32(repr(tokens).encode()) % VOCAB_SIZE
-
-
-def generate_alone(request):
-    """Output and reason of an undisturbed run."""
-    tokens = list(request.prompt_token_ids)
-    while True:
-        tokens.append(next_token(tokens))
-        num_output = len(tokens) - request.num_prompt_tokens
-        if tokens[-1] in request.stop_ids and num_output > request.params.min_tokens:
-            return tokens[request.num_prompt_tokens :], FinishReason.STOP
-        if len(tokens) == request.max_total_tokens:
-            return tokens[request.num_prompt_tokens :], FinishReason.LENGTH
-
-
-class Row(NamedTuple):
-    """A plan's columns, row by row."""
-
-    request: Request
-    slot: int
-    start: int
-    num_tokens: int
-    samples: bool
-    admitted: bool
-
-
-def rows_of(plan):
-    columns = zip(plan.requests, plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
-    return [Row(request, *rest, request in plan.admitted) for request, *rest in columns]
-
-
-class Device:
-    """Runs plans in order. A pool entry holds what its content depends on: salt and tokens up to its position."""
-
-    def __init__(self, page_size):
-        self.page_size = page_size
-        self.kv = {}
-        self.history = {}  # slot -> position -> token
-
-    def run(self, plan):
-        """The sampled ids of each step; a burst ends with the first one that has a stop id."""
-        steps = []
-        while len(steps) < plan.num_steps and not any(self._stops(plan, ids) for ids in steps[-1:]):
-            steps.append(self._run_step([row._replace(start=row.start + len(steps)) for row in rows_of(plan)]))
-        return steps
-
-    def _stops(self, plan, ids):
-        return any(token in request.stop_ids for request, token in zip(plan.requests, ids, strict=True))
-
-    def _run_step(self, rows):
-        sequences = [self._sequence(row) for row in rows]
-        # Reads and writes of one step have no order, so what a row did not compute itself must be there before
-        # the first write and after the last.
-        for row, tokens in zip(rows, sequences, strict=True):
-            self._check_content(row, tokens[: row.start])
-        self._write(rows, sequences)
-        for row, tokens in zip(rows, sequences, strict=True):
-            self._check_content(row, tokens)
-        return [self._sample(row, tokens) for row, tokens in zip(rows, sequences, strict=True)]
-
-    def _sequence(self, row):
-        request, stop = row.request, row.start + row.num_tokens
-        if row.admitted:
-            self.history[row.slot] = dict(enumerate(request.tokens(0, request.num_known_tokens)))
-        tokens = [self.history[row.slot][i] for i in range(stop)]
-        num_known = min(stop, request.num_known_tokens)
-        assert tokens[:num_known] == request.tokens(0, num_known), "the slot holds another request's tokens"
-        assert row.num_tokens == 1 or num_known == stop, "only a single token may have an unknown id"
-        return tokens
-
-    def _write(self, rows, sequences):
-        written = set()
-        for row, tokens in zip(rows, sequences, strict=True):
-            for position in range(row.start, row.start + row.num_tokens):
-                entry = self._entry(row.request, position)
-                assert entry not in written, f"{entry} is written twice in one step"
-                written.add(entry)
-                self.kv[entry] = (row.request.salt, tuple(tokens[: position + 1]))
-
-    def _check_content(self, row, tokens):
-        for position in range(len(tokens)):
-            content = self.kv.get(self._entry(row.request, position))
-            expected = (row.request.salt, tuple(tokens[: position + 1]))
-            assert content == expected, f"{row.request.request_id} finds {content} at position {position}"
-
-    def _sample(self, row, tokens):
-        if not row.samples:
-            return IGNORED
-        self.history[row.slot][len(tokens)] = token = next_token(tokens)
-        return token
-
-    def _entry(self, request, position):
-        return request.pages[position // self.page_size], position % self.page_size
-
-
-class Loop:
-    """Scheduler and device with `depth` plans in flight, as an engine drives them, in bursts of up to `max_steps`."""
-
-    def __init__(self, scheduler, depth=0, max_steps=1):
-        self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
-        self.device = Device(scheduler.page_size)
-        self.in_flight = []
-        self.plans = []
-
-    def must_read_first(self):
-        in_burst = self.in_flight and self.in_flight[-1][0].num_steps > 1
-        return in_burst or (self.in_flight and self.scheduler.most_steps(self.max_steps) > 1)
-
-    def schedule(self):
-        while self.must_read_first():
-            self.update()
-        plan = self.scheduler.schedule(self.max_steps)
-        if plan is not None:
-            self.in_flight.append((plan, self.device.run(plan)))
-            self.plans.append(plan)
-        assert plan or self.in_flight or not self.scheduler.has_unfinished(), "idle with runnable work"
-        return plan
-
-    def update(self):
-        plan, steps = self.in_flight.pop(0)
-        return self.scheduler.update(plan, *steps)
-
-    def step(self):
-        plan = self.schedule()
-        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
-            self.update()
-        self.scheduler.check_integrity()
-        return plan
-
-    def drain(self):
-        while self.scheduler.has_unfinished() or self.in_flight:
-            self.step()
-        return self
-
-    def add(self, *requests):
-        for request in requests:
-            self.scheduler.add(request)
-        return self
-
-
-def starts(plan):
-    """Request id -> (start, num_tokens)."""
-    return {row.request.request_id: (row.start, row.num_tokens) for row in rows_of(plan)}
-
-
-def num_computed(plans):
-    return sum(plan.num_tokens for plan in plans)
-
+from jaxserve.request import FinishReason, RequestStatus
 
 PROMPTS = st.builds(
     lambda num_common, tail: [1, 2, 3, 4, 3, 2, 1, 0, 1, 1, 2, 2, 3, 3, 4, 4][:num_common] + tail,
@@ -589,123 +424,6 @@ def test_rows_that_cannot_grow_need_no_reserve():
     loop = Loop(make_scheduler(page_size=4, num_pages=4))
     loop.add(*(make_request(i, [ord(i)], 4) for i in "abcd"))
     assert list(starts(loop.step())) == ["a", "b", "c", "d"]
-
-
-# Bursts
-
-
-def burst_lengths(loop):
-    return [plan.num_steps for plan in loop.plans]
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-def test_rows_in_decode_go_in_bursts_to_the_nearest_end(depth):
-    loop = Loop(make_scheduler(), depth, max_steps=4)
-    loop.add(make_request("a", range(5), 9), make_request("b", range(3), 14)).drain()
-    assert burst_lengths(loop) == [1, 4, 4, 4, 1]
-    assert loop.scheduler.num_wasted_tokens == 0
-
-
-def test_no_burst_while_someone_may_join():
-    loop = Loop(make_scheduler(max_num_seqs=2, num_pages=4), max_steps=4)
-    loop.add(make_request("a", range(8), 6))
-    loop.step()
-    loop.add(make_request("b", range(10, 15), 9))  # pages are short
-    assert [loop.step().num_steps for _ in range(3)] == [1, 1, 1]
-    loop.scheduler.abort("b")
-    assert loop.step().num_steps == 2
-
-
-def test_bursts_go_on_while_the_queue_finds_no_slot():
-    loop = Loop(make_scheduler(max_num_seqs=1), max_steps=4)
-    loop.add(*(make_request(str(i), [i], 5) for i in range(3))).drain()
-    assert burst_lengths(loop) == [1, 4] * 3
-
-
-def test_a_newcomer_waits_for_one_burst():
-    loop = Loop(make_scheduler(), depth=1, max_steps=4).add(make_request("a", range(5), 40))
-    for _ in range(3):
-        loop.step()
-    assert burst_lengths(loop) == [1, 4, 4]
-    loop.add(make_request("b", range(7), 2))
-    assert "b" in starts(loop.step())
-
-
-@pytest.mark.parametrize("params", [{"stop": "x"}, {"logprobs": 0}])
-def test_rows_that_need_the_host_keep_all_from_bursts(params):
-    loop = Loop(make_scheduler(), max_steps=4)
-    needs_host = make_request("a", range(3), 6)
-    needs_host.params = SamplingParams(max_tokens=None, **params)
-    loop.add(needs_host, make_request("b", range(5), 16)).drain()
-    assert burst_lengths(loop) == [1] * 6 + [4, 4, 2]
-
-
-def test_a_burst_takes_no_more_pages_than_are_free():
-    loop = Loop(make_scheduler(page_size=1, num_pages=16), max_steps=8)
-    loop.add(make_request("a", [1, 1], 14), make_request("b", [2, 2], 14))
-    loop.step()
-    assert loop.step().num_steps == 4  # 12 pages are free, 8 steps need 16
-    assert loop.step().num_steps == 2
-    assert loop.step().preempted
-    loop.drain()
-
-
-def test_a_stop_ends_the_burst_and_the_others_keep_pages_for_their_next():
-    loop = Loop(make_scheduler(page_size=2), max_steps=8)
-    output, _ = generate_alone(make_request("a", [1, 2, 3], 20))
-    stop = next(i for i in range(2, 8) if output[i] not in output[:i])  # in the middle of the first burst
-    ending = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([output[stop]]))
-    other = make_request("b", [4, 2, 1], 20)
-    loop.add(ending, other)
-    loop.step()
-    plan = loop.step()
-    assert plan.num_steps == 8
-    assert (ending.finish_reason, ending.output_token_ids) == (FinishReason.STOP, output[: stop + 1])
-    assert len(other.output_token_ids) == stop + 1
-    assert other.num_computed_tokens == 3 + stop
-    assert (other.num_pending_tokens, len(other.pages)) == (0, 6)
-    assert loop.scheduler.num_wasted_tokens == 0
-    pages = other.pages[:]
-    loop.step()
-    assert other.pages[:6] == pages
-    loop.drain()
-    assert other.output_token_ids == generate_alone(other)[0]
-
-
-def test_a_stop_that_the_device_missed_is_found_by_the_host():
-    scheduler = make_scheduler()
-    request, other = make_request("a", [1], 20, stop_ids=frozenset([7])), make_request("b", [2], 20)
-    scheduler.add(request)
-    scheduler.add(other)
-    scheduler.update(scheduler.schedule(4), [5, 5])
-    plan = scheduler.schedule(4)
-    assert scheduler.update(plan, [5, 5], [7, 5], [5, 5], [6, 6]) == {request: 2, other: 4}
-    assert (request.output_token_ids, other.output_token_ids) == ([5, 5, 7], [5, 5, 5, 5, 6])
-    assert scheduler.num_wasted_tokens == 2
-    scheduler.check_integrity()
-
-
-def test_abort_during_a_burst():
-    loop = Loop(make_scheduler(), depth=1, max_steps=4).add(make_request("a", range(4), 9), make_request("b", [1], 9))
-    loop.step()
-    assert loop.step().num_steps == 4
-    loop.scheduler.abort("a")
-    loop.scheduler.check_integrity()
-    loop.drain()
-    assert loop.scheduler.num_wasted_tokens == 4
-
-
-def test_nothing_is_planned_beside_a_burst():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1], 20))
-    scheduler.update(scheduler.schedule(4), [5])
-    plan = scheduler.schedule(4)
-    with pytest.raises(AssertionError, match="must be updated before"):
-        scheduler.schedule(4)
-    with pytest.raises(AssertionError, match="4 steps cannot have run 5"):
-        scheduler.update(plan, *[[5]] * 5)
-    scheduler.abort("a")
-    assert scheduler.schedule(4) is None
 
 
 # Ends
