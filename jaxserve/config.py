@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
-MAX_BURST_STEPS = 32  # where they are chosen by measurement
+MAX_BURST_STEPS = 64  # where they are chosen by measurement
 MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
 MAX_BURST_ROWS = 16  # on CPUs more gain too, but each size is a program, and of many rows one soon ends
 
