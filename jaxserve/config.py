@@ -18,9 +18,9 @@ DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
-MAX_BURST_STEPS = 32  # where they are chosen by measurement
+MAX_BURST_STEPS = 64  # where they are chosen by measurement
 MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
-MAX_BURST_ROWS = 8  # with more, a step is long beside what its dispatch costs
+MAX_BURST_ROWS = 16  # on CPUs more gain too, but each size is a program, and of many rows one soon ends
 
 
 @no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
@@ -48,7 +48,7 @@ class EngineConfig:
         seed: of the weights where they are random, and of requests that bring none.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
-        burst: most decode steps in one dispatch, where at most 8 rows run and none joins, ends by length or has stop
+        burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has stop
             strings or logprobs; 1 is off. "auto" measures whether bursts are faster, and lets none take longer than
             some 20 ms, which is what a new request may have to wait; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest

@@ -214,17 +214,15 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
     output_token_ids: TokenIds = field(default_factory=list)  # those read from the device
-    num_pending_tokens: int = 0  # sampled on the device, not yet read (step-ahead)
-    num_computed_tokens: int = 0
+    num_computed_tokens: int = 0  # of plans made; 0 unless running
+    num_tokens_when_preempted: int = 0  # counts tokens that were then on the device
+    quiet_until: int = 0  # while num_computed_tokens stays below, a step of decode changes nothing but that number
+    review_at: int = 0  # output tokens with which the request ends by length or a page is full
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)  # append-only while running
     page_hashes: list[bytes] = field(default_factory=list)  # of the full pages of known tokens
     slot: int = -1  # row of the per-request device state; -1 while not running
-    asks_logprobs: bool = field(init=False)  # of prompt or output
-
-    def __post_init__(self) -> None:
-        self.asks_logprobs = self.params.logprobs is not None or self.params.prompt_logprobs is not None
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -238,8 +236,13 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those still on the device."""
-        return len(self.prompt_token_ids) + len(self.output_token_ids) + self.num_pending_tokens
+        """Known tokens and those still on the device: whoever has computed n tokens has sampled one more."""
+        return max(self.num_known_tokens, self.num_computed_tokens + 1, self.num_tokens_when_preempted)
+
+    @property
+    def num_pending_tokens(self) -> int:
+        """Tokens sampled on the device and not yet read (step-ahead)."""
+        return self.num_tokens - self.num_known_tokens
 
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Known token ids in [start, stop)."""

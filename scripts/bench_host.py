@@ -4,9 +4,10 @@
     python scripts/bench_host.py --rows 64 --waiting 0 --prefill 256
 
 Every row decodes in every measured step; with --prefill, one more row prefills that many tokens of a long prompt beside
-them. `step` is the whole of Engine.step; `outputs` is what is left of it beside the named parts (dispatch and output
-assembly; no tokenizer is loaded). `step_cpu` is the CPU time of `step`: what it would take if nothing else ran on the
-machine. Prints one JSON line per case.
+them. `step` is the whole of Engine.step, and `step_cpu` its CPU time: what it would take if nothing else ran on the
+machine. `planning` is schedule + pack + update; `outputs` is what is left of a step beside planning and account:
+dispatch and output assembly (no tokenizer is loaded). `collections` counts what the garbage collector did meanwhile, by
+generation. Prints one JSON line per case.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
@@ -31,7 +33,7 @@ PARTS = {
     "schedule": "_scheduler.schedule",
     "pack": "_packer.pack",
     "update": "_scheduler.update",
-    "account": "_account",
+    "account": "_accounts.write",
 }
 
 
@@ -86,8 +88,15 @@ def prompts(length: int, seed: int) -> Iterator[list[int]]:
         yield from rng.integers(0, 32_000, (64, length)).tolist()
 
 
-def measure(engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_steps: int) -> dict[str, list[float]]:
-    """Microseconds of each measured step, by part."""
+def num_collections() -> list[int]:
+    """Runs of the garbage collector so far, by generation."""
+    return [generation["collections"] for generation in gc.get_stats()]
+
+
+def measure(
+    engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_steps: int
+) -> tuple[dict[str, NDArray[np.float64]], list[int]]:
+    """Microseconds of each measured step, by part, and the collections of garbage meanwhile."""
     decoding = SamplingParams(max_tokens=output_len(num_rows, num_steps), ignore_eos=True)
     for index, prompt in zip(range(num_rows), prompts(PROMPT_LEN, seed=0), strict=False):
         engine.add_request(f"row {index}", prompt, decoding)
@@ -99,6 +108,8 @@ def measure(engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_s
     stopwatch, samples = Stopwatch(engine), []
     gc.collect()
     for index in range(WARM_UP_STEPS + num_steps):
+        if index == WARM_UP_STEPS:
+            before = num_collections()
         if prefill and index % (LONG_PROMPT_LEN // prefill) == 0:
             engine.add_request(f"long {index}", next(long_prompts), SamplingParams(max_tokens=1))
         started, started_cpu = time.perf_counter_ns(), time.thread_time_ns()
@@ -106,13 +117,15 @@ def measure(engine: Engine, num_rows: int, num_waiting: int, prefill: int, num_s
         cpu, wall = time.thread_time_ns() - started_cpu, time.perf_counter_ns() - started
         samples.append({"step": wall, "step_cpu": cpu} | stopwatch.read())
         assert engine.last_step is not None
-        assert engine.last_step.num_decode_tokens >= num_rows or index < 2, engine.last_step
-    parts = {name: [s[name] / 1e3 for s in samples[WARM_UP_STEPS:]] for name in samples[0]}
-    named = zip(*(parts[name] for name in PARTS), strict=True)
-    return parts | {"outputs": [step - sum(rest) for step, rest in zip(parts["step"], named, strict=True)]}
+        assert engine.last_step.num_decode_tokens >= num_rows or index < 3, engine.last_step
+    collections = [after - n for after, n in zip(num_collections(), before, strict=True)]
+    parts = {name: np.array([s[name] / 1e3 for s in samples[WARM_UP_STEPS:]]) for name in samples[0]}
+    parts["planning"] = parts["schedule"] + parts["pack"] + parts["update"]
+    parts["outputs"] = parts["step"] - parts["planning"] - parts["account"]
+    return parts, collections
 
 
-def summary(microseconds: list[float]) -> dict[str, float]:
+def summary(microseconds: NDArray[np.float64]) -> dict[str, float]:
     """Median, 99th percentile and least."""
     values = {"median": np.median(microseconds), "p99": np.percentile(microseconds, 99), "min": np.min(microseconds)}
     return {name: round(float(value), 1) for name, value in values.items()}
@@ -132,9 +145,9 @@ def main() -> None:
         if prefill and num_waiting:
             continue  # the long prompts would have to wait behind the others
         engine = start_engine(num_rows, args.steps, prefill, args.max_model_len, bool(prefix_caching))
-        parts = measure(engine, num_rows, num_waiting, prefill, args.steps)
+        parts, collections = measure(engine, num_rows, num_waiting, prefill, args.steps)
         case = {"rows": num_rows, "waiting": num_waiting, "prefill_tokens": prefill, "prefix_caching": prefix_caching}
-        times = {f"{name}_us": summary(values) for name, values in parts.items()}
+        times = {f"{name}_us": summary(values) for name, values in parts.items()} | {"collections": collections}
         versions = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
         print(json.dumps({"bench": "host", **case, "steps": args.steps, **times, **versions}), flush=True)
 

@@ -56,7 +56,7 @@ def annotate_engine(engine: Engine) -> None:
     annotate(engine._packer, "pack", "host:pack")
     annotate(engine._runner, "run", "host:dispatch")
     annotate(engine._scheduler, "update", "host:update")
-    annotate(engine, "_account", "host:account")
+    annotate(engine._accounts, "write", "host:account")
 
 
 def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.ProfileData:

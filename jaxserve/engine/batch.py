@@ -24,7 +24,7 @@ from jaxserve.sampling import SlotTable
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from jaxserve.engine.scheduler import StepPlan
+    from jaxserve.engine.plan import StepPlan
 
 MAX_EOS_IDS = 64
 MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # that end one request
@@ -172,9 +172,10 @@ class BatchPacker:
     def pack(self, plan: StepPlan, bucket: int) -> NDArray[np.int32]:
         """The blob of `plan`, padded to `bucket` tokens. A new array each time: the device may read it later."""
         self._sync_slots(plan)
-        requests, *columns, _ = zip(*plan.rows, strict=True)
-        slots, starts, counts, samples = np.array(columns, np.int64)  # in a third of the time that a found dtype takes
-        num_rows, stops = len(requests), starts + counts
+        slots = np.array(plan.slots, np.int64)  # in a third of the time that a found dtype takes
+        starts, counts = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
+        samples = np.array(plan.samples)
+        num_rows, stops = plan.num_rows, starts + counts
         blob = np.zeros(self.layouts[bucket].blob_size, np.int32)
         to = self.layouts[bucket].views(blob)
         to["base_seed"][...] = self._base_seed
@@ -190,11 +191,11 @@ class BatchPacker:
         to["token_ids"][: plan.num_tokens] = -1
         for row in np.flatnonzero(self._sampled_at[slots] != starts).tolist():
             end, start, stop = to["cu_q_lens"][row + 1], int(starts[row]), int(stops[row])
-            to["token_ids"][end - (stop - start) : end] = requests[row].tokens(start, stop)
+            to["token_ids"][end - (stop - start) : end] = plan.requests[row].tokens(start, stop)
         self._sampled_at[slots] = np.where(samples, stops, -1)
         if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][...] = 1
-            to["next_ids"][:num_rows] = list(map(_next_id, requests, stops.tolist()))
+            to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops.tolist()))
         return blob
 
     def work(self, blob: NDArray[np.int32], bucket: int, num_steps: int = 1) -> StepWork:
@@ -224,11 +225,11 @@ class BatchPacker:
         return SlotTable(**row)
 
     def _sync_slots(self, plan: StepPlan) -> None:
-        for row in plan.admitted:
-            self._records[row.slot] = _slot_record(row.request, row.slot)
-            self._num_pages[row.slot] = 0
-            self._sampled_at[row.slot] = -1
-            self._sync_pages(row.request)
+        for request in plan.admitted:
+            self._records[request.slot] = _slot_record(request)
+            self._num_pages[request.slot] = 0
+            self._sampled_at[request.slot] = -1
+            self._sync_pages(request)
         for request in plan.grown:
             self._sync_pages(request)
 
@@ -246,11 +247,11 @@ def _next_id(request: Request, position: int) -> int:
     return prompt[position] if position < len(prompt) else 0
 
 
-def _slot_record(request: Request, slot: int) -> tuple[Any, ...]:
+def _slot_record(request: Request) -> tuple[Any, ...]:
     p = request.params
     seed = request.seed % 2**64
     return (
-        slot,
+        request.slot,
         request.num_prompt_tokens,
         p.top_k,
         min(request.num_prompt_tokens + p.min_tokens, request.max_total_tokens) if p.min_tokens else 0,

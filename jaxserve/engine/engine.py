@@ -10,9 +10,9 @@ from functools import cached_property
 from numbers import Integral
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.accounts import Accounts, InFlight
 from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
 from jaxserve.engine.build import (
     build_arch,
@@ -22,12 +22,12 @@ from jaxserve.engine.build import (
     check_sizes,
     compute_dtype,
 )
-from jaxserve.engine.costs import attention_cost
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.pacer import Pacer
+from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.roofline import device_ceilings
-from jaxserve.engine.runner import Runner, StepHandle, StepResult, compile_counter
-from jaxserve.engine.scheduler import Scheduler, StepPlan
+from jaxserve.engine.runner import Runner, StepResult, compile_counter
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
@@ -40,22 +40,12 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 @dataclass(slots=True)
-class _InFlight:
-    plan: StepPlan
-    blob: NDArray[np.int32]
-    handle: StepHandle
-    bucket: int
-    host_s: float
-    dispatched_s: float
-
-
-@dataclass(slots=True)
 class _Progress:
     """A step that was read: the scheduler knows its tokens, the user does not."""
 
     plan: StepPlan
     result: StepResult
-    progressed: list[tuple[Request, TokenIds]]
+    progressed: dict[Request, int]  # new tokens of each
 
 
 class Engine:
@@ -71,8 +61,6 @@ class Engine:
         schedule: resolved sizes of steps and pool.
         tokenizer: None with `skip_tokenizer_init`.
         default_sampling_params: what the checkpoint recommends.
-        stats: totals since start.
-        last_step: account of the step collected last.
     """
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
@@ -91,15 +79,13 @@ class Engine:
             max_model_len=s.max_model_len,
         )
         self._packer = BatchPacker(s, config.seed)
-        self._in_flight: deque[_InFlight] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each sample
         self._seeds = random.Random(config.seed)
         self._num_groups = 0
-        self._device_free_s = 0.0
         self._pacer = Pacer(config.burst)
-        self.stats = EngineStats()
-        self.last_step: StepStats | None = None
+        self._accounts = Accounts(self.arch, self._packer, self._runner)
         tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)
         if len(self._eos_ids) > MAX_EOS_IDS:
@@ -172,6 +158,16 @@ class Engine:
         Measured when first asked for, which takes under a second, unless the user's cache has them.
         """
         return device_ceilings(compute_dtype(self.config, self.arch))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals since start, of all steps but one that may have ended since the last dispatch."""
+        return self._accounts.stats
+
+    @property
+    def last_step(self) -> StepStats | None:
+        """Account of the last of those steps."""
+        return self._accounts.last_step
 
     @property
     def num_pages_used(self) -> int:
@@ -265,17 +261,20 @@ class Engine:
         with self._aborting_on_failure():
             try:
                 planned = self._plan_and_dispatch()
-            finally:
-                progressed = self._deliver(known)  # while the device runs what was just dispatched
+            finally:  # while the device runs what was just dispatched
+                self._accounts.write(self._scheduler.num_waiting)
+                progressed = self._deliver(known)
         known = self._read(1 if planned and self.config.step_ahead else 0)
         with self._aborting_on_failure():
             progressed |= self._deliver(known)
         if not self._groups:
             self._drop_in_flight()
+        if not self._in_flight:
+            self._accounts.write(self._scheduler.num_waiting)
         return list(progressed.values())
 
     def _burst_bucket(self, plan: StepPlan) -> int | None:
-        return self._runner.burst_bucket_for(len(plan.rows))
+        return self._runner.burst_bucket_for(plan.num_rows)
 
     def _max_steps(self) -> int:
         """Steps that the next dispatch may have, as far as programs and their speed go."""
@@ -316,7 +315,7 @@ class Engine:
         with self._aborting_on_failure():
             return [self._update(self._in_flight.popleft(), out) for out in results]
 
-    def _fetch(self, step: _InFlight) -> StepResult:
+    def _fetch(self, step: InFlight) -> StepResult:
         """Wait for a step. Interrupted here, nothing is lost: the next call waits again."""
         try:
             return step.handle.fetch()
@@ -325,19 +324,20 @@ class Engine:
                 raise
 
     def _drop_in_flight(self) -> None:
-        """Forget steps whose requests have all ended: nobody waits for their tokens."""
+        """Forget steps whose requests have all ended: nobody waits for their tokens, nor measures how long they take."""
         while self._in_flight:
             step = self._in_flight.popleft()
-            self._account(step, step.plan.num_steps)
-            self._scheduler.update(step.plan, *[[0] * len(step.plan.rows)] * step.plan.num_steps)
+            self._accounts.ended(step, step.plan.num_steps, time.monotonic())
+            self._scheduler.update(step.plan, *[[0] * step.plan.num_rows] * step.plan.num_steps)
+        self._pacer.pause()
         self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
 
-    def _dispatch(self, plan: StepPlan, started: float) -> _InFlight:
+    def _dispatch(self, plan: StepPlan, started: float) -> InFlight:
         compiles = compile_counter.count
-        for row in plan.admitted:
-            self._group_of[row.request.request_id].admitted(row.request)
-            if (slot_row := self._packer.pack_slot(row.request)) is not None:
-                self._runner.set_slot(row.slot, slot_row)
+        for request in plan.admitted:
+            self._group_of[request.request_id].admitted(request)
+            if (slot_row := self._packer.pack_slot(request)) is not None:
+                self._runner.set_slot(request.slot, slot_row)
         burst = plan.num_steps > 1
         bucket = self._burst_bucket(plan) if burst else self._runner.bucket_for(plan.num_tokens)
         assert bucket is not None, "bursts are planned where there is a program for them"
@@ -351,17 +351,22 @@ class Engine:
         )
         self._count_compiles(compile_counter.count - compiles)
         now = time.monotonic()
-        return _InFlight(plan, blob, handle, bucket, now - started, now)
+        return InFlight(plan, blob, handle, bucket, now - started, now)
 
     def _count_compiles(self, count: int) -> None:
         self.stats.num_compiles += count
         if count and self.config.forbid_compiles:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
-    def _update(self, step: _InFlight, out: StepResult) -> _Progress:
-        self._account(step, len(out.token_ids))
-        progressed = self._scheduler.update(step.plan, *out.token_ids[:, : len(step.plan.rows)].tolist())
+    def _update(self, step: InFlight, out: StepResult) -> _Progress:
+        self._note_end(step, len(out.token_ids))
+        progressed = self._scheduler.update(step.plan, *out.token_ids[:, : step.plan.num_rows].tolist())
         return _Progress(step.plan, out, progressed)
+
+    def _note_end(self, step: InFlight, num_steps: int) -> None:
+        now_s = time.monotonic()
+        self._accounts.ended(step, num_steps, now_s)
+        self._pacer.ended(None if step.plan.num_prefill_tokens else self._burst_bucket(step.plan), num_steps, now_s)
 
     def _deliver(self, known: Sequence[_Progress]) -> dict[str, RequestOutput]:
         """Hand out what was read: text, log probabilities, ends. By the id of the request."""
@@ -375,29 +380,28 @@ class Engine:
         result, now_s = step.result, time.monotonic()
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
-        row_of = _rows_by_id(step.plan) if result.logprobs is not None else {}
-        outputs, num_tokens = {}, 0
-        for request, token_ids in step.progressed:
+        row_of = {} if result.logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
+        outputs, num_output_tokens = {}, 0
+        for request, num_tokens in step.progressed.items():
             group = self._group_of.get(request.request_id)
             if group is None:  # a stop string of a step read together with this one has ended it
                 continue
-            stop = group.append(request, token_ids, now_s, result.logprobs, row_of.get(request.request_id, -1))
+            stop = group.append(request, num_tokens, now_s, result.logprobs, row_of.get(request, -1))
             if request.status is RequestStatus.FINISHED or stop is not None:
                 self._finish(request, stop)
             outputs[group.output.request_id] = group.output
-            num_tokens += len(token_ids)
-        self.stats.num_output_tokens += num_tokens
+            num_output_tokens += num_tokens
+        self.stats.num_output_tokens += num_output_tokens
         return outputs
 
     def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
         token = 0  # first of the row on the step's token axis
-        for row in plan.rows:
-            request, start = row.request, row.start + 1  # what is predicted lies one further
+        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
             group = self._group_of.get(request.request_id)
-            if group is not None and row.wants_prompt_logprobs:
-                ids = request.prompt_token_ids[start : start + row.num_tokens]
-                group.append_prompt_logprobs(start, ids, logprobs, token)
-            token += row.num_tokens
+            if group is not None and wants_prompt_logprobs(request, start):
+                ids = request.prompt_token_ids[start + 1 : start + 1 + count]  # what is predicted lies one further
+                group.append_prompt_logprobs(start + 1, ids, logprobs, token)
+            token += count
 
     def _finish(self, request: Request, stop_string: str | None = None) -> None:
         if stop_string is not None:
@@ -406,43 +410,3 @@ class Engine:
         if group.finish(request, stop_string):
             del self._groups[group.output.request_id]
             self.stats.num_finished += 1
-
-    def _account(self, step: _InFlight, num_steps: int) -> None:
-        """Write the StepStats. Device time is from dispatch, or from the end of the step before, to result.
-
-        `num_steps` ran: of a burst perhaps fewer than planned.
-        """
-        now, plan, arch = time.monotonic(), step.plan, self.arch
-        device_s = now - max(step.dispatched_s, self._device_free_s)
-        wall_s = now - max(step.dispatched_s - step.host_s, self._device_free_s)
-        self._device_free_s = now
-        self._pacer.ended(None if plan.num_prefill_tokens else self._burst_bucket(plan), num_steps, now)
-        work = self._packer.work(step.blob, step.bucket, num_steps)
-        attention = attention_cost(work.start, work.num_tokens, arch.windows)
-        self.last_step = StepStats(
-            step_id=plan.step_id,
-            num_steps=num_steps,
-            num_rows=len(plan.rows),
-            num_tokens=plan.num_tokens * num_steps,
-            num_padding_tokens=(step.bucket - plan.num_tokens) * num_steps,
-            num_prefill_tokens=plan.num_prefill_tokens,
-            num_decode_tokens=plan.num_decode_tokens * num_steps,
-            num_cached_tokens=plan.num_cached_tokens,
-            num_preemptions=len(plan.preempted),
-            num_pages_used=plan.num_pages_used,
-            num_slack_tokens=work.num_slack_tokens,
-            num_waiting=self._scheduler.num_waiting,
-            host_ms=step.host_s * 1e3,
-            device_ms=device_s * 1e3,
-            wall_ms=wall_s * 1e3,
-            weight_bytes=self._runner.weight_bytes(step.bucket) * num_steps,
-            kv_bytes=attention.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize) // arch.num_layers,
-            flops=arch.step_flops(
-                step.bucket * num_steps, self.schedule.num_rows(step.bucket) * num_steps, attention.num_scores
-            ),
-        )
-        self.stats.add(self.last_step)
-
-
-def _rows_by_id(plan: StepPlan) -> dict[str, int]:
-    return {row.request.request_id: index for index, row in enumerate(plan.rows)}

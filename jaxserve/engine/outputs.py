@@ -70,19 +70,21 @@ class RequestGroup:
     def append(
         self,
         request: Request,
-        token_ids: TokenIds,
+        num_tokens: int,
         now_s: float,
         logprobs: TokenLogprobs | None = None,
         row: int = -1,
     ) -> str | None:
-        """Take new tokens of a sample; returns the stop string that they completed, if any.
+        """Take the next tokens of a sample; returns the stop string that they completed, if any.
 
         `logprobs`, at `row`, come with single tokens only.
         """
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
+        start = metrics.num_output_tokens
+        metrics.num_output_tokens = stop = start + num_tokens
+        token_ids = request.output_token_ids[start:stop]
         output.token_ids += token_ids
-        metrics.num_output_tokens += len(token_ids)
         metrics.first_token_s = metrics.first_token_s or now_s
         metrics.last_token_s = now_s
         if output.logprobs is not None and logprobs is not None:

@@ -2,54 +2,56 @@
 
 A burst saves the host's work between steps, and the device's start and end of a program. In exchange nothing is
 planned while it runs, and a request that comes then waits for its end. Which of the two weighs more depends on device,
-model and host, so both ways are timed in turn, a few times, and the faster one stays. Tokens are the same either way.
+model and host, and on what else runs there. So both ways are timed side by side, in rounds; the one that was faster in
+most of the latest rounds is taken, until the next round. Tokens are the same either way.
 """
 
 import math
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import median
 
 from jaxserve.config import MAX_BURST_STEPS
 
 BURST_S = 0.020  # that a burst may take
-SAMPLES = 3  # of each way before one is chosen
-STRETCH = 8  # single steps in one sample: each overlaps its neighbours
+STRETCH = 8  # single steps timed together: each overlaps its neighbours
+ROUNDS = 5  # that decide; a noisy moment spoils one or two
+REST_S = 2.0  # of decoding from one round to the next, which takes a fiftieth of it
 
 
 @dataclass(slots=True)
 class _Trial:
-    """Seconds per step of one bucket, going step by step and in bursts."""
+    """One bucket's rounds. A round is a stretch of single steps and then a burst, of a moment with equal noise."""
 
-    single_s: list[float] = field(default_factory=list)
-    burst_s: list[float] = field(default_factory=list)
-    latest_s: float = math.inf  # of either
-    stretch: list[float] = field(default_factory=list)  # of the sample of single steps in the making
+    gains: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # a single step's time by a burst's
+    stretch: deque[float] = field(default_factory=lambda: deque(maxlen=STRETCH))  # seconds of the latest single steps
+    step_s: float = math.inf  # the latest, of either way
+    rest_s: float = 0.0  # until the next round
 
-    def goes_single(self) -> bool:
-        """Whether single steps are to be timed next, or have been found the faster way."""
-        if len(self.burst_s) < SAMPLES:
-            return len(self.single_s) <= len(self.burst_s)
-        return median(self.single_s) <= median(self.burst_s)
+    def max_steps(self) -> int:
+        """Most steps of the next dispatch."""
+        goes_single = median(self.gains) <= 1 if self.rest_s > 0 else len(self.stretch) < STRETCH
+        return 1 if goes_single else self._burst_steps()
 
-    def num_steps(self) -> int:
-        """Steps that fit the time of a burst."""
-        return max(1, min(int(BURST_S / self.latest_s), MAX_BURST_STEPS))
+    def _burst_steps(self) -> int:
+        return max(1, min(int(BURST_S / self.step_s), MAX_BURST_STEPS))
 
     def add_single(self, seconds: float) -> None:
         """Time one step that followed another one."""
+        self.rest_s -= seconds
         self.stretch.append(seconds)
         if len(self.stretch) == STRETCH:
-            self.latest_s = sum(self.stretch) / STRETCH
-            self.single_s = [*self.single_s, self.latest_s][-SAMPLES:]
-            self.stretch = []
+            self.step_s = sum(self.stretch) / STRETCH
 
     def add_burst(self, num_steps: int, seconds: float) -> None:
         """Time a burst; one cut short says nothing of the others."""
-        if 2 * num_steps >= self.num_steps():
-            self.latest_s = seconds / num_steps
-            if len(self.burst_s) < min(SAMPLES, len(self.single_s)):
-                self.burst_s.append(self.latest_s)
+        self.rest_s -= seconds
+        if 2 * num_steps >= self._burst_steps():
+            single_s, self.step_s = self.step_s, seconds / num_steps
+            if self.rest_s <= 0 and len(self.stretch) == STRETCH:
+                self.gains.append(single_s / self.step_s)
+                self.rest_s = REST_S if len(self.gains) == ROUNDS else 0.0
+        self.stretch.clear()
 
 
 class Pacer:
@@ -67,10 +69,7 @@ class Pacer:
 
     def max_steps(self, bucket: int) -> int:
         """Most steps of the next dispatch of rows in decode; 1 is no burst."""
-        if self._fixed is not None:
-            return self._fixed
-        trial = self._trials[bucket]
-        return 1 if trial.goes_single() else trial.num_steps()
+        return self._trials[bucket].max_steps() if self._fixed is None else self._fixed
 
     def ended(self, bucket: int | None, num_steps: int, end_s: float) -> None:
         """Note the end of a dispatch of `num_steps` steps; `bucket` is None where not all rows were in decode.
@@ -88,3 +87,7 @@ class Pacer:
             trial.add_burst(num_steps, seconds)
         elif last[1] == 1:
             trial.add_single(seconds)
+
+    def pause(self) -> None:
+        """Note that nothing runs any more: what ends next has no end before it to count from."""
+        self._last = (None, 0)

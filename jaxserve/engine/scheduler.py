@@ -24,89 +24,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import NamedTuple
 
 from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prefix_cache import PrefixCache
 from jaxserve.errors import RequestError
-from jaxserve.request import FinishReason, Request, RequestStatus, TokenIds
-
-
-class ScheduledRow(NamedTuple):
-    """One request's share of a step: tokens [start, start + num_tokens) of the request are computed.
-
-    Attributes:
-        request: its `pages` hold at least the tokens up to the end of the share.
-        slot: row of the per-request device state.
-        start: tokens computed before this step.
-        num_tokens: at least 1. Ids are known except the last one's, if it is still on the device.
-        samples: the share reaches the request's last token, so a further one is sampled.
-        admitted: the slot is new to the request; its per-request device state must be set.
-    """
-
-    request: Request
-    slot: int
-    start: int
-    num_tokens: int
-    samples: bool
-    admitted: bool
-
-    @property
-    def wants_logprobs(self) -> bool:
-        """Whether the sampled token's log probabilities were asked for."""
-        return self.samples and self.request.params.logprobs is not None
-
-    @property
-    def wants_prompt_logprobs(self) -> bool:
-        """Whether the row predicts prompt tokens whose log probabilities were asked for. One sample does it for all."""
-        request = self.request
-        return (
-            request.params.prompt_logprobs is not None
-            and not request.read_prefix_cache
-            and self.start + 1 < request.num_prompt_tokens
-        )
-
-
-# What ScheduledRow(...) does, without the call of a Python function that takes three times as long.
-_new_row = partial(tuple.__new__, ScheduledRow)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """What one step computes: rows in decode first, then those in prefill, then the newly admitted.
-
-    Attributes:
-        step_id: counts plans from 0.
-        rows: one per request, at least one.
-        num_decode_tokens: tokens of rows that had exactly one token left, already running before this step.
-        num_prefill_tokens: all other tokens.
-        num_cached_tokens: tokens that this step's admissions found in the prefix cache.
-        preempted: requests that lost their pages to older ones while this plan was made; none is in `rows`.
-        admitted: the rows of requests that start with this plan.
-        grown: requests whose pages this plan extended, the admitted aside; some may have lost them again.
-        num_pages_used: pages that running requests own once the plan is made.
-        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1.
-    """
-
-    step_id: int
-    rows: list[ScheduledRow] = field(default_factory=list)
-    num_decode_tokens: int = 0
-    num_prefill_tokens: int = 0
-    num_cached_tokens: int = 0
-    preempted: list[Request] = field(default_factory=list)
-    admitted: list[ScheduledRow] = field(default_factory=list)
-    grown: list[Request] = field(default_factory=list)
-    num_pages_used: int = 0
-    wants_logprobs: bool = False  # whether any row does
-    wants_prompt_logprobs: bool = False
-    num_steps: int = 1
-
-    @property
-    def num_tokens(self) -> int:
-        """Length of a step's token axis, before padding."""
-        return self.num_decode_tokens + self.num_prefill_tokens
+from jaxserve.request import FinishReason, Request, RequestStatus
 
 
 class Scheduler:
@@ -144,7 +67,7 @@ class Scheduler:
         self._new_pages: dict[bytes, int] = {}  # those that the plan in the making fills, by hash
         self._next_step_id = 0
         self._last_updated_step_id = -1
-        self._burst_rows: list[ScheduledRow] = []  # of the burst that is not updated yet
+        self._burst: list[Request] = []  # that take part in the burst that is not updated yet
 
     @property
     def num_waiting(self) -> int:
@@ -203,7 +126,7 @@ class Scheduler:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        request.num_pending_tokens = 0
+        request.num_tokens_when_preempted = 0
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content, as after a change of weights or a step that failed on the device.
@@ -236,7 +159,7 @@ class Scheduler:
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
-        in_burst = any(row.request.status is RequestStatus.RUNNING for row in self._burst_rows)
+        in_burst = any(request.status is RequestStatus.RUNNING for request in self._burst)
         assert not in_burst, "a burst must be updated before the next plan is made"
         plan = StepPlan(self._next_step_id)
         if max_steps > 1 and not any(request.num_pending_tokens for request in self._running.values()):
@@ -245,24 +168,32 @@ class Scheduler:
         if not plan.preempted:
             self._admit_waiting(plan)
         self._register_new_pages()
-        if not plan.rows:
+        if not plan.requests:
             return None
         self._next_step_id += 1
-        self._burst_rows = plan.rows if plan.num_steps > 1 else []
+        self._burst = plan.requests if plan.num_steps > 1 else []
+        plan.slots = [request.slot for request in plan.requests]
         plan.num_pages_used = self.num_pages_used
         return plan
 
-    def update(self, plan: StepPlan, *steps: Sequence[int]) -> list[tuple[Request, TokenIds]]:
+    def update(self, plan: StepPlan, *steps: Sequence[int]) -> dict[Request, int]:
         """Takes the token ids that the device sampled for `plan`, of each step that ran one per row.
 
-        Ids of rows that do not sample are ignored. Returns the requests that got tokens, each with its tokens, in row
-        order; those that they ended are FINISHED.
+        Ids of rows that do not sample are ignored. Returns how many tokens each request got, in row order; those that
+        they ended are FINISHED.
         """
         assert 0 < len(steps) <= plan.num_steps, f"a plan of {plan.num_steps} steps cannot have run {len(steps)}"
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
-        self._burst_rows = []
-        return self._take_step(plan, steps[0]) if plan.num_steps == 1 else self._take_burst(plan, steps)
+        self._burst = []
+        if num_skipped := plan.num_steps - len(steps):
+            for request in plan.requests:
+                if request.status is RequestStatus.RUNNING:
+                    request.num_computed_tokens -= num_skipped
+        progressed: dict[Request, int] = {}
+        for sampled in steps:
+            self._take_step(plan, sampled, progressed)
+        return progressed
 
     def check_integrity(self) -> None:
         """Asserts that pages and slots are conserved and that every request is where its status says."""
@@ -287,27 +218,40 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> None:
         """Gives every running row in decode its token, then rows in prefill what the budget leaves, oldest first."""
-        in_prefill = []
+        num_steps, in_prefill = plan.num_steps, []
         for request in list(self._running.values()):
-            num_tokens = request.num_tokens
-            if request.status is not RequestStatus.RUNNING:  # preempted for an older one
-                continue
-            if request.num_computed_tokens + 1 < num_tokens:
-                in_prefill.append(request)
-            # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
-            elif num_tokens < request.max_total_tokens and (
-                request.num_computed_tokens + plan.num_steps <= len(request.pages) * self.page_size
-                or self._allocate_or_preempt(request, plan.num_steps, plan)
-            ):
-                plan.num_decode_tokens += 1
-                self._add_row(request, 1, plan, samples=True)
+            start = request.num_computed_tokens
+            if start + num_steps > request.quiet_until:
+                if _in_prefill(request):
+                    in_prefill.append(request)
+                    continue
+                if not self._can_decode(request, plan):
+                    continue
+            request.num_computed_tokens = start + num_steps
+            plan.requests.append(request)
+            plan.starts.append(start)
+        plan.num_decode_tokens = plan.num_rows
+        plan.counts = [1] * plan.num_rows
+        plan.samples = [True] * plan.num_rows
         for request in in_prefill:
-            if request.status is not RequestStatus.RUNNING:
+            if request.status is not RequestStatus.RUNNING:  # preempted for an older one
                 continue
             num_tokens = min(_num_remaining(request), self._budget_left(plan))
             if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
-                plan.num_prefill_tokens += num_tokens
-                self._add_row(request, num_tokens, plan, samples=_num_remaining(request) == num_tokens)
+                self._prefill(request, num_tokens, plan)
+
+    def _can_decode(self, request: Request, plan: StepPlan) -> bool:
+        """Whether a row in decode goes on; if so, its pages are there, and `quiet_until` says for how long."""
+        # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
+        if request.num_tokens >= request.max_total_tokens:
+            return False
+        if not self._allocate_or_preempt(request, plan.num_steps, plan):
+            return False
+        if request.params.logprobs is not None:
+            plan.wants_logprobs = True
+        else:
+            request.quiet_until = min(len(request.pages) * self.page_size, request.max_total_tokens - 1)
+        return True
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages of the next `num_tokens`; while too few are free, preempts the last admitted request.
@@ -328,10 +272,10 @@ class Scheduler:
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
         """Sends a running request back to the head of the queue; it will find its pages again if they stay cached."""
-        assert all(row.request is not request for row in plan.rows), "a row of this plan must keep its pages"
+        assert request not in plan.requests, "a row of this plan must keep its pages"
+        request.num_tokens_when_preempted = request.num_tokens
         self._stop_running(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self._waiting[request.request_id] = request
         self._waiting.move_to_end(request.request_id, last=False)
@@ -370,8 +314,8 @@ class Scheduler:
         request.num_computed_tokens = start
         self._running[request.request_id] = self._waiting.pop(request.request_id)
         plan.num_cached_tokens += start
-        plan.num_prefill_tokens += num_tokens
-        self._add_row(request, num_tokens, plan, samples=_num_remaining(request) == num_tokens, admitted=True)
+        plan.admitted.append(request)
+        self._prefill(request, num_tokens, plan)
         return True
 
     def _acquire(self, cached: list[int], num_new: int, num_reserved: int) -> list[int] | None:
@@ -393,24 +337,19 @@ class Scheduler:
             return False
         return self._cache.hashes(request)[num_cached] in self._new_pages
 
-    def _add_row(
-        self, request: Request, num_tokens: int, plan: StepPlan, *, samples: bool, admitted: bool = False
-    ) -> None:
+    def _prefill(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         """Puts the next `num_tokens` of a request into the plan and counts them as computed."""
         start = request.num_computed_tokens
-        stop = start + num_tokens
-        row = _new_row((request, request.slot, start, num_tokens, samples, admitted))
-        plan.rows.append(row)
-        request.num_computed_tokens = stop + plan.num_steps - 1
-        if stop // self.page_size > start // self.page_size:
-            self._new_pages.update(self._full_pages(request, start))
-        if samples:
-            request.num_pending_tokens += plan.num_steps
-        if admitted:
-            plan.admitted.append(row)
-        if request.asks_logprobs:
-            plan.wants_logprobs |= row.wants_logprobs
-            plan.wants_prompt_logprobs |= row.wants_prompt_logprobs
+        samples = _num_remaining(request) == num_tokens
+        request.num_computed_tokens = start + num_tokens
+        plan.num_prefill_tokens += num_tokens
+        plan.requests.append(request)
+        plan.starts.append(start)
+        plan.counts.append(num_tokens)
+        plan.samples.append(samples)
+        plan.wants_logprobs |= samples and request.params.logprobs is not None
+        plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
+        self._new_pages.update(self._full_pages(request, start))
 
     def _register_new_pages(self) -> None:
         """Lets later steps find what this one computes."""
@@ -420,51 +359,32 @@ class Scheduler:
 
     # Parts of update()
 
-    def _take_step(self, plan: StepPlan, sampled: Sequence[int]) -> list[tuple[Request, TokenIds]]:
-        progressed = []
-        for row, token_id in zip(plan.rows, sampled, strict=True):
-            if not row.samples:
+    def _take_step(self, plan: StepPlan, sampled: Sequence[int], progressed: dict[Request, int]) -> None:
+        """Appends one token to each request that sampled, and counts it."""
+        finished = RequestStatus.FINISHED
+        for request, samples, token_id in zip(plan.requests, plan.samples, sampled, strict=True):
+            if not samples:
                 continue
-            request = row.request
-            if request.status is RequestStatus.FINISHED:
+            if request.status is finished:
                 self.num_wasted_tokens += 1
                 continue
-            self._append_token(request, token_id)
-            progressed.append((request, [token_id]))
-        return progressed
+            output = request.output_token_ids
+            output.append(token_id)
+            progressed[request] = progressed.get(request, 0) + 1
+            if token_id in request.stop_ids or len(output) >= request.review_at:
+                self._review(request)
 
-    def _take_burst(self, plan: StepPlan, steps: Sequence[Sequence[int]]) -> list[tuple[Request, TokenIds]]:
-        num_skipped, progressed = plan.num_steps - len(steps), []
-        for row, *token_ids in zip(plan.rows, *steps, strict=True):
-            request = row.request
-            if request.status is not RequestStatus.FINISHED:
-                request.num_computed_tokens -= num_skipped
-                request.num_pending_tokens -= num_skipped
-            if taken := self._take_tokens(request, token_ids):
-                progressed.append((request, taken))
-        return progressed
-
-    def _take_tokens(self, request: Request, token_ids: TokenIds) -> TokenIds:
-        """Appends the tokens up to the one that ends the request; returns those."""
-        for index, token_id in enumerate(token_ids):
-            if request.status is RequestStatus.FINISHED:
-                self.num_wasted_tokens += len(token_ids) - index
-                return token_ids[:index]
-            self._append_token(request, token_id)
-        return token_ids
-
-    def _append_token(self, request: Request, token_id: int) -> None:
-        request.output_token_ids.append(token_id)
-        request.num_pending_tokens -= 1
-        num_known = len(request.prompt_token_ids) + len(request.output_token_ids)
-        if token_id in request.stop_ids and _may_stop(request):
+    def _review(self, request: Request) -> None:
+        """Looks at a request whose last token may end it or come behind a full page."""
+        num_known = request.num_known_tokens
+        for page_hash, page in self._full_pages(request, num_known - 2):
+            self._cache.register(page_hash, page)
+        if request.output_token_ids[-1] in request.stop_ids and _may_stop(request):
             self.finish(request, FinishReason.STOP)
         elif num_known == request.max_total_tokens:
             self.finish(request, FinishReason.LENGTH)
-        elif not num_known % self.page_size and request.status is RequestStatus.RUNNING:
-            # Step-ahead: a plan made meanwhile may have filled a page with this token before its id was known.
-            for page_hash, page in self._full_pages(request, num_known - 1):
-                self._cache.register(page_hash, page)
+        behind_page = ((num_known - 1) // self.page_size + 1) * self.page_size + 1
+        request.review_at = min(behind_page, request.max_total_tokens) - request.num_prompt_tokens
 
     # Parts of both
 
@@ -483,6 +403,8 @@ class Scheduler:
         self._cache.release(request.pages)
         request.slot = -1
         request.pages = []
+        request.num_computed_tokens = 0
+        request.quiet_until = 0
 
     def _num_pages_short(self, num_steps: int) -> int:
         """New pages that the running rows need for so many tokens each."""

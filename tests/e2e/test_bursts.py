@@ -165,4 +165,4 @@ def test_measured_bursts(start: Start) -> None:
         (output,) = generate(engine, [tokens(3, 0)], params)
         assert_same(output, expected)
     assert engine.stats.num_dispatches - before < 3 * 60
-    assert engine._pacer._trials[1].burst_s
+    assert engine._pacer._trials[1].gains

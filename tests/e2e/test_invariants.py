@@ -164,14 +164,16 @@ def test_a_length_limit_wastes_nothing(start: Start) -> None:
 
 
 @pytest.mark.parametrize("step_ahead", [True, False])
-def test_steps_are_full_while_requests_wait(start: Start, step_ahead: bool) -> None:
-    engine, rows = start(step_ahead=step_ahead), []
+def test_steps_are_full_while_requests_wait(start: Start, monkeypatch: pytest.MonkeyPatch, step_ahead: bool) -> None:
+    engine, plans = start(step_ahead=step_ahead), []
+    schedule = engine._scheduler.schedule
+    monkeypatch.setattr(engine._scheduler, "schedule", lambda *args: plans.append(schedule(*args)) or plans[-1])
     for index in range(8):
         engine.add_request(str(index), tokens(3, index), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     while engine.has_unfinished():
-        if busy_step(engine):
-            rows.append((engine.last_step.num_rows, engine.last_step.num_tokens))
-    assert rows == 2 * ([(4, 12)] + 4 * [(4, 4)])
+        busy_step(engine)
+    sizes = [(plan.num_rows, plan.num_tokens) for plan in plans if plan is not None]
+    assert sizes == 2 * ([(4, 12)] + 4 * [(4, 4)])
 
 
 @pytest.mark.parametrize("budget", [16, 64])  # the prefix in chunks, or with room for others beside it

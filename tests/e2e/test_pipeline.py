@@ -88,8 +88,7 @@ def test_tokens_are_handled_while_the_device_runs_the_next_step(
     append, ahead = RequestGroup.append, []
 
     def watched(*args: Any, **kwargs: Any) -> str | None:
-        assert engine.last_step is not None
-        ahead.append(engine._scheduler._next_step_id - 1 - engine.last_step.step_id)
+        ahead.append(engine._scheduler._next_step_id - 1 - engine._scheduler._last_updated_step_id)
         return append(*args, **kwargs)
 
     monkeypatch.setattr(RequestGroup, "append", watched)

@@ -155,4 +155,4 @@ def assert_close(
 
 
 def _work(engine: Engine) -> tuple[int, int]:
-    return engine.stats.num_steps, len(engine._in_flight)
+    return engine._scheduler._last_updated_step_id, len(engine._in_flight)

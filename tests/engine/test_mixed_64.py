@@ -41,11 +41,13 @@ def run_all(requests, depth):
         if plan is not None:
             in_flight.append(plan)
             bucket = next(size for size in SIZES.buckets() if size >= plan.num_tokens)
-            slack = sum(-(row.start + row.num_tokens) % SIZES.page_size for row in plan.rows)
+            slack = sum(
+                -(start + count) % SIZES.page_size for start, count in zip(plan.starts, plan.counts, strict=True)
+            )
             steps.append((plan.num_tokens, bucket, plan.num_pages_used, slack))
         if plan is None or len(in_flight) > depth:
             done = in_flight.pop(0)
-            scheduler.update(done, [TOKEN] * len(done.rows))
+            scheduler.update(done, [TOKEN] * done.num_rows)
     return steps
 
 

@@ -1,9 +1,11 @@
 """The choice between single steps and bursts, on a simulated clock."""
 
+from statistics import median
+
 import pytest
 
 from jaxserve.config import MAX_BURST_STEPS, EngineConfig
-from jaxserve.engine.pacer import BURST_S, Pacer
+from jaxserve.engine.pacer import BURST_S, REST_S, ROUNDS, STRETCH, Pacer
 from jaxserve.errors import ConfigError
 
 
@@ -27,16 +29,41 @@ class Clock:
 
 def test_faster_bursts_stay():
     clock = Clock(Pacer("auto"), single_s=0.0019, burst_step_s=0.0015)
-    trial = clock.run(60)
-    assert set(trial) == {1, 10, 13}  # by the time of single steps, then of a burst's
-    assert trial.count(1) == 3 * (1 + 8)  # the first of a stretch does not follow another
-    assert clock.run(50) == 50 * [13]
+    trial = clock.run(ROUNDS * (1 + STRETCH + 1))  # the first of a stretch does not follow another
+    assert trial == ROUNDS * ((1 + STRETCH) * [1] + [10])  # by the time of single steps
+    assert clock.run(50) == 50 * [13]  # by that of a burst's
 
 
 def test_slower_bursts_go():
     clock = Clock(Pacer("auto"), single_s=0.002, burst_step_s=0.0025)
-    assert sum(length > 1 for length in clock.run(60)) == 3
+    assert sum(length > 1 for length in clock.run(100)) == ROUNDS
     assert clock.run(50) == 50 * [1]
+
+
+@pytest.mark.parametrize("burst_step_s", [0.0015, 0.0025])
+def test_the_other_way_is_tried_again_from_time_to_time(burst_step_s):
+    clock = Clock(Pacer("auto"), 0.002, burst_step_s)
+    clock.run(100)
+    started, num_steps = clock.now, clock.run(2000)
+    others = sum((n == 1) == (burst_step_s < 0.002) for n in num_steps)
+    num_rounds = (clock.now - started) / REST_S
+    assert 0.8 * num_rounds <= others / (1 + STRETCH if burst_step_s < 0.002 else 1) <= num_rounds + 1
+
+
+@pytest.mark.parametrize("better", ["single", "burst"])
+def test_a_choice_made_in_noise_is_mended(better):
+    quiet = (
+        {"single_s": 0.002, "burst_step_s": 0.001} if better == "burst" else {"single_s": 0.001, "burst_step_s": 0.002}
+    )
+    noisy = {"single_s": quiet["burst_step_s"], "burst_step_s": quiet["single_s"]}
+    clock = Clock(Pacer("auto"), **noisy)
+    clock.run(200)
+    assert (clock.pacer.max_steps(1) > 1) != (better == "burst")
+    clock.single_s, clock.burst_step_s = quiet["single_s"], quiet["burst_step_s"]
+    end_s = clock.now + (ROUNDS // 2 + 2) * REST_S
+    while clock.now < end_s:
+        clock.run(1)
+    assert (median(clock.run(21)) > 1) == (better == "burst")
 
 
 @pytest.mark.parametrize("step_s", [1e-5, 0.001, 0.004, 0.009])
@@ -70,18 +97,17 @@ def test_pauses_do_not_decide():
 
 def test_bursts_cut_short_do_not_decide():
     clock = Clock(Pacer("auto"), 0.002, 0.0015, burst_dispatch_s=0.004)
-    clock.run(40, limit=2)
-    assert clock.pacer.max_steps(1) > 1, "the trial goes on"
-    clock.run(40)
-    assert clock.pacer.max_steps(1) > 1
+    cut = clock.run(100, limit=2)
+    assert cut[-STRETCH - 2 :].count(2) == 1, "the trial goes on"
+    clock.run(100)
+    assert clock.run(50) == 50 * [10]
 
 
 def test_prefills_are_not_timed():
     pacer = Pacer("auto")
     for i in range(100):
         pacer.ended(1 if i % 2 else None, 1, float(i))
-    assert pacer.max_steps(1) == 1
-    assert not pacer._trials[1].single_s
+        assert pacer.max_steps(1) == 1
 
 
 def test_buckets_are_chosen_by_themselves():
@@ -112,3 +138,13 @@ def test_programs_of_bursts():
     assert EngineConfig().max_burst_steps == EngineConfig(compile_ahead="all").max_burst_steps == MAX_BURST_STEPS
     assert EngineConfig(compile_ahead="minimal").max_burst_steps == 1
     assert EngineConfig(compile_ahead="minimal", burst=4).max_burst_steps == 4
+
+
+def test_idle_time_is_no_step():
+    """Answers of nine tokens, a second apart: what lies between them must not count as a slow step."""
+    clock = Clock(Pacer("auto"), single_s=0.002, burst_step_s=0.0025)
+    for _ in range(40):
+        clock.run(1 + STRETCH)
+        clock.pacer.pause()
+        clock.now += 1.0
+    assert clock.run(50) == 50 * [1]

@@ -1,0 +1,97 @@
+"""Accounts: what each step cost, written while the device runs a later one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.engine.batch import BatchPacker
+from jaxserve.engine.costs import attention_cost
+from jaxserve.engine.plan import StepPlan
+from jaxserve.metrics import EngineStats, StepStats
+from jaxserve.models.arch import ArchConfig
+
+if TYPE_CHECKING:
+    from jaxserve.engine.runner import Runner, StepHandle
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A step or burst from its dispatch on."""
+
+    plan: StepPlan
+    blob: NDArray[np.int32]
+    handle: StepHandle
+    bucket: int
+    host_s: float  # for plan, packing and dispatch
+    dispatched_s: float
+
+
+class _Ended(NamedTuple):
+    step: InFlight
+    num_steps: int
+    device_s: float
+    wall_s: float
+
+
+class Accounts:
+    """Totals and the last step's account. `ended` takes the time; `write` does the sums, whenever there is time for it.
+
+    Attributes:
+        stats: totals since start.
+        last_step: the account written last.
+    """
+
+    def __init__(self, arch: ArchConfig, packer: BatchPacker, runner: Runner) -> None:
+        self.stats = EngineStats()
+        self.last_step: StepStats | None = None
+        self._arch, self._packer, self._runner = arch, packer, runner
+        self._device_free_s = 0.0
+        self._unwritten: list[_Ended] = []
+
+    def ended(self, step: InFlight, num_steps: int, now_s: float) -> None:
+        """Note that the result of a step is there; of a burst perhaps fewer steps than planned ran.
+
+        Device time is from dispatch, or from the end of the step before, to result.
+        """
+        device_s = now_s - max(step.dispatched_s, self._device_free_s)
+        wall_s = now_s - max(step.dispatched_s - step.host_s, self._device_free_s)
+        self._device_free_s = now_s
+        self._unwritten.append(_Ended(step, num_steps, device_s, wall_s))
+
+    def write(self, num_waiting: int) -> None:
+        """Add all steps that have ended to the totals."""
+        ended, self._unwritten = self._unwritten, []
+        for step in ended:
+            self.last_step = self._account(step, num_waiting)
+            self.stats.add(self.last_step)
+
+    def _account(self, ended: _Ended, num_waiting: int) -> StepStats:
+        step, num_steps, device_s, wall_s = ended
+        plan, bucket, arch = step.plan, step.bucket, self._arch
+        work = self._packer.work(step.blob, bucket, num_steps)
+        attention = attention_cost(work.start, work.num_tokens, arch.windows)
+        num_rows = self._packer.layouts[bucket].num_rows
+        return StepStats(
+            step_id=plan.step_id,
+            num_steps=num_steps,
+            num_rows=plan.num_rows,
+            num_tokens=plan.num_tokens * num_steps,
+            num_padding_tokens=(bucket - plan.num_tokens) * num_steps,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            num_decode_tokens=plan.num_decode_tokens * num_steps,
+            num_cached_tokens=plan.num_cached_tokens,
+            num_preemptions=len(plan.preempted),
+            num_pages_used=plan.num_pages_used,
+            num_slack_tokens=work.num_slack_tokens,
+            num_waiting=num_waiting,
+            host_ms=step.host_s * 1e3,
+            device_ms=device_s * 1e3,
+            wall_ms=wall_s * 1e3,
+            weight_bytes=self._runner.weight_bytes(bucket) * num_steps,
+            kv_bytes=attention.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize) // arch.num_layers,
+            flops=arch.step_flops(bucket * num_steps, num_rows * num_steps, attention.num_scores),
+        )

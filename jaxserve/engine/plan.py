@@ -1,0 +1,71 @@
+"""StepPlan: what one step computes, between the scheduler that makes it and the packer that lays it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxserve.request import Request
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """What one step computes: rows in decode first, then those in prefill, then the newly admitted.
+
+    A row is one request's share of the step: tokens [start, start + count) of the request are computed. Rows are kept
+    as columns. An object per row and step would cost more to make than all else that a row in decode needs, and many
+    of them alive at once set off full collections of garbage, each of them 0.1 s or more.
+
+    Attributes:
+        step_id: counts plans from 0.
+        requests: one per row, at least one; its `pages` hold at least the tokens up to the end of the share.
+        slots: of each row, in the per-request device state.
+        starts: of each row: tokens computed before this step.
+        counts: of each row, at least 1. Ids are known except the last one's, if it is still on the device.
+        samples: of each row: the share reaches the request's last token, so a further one is sampled.
+        num_decode_tokens: tokens of rows that had exactly one token left, already running before this step.
+        num_prefill_tokens: all other tokens.
+        num_cached_tokens: tokens that this step's admissions found in the prefix cache.
+        preempted: requests that lost their pages to older ones while this plan was made; none has a row.
+        admitted: requests that start with this plan; their per-request device state must be set.
+        grown: requests whose pages this plan extended, the admitted aside; some may have lost them again.
+        num_pages_used: pages that running requests own once the plan is made.
+        wants_logprobs: whether any row does.
+        wants_prompt_logprobs: whether any row does.
+        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1.
+    """
+
+    step_id: int
+    requests: list[Request] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    num_decode_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_cached_tokens: int = 0
+    preempted: list[Request] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+    grown: list[Request] = field(default_factory=list)
+    num_pages_used: int = 0
+    wants_logprobs: bool = False
+    wants_prompt_logprobs: bool = False
+    num_steps: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Requests that take part."""
+        return len(self.requests)
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of a step's token axis, before padding."""
+        return self.num_decode_tokens + self.num_prefill_tokens
+
+
+def wants_prompt_logprobs(request: Request, start: int) -> bool:
+    """Whether a row predicts prompt tokens whose log probabilities were asked for. One sample does it for all."""
+    return (
+        request.params.prompt_logprobs is not None
+        and not request.read_prefix_cache
+        and start + 1 < request.num_prompt_tokens
+    )

@@ -1,0 +1,178 @@
+"""A device for the scheduler that knows from which tokens each entry of its pool was computed, and a loop over both."""
+
+import zlib
+from typing import NamedTuple
+
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.request import FinishReason, Request, SamplingParams
+
+VOCAB_SIZE = 5
+PARAMS = SamplingParams(max_tokens=None)
+IGNORED = 10**6  # what the device returns for rows that do not sample
+
+
+def make_scheduler(max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=64, max_model_len=256):
+    return Scheduler(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        page_size=page_size,
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+    )
+
+
+def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):
+    prompt = list(prompt)
+    params = PARAMS if not min_tokens else SamplingParams(max_tokens=None, min_tokens=min_tokens)
+    return Request(request_id, prompt, params, seed=0, max_total_tokens=len(prompt) + max_tokens, **kwargs)
+
+
+def next_token(tokens):
+    """The model: any deterministic function of all tokens before."""
+    return zlib.crc32(repr(tokens).encode()) % VOCAB_SIZE
+
+
+def generate_alone(request):
+    """Output and reason of an undisturbed run."""
+    tokens = list(request.prompt_token_ids)
+    while True:
+        tokens.append(next_token(tokens))
+        num_output = len(tokens) - request.num_prompt_tokens
+        if tokens[-1] in request.stop_ids and num_output > request.params.min_tokens:
+            return tokens[request.num_prompt_tokens :], FinishReason.STOP
+        if len(tokens) == request.max_total_tokens:
+            return tokens[request.num_prompt_tokens :], FinishReason.LENGTH
+
+
+class Row(NamedTuple):
+    """A plan's columns, row by row."""
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    samples: bool
+    admitted: bool
+
+
+def rows_of(plan):
+    columns = zip(plan.requests, plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+    return [Row(request, *rest, request in plan.admitted) for request, *rest in columns]
+
+
+class Device:
+    """Runs plans in order. A pool entry holds what its content depends on: salt and tokens up to its position."""
+
+    def __init__(self, page_size):
+        self.page_size = page_size
+        self.kv = {}
+        self.history = {}  # slot -> position -> token
+
+    def run(self, plan):
+        """The sampled ids of each step; a burst ends with the first one that has a stop id."""
+        steps = []
+        while len(steps) < plan.num_steps and not any(self._stops(plan, ids) for ids in steps[-1:]):
+            steps.append(self._run_step([row._replace(start=row.start + len(steps)) for row in rows_of(plan)]))
+        return steps
+
+    def _stops(self, plan, ids):
+        return any(token in request.stop_ids for request, token in zip(plan.requests, ids, strict=True))
+
+    def _run_step(self, rows):
+        sequences = [self._sequence(row) for row in rows]
+        # Reads and writes of one step have no order, so what a row did not compute itself must be there before
+        # the first write and after the last.
+        for row, tokens in zip(rows, sequences, strict=True):
+            self._check_content(row, tokens[: row.start])
+        self._write(rows, sequences)
+        for row, tokens in zip(rows, sequences, strict=True):
+            self._check_content(row, tokens)
+        return [self._sample(row, tokens) for row, tokens in zip(rows, sequences, strict=True)]
+
+    def _sequence(self, row):
+        request, stop = row.request, row.start + row.num_tokens
+        if row.admitted:
+            self.history[row.slot] = dict(enumerate(request.tokens(0, request.num_known_tokens)))
+        tokens = [self.history[row.slot][i] for i in range(stop)]
+        num_known = min(stop, request.num_known_tokens)
+        assert tokens[:num_known] == request.tokens(0, num_known), "the slot holds another request's tokens"
+        assert row.num_tokens == 1 or num_known == stop, "only a single token may have an unknown id"
+        return tokens
+
+    def _write(self, rows, sequences):
+        written = set()
+        for row, tokens in zip(rows, sequences, strict=True):
+            for position in range(row.start, row.start + row.num_tokens):
+                entry = self._entry(row.request, position)
+                assert entry not in written, f"{entry} is written twice in one step"
+                written.add(entry)
+                self.kv[entry] = (row.request.salt, tuple(tokens[: position + 1]))
+
+    def _check_content(self, row, tokens):
+        for position in range(len(tokens)):
+            content = self.kv.get(self._entry(row.request, position))
+            expected = (row.request.salt, tuple(tokens[: position + 1]))
+            assert content == expected, f"{row.request.request_id} finds {content} at position {position}"
+
+    def _sample(self, row, tokens):
+        if not row.samples:
+            return IGNORED
+        self.history[row.slot][len(tokens)] = token = next_token(tokens)
+        return token
+
+    def _entry(self, request, position):
+        return request.pages[position // self.page_size], position % self.page_size
+
+
+class Loop:
+    """Scheduler and device with `depth` plans in flight, as an engine drives them, in bursts of up to `max_steps`."""
+
+    def __init__(self, scheduler, depth=0, max_steps=1):
+        self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
+        self.device = Device(scheduler.page_size)
+        self.in_flight = []
+        self.plans = []
+
+    def must_read_first(self):
+        in_burst = self.in_flight and self.in_flight[-1][0].num_steps > 1
+        return in_burst or (self.in_flight and self.scheduler.most_steps(self.max_steps) > 1)
+
+    def schedule(self):
+        while self.must_read_first():
+            self.update()
+        plan = self.scheduler.schedule(self.max_steps)
+        if plan is not None:
+            self.in_flight.append((plan, self.device.run(plan)))
+            self.plans.append(plan)
+        assert plan or self.in_flight or not self.scheduler.has_unfinished(), "idle with runnable work"
+        return plan
+
+    def update(self):
+        plan, steps = self.in_flight.pop(0)
+        return self.scheduler.update(plan, *steps)
+
+    def step(self):
+        plan = self.schedule()
+        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            self.update()
+        self.scheduler.check_integrity()
+        return plan
+
+    def drain(self):
+        while self.scheduler.has_unfinished() or self.in_flight:
+            self.step()
+        return self
+
+    def add(self, *requests):
+        for request in requests:
+            self.scheduler.add(request)
+        return self
+
+
+def starts(plan):
+    """Request id -> (start, num_tokens)."""
+    return {row.request.request_id: (row.start, row.num_tokens) for row in rows_of(plan)}
+
+
+def num_computed(plans):
+    return sum(plan.num_tokens for plan in plans)
