@@ -324,7 +324,7 @@ class Engine:
                 raise
 
     def _drop_in_flight(self) -> None:
-        """Forget steps whose requests have all ended: nobody waits for their tokens, nor measures how long they take."""
+        """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
         while self._in_flight:
             step = self._in_flight.popleft()
             self._accounts.ended(step, step.plan.num_steps, time.monotonic())
