@@ -170,9 +170,9 @@ def _use_compilation_cache(config: EngineConfig) -> None:
 
 
 def _programs_dir() -> Path | None:
-    """Where whole programs are kept: beside XLA's cache, wherever that is."""
+    """Where whole programs are kept: beside XLA's cache, unless that is remote (gs://...)."""
     cache_dir = getattr(jax.config, "jax_compilation_cache_dir", None)
-    return Path(cache_dir) / "programs" if cache_dir else None
+    return Path(cache_dir) / "programs" if cache_dir and "://" not in cache_dir else None
 
 
 def _on_cpu() -> bool:

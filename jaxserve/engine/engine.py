@@ -69,6 +69,10 @@ class Engine:
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
         check_sizes(config, self.arch)
+        tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
+        self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)
+        if len(self._eos_ids) > MAX_EOS_IDS:
+            raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
         self._runner = runner or build_runner(config, self.arch, build_params(config, self.arch))
         self.schedule = s = self._runner.schedule
         self._scheduler = Scheduler(
@@ -86,10 +90,6 @@ class Engine:
         self._num_groups = 0
         self._pacer = Pacer(config.burst)
         self._accounts = Accounts(self.arch, self._packer, self._runner)
-        tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
-        self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)
-        if len(self._eos_ids) > MAX_EOS_IDS:
-            raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
 
     # Requests
 

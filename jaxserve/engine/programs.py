@@ -21,6 +21,8 @@ from jax.experimental import serialize_executable
 
 import pallas_kernels
 from jaxserve.config import xla_flags
+from jaxserve.engine.roofline import num_cores
+from jaxserve.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +95,10 @@ def _read(path: Path) -> Compiled | None:
 
 
 def _write(path: Path, program: Compiled) -> None:
-    own = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         content = pickle.dumps(serialize_executable.serialize(program))
         path.parent.mkdir(parents=True, exist_ok=True)
-        own.write_bytes(content)
-        own.replace(path)
+        write_whole(path, content)
         prune(path.parent, f"*{path.suffix}")
     except Exception as error:  # a full disk, or a backend that cannot serialise
         logger.warning("a compiled program cannot be kept: %s", error)
@@ -122,8 +122,8 @@ def _environment() -> tuple[object, ...]:
     settings = [getattr(jax.config, name) for name in _SETTINGS]
     return (
         (version("jax"), version("jaxlib"), device.client.platform_version),
-        (device.platform, device.device_kind, jax.device_count(), _cpu_flags()),
-        (settings, xla_flags()),
+        (device.platform, device.device_kind, jax.device_count(), _cpu_flags(), num_cores()),
+        (settings, xla_flags(), os.environ.get("LIBTPU_INIT_ARGS")),
         _source_digest(),
     )
 

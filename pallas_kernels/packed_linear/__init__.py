@@ -70,6 +70,8 @@ class Packer:
     """
 
     def __init__(self, N: int, K: int, dtype: DTypeLike, num_blocks: int = 0) -> None:
+        if (jnp.dtype(dtype) == jnp.int8) != (num_blocks > 0):
+            raise ValueError(f"int8 weights, and they alone, must have scales, got {jnp.dtype(dtype)}, {num_blocks} blocks")
         if num_blocks and K % num_blocks:
             raise ValueError(f"each row's {K} weights must divide into {num_blocks} blocks")
         self._num_outputs = N
@@ -109,11 +111,22 @@ def multiply(
       rms_norm: weight and epsilon: x is replaced by x / sqrt(mean(x^2) + epsilon) * weight.
       swiglu: x is replaced by silu(x[:, :K]) * x[:, K:].
       residual: added to the product.
+
+    Raises:
+      ValueError: shapes do not fit, or a norm and SwiGLU are wanted at once.
+      RuntimeError: there are no native kernels; see `unsupported`.
     """
+    if (reason := native.unavailable()) is not None:
+        raise RuntimeError(reason)
     weight, eps = rms_norm or (_nothing(), 0.0)
-    if x.shape[1] != matrix.shape[1] * (2 if swiglu else 1):
+    N, K = matrix.shape
+    if x.shape[1] != K * (2 if swiglu else 1):
         raise ValueError(f"x {x.shape} does not fit a matrix {matrix.shape}, swiglu={swiglu}")
-    shape = jax.ShapeDtypeStruct((x.shape[0], matrix.num_outputs), jnp.float32)
+    if rms_norm is not None and (swiglu or weight.shape != (K,)):
+        raise ValueError(f"the weight of a norm must be {(K,)}, and without swiglu, got {weight.shape}, swiglu={swiglu}")
+    if residual is not None and residual.shape != (x.shape[0], N):
+        raise ValueError(f"a residual must be {(x.shape[0], N)}, got {residual.shape}")
+    shape = jax.ShapeDtypeStruct((x.shape[0], N), jnp.float32)
     added = _nothing() if residual is None else residual
     inputs = (x, matrix.weights, matrix.scales, weight, added)
     dtypes = (jnp.float32, matrix.weights.dtype, jnp.float32, jnp.float32, jnp.float32)

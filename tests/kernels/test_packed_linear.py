@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import packed_linear
+from pallas_kernels import native, packed_linear
 
 reason = packed_linear.unsupported("float32", jax.default_backend())
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
@@ -134,3 +134,43 @@ def test_blocks_that_do_not_divide_a_row_are_refused():
 def test_unsupported_says_why():
     assert "CPU" in packed_linear.unsupported("float32", "gpu")
     assert "float16" in packed_linear.unsupported("float16", "cpu")
+
+
+def pack(shape, seed=0):
+    return packed_linear.pack(jnp.asarray(matrix(shape, seed)))
+
+
+@pytest.mark.parametrize("instruction_set", native.instruction_sets()[1:])
+@pytest.mark.parametrize("num_tokens", [1, 4, 13])
+def test_every_instruction_set_gives_the_same_products(instruction_set, num_tokens):
+    x, wide = jnp.asarray(matrix((num_tokens, 96), 1)), jnp.asarray(matrix((num_tokens, 192), 2))
+    weight = np.random.default_rng(0).integers(-127, 128, (40, 96)).astype(np.int8)
+    int8 = packed_linear.pack(jnp.asarray(weight), jnp.asarray(np.abs(matrix((40, 3))) / 100))
+    half = packed_linear.pack(jnp.asarray(matrix((40, 96)), jnp.bfloat16))
+    for packed, options in [(pack((40, 96)), {}), (half, {"rms_norm": (jnp.ones(96), 1e-6)}), (int8, {})]:
+        expected = multiply(packed, x, **options)
+        with native.using(instruction_set):
+            np.testing.assert_allclose(multiply(packed, x, **options), expected, rtol=0, atol=2e-4)
+    expected = multiply(pack((40, 96)), wide, swiglu=True)
+    with native.using(instruction_set):
+        np.testing.assert_allclose(multiply(pack((40, 96)), wide, swiglu=True), expected, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"residual": jnp.zeros((1, 40))}, "a residual must be"),
+        ({"rms_norm": (jnp.ones(3), 1e-6)}, "the weight of a norm must be"),
+        ({"rms_norm": (jnp.ones(96), 1e-6), "swiglu": True}, "without swiglu"),
+    ],
+)
+@jaxtyping.jaxtyped(typechecker=None)
+def test_shapes_that_do_not_fit_are_refused(options, message):
+    x = jnp.zeros((4, 192 if options.get("swiglu") else 96))
+    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
+        packed_linear.multiply(pack((40, 96)), x, **options)
+
+
+def test_int8_needs_scales():
+    with pytest.raises(ValueError, match="must have scales"):
+        packed_linear.pack(jnp.zeros((16, 8), jnp.int8))
