@@ -192,8 +192,8 @@ def _read_prompt(given: str | None) -> str:
 
 def _stats(output: "RequestOutput") -> str:
     m = output.metrics
-    decode = f", {1 / m.itl_s:.1f} tok/s after the first" if m.itl_s else ""
-    times = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("TTFT", m.ttft_s), ("ITL", m.itl_s)) if seconds]
+    decode = f", {1 / m.tpot_s:.1f} tok/s after the first" if m.tpot_s else ""
+    times = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("TTFT", m.ttft_s), ("TPOT", m.tpot_s)) if seconds]
     return (
         f"prompt {len(output.prompt_token_ids)} tokens ({m.num_cached_tokens} cached), "
         f"output {m.num_output_tokens} tokens{decode}; {', '.join(times)}; "

@@ -54,7 +54,7 @@ def read_job(args: argparse.Namespace) -> BenchJob:
     else:
         rates = _read_rates(args.rates, args.time_scale, workload)
         options["time_scale"] = _positive("time_scale", args.time_scale) or 1.0
-        options["slo"] = Slo(_positive("slo_ttft_ms", args.slo_ttft_ms), _positive("slo_itl_ms", args.slo_itl_ms))
+        options["slo"] = Slo(_positive("slo_ttft_ms", args.slo_ttft_ms), _positive("slo_tpot_ms", args.slo_tpot_ms))
     return BenchJob(
         kind=args.kind,
         workload=workload,

@@ -36,8 +36,8 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--time-scale", type=float, metavar="FLOAT", help=text)
     text = "promised time to first token; goodput counts the requests that meet every promise"
     parser.add_argument("--slo-ttft-ms", type=float, metavar="MS", help=text)
-    text = "promised time between tokens, on average over a request"
-    parser.add_argument("--slo-itl-ms", type=float, metavar="MS", help=text)
+    text = "promised time per output token after the first, on average over a request"
+    parser.add_argument("--slo-tpot-ms", type=float, metavar="MS", help=text)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:

@@ -58,14 +58,14 @@ class RequestTrace:
 
     @property
     def itls_s(self) -> list[float]:
-        """Between each token and the next; of tokens that arrive together the first bears the wait, the others 0."""
-        return [later - earlier for earlier, later in zip(self.token_s, self.token_s[1:], strict=False)]
+        """Inter-token latencies: from each arrival to the next, where tokens that come together are one arrival."""
+        return [later - earlier for earlier, later in itertools.pairwise(self.token_s) if later > earlier]
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean of `itls_s`; None of a single token."""
-        gaps = len(self.token_s) - 1
-        return (self.token_s[-1] - self.token_s[0]) / gaps if gaps else None
+        """Time per output token after the first; None of a single token."""
+        num_later = len(self.token_s) - 1
+        return (self.token_s[-1] - self.token_s[0]) / num_later if num_later else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,14 +63,16 @@ def _title(report: Json, run: Json | None) -> str:
 
 
 def _draw_latency(run: Json) -> Callable[[Any], None]:
-    ttfts = [request["ttft_ms"] for request in run["requests"]]
-    itls = [gap for request in run["requests"] for gap in request["itls_ms"]]
-    promised = run["goodput"] or {"slo_ttft_ms": None, "slo_itl_ms": None}
+    requests, promised = run["requests"], run["goodput"] or {"slo_ttft_ms": None, "slo_tpot_ms": None}
+    ttfts = [request["ttft_ms"] for request in requests]
+    tpots = [request["tpot_ms"] for request in requests if request["tpot_ms"] is not None]
+    itls = [gap for request in requests for gap in request["itls_ms"]]
 
     def draw_on(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        _histogram(left, ttfts, run["ttft_ms"], "time to first token (ms)", "requests", promised["slo_ttft_ms"])
-        _histogram(right, itls, run["itl_ms"], "time between tokens (ms)", "tokens", promised["slo_itl_ms"])
+        ttft, tpot, itl = figure.subplots(1, 3)
+        _histogram(ttft, ttfts, run["ttft_ms"], "TTFT (ms)", "requests", promised["slo_ttft_ms"])
+        _histogram(tpot, tpots, run["tpot_ms"], "TPOT (ms)", "requests", promised["slo_tpot_ms"])
+        _histogram(itl, itls, run["itl_ms"], "ITL (ms)", "arrivals after the first", None)
 
     return draw_on
 
@@ -121,10 +123,8 @@ def _draw_sweep(runs: Sequence[Json]) -> Callable[[Any], None]:
     runs = sorted(runs, key=lambda run: run["rate_per_s"])
 
     def draw_on(figure: Any) -> None:
-        for axes, key, name in zip(
-            figure.subplots(1, 2), ("ttft_ms", "itl_ms"), ("time to first token", "time between tokens"), strict=True
-        ):
-            if runs[0][key]["p50"] is not None:  # single tokens have nothing between them
+        for axes, key, name in zip(figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), ("TTFT", "TPOT"), strict=True):
+            if runs[0][key]["p50"] is not None:  # single tokens have none after them
                 _curve(axes, runs, key)
             _label(axes, "output throughput (tok/s)", f"{name} (ms)")
 

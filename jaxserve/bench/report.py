@@ -13,7 +13,7 @@ from jaxserve.bench.workloads import Workload
 from jaxserve.engine.build import compute_dtype
 from jaxserve.engine.roofline import describe_device
 
-FORMAT = "jaxserve-bench-1"
+FORMAT = "jaxserve-bench-2"
 
 
 def build_report(engine: Any, kind: str, workload: Workload, runs: Sequence[Json], *, time_scale: float) -> Json:

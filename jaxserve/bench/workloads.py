@@ -185,7 +185,7 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
         "shared-prefix-64": [WorkloadRequest(528, 16, prefix_id=0, prefix_len=512)] * 64,  # one system prompt
         "long-tail-128": long_tail,  # most outputs short, a few long: static batches lose here
         "long-prompts-32": [WorkloadRequest(1500 if i % 8 == 0 else 64, 32) for i in range(32)],  # chunked prefill
-        "poisson-128": poisson,  # TTFT and ITL under load
+        "poisson-128": poisson,  # TTFT and TPOT under load
         "chat-16x4": [_chat_turn(chat, turn) for turn in range(4) for chat in range(16)],  # reuse across turns
     }
 

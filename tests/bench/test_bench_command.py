@@ -70,7 +70,7 @@ def test_offline_report(
 ) -> None:
     flags = ["--rounds", "3", "--price-per-hour", "2", "--page-size", "32"]
     report = bench(model, tmp_path, "offline", "--workload", workload, *flags)
-    assert report["format"] == "jaxserve-bench-1"
+    assert report["format"] == "jaxserve-bench-2"
     assert set(report["versions"]) == {"jaxserve", "jax", "jaxlib", "numpy", "python"}
     assert set(report["device"]) == {"platform", "kind", "count", "num_cores"}
     assert report["config"]["page_size"] == 32
@@ -98,14 +98,14 @@ def test_offline_report(
 def test_serve_keeps_the_workloads_arrivals(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slo = ["--slo-ttft-ms", "1000", "--slo-itl-ms", "500"]
+    slo = ["--slo-ttft-ms", "1000", "--slo-tpot-ms", "500"]
     report = bench(model, tmp_path, "serve", "--workload", workload, "--time-scale", "2", *slo)
     (run,) = report["runs"]
     assert [r["arrival_s"] for r in run["requests"]] == [0, 0.04, 0.08]
     assert run["elapsed_s"] >= 0.08 + 9 * 0.002
     assert run["goodput"]["share"] == 1
     shown = capsys.readouterr().out
-    assert "100.0% within TTFT 1000 ms and mean ITL 500 ms" in shown
+    assert "100.0% within TTFT 1000 ms and TPOT 500 ms" in shown
     assert re.search(r"^TTFT \(ms\) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+$", shown, re.MULTILINE)
 
 
@@ -142,7 +142,7 @@ def test_pictures(model: str, workload: str, tmp_path: Path, engines: list[fake_
     places = {"offline": tmp_path / "new" / "offline", "serve": tmp_path / "serve"}
     bench(model, tmp_path, "offline", "--workload", workload, "--pictures", str(places["offline"]))
     assert {path.name for path in places["offline"].iterdir()} == {"latency.png", "timeline.png"}
-    rates = ["--rates", "100,300", "--slo-itl-ms", "5"]
+    rates = ["--rates", "100,300", "--slo-tpot-ms", "5"]
     bench(model, tmp_path, "serve", "--workload", workload, *rates, "--pictures", str(places["serve"]))
     names = {path.name for path in places["serve"].iterdir()}
     each = {f"{name}-rate-{rate}.png" for name in ("latency", "timeline") for rate in (100, 300)}
@@ -159,8 +159,10 @@ def test_single_tokens_have_no_time_between_them(
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"name": "one", "seed": 1, "requests": [{"prompt_len": 1, "output_len": 1}]}))
     report = bench(model, tmp_path, "offline", "--workload", str(path), "--pictures", str(tmp_path / "pictures"))
-    assert report["runs"][0]["itl_ms"] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
-    assert re.search(r"^ITL \(ms\)( +-){5}$", capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    for key, title in (("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
+        assert report["runs"][0][key] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
+        assert re.search(rf"^{title} \(ms\)( +-){{5}}$", shown, re.MULTILINE)
     bench(model, tmp_path, "serve", "--workload", str(path), "--rates", "9,10", "--pictures", str(tmp_path / "sweep"))
     assert " -/-/- " in capsys.readouterr().out
     assert (tmp_path / "sweep" / "throughput_latency.png").exists()
@@ -197,7 +199,7 @@ def test_without_matplotlib_all_else_works(
         (["serve", "--rate", "1", "--time-scale", "2"], "time_scale stretches the workload's own arrivals"),
         (["serve", "--time-scale", "0"], "time_scale must be a positive number, got 0.0"),
         (["serve", "--slo-ttft-ms", "0"], "slo_ttft_ms must be a positive number, got 0.0"),
-        (["serve", "--slo-itl-ms", "nan"], "slo_itl_ms must be a positive number, got nan"),
+        (["serve", "--slo-tpot-ms", "nan"], "slo_tpot_ms must be a positive number, got nan"),
         (["serve", "--workload", "single"], "in the workload single all requests arrive at once; give --rate"),
         (["offline", "--json", "/no/such/file"], "json must be a file in a directory that exists, got /no/such/file"),
         (["offline", "--pictures", "BAD"], "cannot make the directory of pictures {path}: File exists"),

@@ -1,7 +1,10 @@
 """The open loop over a fake engine and a fake clock: every time is known beforehand."""
 
 import fake_engine
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.bench.load import Clock, LoadTrace, RequestTrace, TimedRequest, run_load
 from jaxserve.errors import RequestError
@@ -96,8 +99,20 @@ def test_totals_are_of_the_run_alone() -> None:
         assert (trace.stats.num_steps, len(trace.steps), trace.stats.num_output_tokens) == (3, 3, 3)
 
 
-def test_tokens_that_come_together_share_one_wait() -> None:
+def test_an_itl_is_between_arrivals_and_tpot_is_per_token() -> None:
     trace = RequestTrace(arrival_s=1.0, num_prompt_tokens=1, token_s=[2.0, 2.0, 2.0, 5.0, 5.0])
-    assert trace.itls_s == [0.0, 0.0, 3.0, 0.0]
+    assert trace.itls_s == [3.0]
     assert trace.tpot_s == 0.75
-    assert RequestTrace(1.0, 1, token_s=[2.0]).tpot_s is None
+    single = RequestTrace(1.0, 1, token_s=[2.0])
+    assert (single.itls_s, single.tpot_s) == ([], None)
+
+
+@given(bursts=st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 32)), min_size=1))
+def test_bursts_lengthen_itls_and_never_make_them_zero(bursts: list[tuple[int, int]]) -> None:
+    """Of bursts that come so many ms after each other with so many tokens."""
+    arrivals = np.cumsum([gap_ms for gap_ms, _ in bursts]).tolist()
+    token_s = [float(at) for at, (_, num_tokens) in zip(arrivals, bursts, strict=True) for _ in range(num_tokens)]
+    trace = RequestTrace(0.0, 1, token_s=token_s)
+    assert trace.itls_s == [gap_ms for gap_ms, _ in bursts[1:]]
+    if len(token_s) > 1:
+        assert trace.tpot_s == pytest.approx(sum(trace.itls_s) / (len(token_s) - 1))
