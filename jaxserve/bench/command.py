@@ -74,10 +74,10 @@ def run_job(engine: Any, job: BenchJob) -> Json:
         ConfigError: the engine cannot run the workload; nothing has been measured.
     """
     requests = _prompts(engine, job.workload)
+    _warm_up(engine, requests[0][0])  # before the ceilings are measured, which compiles would lower
     setting = Setting(
         engine.schedule.page_size, engine.schedule.num_pages, engine.ceilings, job.slo, job.price_per_hour
     )
-    _warm_up(engine, requests[0][0])
     runs = []
     for index, rate in enumerate(job.rates, 1):
         _say(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
