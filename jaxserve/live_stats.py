@@ -16,8 +16,8 @@ class LiveStats:
     It reads the engine's counters from a thread of its own, so steps neither wait for it nor know of it.
 
     Args:
-        engine: whose `stats`, `last_step`, `schedule` and `ceilings` are read. Entering waits until it is warm: ceilings
-            measured beside compiles would be too low, and kept.
+        engine: whose `stats`, `last_step`, `schedule` and `ceilings` are read. Entering waits until it is warm:
+            ceilings measured beside compiles would be too low, and kept.
         stream: of text, where to write.
         interval_s: seconds between lines.
     """
