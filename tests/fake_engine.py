@@ -42,7 +42,9 @@ class FakeEngine:
 
     @property
     def schedule(self) -> ScheduleConfig:
-        return ScheduleConfig(self.max_num_seqs, 512, max_model_len=1000, page_size=16, num_pages=100)
+        return ScheduleConfig(
+            self.max_num_seqs, 512, max_model_len=1000, page_size=16, num_pages=self.config.num_pages or 100
+        )
 
     @property
     def arch(self) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxserve.bench.report import median_run
+from jaxserve.bench.report import median_run, offered_rate
 from jaxserve.bench.summary import Json
 
 _LATENCIES = (
@@ -70,7 +70,8 @@ def _facts(run: Json, report: Json) -> list[Row]:
 
 
 def _offered(run: Json) -> str:
-    return "" if run["rate_per_s"] is None else f"{run['rate_per_s']:g} /s offered, served "
+    rate = offered_rate(run)
+    return "" if rate is None else f"{rate:g} /s offered, served "
 
 
 def _pages(run: Json, report: Json) -> str:
@@ -114,7 +115,7 @@ def _sweep(runs: Sequence[Json]) -> list[Row]:
     ]
     rows: list[list[str]] = [titles]
     for run in runs:
-        rates = [number(run[key]) for key in ("rate_per_s", "requests_per_s", "output_tok_per_s")]
+        rates = [number(rate) for rate in (offered_rate(run), run["requests_per_s"], run["output_tok_per_s"])]
         latencies = [_spread(run[key]) for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
         load = [f"{run['queue_depth']['mean']:.1f}", f"{run['batch_rows']['mean']:.1f}", f"{run['efficiency']:.1%}"]
         rows.append([*rates, *latencies, *load])

@@ -30,10 +30,12 @@ class FakeClock(Clock):
         self.time_s += seconds
 
 
-def serve(*requests: TimedRequest, max_num_seqs: int = 4) -> tuple[LoadTrace, FakeClock]:
+def serve(
+    *requests: TimedRequest, max_num_seqs: int = 4, max_concurrency: int | None = None
+) -> tuple[LoadTrace, FakeClock]:
     clock = FakeClock()
     engine = fake_engine.FakeEngine(None, max_num_seqs=max_num_seqs, step_s=STEP_S, sleep=clock.work)
-    return run_load(engine, requests, clock), clock
+    return run_load(engine, requests, clock, max_concurrency=max_concurrency), clock
 
 
 def test_all_at_once_is_the_offline_batch() -> None:
@@ -73,6 +75,32 @@ def test_requests_are_queued_in_order_of_arrival_and_traced_in_their_own() -> No
     assert [r.arrival_s for r in trace.requests] == [2.0, 0.0]
     assert [r.num_prompt_tokens for r in trace.requests] == [1, 2]
     assert [r.token_s for r in trace.requests] == [[2.25], [0.25]]
+
+
+def test_a_limit_on_concurrency_holds_requests_back() -> None:
+    """Two at a time, of 4 and 2 steps in turns: each further request arrives when one has ended."""
+    requests = [TimedRequest([i], 2 if i % 2 else 4) for i in range(4)] + [TimedRequest([4], 1, 9.1)]
+    trace, _ = serve(*requests, max_concurrency=2)
+    assert [r.arrival_s for r in trace.requests] == [0.0, 0.0, 0.5, 1.0, 9.1]
+    assert [r.ttft_s for r in trace.requests] == pytest.approx([STEP_S] * 5)
+    assert {s.num_waiting for s in trace.steps} == {0}
+    assert max(s.num_rows for s in trace.steps) == 2
+
+
+@given(
+    lens=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    gap_s=st.sampled_from([0.0, 0.1, 1.0]),
+    limit=st.integers(1, 13),
+)
+def test_a_limit_is_kept_and_wastes_nothing(lens: list[int], gap_s: float, limit: int) -> None:
+    requests = [TimedRequest([i], output_len, gap_s * i) for i, output_len in enumerate(lens)]
+    trace, _ = serve(*requests, max_num_seqs=20, max_concurrency=limit)
+    spans = [(r.arrival_s, r.token_s[-1]) for r in trace.requests]
+    for request, (arrival_s, _) in zip(requests, spans, strict=True):
+        assert sum(start <= arrival_s < end for start, end in spans) <= limit
+        assert arrival_s == request.arrival_s or arrival_s in {end for _, end in spans}
+    if limit >= len(lens):
+        assert [start for start, _ in spans] == [r.arrival_s for r in requests]
 
 
 def test_the_engine_is_left_empty_when_a_run_breaks_off() -> None:
