@@ -71,7 +71,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate, on_interrupt="")
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text; - or nothing reads standard input")
     _add_sampling_flags(generate)
-    text = "write a live line to stderr about once a second (unless the text goes to the same terminal), and a summary"
+    text = (
+        "write a live line to stderr about once a second (unless the text goes to the same terminal), and a summary; "
+        "starts when all programs are compiled"
+    )
     generate.add_argument("--stats", action="store_true", help=text)
     _add_engine_flags(generate, leave_out=("seed",))
 
@@ -86,7 +89,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="what `model` may be in a request (default: anything)",
     )
-    text = "write a live line to stderr about once a second, in place of the progress bar"
+    text = (
+        "write a live line to stderr about once a second, in place of the progress bar; "
+        "starts when all programs are compiled"
+    )
     batch.add_argument("--stats", action="store_true", help=text)
     _add_engine_flags(batch)
 
@@ -168,6 +174,8 @@ def _generate(args: argparse.Namespace) -> int:
     llm = _load(args)
     params = dataclasses.replace(llm.get_default_sampling_params(), **given)
     output = None
+    if args.stats:
+        llm.engine.wait_until_warm()  # compiles would slow down what is measured
     same_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     with _live_stats(args.stats and not same_terminal, llm):
         for output in llm.stream(prompt, params):
@@ -192,8 +200,8 @@ def _read_prompt(given: str | None) -> str:
 
 def _stats(output: "RequestOutput") -> str:
     m = output.metrics
-    decode = f", {1 / m.itl_s:.1f} tok/s after the first" if m.itl_s else ""
-    times = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("TTFT", m.ttft_s), ("ITL", m.itl_s)) if seconds]
+    decode = f", {1 / m.tpot_s:.1f} tok/s after the first" if m.tpot_s else ""
+    times = [f"{name} {seconds * 1e3:.1f} ms" for name, seconds in (("TTFT", m.ttft_s), ("TPOT", m.tpot_s)) if seconds]
     return (
         f"prompt {len(output.prompt_token_ids)} tokens ({m.num_cached_tokens} cached), "
         f"output {m.num_output_tokens} tokens{decode}; {', '.join(times)}; "

@@ -16,7 +16,8 @@ class LiveStats:
     It reads the engine's counters from a thread of its own, so steps neither wait for it nor know of it.
 
     Args:
-        engine: whose `stats`, `last_step`, `schedule` and `ceilings` are read; the latter are measured on entering.
+        engine: whose `stats`, `last_step`, `schedule` and `ceilings` are read. Entering waits until it is warm:
+            ceilings measured beside compiles would be too low, and kept.
         stream: of text, where to write.
         interval_s: seconds between lines.
     """
@@ -29,6 +30,7 @@ class LiveStats:
         self._num_lines = 0
 
     def __enter__(self) -> "LiveStats":
+        self._engine.wait_until_warm()
         self._ceilings: Ceilings = self._engine.ceilings
         self._thread.start()
         return self

@@ -292,8 +292,8 @@ class RequestMetrics:
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
 
     @property
-    def itl_s(self) -> float | None:
-        """Mean time between output tokens (TPOT)."""
+    def tpot_s(self) -> float | None:
+        """Time per output token after the first."""
         if self.num_output_tokens < 2 or self.first_token_s is None or self.last_token_s is None:
             return None
         return (self.last_token_s - self.first_token_s) / (self.num_output_tokens - 1)

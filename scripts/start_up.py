@@ -17,6 +17,8 @@ from statistics import median
 
 import jax
 
+from jaxserve.engine.roofline import num_cores
+
 PROGRAM = """
 import sys, time
 from jaxserve import LLM, SamplingParams
@@ -48,7 +50,7 @@ def main() -> None:
                 starts[kind].append(seconds)
                 print(json.dumps({"start": kind, "first_token_s": round(seconds, 2)}), flush=True)
     cold, warm = median(starts["cold"]), median(starts["warm"])
-    facts = {"jax": jax.__version__, "python": sys.version.split()[0], "cores": len(os.sched_getaffinity(0))}
+    facts = {"jax": jax.__version__, "python": sys.version.split()[0], "cores": num_cores()}
     print(
         json.dumps({"cold_s": round(cold, 2), "warm_s": round(warm, 2), "warm_of_cold": round(warm / cold, 3), **facts})
     )

@@ -38,11 +38,13 @@ class FakeEngine:
     num_cache_resets: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
     last_step: StepStats | None = None
-    ceilings: Ceilings = field(default_factory=lambda: Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
+    is_warm: bool = False
 
     @property
     def schedule(self) -> ScheduleConfig:
-        return ScheduleConfig(self.max_num_seqs, 512, max_model_len=1000, page_size=16, num_pages=100)
+        return ScheduleConfig(
+            self.max_num_seqs, 512, max_model_len=1000, page_size=16, num_pages=self.config.num_pages or 100
+        )
 
     @property
     def arch(self) -> Any:
@@ -79,7 +81,12 @@ class FakeEngine:
         self.num_cache_resets += 1
 
     def wait_until_warm(self) -> None:
-        pass
+        self.is_warm = True
+
+    @property
+    def ceilings(self) -> Ceilings:
+        assert self.is_warm, "beside compiles they would be measured too low, and kept"
+        return Ceilings(flops_per_s=1e9, bytes_per_s=1e9)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting)

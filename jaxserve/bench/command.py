@@ -14,9 +14,11 @@ from jaxserve.bench.load import LoadTrace, TimedRequest, run_load
 from jaxserve.bench.report import build_report
 from jaxserve.bench.summary import Json, Setting, Slo, summarize
 from jaxserve.bench.tables import render
-from jaxserve.bench.workloads import Workload, load_workload, poisson_arrivals, token_ids
+from jaxserve.bench.workloads import Workload, WorkloadRequest, load_workload, poisson_arrivals, token_ids
+from jaxserve.config import ScheduleConfig
 from jaxserve.errors import ConfigError
 from jaxserve.live_stats import LiveStats
+from jaxserve.whole_file import check_writable, write_whole
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,9 @@ class BenchJob:
     kind: str
     workload: Workload
     rates: tuple[float | None, ...] = (None,)
+    arrival_seed: int = 0
     time_scale: float = 1.0
+    max_concurrency: int | None = None
     slo: Slo = field(default_factory=Slo)
     price_per_hour: float | None = None
     json_path: Path | None = None
@@ -38,23 +42,25 @@ class BenchJob:
         if self.kind == "offline":
             return [0.0] * len(self.workload.requests)
         if rate is not None:
-            return poisson_arrivals(self.workload, rate)
+            return poisson_arrivals(self.workload, rate, self.arrival_seed)
         return [request.arrival_s * self.time_scale for request in self.workload.requests]
 
 
 def read_job(args: argparse.Namespace) -> BenchJob:
     """The job that the flags ask for; ConfigError before anything is loaded or measured."""
     workload = load_workload(args.workload)
+    if (num_requests := _at_least(1, "num_requests", args.num_requests)) is not None:
+        workload = workload.resized(num_requests)
     rates: tuple[float | None, ...] = (None,)
     options: dict[str, Any] = {}
     if args.kind == "offline":
-        if args.rounds < 1:
-            raise ConfigError(f"rounds must be at least 1, got {args.rounds}")
-        rates *= args.rounds
+        rates *= _at_least(1, "rounds", args.rounds) or 1
     else:
-        rates = _read_rates(args.rates, args.time_scale, workload)
+        rates = _read_rates(args, workload)
+        options["arrival_seed"] = _at_least(0, "arrival_seed", args.arrival_seed) or 0
         options["time_scale"] = _positive("time_scale", args.time_scale) or 1.0
-        options["slo"] = Slo(_positive("slo_ttft_ms", args.slo_ttft_ms), _positive("slo_itl_ms", args.slo_itl_ms))
+        options["max_concurrency"] = _at_least(1, "max_concurrency", args.max_concurrency)
+        options["slo"] = Slo(_positive("slo_ttft_ms", args.slo_ttft_ms), _positive("slo_tpot_ms", args.slo_tpot_ms))
     return BenchJob(
         kind=args.kind,
         workload=workload,
@@ -70,31 +76,36 @@ def read_job(args: argparse.Namespace) -> BenchJob:
 def run_job(engine: Any, job: BenchJob) -> Json:
     """Measure with an engine that nothing else uses, print the table, write what was asked for; returns the report.
 
+    Each run is written when it is done, and whatever breaks off a later one, those that are done are shown.
+
     Raises:
         ConfigError: the engine cannot run the workload; nothing has been measured.
     """
     requests = _prompts(engine, job.workload)
+    _warm_up(engine, requests[0][0])  # before the ceilings are measured, which compiles would lower
     setting = Setting(
         engine.schedule.page_size, engine.schedule.num_pages, engine.ceilings, job.slo, job.price_per_hour
     )
-    _warm_up(engine, requests[0][0])
-    runs = []
-    for index, rate in enumerate(job.rates, 1):
-        _say(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
-        with LiveStats(engine, sys.stderr) if job.live else contextlib.nullcontext():
-            trace = _run(engine, requests, job.arrivals(rate))
-        runs.append({"rate_per_s": rate, **summarize(trace, setting)})
-    report = build_report(engine, job.kind, job.workload, runs, time_scale=job.time_scale)
-    print(render(report))
-    _write(report, job)
+    load = {name: getattr(job, name) for name in ("time_scale", "arrival_seed", "max_concurrency")}
+    report = build_report(engine, job.kind, job.workload, load)
+    try:
+        for index, rate in enumerate(job.rates, 1):
+            _say(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
+            with LiveStats(engine, sys.stderr) if job.live else contextlib.nullcontext():
+                trace = _run(engine, requests, job, rate)
+            report["runs"].append({"rate_per_s": "inf" if rate == math.inf else rate, **summarize(trace, setting)})
+            _write(report, job.json_path)
+    finally:
+        if report["runs"]:
+            _show(report, job)
     return report
 
 
-def _run(engine: Any, prompts: list[tuple[list[int], int]], arrivals: list[float]) -> LoadTrace:
+def _run(engine: Any, prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> LoadTrace:
     """One run from an empty prefix cache."""
     engine.reset_prefix_cache()
-    timed = [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, arrivals, strict=True)]
-    return run_load(engine, timed)
+    timed = [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, job.arrivals(rate), strict=True)]
+    return run_load(engine, timed, max_concurrency=job.max_concurrency)
 
 
 def _warm_up(engine: Any, prompt: list[int]) -> None:
@@ -105,37 +116,64 @@ def _warm_up(engine: Any, prompt: list[int]) -> None:
 
 def _prompts(engine: Any, workload: Workload) -> list[tuple[list[int], int]]:
     """Prompt and output length of every request, known to fit."""
-    longest = max(r.prompt_len + r.output_len for r in workload.requests)
-    if longest > engine.schedule.max_model_len:
-        raise ConfigError(
-            f"the workload {workload.name} has requests of up to {longest} tokens, but max_model_len is "
-            f"{engine.schedule.max_model_len}; raise it, or choose another workload"
-        )
+    for index, request in enumerate(workload.requests):
+        _check_fits(engine.schedule, f"request {index} of the workload {workload.name}", request)
     prompts = token_ids(workload, engine.arch.vocab_size)
     return [(prompt, request.output_len) for prompt, request in zip(prompts, workload.requests, strict=True)]
 
 
-def _write(report: Json, job: BenchJob) -> None:
+def _check_fits(schedule: ScheduleConfig, name: str, request: WorkloadRequest) -> None:
+    """ConfigError for a request that the engine would refuse, or end early, when its time comes."""
+    num_tokens = request.prompt_len + request.output_len
+    tokens = f"{request.prompt_len} prompt and {request.output_len} output tokens"
+    if num_tokens > schedule.max_model_len:
+        raise ConfigError(
+            f"{name} has {tokens}, but max_model_len is {schedule.max_model_len}; raise it, or choose another workload"
+        )
+    num_pages = -(-(num_tokens - 1) // schedule.page_size)  # the last token is never computed
+    if num_pages > schedule.num_pages:
+        raise ConfigError(
+            f"{name} has {tokens}, which need {num_pages} pages of {schedule.page_size} tokens, but num_pages is "
+            f"{schedule.num_pages}; raise it, or choose another workload"
+        )
+
+
+def _write(report: Json, path: Path | None) -> None:
+    if path is not None:
+        write_whole(path, json.dumps(report, allow_nan=False).encode() + b"\n")
+
+
+def _show(report: Json, job: BenchJob) -> None:
+    print(render(report))
     if job.json_path is not None:
-        job.json_path.write_text(json.dumps(report, allow_nan=False) + "\n", encoding="utf-8")
         _say(f"figures: {job.json_path}")
     if job.pictures_dir is not None and pictures.reason_missing() is None:
         for path in pictures.draw(report, job.pictures_dir):
             _say(f"picture: {path}")
 
 
-def _read_rates(given: str | None, time_scale: float | None, workload: Workload) -> tuple[float | None, ...]:
-    if given is None:
+def _read_rates(args: argparse.Namespace, workload: Workload) -> tuple[float | None, ...]:
+    if args.rates is None:
+        if args.arrival_seed is not None:
+            raise ConfigError("arrival_seed draws Poisson arrivals; give --rate, or --rates")
         if not any(request.arrival_s for request in workload.requests):
             raise ConfigError(f"in the workload {workload.name} all requests arrive at once; give --rate, or --rates")
         return (None,)
-    if time_scale is not None:
+    if args.time_scale is not None:
         raise ConfigError("time_scale stretches the workload's own arrivals; leave it out where --rate is given")
     try:
-        rates = [float(rate) for rate in given.split(",")]
+        rates = tuple(float(rate) for rate in args.rates.split(","))
     except ValueError:
-        raise ConfigError(f"rates must be numbers separated by commas, got {given!r}") from None
-    return tuple(_positive("each rate", rate) for rate in rates)
+        raise ConfigError(f"rates must be numbers separated by commas, got {args.rates!r}") from None
+    if not all(rate > 0 for rate in rates):
+        raise ConfigError(f"each rate must be a positive number or inf, got {args.rates}")
+    return rates
+
+
+def _at_least(lowest: int, name: str, value: int | None) -> int | None:
+    if value is not None and value < lowest:
+        raise ConfigError(f"{name} must be at least {lowest}, got {value}")
+    return value
 
 
 def _positive(name: str, value: float | None) -> float | None:
@@ -147,10 +185,10 @@ def _positive(name: str, value: float | None) -> float | None:
 def _output_file(given: str | None) -> Path | None:
     if given is None:
         return None
-    path = Path(given)
-    if path.is_dir() or not path.parent.is_dir():
+    path = Path(given).resolve()  # a link is followed, not replaced
+    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise ConfigError(f"json must be a file in a directory that exists, got {given}")
-    return path
+    return _writable(path)
 
 
 def _output_dir(given: str | None) -> Path | None:
@@ -163,6 +201,15 @@ def _output_dir(given: str | None) -> Path | None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"cannot make the directory of pictures {given}: {error.strerror}") from error
+    _writable(path / "picture.png")
+    return path
+
+
+def _writable(path: Path) -> Path:
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
     return path
 
 

@@ -27,17 +27,23 @@ def add_bench(bench: argparse.ArgumentParser, add_engine_flags: AddEngineFlags) 
 def _add_workload(parser: argparse.ArgumentParser, default: str) -> None:
     text = f"a built-in one by its name, or a JSON file of lengths and arrivals (default: {default})"
     parser.add_argument("--workload", default=default, metavar="NAME|FILE", help=text)
+    text = "so many: the first of the workload, or all and then repetitions with new prompts (default: all, once)"
+    parser.add_argument("--num-requests", "--num-prompts", type=int, metavar="INT", help=text)
 
 
 def _add_load(parser: argparse.ArgumentParser) -> None:
-    text = "Poisson arrivals per second, one run for each rate (default: the workload's own arrivals)"
-    parser.add_argument("--rate", "--rates", dest="rates", metavar="R[,R...]", help=text)
+    text = "Poisson arrivals per second, a run for each rate; inf is all at once (default: the workload's own arrivals)"
+    parser.add_argument("--rate", "--rates", "--request-rate", dest="rates", metavar="R[,R...]", help=text)
+    text = "of the Poisson arrivals: another seed draws others (default: 0)"
+    parser.add_argument("--arrival-seed", type=int, metavar="INT", help=text)
     text = "stretch the workload's own arrivals by this factor (default: 1)"
     parser.add_argument("--time-scale", type=float, metavar="FLOAT", help=text)
+    text = "most unfinished requests; others arrive when one of these has ended (default: no limit)"
+    parser.add_argument("--max-concurrency", type=int, metavar="INT", help=text)
     text = "promised time to first token; goodput counts the requests that meet every promise"
     parser.add_argument("--slo-ttft-ms", type=float, metavar="MS", help=text)
-    text = "promised time between tokens, on average over a request"
-    parser.add_argument("--slo-itl-ms", type=float, metavar="MS", help=text)
+    text = "promised time per output token after the first, on average over a request"
+    parser.add_argument("--slo-tpot-ms", type=float, metavar="MS", help=text)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench.report import median_run
+from jaxserve.bench.report import median_run, offered_rate
 from jaxserve.bench.summary import Json
 from jaxserve.bench.tables import number
 
@@ -52,25 +52,29 @@ def _save(path: Path, size: tuple[float, float], title: str, draw_on: Callable[[
 
 
 def _suffix(run: Json) -> str:
-    return "" if run["rate_per_s"] is None else f"-rate-{run['rate_per_s']:g}"
+    rate = offered_rate(run)
+    return "" if rate is None else f"-rate-{rate:g}"
 
 
 def _title(report: Json, run: Json | None) -> str:
-    rate = "" if run is None or run["rate_per_s"] is None else f" at {run['rate_per_s']:g} requests/s"
+    rate = None if run is None else offered_rate(run)
+    at = "" if rate is None else f" at {rate:g} requests/s"
     model, device = report["model"], report["device"]
     name = Path(model["path"]).name
-    return f"{report['workload']['name']}{rate}: {name} ({model['stored']}) on {device['count']} x {device['kind']}"
+    return f"{report['workload']['name']}{at}: {name} ({model['stored']}) on {device['count']} x {device['kind']}"
 
 
 def _draw_latency(run: Json) -> Callable[[Any], None]:
-    ttfts = [request["ttft_ms"] for request in run["requests"]]
-    itls = [gap for request in run["requests"] for gap in request["itls_ms"]]
-    promised = run["goodput"] or {"slo_ttft_ms": None, "slo_itl_ms": None}
+    requests, promised = run["requests"], run["goodput"] or {"slo_ttft_ms": None, "slo_tpot_ms": None}
+    ttfts = [request["ttft_ms"] for request in requests]
+    tpots = [request["tpot_ms"] for request in requests if request["tpot_ms"] is not None]
+    itls = [gap for request in requests for gap in request["itls_ms"]]
 
     def draw_on(figure: Any) -> None:
-        left, right = figure.subplots(1, 2)
-        _histogram(left, ttfts, run["ttft_ms"], "time to first token (ms)", "requests", promised["slo_ttft_ms"])
-        _histogram(right, itls, run["itl_ms"], "time between tokens (ms)", "tokens", promised["slo_itl_ms"])
+        ttft, tpot, itl = figure.subplots(1, 3)
+        _histogram(ttft, ttfts, run["ttft_ms"], "TTFT (ms)", "requests", promised["slo_ttft_ms"])
+        _histogram(tpot, tpots, run["tpot_ms"], "TPOT (ms)", "requests", promised["slo_tpot_ms"])
+        _histogram(itl, itls, run["itl_ms"], "ITL (ms)", "arrivals after the first", None)
 
     return draw_on
 
@@ -118,13 +122,11 @@ def _steps(axes: Axes, times: Sequence[float], values: Numbers, ylabel: str, col
 
 
 def _draw_sweep(runs: Sequence[Json]) -> Callable[[Any], None]:
-    runs = sorted(runs, key=lambda run: run["rate_per_s"])
+    runs = sorted(runs, key=lambda run: float(run["rate_per_s"]))
 
     def draw_on(figure: Any) -> None:
-        for axes, key, name in zip(
-            figure.subplots(1, 2), ("ttft_ms", "itl_ms"), ("time to first token", "time between tokens"), strict=True
-        ):
-            if runs[0][key]["p50"] is not None:  # single tokens have nothing between them
+        for axes, key, name in zip(figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), ("TTFT", "TPOT"), strict=True):
+            if runs[0][key]["p50"] is not None:  # single tokens have none after them
                 _curve(axes, runs, key)
             _label(axes, "output throughput (tok/s)", f"{name} (ms)")
 
@@ -139,7 +141,7 @@ def _curve(axes: Axes, runs: Sequence[Json], key: str) -> None:
         axes.plot(throughput, latency, style, color=_INK, marker="o", markersize=4)
         _note(axes, name, (throughput[-1], latency[-1]), (8, 0), _INK, "left")
     for run, x in zip(runs, throughput, strict=True):
-        _note(axes, f"{run['rate_per_s']:g}/s", (x, run[key]["p99"]), (0, 7), _WARM, "center")
+        _note(axes, f"{float(run['rate_per_s']):g}/s", (x, run[key]["p99"]), (0, 7), _WARM, "center")
     axes.set_yscale("log")
     for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
         axis(lambda value, _position: number(value))

@@ -13,11 +13,11 @@ from jaxserve.bench.workloads import Workload
 from jaxserve.engine.build import compute_dtype
 from jaxserve.engine.roofline import describe_device
 
-FORMAT = "jaxserve-bench-1"
+FORMAT = "jaxserve-bench-2"
 
 
-def build_report(engine: Any, kind: str, workload: Workload, runs: Sequence[Json], *, time_scale: float) -> Json:
-    """All that `--json` writes."""
+def build_report(engine: Any, kind: str, workload: Workload, load: Json) -> Json:
+    """All that `--json` writes but for the runs, to which each is added; `load` is how the requests arrive."""
     dtype = compute_dtype(engine.config, engine.arch).name
     return {
         "format": FORMAT,
@@ -47,10 +47,15 @@ def build_report(engine: Any, kind: str, workload: Workload, runs: Sequence[Json
             "num_requests": len(workload.requests),
             "num_prompt_tokens": workload.num_prompt_tokens,
             "num_output_tokens": workload.num_output_tokens,
-            "time_scale": time_scale,
+            **load,
         },
-        "runs": list(runs),
+        "runs": [],
     }
+
+
+def offered_rate(run: Json) -> float | None:
+    """Requests per second; None where the workload's own arrivals were kept. JSON has no infinity but by its name."""
+    return None if run["rate_per_s"] is None else float(run["rate_per_s"])
 
 
 def median_run(runs: Sequence[Json]) -> Json:

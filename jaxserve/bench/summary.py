@@ -16,18 +16,18 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a user was promised: time to first token and mean time between tokens; None promises nothing.
+    """What a user was promised: time to first token and time per output token after it; None promises nothing.
 
-    A request of a single token has no time between tokens, and meets that promise.
+    A request of a single token has none after it, and meets that promise.
     """
 
     ttft_ms: float | None = None
-    itl_ms: float | None = None
+    tpot_ms: float | None = None
 
     def is_met_by(self, request: RequestTrace) -> bool:
         """Whether the request was served as promised."""
         in_time = self.ttft_ms is None or request.ttft_s * 1e3 <= self.ttft_ms
-        return in_time and (self.itl_ms is None or (request.tpot_s or 0.0) * 1e3 <= self.itl_ms)
+        return in_time and (self.tpot_ms is None or (request.tpot_s or 0.0) * 1e3 <= self.tpot_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ def summarize(trace: LoadTrace, setting: Setting) -> Json:
         **_throughput(trace),
         **_steps(trace, setting),
         "ttft_ms": percentiles([r.ttft_s * 1e3 for r in trace.requests]),
-        "itl_ms": percentiles([gap * 1e3 for r in trace.requests for gap in r.itls_s]),
         "tpot_ms": percentiles([r.tpot_s * 1e3 for r in trace.requests if r.tpot_s is not None]),
+        "itl_ms": percentiles([gap * 1e3 for r in trace.requests for gap in r.itls_s]),
         "e2e_ms": percentiles([r.e2e_s * 1e3 for r in trace.requests]),
         "goodput": _goodput(trace, setting.slo),
         "cost": _cost(trace, setting.price_per_hour),
@@ -117,7 +117,7 @@ def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
     num_met = sum(slo.is_met_by(r) for r in trace.requests)
     return {
         "slo_ttft_ms": slo.ttft_ms,
-        "slo_itl_ms": slo.itl_ms,
+        "slo_tpot_ms": slo.tpot_ms,
         "share": num_met / len(trace.requests),
         "requests_per_s": num_met / trace.elapsed_s,
     }

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxserve.bench.report import median_run
+from jaxserve.bench.report import median_run, offered_rate
 from jaxserve.bench.summary import Json
 
 _LATENCIES = (
     ("TTFT (ms)", "ttft_ms"),
+    ("TPOT (ms)", "tpot_ms"),
     ("ITL (ms)", "itl_ms"),
-    ("ITL, mean of a request (ms)", "tpot_ms"),
     ("end to end (ms)", "e2e_ms"),
 )
 _STATISTICS = ("mean", "p50", "p90", "p99", "max")
@@ -70,7 +70,8 @@ def _facts(run: Json, report: Json) -> list[Row]:
 
 
 def _offered(run: Json) -> str:
-    return "" if run["rate_per_s"] is None else f"{run['rate_per_s']:g} /s offered, served "
+    rate = offered_rate(run)
+    return "" if rate is None else f"{rate:g} /s offered, served "
 
 
 def _pages(run: Json, report: Json) -> str:
@@ -88,7 +89,7 @@ def _promises(run: Json) -> list[Row]:
 
 
 def _slo(goodput: Json) -> str:
-    promises = (("TTFT", goodput["slo_ttft_ms"]), ("mean ITL", goodput["slo_itl_ms"]))
+    promises = (("TTFT", goodput["slo_ttft_ms"]), ("TPOT", goodput["slo_tpot_ms"]))
     return "within " + " and ".join(f"{name} {value:g} ms" for name, value in promises if value is not None)
 
 
@@ -100,11 +101,22 @@ def _latencies(run: Json) -> list[Row]:
 
 def _sweep(runs: Sequence[Json]) -> list[Row]:
     """A row per rate; latencies as p50/p90/p99."""
-    titles = ["rate /s", "served /s", "out tok/s", "TTFT ms", "ITL ms", "end to end ms", "queue", "rows", "E"]
+    titles = [
+        "rate /s",
+        "served /s",
+        "out tok/s",
+        "TTFT ms",
+        "TPOT ms",
+        "ITL ms",
+        "end to end ms",
+        "queue",
+        "rows",
+        "E",
+    ]
     rows: list[list[str]] = [titles]
     for run in runs:
-        rates = [number(run[key]) for key in ("rate_per_s", "requests_per_s", "output_tok_per_s")]
-        latencies = [_spread(run[key]) for key in ("ttft_ms", "itl_ms", "e2e_ms")]
+        rates = [number(rate) for rate in (offered_rate(run), run["requests_per_s"], run["output_tok_per_s"])]
+        latencies = [_spread(run[key]) for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
         load = [f"{run['queue_depth']['mean']:.1f}", f"{run['batch_rows']['mean']:.1f}", f"{run['efficiency']:.1%}"]
         rows.append([*rates, *latencies, *load])
     if runs[0]["goodput"] is not None:

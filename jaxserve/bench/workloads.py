@@ -7,7 +7,7 @@ null) share their first `prefix_len` tokens. Outputs are greedy and ignore the e
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, no_type_check
 
@@ -73,6 +73,23 @@ class Workload:
         """Tokens of all outputs."""
         return sum(r.output_len for r in self.requests)
 
+    def resized(self, num_requests: int) -> "Workload":
+        """The first `num_requests` of the workload repeated for ever.
+
+        Each repetition has prompts and shared prefixes of its own, so that the prefix cache finds as much as in one
+        alone, and begins when the last request of the one before arrives.
+        """
+        period_s = max(r.arrival_s for r in self.requests)
+        num_prefixes = 1 + max((r.prefix_id for r in self.requests if r.prefix_id is not None), default=-1)
+
+        def request(index: int) -> WorkloadRequest:
+            repetition, first = divmod(index, len(self.requests))
+            r = self.requests[first]
+            prefix_id = None if r.prefix_id is None else r.prefix_id + repetition * num_prefixes
+            return replace(r, arrival_s=r.arrival_s + repetition * period_s, prefix_id=prefix_id)
+
+        return replace(self, requests=tuple(map(request, range(num_requests))))
+
     def to_json(self) -> dict[str, Any]:
         """The workload as its file has it."""
         return {"name": self.name, "seed": self.seed, "requests": [asdict(r) for r in self.requests]}
@@ -127,9 +144,12 @@ def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
     return prompts
 
 
-def poisson_arrivals(workload: Workload, rate: float) -> list[float]:
-    """Seconds at which the requests arrive at `rate` per second. The same gaps at every rate, but for their scale."""
-    gaps = _stream(workload, _ARRIVALS, 0).exponential(1.0, len(workload.requests))
+def poisson_arrivals(workload: Workload, rate: float, seed: int = 0) -> list[float]:
+    """Seconds at which the requests arrive at `rate` per second. The same gaps at every rate, but for their scale.
+
+    At an infinite rate all arrive at once. Each seed has gaps of its own.
+    """
+    gaps = _stream(workload, _ARRIVALS, seed).exponential(1.0, len(workload.requests))
     arrivals: list[float] = (np.cumsum(gaps) / rate).tolist()
     return arrivals
 
@@ -185,7 +205,7 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
         "shared-prefix-64": [WorkloadRequest(528, 16, prefix_id=0, prefix_len=512)] * 64,  # one system prompt
         "long-tail-128": long_tail,  # most outputs short, a few long: static batches lose here
         "long-prompts-32": [WorkloadRequest(1500 if i % 8 == 0 else 64, 32) for i in range(32)],  # chunked prefill
-        "poisson-128": poisson,  # TTFT and ITL under load
+        "poisson-128": poisson,  # TTFT and TPOT under load
         "chat-16x4": [_chat_turn(chat, turn) for turn in range(4) for chat in range(16)],  # reuse across turns
     }
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxserve.config import user_cache_dir
 from jaxserve.layers.linear import linear
 from jaxserve.metrics import Ceilings
+from jaxserve.whole_file import write_whole
 from pallas_kernels import packed_linear
 
 Call = Callable[[], jax.Array]
@@ -41,7 +42,14 @@ def describe_device() -> Device:
     """The first device of jax's default backend; a CPU by its model, which jax does not tell."""
     device = jax.devices()[0]
     kind = _cpu_model() if device.platform == "cpu" else device.device_kind
-    return Device(device.platform, kind, jax.device_count(), len(os.sched_getaffinity(0)))
+    return Device(device.platform, kind, jax.device_count(), num_cores())
+
+
+def num_cores() -> int:
+    """Cores that this process may use; where a system does not tell (macOS), those that there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def device_ceilings(dtype: jnp.dtype, cache_dir: Path | None = None) -> Ceilings:
@@ -131,13 +139,11 @@ def _read(path: Path) -> tuple[Ceilings, int] | None:
 
 
 def _write(path: Path, ceilings: Ceilings, num_measured: int) -> None:
-    """Replace the file whole, so that a reader sees the old or the new one. A cache that cannot be written is none."""
-    own = path.with_suffix(f".{os.getpid()}.tmp")
+    """A cache that cannot be written is none."""
     content = {**asdict(ceilings), "num_measurements": num_measured}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        own.write_text(json.dumps(content), encoding="utf-8")
-        own.replace(path)
+        write_whole(path, json.dumps(content).encode())
     except OSError as error:
         logger.warning("the device's ceilings cannot be kept, and are measured again next time: %s", error)
 

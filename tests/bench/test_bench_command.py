@@ -1,5 +1,6 @@
 """`jaxserve bench` over the engine without a model: what it measures, prints, writes and refuses."""
 
+import errno
 import json
 import re
 import sys
@@ -70,7 +71,7 @@ def test_offline_report(
 ) -> None:
     flags = ["--rounds", "3", "--price-per-hour", "2", "--page-size", "32"]
     report = bench(model, tmp_path, "offline", "--workload", workload, *flags)
-    assert report["format"] == "jaxserve-bench-1"
+    assert report["format"] == "jaxserve-bench-2"
     assert set(report["versions"]) == {"jaxserve", "jax", "jaxlib", "numpy", "python"}
     assert set(report["device"]) == {"platform", "kind", "count", "num_cores"}
     assert report["config"]["page_size"] == 32
@@ -98,14 +99,14 @@ def test_offline_report(
 def test_serve_keeps_the_workloads_arrivals(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    slo = ["--slo-ttft-ms", "1000", "--slo-itl-ms", "500"]
+    slo = ["--slo-ttft-ms", "1000", "--slo-tpot-ms", "500"]
     report = bench(model, tmp_path, "serve", "--workload", workload, "--time-scale", "2", *slo)
     (run,) = report["runs"]
     assert [r["arrival_s"] for r in run["requests"]] == [0, 0.04, 0.08]
     assert run["elapsed_s"] >= 0.08 + 9 * 0.002
     assert run["goodput"]["share"] == 1
     shown = capsys.readouterr().out
-    assert "100.0% within TTFT 1000 ms and mean ITL 500 ms" in shown
+    assert "100.0% within TTFT 1000 ms and TPOT 500 ms" in shown
     assert re.search(r"^TTFT \(ms\) +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+ +[\d.]+$", shown, re.MULTILINE)
 
 
@@ -142,7 +143,7 @@ def test_pictures(model: str, workload: str, tmp_path: Path, engines: list[fake_
     places = {"offline": tmp_path / "new" / "offline", "serve": tmp_path / "serve"}
     bench(model, tmp_path, "offline", "--workload", workload, "--pictures", str(places["offline"]))
     assert {path.name for path in places["offline"].iterdir()} == {"latency.png", "timeline.png"}
-    rates = ["--rates", "100,300", "--slo-itl-ms", "5"]
+    rates = ["--rates", "100,300", "--slo-tpot-ms", "5"]
     bench(model, tmp_path, "serve", "--workload", workload, *rates, "--pictures", str(places["serve"]))
     names = {path.name for path in places["serve"].iterdir()}
     each = {f"{name}-rate-{rate}.png" for name in ("latency", "timeline") for rate in (100, 300)}
@@ -159,8 +160,10 @@ def test_single_tokens_have_no_time_between_them(
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"name": "one", "seed": 1, "requests": [{"prompt_len": 1, "output_len": 1}]}))
     report = bench(model, tmp_path, "offline", "--workload", str(path), "--pictures", str(tmp_path / "pictures"))
-    assert report["runs"][0]["itl_ms"] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
-    assert re.search(r"^ITL \(ms\)( +-){5}$", capsys.readouterr().out, re.MULTILINE)
+    shown = capsys.readouterr().out
+    for key, title in (("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
+        assert report["runs"][0][key] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
+        assert re.search(rf"^{title} \(ms\)( +-){{5}}$", shown, re.MULTILINE)
     bench(model, tmp_path, "serve", "--workload", str(path), "--rates", "9,10", "--pictures", str(tmp_path / "sweep"))
     assert " -/-/- " in capsys.readouterr().out
     assert (tmp_path / "sweep" / "throughput_latency.png").exists()
@@ -190,16 +193,20 @@ def test_without_matplotlib_all_else_works(
         (["offline", "--workload", "BAD"], "the workload {path} must be JSON, but: Expecting value"),
         (["offline", "--rounds", "0"], "rounds must be at least 1, got 0"),
         (["offline", "--price-per-hour", "-1"], "price_per_hour must be a positive number, got -1.0"),
-        (["serve", "--rate", "-1"], "each rate must be a positive number, got -1.0"),
-        (["serve", "--rates", "1,inf"], "each rate must be a positive number, got inf"),
-        (["serve", "--rates", "1,nan"], "each rate must be a positive number, got nan"),
+        (["offline", "--num-requests", "0"], "num_requests must be at least 1, got 0"),
+        (["serve", "--rate", "-1"], "each rate must be a positive number or inf, got -1"),
+        (["serve", "--rates", "1,nan"], "each rate must be a positive number or inf, got 1,nan"),
+        (["serve", "--rate", "1", "--arrival-seed", "-1"], "arrival_seed must be at least 0, got -1"),
+        (["serve", "--arrival-seed", "1"], "arrival_seed draws Poisson arrivals; give --rate"),
+        (["serve", "--max-concurrency", "0"], "max_concurrency must be at least 1, got 0"),
         (["serve", "--rates", "1,,2"], "rates must be numbers separated by commas, got '1,,2'"),
         (["serve", "--rate", "1", "--time-scale", "2"], "time_scale stretches the workload's own arrivals"),
         (["serve", "--time-scale", "0"], "time_scale must be a positive number, got 0.0"),
         (["serve", "--slo-ttft-ms", "0"], "slo_ttft_ms must be a positive number, got 0.0"),
-        (["serve", "--slo-itl-ms", "nan"], "slo_itl_ms must be a positive number, got nan"),
+        (["serve", "--slo-tpot-ms", "nan"], "slo_tpot_ms must be a positive number, got nan"),
         (["serve", "--workload", "single"], "in the workload single all requests arrive at once; give --rate"),
         (["offline", "--json", "/no/such/file"], "json must be a file in a directory that exists, got /no/such/file"),
+        (["offline", "--json", "/dev/null"], "json must be a file in a directory that exists, got /dev/null"),
         (["offline", "--pictures", "BAD"], "cannot make the directory of pictures {path}: File exists"),
     ],
 )
@@ -225,8 +232,121 @@ def test_a_workload_that_does_not_fit_is_refused_before_it_runs(
     model: str, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["bench", "offline", "--workload", "long-prompts-32", "--model", model]) == 2
-    assert "requests of up to 1532 tokens, but max_model_len is 1000" in capsys.readouterr().err
+    message = (
+        "request 0 of the workload long-prompts-32 has 1500 prompt and 32 output tokens, but max_model_len is 1000"
+    )
+    assert message in capsys.readouterr().err
     assert engines[0].num_added == 0
+
+
+@pytest.mark.parametrize("num_pages", [9, 10])
+def test_a_request_that_needs_more_than_the_whole_pool_is_refused_before_it_runs(
+    model: str,
+    tmp_path: Path,
+    engines: list[fake_engine.FakeEngine],
+    capsys: pytest.CaptureFixture[str],
+    num_pages: int,
+) -> None:
+    path = tmp_path / "long.json"
+    requests = [{"prompt_len": 1, "output_len": 1}, {"prompt_len": 129, "output_len": 32}]  # the last is not computed
+    path.write_text(json.dumps({"name": "long", "seed": 1, "requests": requests}))
+    fits = num_pages == 10
+    command = ["bench", "offline", "--workload", str(path), "--model", model, "--num-pages", str(num_pages)]
+    assert cli.main(command) == (0 if fits else 2)
+    message = (
+        "jaxserve: error: request 1 of the workload long has 129 prompt and 32 output tokens, which need 10 pages of "
+        "16 tokens, but num_pages is 9; raise it, or choose another workload\n"
+    )
+    shown = capsys.readouterr().err
+    assert ("error" not in shown) if fits else (shown == message)
+    assert (engines[0].num_added > 0) == fits
+
+
+def test_figures_that_cannot_be_written_are_told_before_anything_is_loaded(
+    model: str,
+    tmp_path: Path,
+    engines: list[fake_engine.FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.mkdtemp", read_only)
+    for flag, name in (("--json", "report.json"), ("--pictures", "picture.png")):
+        given = tmp_path / "report.json" if flag == "--json" else tmp_path
+        assert cli.main(["bench", "offline", flag, str(given), "--model", model]) == 2
+        message = f"jaxserve: error: cannot write {tmp_path / name}: Read-only file system\n"
+        assert capsys.readouterr().err == message
+    assert engines == []
+
+
+@pytest.mark.parametrize("broken_by", [KeyboardInterrupt, OSError("out of something")])
+def test_runs_that_are_done_outlast_a_later_one(
+    model: str,
+    workload: str,
+    tmp_path: Path,
+    engines: list[fake_engine.FakeEngine],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    broken_by: BaseException,
+) -> None:
+    reset, path = fake_engine.FakeEngine.reset_prefix_cache, tmp_path / "report.json"
+    written = []
+
+    def break_third_run(engine: fake_engine.FakeEngine) -> None:
+        reset(engine)
+        written.append(len(json.loads(path.read_text())["runs"]) if path.exists() else 0)
+        if engine.num_cache_resets == 3:
+            raise broken_by
+
+    monkeypatch.setattr(fake_engine.FakeEngine, "reset_prefix_cache", break_third_run)
+    flags = ["--rates", "300,400,500", "--json", str(path), "--pictures", str(tmp_path)]
+    code = cli.main(["bench", "serve", "--workload", workload, "--model", model, *flags])
+    assert code == (130 if broken_by is KeyboardInterrupt else 2)
+    assert written == [0, 1, 2]
+    assert [run["rate_per_s"] for run in json.loads(path.read_text())["runs"]] == [300, 400]
+    rows = capsys.readouterr().out.split("\n\n")[1].splitlines()
+    assert [row.split()[0] for row in rows[1:]] == ["300", "400"]
+    assert (tmp_path / "throughput_latency.png").exists()
+
+
+def test_a_link_to_the_figures_is_followed(
+    model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine]
+) -> None:
+    (tmp_path / "report.json").symlink_to(tmp_path / "real.json")
+    bench(model, tmp_path, "offline", "--workload", workload)
+    assert (tmp_path / "report.json").is_symlink()
+    assert json.loads((tmp_path / "real.json").read_text())["kind"] == "offline"
+
+
+def test_all_at_once_under_a_limit(
+    model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--rates", "100,inf", "--num-requests", "8", "--max-concurrency", "2", "--pictures", str(tmp_path)]
+    report = bench(model, tmp_path, "serve", "--workload", workload, *flags)
+    load = {name: report["workload"][name] for name in ("num_requests", "arrival_seed", "max_concurrency")}
+    assert load == {"num_requests": 8, "arrival_seed": 0, "max_concurrency": 2}
+    run = report["runs"][1]
+    assert run["rate_per_s"] == "inf"
+    assert [r["num_output_tokens"] for r in run["requests"]] == [3, 1, 9, 3, 1, 9, 3, 1]
+    assert [r["arrival_s"] for r in run["requests"][:2]] == [0, 0]
+    assert min(r["arrival_s"] for r in run["requests"][2:]) > 0
+    assert run["batch_rows"]["max"] == 2
+    assert run["queue_depth"]["max"] == 0
+    assert capsys.readouterr().out.split("\n\n")[1].splitlines()[2].startswith("inf ")
+    assert (tmp_path / "timeline-rate-inf.png").exists()
+
+
+def test_another_arrival_seed_draws_other_arrivals(
+    model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine]
+) -> None:
+    arrivals = []
+    for flags in ([], ["--arrival-seed", "0"], ["--arrival-seed", "1"]):
+        (run,) = bench(model, tmp_path, "serve", "--workload", workload, "--rate", "500", *flags)["runs"]
+        arrivals.append([r["arrival_s"] for r in run["requests"]])
+    assert arrivals[0] == arrivals[1]
+    assert not set(arrivals[1]) & set(arrivals[2])
 
 
 def test_numbers_have_three_significant_digits() -> None:

@@ -1,7 +1,10 @@
 """The open loop over a fake engine and a fake clock: every time is known beforehand."""
 
 import fake_engine
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jaxserve.bench.load import Clock, LoadTrace, RequestTrace, TimedRequest, run_load
 from jaxserve.errors import RequestError
@@ -27,10 +30,12 @@ class FakeClock(Clock):
         self.time_s += seconds
 
 
-def serve(*requests: TimedRequest, max_num_seqs: int = 4) -> tuple[LoadTrace, FakeClock]:
+def serve(
+    *requests: TimedRequest, max_num_seqs: int = 4, max_concurrency: int | None = None
+) -> tuple[LoadTrace, FakeClock]:
     clock = FakeClock()
     engine = fake_engine.FakeEngine(None, max_num_seqs=max_num_seqs, step_s=STEP_S, sleep=clock.work)
-    return run_load(engine, requests, clock), clock
+    return run_load(engine, requests, clock, max_concurrency=max_concurrency), clock
 
 
 def test_all_at_once_is_the_offline_batch() -> None:
@@ -72,6 +77,32 @@ def test_requests_are_queued_in_order_of_arrival_and_traced_in_their_own() -> No
     assert [r.token_s for r in trace.requests] == [[2.25], [0.25]]
 
 
+def test_a_limit_on_concurrency_holds_requests_back() -> None:
+    """Two at a time, of 4 and 2 steps in turns: each further request arrives when one has ended."""
+    requests = [TimedRequest([i], 2 if i % 2 else 4) for i in range(4)] + [TimedRequest([4], 1, 9.1)]
+    trace, _ = serve(*requests, max_concurrency=2)
+    assert [r.arrival_s for r in trace.requests] == [0.0, 0.0, 0.5, 1.0, 9.1]
+    assert [r.ttft_s for r in trace.requests] == pytest.approx([STEP_S] * 5)
+    assert {s.num_waiting for s in trace.steps} == {0}
+    assert max(s.num_rows for s in trace.steps) == 2
+
+
+@given(
+    lens=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    gap_s=st.sampled_from([0.0, 0.1, 1.0]),
+    limit=st.integers(1, 13),
+)
+def test_a_limit_is_kept_and_wastes_nothing(lens: list[int], gap_s: float, limit: int) -> None:
+    requests = [TimedRequest([i], output_len, gap_s * i) for i, output_len in enumerate(lens)]
+    trace, _ = serve(*requests, max_num_seqs=20, max_concurrency=limit)
+    spans = [(r.arrival_s, r.token_s[-1]) for r in trace.requests]
+    for request, (arrival_s, _) in zip(requests, spans, strict=True):
+        assert sum(start <= arrival_s < end for start, end in spans) <= limit
+        assert arrival_s == request.arrival_s or arrival_s in {end for _, end in spans}
+    if limit >= len(lens):
+        assert [start for start, _ in spans] == [r.arrival_s for r in requests]
+
+
 def test_the_engine_is_left_empty_when_a_run_breaks_off() -> None:
     clock = FakeClock()
 
@@ -96,8 +127,20 @@ def test_totals_are_of_the_run_alone() -> None:
         assert (trace.stats.num_steps, len(trace.steps), trace.stats.num_output_tokens) == (3, 3, 3)
 
 
-def test_tokens_that_come_together_share_one_wait() -> None:
+def test_an_itl_is_between_arrivals_and_tpot_is_per_token() -> None:
     trace = RequestTrace(arrival_s=1.0, num_prompt_tokens=1, token_s=[2.0, 2.0, 2.0, 5.0, 5.0])
-    assert trace.itls_s == [0.0, 0.0, 3.0, 0.0]
+    assert trace.itls_s == [3.0]
     assert trace.tpot_s == 0.75
-    assert RequestTrace(1.0, 1, token_s=[2.0]).tpot_s is None
+    single = RequestTrace(1.0, 1, token_s=[2.0])
+    assert (single.itls_s, single.tpot_s) == ([], None)
+
+
+@given(bursts=st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 32)), min_size=1))
+def test_bursts_lengthen_itls_and_never_make_them_zero(bursts: list[tuple[int, int]]) -> None:
+    """Of bursts that come so many ms after each other with so many tokens."""
+    arrivals = np.cumsum([gap_ms for gap_ms, _ in bursts]).tolist()
+    token_s = [float(at) for at, (_, num_tokens) in zip(arrivals, bursts, strict=True) for _ in range(num_tokens)]
+    trace = RequestTrace(0.0, 1, token_s=token_s)
+    assert trace.itls_s == [gap_ms for gap_ms, _ in bursts[1:]]
+    if len(token_s) > 1:
+        assert trace.tpot_s == pytest.approx(sum(trace.itls_s) / (len(token_s) - 1))

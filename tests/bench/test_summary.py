@@ -27,7 +27,7 @@ STATS = EngineStats(
     kv_bytes=2_000_000,
     flops=10_000_000,
 )
-REQUESTS = [  # ttft 100 ms, mean ITL 200 ms; ttft 500 ms, mean ITL 50 ms; ttft 200 ms, one token
+REQUESTS = [  # ttft 100 ms, TPOT 200 ms; ttft 500 ms, TPOT 50 ms; ttft 200 ms, one token
     RequestTrace(0.0, 60, 0, [0.1, 0.2, 0.5]),
     RequestTrace(1.0, 30, 24, [1.5, 1.55, 1.6]),
     RequestTrace(1.8, 30, 0, [2.0]),
@@ -66,7 +66,7 @@ def test_rates_count_the_whole_run() -> None:
     assert figures["ttft_ms"]["p50"] == pytest.approx(200)
     assert figures["e2e_ms"]["max"] == pytest.approx(600)
     assert figures["tpot_ms"]["mean"] == pytest.approx(125)  # of requests
-    assert figures["itl_ms"]["mean"] == pytest.approx(125)  # of tokens, here as many of each
+    assert figures["itl_ms"]["mean"] == pytest.approx(125)  # of arrivals, here as many in each request
     assert figures["itl_ms"]["max"] == pytest.approx(300)
 
 
@@ -82,10 +82,10 @@ def test_steps_are_described_while_there_are_any() -> None:
 
 
 def test_goodput_counts_requests_that_met_every_promise() -> None:
-    assert goodput(ttft_ms=200.5) == {"slo_ttft_ms": 200.5, "slo_itl_ms": None, "share": 2 / 3, "requests_per_s": 1.0}
-    assert goodput(itl_ms=60.0)["share"] == 2 / 3  # a single token has no time between tokens
-    assert goodput(ttft_ms=200.5, itl_ms=60.0)["share"] == 1 / 3
-    assert goodput(ttft_ms=600.0, itl_ms=250.0)["share"] == 1
+    assert goodput(ttft_ms=200.5) == {"slo_ttft_ms": 200.5, "slo_tpot_ms": None, "share": 2 / 3, "requests_per_s": 1.0}
+    assert goodput(tpot_ms=60.0)["share"] == 2 / 3  # a single token has none after it
+    assert goodput(ttft_ms=200.5, tpot_ms=60.0)["share"] == 1 / 3
+    assert goodput(ttft_ms=600.0, tpot_ms=250.0)["share"] == 1
     assert goodput(ttft_ms=50.0)["requests_per_s"] == 0
     assert summarize(TRACE, SETTING)["goodput"] is None
 

@@ -74,6 +74,31 @@ def test_poisson_arrivals_scale_with_the_rate_and_have_its_mean() -> None:
     assert gaps.std() == pytest.approx(0.5, rel=0.05)  # of an exponential, its mean
 
 
+def test_arrival_seeds_are_independent() -> None:
+    workload = Workload("w", 3, (WorkloadRequest(1, 1),) * 4000)
+    first, second = (np.diff(poisson_arrivals(workload, 1.0, seed)) for seed in (0, 1))
+    assert abs(np.corrcoef(first, second)[0, 1]) < 0.05
+    assert poisson_arrivals(workload, float("inf")) == [0.0] * 4000
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("share", [0.4, 1, 2.5])
+def test_a_resized_workload_repeats_with_prompts_of_its_own(name: str, share: float) -> None:
+    workload = load_workload(name)
+    size = len(workload.requests)
+    resized = workload.resized(max(1, int(share * size)))
+    assert len(resized.requests) == max(1, int(share * size))
+    assert resized.requests[:size] == workload.requests[: len(resized.requests)]
+    prompts = token_ids(resized, vocab_size=5000)
+    assert prompts[:size] == token_ids(workload, vocab_size=5000)[: len(prompts)]
+    for index, request in enumerate(resized.requests[size:], size):
+        before = resized.requests[index - size]
+        assert (request.prompt_len, request.output_len) == (before.prompt_len, before.output_len)
+        assert request.arrival_s >= before.arrival_s
+    pages = [{tuple(p[:16]) for p in prompts[i : i + size] if len(p) >= 16} for i in range(0, len(prompts), size)]
+    assert sum(map(len, pages)) == len(set().union(*pages))  # no repetition finds a page of another
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

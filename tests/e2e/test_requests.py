@@ -207,7 +207,7 @@ def test_metrics_are_in_order(start: Start) -> None:
     assert m.arrival_s <= m.scheduled_s <= m.first_token_s <= m.last_token_s <= m.finished_s
     assert m.num_output_tokens == 6
     assert m.queue_s + m.prefill_s == pytest.approx(m.ttft_s)
-    assert m.itl_s == pytest.approx((m.last_token_s - m.first_token_s) / 5)
+    assert m.tpot_s == pytest.approx((m.last_token_s - m.first_token_s) / 5)
     assert m.total_s >= m.ttft_s
 
 

@@ -1,7 +1,6 @@
 """The ceilings of a device: measured once, kept, and never trusted blindly."""
 
 import json
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -69,17 +68,6 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     assert "cannot be kept" in caplog.text
 
 
-def test_readers_never_see_half_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "ceilings.json"
-    written = [(Ceilings(10.0**i, 2.0**i), i) for i in range(1, 60)]
-    roofline._write(path, *written[0])
-    with ThreadPoolExecutor(1) as pool:
-        writing = pool.submit(lambda: [roofline._write(path, *entry) for entry in written])
-        while not writing.done():
-            assert roofline._read(path) in written
-    assert roofline._read(path) == written[-1]
-
-
 def test_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roofline, "MEASURE_S", 0)
     ceilings = roofline.measure_ceilings(FLOAT32)
@@ -89,3 +77,11 @@ def test_this_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.kind
     assert device.count >= 1
     assert device.num_cores >= 1
+
+
+def test_cores_are_counted_on_systems_without_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(roofline.os, "sched_getaffinity")
+    monkeypatch.setattr(roofline.os, "cpu_count", lambda: 10)
+    assert describe_device().num_cores == 10
+    monkeypatch.setattr(roofline.os, "cpu_count", lambda: None)
+    assert roofline.num_cores() == 1
