@@ -71,7 +71,7 @@ class Packer:
 
     def __init__(self, N: int, K: int, dtype: DTypeLike, num_blocks: int = 0) -> None:
         if (jnp.dtype(dtype) == jnp.int8) != (num_blocks > 0):
-            raise ValueError(f"int8 weights, and they alone, must have scales, got {jnp.dtype(dtype)}, {num_blocks} blocks")
+            raise ValueError(f"int8 weights, and they alone, must have scales, got {dtype} and {num_blocks} blocks")
         if num_blocks and K % num_blocks:
             raise ValueError(f"each row's {K} weights must divide into {num_blocks} blocks")
         self._num_outputs = N
@@ -123,7 +123,7 @@ def multiply(
     if x.shape[1] != K * (2 if swiglu else 1):
         raise ValueError(f"x {x.shape} does not fit a matrix {matrix.shape}, swiglu={swiglu}")
     if rms_norm is not None and (swiglu or weight.shape != (K,)):
-        raise ValueError(f"the weight of a norm must be {(K,)}, and without swiglu, got {weight.shape}, swiglu={swiglu}")
+        raise ValueError(f"a norm must be {(K,)}, and without swiglu, got {weight.shape}, swiglu={swiglu}")
     if residual is not None and residual.shape != (x.shape[0], N):
         raise ValueError(f"a residual must be {(x.shape[0], N)}, got {residual.shape}")
     shape = jax.ShapeDtypeStruct((x.shape[0], N), jnp.float32)

@@ -160,14 +160,14 @@ def test_every_instruction_set_gives_the_same_products(instruction_set, num_toke
     ("options", "message"),
     [
         ({"residual": jnp.zeros((1, 40))}, "a residual must be"),
-        ({"rms_norm": (jnp.ones(3), 1e-6)}, "the weight of a norm must be"),
+        ({"rms_norm": (jnp.ones(3), 1e-6)}, "a norm must be"),
         ({"rms_norm": (jnp.ones(96), 1e-6), "swiglu": True}, "without swiglu"),
     ],
 )
-@jaxtyping.jaxtyped(typechecker=None)
+@pytest.mark.usefixtures("without_jaxtyping")
 def test_shapes_that_do_not_fit_are_refused(options, message):
     x = jnp.zeros((4, 192 if options.get("swiglu") else 96))
-    with pytest.raises((ValueError, jaxtyping.TypeCheckError), match=message):
+    with pytest.raises(ValueError, match=message):
         packed_linear.multiply(pack((40, 96)), x, **options)
 
 

@@ -5,7 +5,6 @@ import re
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -325,14 +324,6 @@ def call(backend="xla", **changes):
     inputs = BY_NAME["mixed"].inputs()
     arguments = inputs._replace(kv_pages=from_canonical("xla", inputs.kv_pages))._asdict() | {"scale": 1.0} | changes
     return ragged_paged_attention(**arguments, backend=backend)
-
-
-@pytest.fixture
-def without_jaxtyping():
-    """Serving runs without annotations checked: what users see are the operation's own messages."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def test_traced_layer_equals_static_layer():

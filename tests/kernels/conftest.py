@@ -1,0 +1,10 @@
+import jaxtyping
+import pytest
+
+
+@pytest.fixture
+def without_jaxtyping():
+    """Serving runs without annotations checked: what users see are the operation's own messages."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
