@@ -71,7 +71,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What the engine was doing at one moment: a step that has just ended, or nothing."""
+    """What the engine was doing up to one moment: a step that has just ended, or nothing."""
 
     time_s: float
     num_rows: int = 0
@@ -153,8 +153,8 @@ class _OpenLoop:
             for output in outputs:
                 self._note_tokens(output, now_s)
         elif self._due:
-            self._steps.append(StepSample(self._now_s()))  # idle
             self._clock.sleep(max(0.0, self._requests[self._due[0]].arrival_s - self._now_s()))
+            self._steps.append(StepSample(self._now_s()))  # idle
 
     def _note_tokens(self, output: RequestOutput, now_s: float) -> None:
         trace = self._traces[int(output.request_id.removeprefix(_PREFIX))]

@@ -5,6 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxserve.bench.report import median_run, offered_rate
 from jaxserve.bench.summary import Json
 from jaxserve.bench.tables import number
@@ -15,6 +17,7 @@ Numbers = Sequence[float] | Sequence[int]
 _INK, _WARM, _SOFT = "#1f4e79", "#c0504d", "#9dbad7"
 _PERCENTILE_STYLES = {"p50": "-", "p90": "--", "p99": ":"}
 _NUM_BINS = 40
+_LEAST_MS = 1e-3  # shown, where a latency is nothing: it has a logarithm
 
 
 def reason_missing() -> str | None:
@@ -80,19 +83,31 @@ def _draw_latency(run: Json) -> Callable[[Any], None]:
 
 
 def _histogram(axes: Axes, values: Numbers, figures: Json, xlabel: str, ylabel: str, promised: float | None) -> None:
-    """Counts, on a logarithmic scale so that the few slow ones show, and the percentiles."""
+    """Counts, on logarithmic scales so that the few slow ones show, and the percentiles."""
     if values:
-        axes.hist(values, bins=_NUM_BINS, color=_SOFT)
+        shown = np.maximum(values, _LEAST_MS)
+        axes.hist(shown, bins=np.geomspace(shown.min() / 1.2, shown.max() * 1.2, _NUM_BINS + 1), color=_SOFT)
         axes.set_yscale("log")
-        axes.set_ylim(bottom=0.5)
+        axes.set_ylim(bottom=0.7)
         for name, style in _PERCENTILE_STYLES.items():
             axes.axvline(
                 figures[name], color=_INK, linestyle=style, linewidth=1.2, label=f"{name} {number(figures[name])}"
             )
         if promised is not None:
             axes.axvline(promised, color=_WARM, linewidth=1.5, label=f"promised {number(promised)}")
-        axes.legend(fontsize=8, frameon=False)
-    axes.set_xlim(left=0)
+        axes.set_xscale("log")
+        _log_ticks(axes.xaxis)
+        _log_ticks(axes.yaxis)
+        axes.legend(
+            loc="lower center",
+            bbox_to_anchor=(0.5, 1.0),
+            ncols=4,
+            handlelength=1.3,
+            handletextpad=0.4,
+            columnspacing=0.9,
+            fontsize=7.5,
+            frameon=False,
+        )
     _label(axes, xlabel, ylabel)
 
 
@@ -105,6 +120,8 @@ def _draw_timeline(run: Json, report: Json) -> Callable[[Any], None]:
         _steps(rows, timeline["time_s"], timeline["num_rows"], "rows in the step")
         _steps(pages, timeline["time_s"], occupancy, "pages in use (%)")
         _steps(queue, timeline["time_s"], timeline["num_waiting"], "requests waiting", color=_WARM)
+        for axes in (rows, queue):
+            axes.yaxis.get_major_locator().set_params(integer=True)
         queue.set_xlabel("time (s)", fontsize=9)
         queue.set_xlim(0, run["elapsed_s"])
 
@@ -112,12 +129,11 @@ def _draw_timeline(run: Json, report: Json) -> Callable[[Any], None]:
 
 
 def _steps(axes: Axes, times: Sequence[float], values: Numbers, ylabel: str, color: str = _INK) -> None:
-    """Each value held since the moment before: a sample is taken at the end of its step."""
+    """Each value held since the moment before: a sample is taken at the end of what it describes."""
     times, values = [0.0, *times], [*values[:1], *values]
     axes.fill_between(times, values, step="pre", color=color, alpha=0.15, linewidth=0)
     axes.step(times, values, where="pre", color=color, linewidth=1)
     axes.set_ylim(0, max([*values, 1]) * 1.08)
-    axes.yaxis.get_major_locator().set_params(integer=True)
     _label(axes, "", ylabel)
 
 
@@ -143,10 +159,19 @@ def _curve(axes: Axes, runs: Sequence[Json], key: str) -> None:
     for run, x in zip(runs, throughput, strict=True):
         _note(axes, f"{float(run['rate_per_s']):g}/s", (x, run[key]["p99"]), (0, 7), _WARM, "center")
     axes.set_yscale("log")
-    for axis in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
-        axis(lambda value, _position: number(value))
     axes.margins(x=0.12, y=0.15)
+    _log_ticks(axes.yaxis)
     axes.set_xlim(left=0)
+
+
+def _log_ticks(axis: Any) -> None:
+    """Plain numbers, as many as there is room for."""
+    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - see `_save`
+
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(lambda value, _position: number(value))
 
 
 def _note(

@@ -66,7 +66,7 @@ def test_latency_counts_from_when_a_request_is_due() -> None:
 def test_an_idle_engine_sleeps_until_the_next_is_due() -> None:
     trace, clock = serve(TimedRequest([1], 1, 0.5), TimedRequest([2], 1, 10.0))
     assert clock.slept == [0.5, 9.25]
-    assert [(s.time_s, s.num_rows) for s in trace.steps] == [(0.0, 0), (0.75, 1), (0.75, 0), (10.25, 1)]
+    assert [(s.time_s, s.num_rows) for s in trace.steps] == [(0.5, 0), (0.75, 1), (10.0, 0), (10.25, 1)]
     assert [r.ttft_s for r in trace.requests] == [STEP_S, STEP_S]
 
 
