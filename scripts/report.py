@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import weights
-from jaxserve import LLM, SamplingParams
+from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.bench.workloads import load_workload, token_ids
+from jaxserve.engine.build import build_arch, build_params
 from jaxserve.engine.step import AttentionCarry, paged_attend
-from jaxserve.models import decoder, registry
+from jaxserve.models import decoder
+from pallas_kernels import packed_linear
 from pallas_kernels import ragged_paged_attention as attention
 
 ROOT = Path(__file__).parent.parent
@@ -41,26 +42,40 @@ def parity() -> tuple[dict[str, Any], list[Row]]:
     sys.path.insert(0, str(ROOT))
     from tests import checkpoints  # noqa: PLC0415 - the oracle needs torch
 
-    errors = {}
+    errors: dict[str, float] = {}
+    backends: dict[str, set[str]] = {}
     for family in checkpoints.FAMILIES:
-        errors[family] = 0.0
+        errors[family], backends[family] = 0.0, set()
         for seed, overrides in enumerate(checkpoints.random_configs(family, CONFIGS_PER_FAMILY, seed=7)):
             with tempfile.TemporaryDirectory() as path:
                 model = checkpoints.write_checkpoint(Path(path), family, seed, **overrides)
                 ids = np.random.default_rng(seed).integers(0, model.config.vocab_size, 100).astype(np.int32)
-                difference = paged_logits(Path(path), ids) - checkpoints.reference_logits(model, ids)
+                logits, backend = served_logits(path, ids)
+                difference = logits - checkpoints.reference_logits(model, ids)
             errors[family] = max(errors[family], float(np.abs(difference).max()))
-    rows = [(f"max logit error against transformers, {name}", f"{error:.1e}") for name, error in errors.items()]
-    return {"part": "parity", "max_logit_error": errors, "configs_per_family": CONFIGS_PER_FAMILY}, rows
+            backends[family].add(backend)
+    matrices = "packed" if packed_linear.unsupported("float32", jax.default_backend()) is None else "plain"
+    by = {name: f"{' or '.join(sorted(used))} attention, {matrices} matrices" for name, used in backends.items()}
+    rows = [(f"max logit error against transformers, {name}", f"{errors[name]:.1e}, {by[name]}") for name in errors]
+    record = {"part": "parity", "max_logit_error": errors, "kernels": by, "configs_per_family": CONFIGS_PER_FAMILY}
+    return record, rows
 
 
-def paged_logits(path: Path, ids: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one sequence through the paged pool, in one step."""
-    arch = registry.from_hf_config(weights.read_config(path))
-    params = weights.load(path, registry.param_specs(arch), dtype=jnp.float32)
+def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
+    """Logits [T, V] of one sequence in one step, computed as an engine here serves it, and the backend of attention."""
+    config = EngineConfig(model=path, dtype="float32", page_size=PAGE_SIZE)
+    arch = build_arch(config)
+    params = build_params(config, arch)
+    backend = attention.select_backend(
+        num_query_heads=arch.num_heads,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        page_size=PAGE_SIZE,
+        kv_dtype=jnp.float32,
+    )
     num_pages = -(-len(ids) // PAGE_SIZE)
     shape = attention.kv_shape(
-        "xla",
+        backend,
         num_layers=arch.num_layers,
         num_pages=num_pages,
         page_size=PAGE_SIZE,
@@ -74,9 +89,9 @@ def paged_logits(path: Path, ids: np.ndarray) -> np.ndarray:
         cu_q_lens=jnp.array([0, len(ids)], jnp.int32),
         num_rows=jnp.int32(1),
     )
-    attend = partial(paged_attend, backend="xla")
+    attend = partial(paged_attend, backend=backend)
     hidden, _ = decoder.forward(params, arch, jnp.asarray(ids), jnp.arange(len(ids)), attend, carry)
-    return np.asarray(decoder.compute_logits(params, hidden))
+    return np.asarray(decoder.compute_logits(params, hidden)), backend
 
 
 def serving() -> tuple[dict[str, Any], list[Row]]:
