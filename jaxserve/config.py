@@ -56,7 +56,8 @@ class EngineConfig:
             ready: it never compiles.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
         compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
-            directory, of at most 2 GB, None is off.
+            directory, None is off. Whole programs take at most 1 GiB there, and each start cuts XLA's own files beside
+            them to 1 GiB (but for a directory of your own).
 
     Raises:
         ConfigError: a value is out of range or two do not fit together.
