@@ -5,6 +5,7 @@ As a program it is the `jaxserve` command over that engine; each step takes FAKE
 
 import hashlib
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -185,5 +186,6 @@ class FakeLLM:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     sys.modules["jaxserve.llm"] = SimpleNamespace(LLM=FakeLLM)
     sys.exit(cli.main())

@@ -155,8 +155,9 @@ class Engine:
     def ceilings(self) -> Ceilings:
         """The limits of the device in use, by which `stats.split` and `last_step.split` account for wall time.
 
-        Measured when first asked for, which takes under a second, unless the user's cache has them.
+        Measured when first asked for, unless the user's cache has them: after all compiling, in under a second.
         """
+        self.wait_until_warm()  # compiling beside it would make the device look slower
         return device_ceilings(compute_dtype(self.config, self.arch))
 
     @property

@@ -3,6 +3,7 @@
 import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +28,7 @@ from pallas_kernels import ragged_paged_attention as attention
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
+_Buckets = tuple[Iterable[int], Iterable[int]]  # of steps and of bursts
 
 
 class CompileCounter:
@@ -99,12 +101,16 @@ class Runner:
         self._bursts: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
         self._closing = threading.Event()
-        self._background: threading.Thread | None = None
-        self._background_error: Exception | None = None
+        # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
+        self._compiled = threading.Event()
+        self._compiled.set()
+        self._compile_error: Exception | None = None
         self._matrix_bytes = step_bytes(params)
         self._embedding_row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["embed"])) // arch.vocab_size
         self.state = self._new_state()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
+        # Before jax cleans up at exit, which ends badly while it compiles or runs a step.
+        atexit.register(_close, weakref.ref(self))
         self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes))
 
     def _new_state(self) -> ServeState:
@@ -165,41 +171,52 @@ class Runner:
         return jax.jit(program, donate_argnums=1).lower(self.params, self.abstract_state(), blob)
 
     def warm_up(self, compile_ahead: str) -> None:
-        """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead)."""
+        """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
+
+        All in a thread of its own: an interrupt while the caller's compiled would leave XLA at it with nobody to wait
+        for it, and the exit would take its client away.
+        """
         buckets = self.schedule.buckets()
-        self._set_slot = self._compile_set_slot()
         bursts = self.schedule.burst_buckets() if self._max_burst_steps > 1 else ()
-        self._compile(buckets if compile_ahead == "all" else (buckets[0], buckets[-1]))
-        self._compile_bursts({"all": bursts, "background": (), "minimal": bursts[-1:]}[compile_ahead])
         decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # of a full batch: wanted first
-        rest = sorted(set(buckets) - self._programs.keys(), key=lambda bucket: (bucket != decode, bucket))
-        if compile_ahead == "background" and (rest or bursts):
-            self._background = threading.Thread(target=self._compile_in_background, args=(rest, bursts), daemon=True)
-            self._background.start()
-            # Before jax cleans up at exit, which ends badly while it compiles; holds no reference to the runner.
-            atexit.register(_stop, self._closing, self._background)
+        rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
+        first, later = {
+            "all": ((buckets, bursts), ((), ())),
+            "background": (((buckets[0], buckets[-1]), ()), (rest, bursts)),
+            "minimal": (((buckets[0], buckets[-1]), bursts[-1:]), ((), ())),
+        }[compile_ahead]
+        ready = threading.Event()
+        self._compiled.clear()
+        threading.Thread(target=self._compile_ahead, args=(first, later, ready), daemon=True).start()
+        ready.wait()
+        if self._compile_error is not None:
+            raise self._compile_error
 
-    def _compile_in_background(self, buckets: list[int], bursts: tuple[int, ...]) -> None:
+    def _compile_ahead(self, first: _Buckets, later: _Buckets, ready: threading.Event) -> None:
         try:
-            self._compile(buckets)
-            self._compile_bursts(bursts)
+            self._set_slot = self._compile_set_slot()
+            self._compile(*first)
+            ready.set()
+            self._compile(*later)
         except Exception as error:
-            logger.exception("compiling in the background failed; steps go on with the programs that are ready")
-            self._background_error = error
+            if ready.is_set():
+                logger.exception("compiling in the background failed; steps go on with the programs that are ready")
+            self._compile_error = error
+        finally:
+            self._compiled.set()
+            ready.set()
 
-    def _compile(self, buckets: Iterable[int]) -> None:
+    def _compile(self, buckets: Iterable[int], bursts: Iterable[int]) -> None:
         for bucket in buckets:
             if self._closing.is_set():
                 return
             if bucket not in self._programs:
                 self._programs[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
-        logger.debug("compiled step programs for %s tokens", sorted(self._programs))
-
-    def _compile_bursts(self, buckets: Iterable[int]) -> None:
-        for bucket in buckets:
+        for bucket in bursts:
             if self._closing.is_set():
                 return
             self._bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
+        logger.debug("compiled steps of %s tokens and bursts of %s rows", sorted(self._programs), sorted(self._bursts))
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
@@ -220,15 +237,15 @@ class Runner:
 
     def wait_until_warm(self) -> None:
         """Block until every bucket is compiled."""
-        if self._background is not None:
-            self._background.join()
-        if self._background_error is not None:
-            raise self._background_error
+        self._compiled.wait()
+        if self._compile_error is not None:
+            raise self._compile_error
 
     def close(self) -> None:
-        """Stop compiling in the background."""
-        if self._background is not None:
-            _stop(self._closing, self._background)
+        """Stop compiling in the background, and wait for the steps in flight."""
+        self._closing.set()
+        self._compiled.wait()
+        jax.block_until_ready([leaf for leaf in jax.tree.leaves(self.state) if not leaf.is_deleted()])
 
     # Steps
 
@@ -252,6 +269,6 @@ class Runner:
         return StepHandle(output, wants_logprobs, wants_prompt_logprobs)
 
 
-def _stop(closing: threading.Event, background: threading.Thread) -> None:
-    closing.set()
-    background.join()
+def _close(runner: weakref.ref[Runner]) -> None:
+    if (alive := runner()) is not None:
+        alive.close()

@@ -126,3 +126,39 @@ def test_the_pool_is_sized_from_memory_when_not_given(llama: Path) -> None:
     engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     assert engine.schedule.num_pages == ONE_ROW["num_pages"]  # one row of full length needs no more
     generate(engine, [tokens(9, 0)], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
+
+
+INTERRUPTED_WHILE_COMPILING = """
+import os, signal, sys, threading, jax
+from jaxserve.cli import main
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+
+compile_lowered = jax.stages.Lowered.compile
+seen = []
+
+def compile_and_be_interrupted(self, *args, **kwargs):
+    seen.append(self)
+    if len(seen) == int(sys.argv[1]):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    return compile_lowered(self, *args, **kwargs)
+
+jax.stages.Lowered.compile = compile_and_be_interrupted
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments"),
+    [("2", ["generate", "x"]), ("4", ["bench", "offline"])],  # the first step's; one in the background, waited for
+    ids=["generate", "bench"],
+)
+def test_an_interrupt_while_compiling_ends_the_process_in_order(
+    program: str, arguments: list[str], tmp_path: Path
+) -> None:
+    """Not with a crash: XLA may not be at work when its client goes."""
+    command = [sys.executable, "-c", INTERRUPTED_WHILE_COMPILING, program, *arguments]
+    command += ["--compilation-cache-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert "interrupted" in done.stderr
+    assert done.returncode == 130, done.stderr
