@@ -13,6 +13,10 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "ConfigError", "EngineConfig", "RequestError", "RequestOutput", "SamplingParams"]
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import LLM, and with it jax, only when it is asked for."""
     if name == "LLM":

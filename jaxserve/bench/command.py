@@ -110,6 +110,7 @@ def _run(engine: Any, prompts: list[tuple[list[int], int]], job: BenchJob, rate:
 
 def _warm_up(engine: Any, prompt: list[int]) -> None:
     """Every program compiled and each part of the engine used once."""
+    print("jaxserve: loading or compiling all programs before anything is measured", file=sys.stderr)
     engine.wait_until_warm()
     run_load(engine, [TimedRequest(prompt, output_len=1)])
 

@@ -213,7 +213,7 @@ class Engine:
         if not 0 < len(token_ids) < longest:
             raise RequestError(
                 f"a prompt must have at least 1 and fewer than max_model_len tokens, got {len(token_ids)} with "
-                f"max_model_len {longest}; shorten it or raise max_model_len"
+                f"max_model_len {longest}; shorten it{self._advice_on_length()}"
             )
         named = {
             "prompt": token_ids,
@@ -225,6 +225,10 @@ class Engine:
                 raise RequestError(f"token ids in {name} must be in [0, {vocab}), got {min(ids)}..{max(ids)}")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
+
+    def _advice_on_length(self) -> str:
+        most = self.arch.max_position
+        return f" or raise max_model_len, {most} at most" if self.schedule.max_model_len < most else ""
 
     def _samples(self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> list[Request]:
         """The `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache like any others."""
