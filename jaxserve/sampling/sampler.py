@@ -15,6 +15,8 @@ from jaxserve.sampling.penalties import apply_penalties, penalised_rows
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 
 GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
+ARGMAX_BLOCK = 64  # tokens whose largest logit is found first, where there are
+ARGMAX_ROWS = 16  # rows or more: three times faster than reading all logits twice, on CPU; slower below
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
 
 
@@ -102,6 +104,17 @@ def _sampled_rows(rows: SamplingRows) -> Bool[Array, " R"]:
 
 
 def _first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
+    """The first of the largest of each row; of many rows block by block, so that all logits are read but once."""
+    num_rows, vocab_size = logits.shape
+    if num_rows < ARGMAX_ROWS or vocab_size % ARGMAX_BLOCK:
+        return _first_argmax_of_block(logits)
+    blocks = logits.reshape(num_rows, -1, ARGMAX_BLOCK)
+    block = _first_argmax_of_block(jnp.max(blocks, axis=2))[:, None]
+    within = _first_argmax_of_block(jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0])
+    return block[:, 0] * ARGMAX_BLOCK + within
+
+
+def _first_argmax_of_block(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
     # Two plain reductions: on CPU, XLA vectorises them but not an argmax over (value, index) pairs, 3 times slower.
     vocab_size = logits.shape[1]
     index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)

@@ -130,6 +130,15 @@ def test_greedy_rows_take_the_first_of_the_largest_logits(temperature):
     assert np.array_equal(all_greedy, logits.argmax(1))
 
 
+@pytest.mark.parametrize("vocab_size", [64, 100, 1024])
+@pytest.mark.parametrize("num_rows", [1, 15, 16, 40])
+def test_greedy_takes_the_first_of_the_most_likely(num_rows, vocab_size):
+    logits = np.random.default_rng(0).integers(-3, 4, (num_rows, vocab_size)).astype(np.float32)  # many are equal
+    logits[-1] = -np.inf
+    rows = make_rows(num_rows, temperature=np.zeros(num_rows))
+    assert np.array_equal(draw(logits, rows, make_table(num_rows), KEY), logits.argmax(1))
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bias_forces_and_bans(temperature):
     logits = random_logits((64, 300))
