@@ -1,9 +1,7 @@
 """Batch files: OpenAI's batch format, JSON lines in, JSON lines out, restartable at any moment.
 
 One line of input is one request, one line of output its record, in order of completion; a record's `id` names the
-line. The output file is the only state. Every record is appended whole, so after `kill -9` the file holds whole
-records and at most one torn one, which the next run cuts off before it does what is missing. What is written survives
-the end of the process at once, and a crash of the machine from the next fsync on, which comes every second.
+line. The output file is the only state (`batch_output.py`): whatever ends a run, the next one does what is missing.
 
 What holds across a restart: a request without a seed gets one from (run seed, line, prompt), so its samples are those
 of an uninterrupted run. A record's `request_id` is a fingerprint of its input line and the run seed; an output that
@@ -15,19 +13,17 @@ and about 80 MB for the hashes of custom_ids that find duplicates. Blank lines a
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import json
 import os
-import re
 import stat
 import time
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from jaxserve.batch_output import BatchOutput, DoneLines, fingerprint_of, make_record, numbered_lines
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.openai_format import (
@@ -43,13 +39,7 @@ from jaxserve.openai_format import (
 )
 from jaxserve.request import RequestOutput, brief
 
-FSYNC_INTERVAL_S = 1.0
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
-_RECORD_START = b'{"id": "batch_req_'
-_RECORD = re.compile(  # a record's head, in the order that `_record` gives its fields; the rest is never needed again
-    _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|null), '
-    rb'"response": \{"status_code": ([0-9]+), "request_id": "([0-9a-f]{16})"'
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +107,7 @@ def run_batch(
     config: EngineConfig = engine.config
     with contextlib.ExitStack() as stack:
         lines = stack.enter_context(_open_input(Path(in_path)))
-        out = stack.enter_context(_OutputFile(Path(out_path)))
+        out = stack.enter_context(BatchOutput(Path(out_path)))
         key = str(config.seed if seed is None else seed).encode()
         done = out.resume(lines, key)
         run = _BatchRun(
@@ -139,8 +129,8 @@ class _BatchRun:
     """The loop: admit while the window has room, step, write what finished."""
 
     engine: Any
-    out: "_OutputFile"
-    done: "_Done"
+    out: BatchOutput
+    done: DoneLines
     key: bytes
     own_name: str
     model_names: tuple[str, ...]
@@ -182,7 +172,7 @@ class _BatchRun:
     def _prompts(self, lines: IO[bytes]) -> Iterator[_InFlight]:
         """The prompts to serve, in order of input; a line that cannot be served gets its error record here."""
         seen: set[int] = set()
-        for number, raw in _numbered(lines):
+        for number, raw in numbered_lines(lines):
             custom_id = None
             try:
                 content = _parse_json(raw)
@@ -190,11 +180,11 @@ class _BatchRun:
                 _claim(custom_id, seen)
                 if number not in self.done:
                     request = self._parse(content)
-                    line = _Line(number, custom_id, _fingerprint(raw, self.key), request)
+                    line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
                     yield from (_InFlight(line, index) for index in range(len(request.prompts)))
             except RequestError as error:
                 if number not in self.done:
-                    self._write_error(number, custom_id, _fingerprint(raw, self.key), error)
+                    self._write_error(number, custom_id, fingerprint_of(raw, self.key), error)
 
     def _parse(self, content: Json) -> ParsedRequest:
         refuse_unknown("line", content, _LINE_FIELDS)
@@ -258,7 +248,7 @@ class _BatchRun:
                 response_id=line.fingerprint,
                 created_s=int(time.time()),
             )
-            self._write(_record(line.number, line.custom_id, line.fingerprint, 200, body, None))
+            self._write(make_record(line.number, line.custom_id, line.fingerprint, 200, body, None))
 
     def _fail(self, line: _Line, error: RequestError) -> None:
         line.failed = True
@@ -277,7 +267,7 @@ class _BatchRun:
         short = {"code": body["error"]["code"], "message": body["error"]["message"]}
         status_code = error.status_code if isinstance(error, BadRequestError) else 400
         self.out.num_errors += 1
-        self._write(_record(number, custom_id, fingerprint, status_code, body, short))
+        self._write(make_record(number, custom_id, fingerprint, status_code, body, short))
 
     def _write(self, record: Json) -> None:
         self.out.append(record)
@@ -293,14 +283,6 @@ def _open_input(path: Path) -> IO[bytes]:
         file.close()
         raise ConfigError(f"the batch input must be a regular file, which a restart can read again, got {path}")
     return file
-
-
-def _numbered(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, content) of every line that is not blank."""
-    lines.seek(0)
-    for number, raw in enumerate(lines, 1):
-        if content := raw.strip():
-            yield number, content
 
 
 def _parse_json(raw: bytes) -> Json:
@@ -332,120 +314,12 @@ def _claim(custom_id: str, seen: set[int]) -> None:
     seen.add(hash(custom_id))
 
 
-def _fingerprint(raw: bytes, key: bytes) -> str:
-    return hashlib.blake2b(raw, digest_size=8, key=key, person=b"batch line").hexdigest()
-
-
 def _derived_seed(key: bytes, number: int, index: int) -> int:
     digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-def _record(
-    number: int, custom_id: str | None, fingerprint: str, status_code: int, body: Json, error: Json | None
-) -> Json:
-    response = {"status_code": status_code, "request_id": fingerprint, "body": body}
-    return {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
-
-
-@dataclass(slots=True)
-class _Done:
-    """The lines that have a record, one bit each, and how many lines there are."""
-
-    num_lines: int = 0  # without blank ones
-    num_records: int = 0
-    bits: bytearray = field(default_factory=bytearray)
-
-    def __contains__(self, number: int) -> bool:
-        return number >> 3 < len(self.bits) and bool(self.bits[number >> 3] >> (number & 7) & 1)
-
-    def add(self, number: int) -> None:
-        self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
-        self.bits[number >> 3] |= 1 << (number & 7)
-        self.num_records += 1
-
-
-class _OutputFile:
-    """The file of records: locked, checked, appended to."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.num_records = 0
-        self.num_errors = 0
-        self._synced_s = time.monotonic()
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        except OSError as error:
-            raise ConfigError(f"cannot write the batch output {path}: {error.strerror}") from error
-
-    def __enter__(self) -> "_OutputFile":
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise ConfigError(
-                f"another process is writing the batch output {self.path}; wait for it, or choose another output"
-            ) from None
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.fsync(self._fd)
-        os.close(self._fd)
-
-    def resume(self, lines: IO[bytes], key: bytes) -> _Done:
-        """The lines that have a record. Cuts off a torn record, once all the others are known to be of this input."""
-        fingerprints, size = self._scan(max_number=os.fstat(lines.fileno()).st_size)
-        done = _Done()
-        for number, raw in _numbered(lines):
-            done.num_lines += 1
-            if number < len(fingerprints) and fingerprints[number]:
-                if fingerprints[number] != int(_fingerprint(raw, key), 16):
-                    raise self._foreign(f"its record of line {number} is of another request or another seed")
-                done.add(number)
-        if done.num_records < self.num_records:
-            raise self._foreign("it has records of lines that the input does not have")
-        os.ftruncate(self._fd, size)
-        return done
-
-    def append(self, record: Json) -> None:
-        """Write one record."""
-        data = memoryview(json.dumps(record).encode("ascii") + b"\n")
-        while data:  # one write but for a full disk, where the second one raises
-            data = data[os.write(self._fd, data) :]
-        self.num_records += 1
-        if time.monotonic() - self._synced_s >= FSYNC_INTERVAL_S:
-            os.fsync(self._fd)
-            self._synced_s = time.monotonic()
-
-    def _scan(self, max_number: int) -> tuple["array[int]", int]:
-        """Fingerprint by line number (0 where there is no record), and the bytes of all whole records."""
-        fingerprints: array[int] = array("Q")
-        size = 0
-        with open(self._fd, "rb", closefd=False) as file:
-            for record in file:
-                if not record.endswith(b"\n"):
-                    if not record.startswith(_RECORD_START[: len(record)]):
-                        raise self._foreign("its last line is no record of a batch")
-                    break
-                head = _RECORD.match(record)
-                if head is None or not record.endswith(b"}\n"):
-                    raise self._foreign(f"its line {self.num_records + 1} is no record of a batch")
-                if (number := int(head[1])) > max_number:
-                    raise self._foreign("it has records of lines that the input does not have")
-                fingerprints.extend([0] * (number + 1 - len(fingerprints)))
-                if fingerprints[number]:
-                    raise self._foreign(f"it has two records of line {number}")
-                fingerprints[number] = int(head[3], 16)
-                self.num_records += 1
-                self.num_errors += head[2] != b"200"
-                size += len(record)
-        return fingerprints, size
-
-    def _foreign(self, reason: str) -> ConfigError:
-        return ConfigError(f"{self.path} does not belong to this batch: {reason}; choose another output file")
-
-
-def _progress_bar(done: _Done, use_tqdm: bool) -> Any:
+def _progress_bar(done: DoneLines, use_tqdm: bool) -> Any:
     from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
 
     disable = None if use_tqdm else True  # None leaves it to whether stderr is a terminal

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killing import records_by_id, run_with_kills
 
-from jaxserve import batch_files
+from jaxserve import batch_output
 from jaxserve.batch_files import run_batch
 from jaxserve.errors import ConfigError
 from jaxserve.openai_format import CHAT, COMPLETIONS, parse_body
@@ -487,7 +487,7 @@ def test_unusable_files_say_so(engine: FakeEngine, tmp_path: Path) -> None:
 
 def test_everything_is_synced_at_the_end(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
-    monkeypatch.setattr(batch_files.os, "fsync", lambda fd: sizes.append(os.fstat(fd).st_size))
+    monkeypatch.setattr(batch_output.os, "fsync", lambda fd: sizes.append(os.fstat(fd).st_size))
     run(engine, tmp_path, [completion(str(i)) for i in range(20)])
     assert sizes[-1] == (tmp_path / "out.jsonl").stat().st_size
     assert len(sizes) < 5

@@ -1,0 +1,147 @@
+"""The output of a batch: a file of records that is appended to, and read again by the run that goes on.
+
+It is the only state of a batch. Every record is appended whole, so after `kill -9` the file holds whole records and at
+most one torn one. What is written survives the end of the process at once, and a crash of the machine from the next
+fsync on, which comes every second.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from jaxserve.errors import ConfigError
+from jaxserve.openai_format import Json
+
+FSYNC_INTERVAL_S = 1.0
+_RECORD_START = b'{"id": "batch_req_'
+_RECORD = re.compile(  # a record's head, in the order that `make_record` gives its fields; the rest is not needed again
+    _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|null), '
+    rb'"response": \{"status_code": ([0-9]+), "request_id": "([0-9a-f]{16})"'
+)
+
+
+@dataclass(slots=True)
+class DoneLines:
+    """The lines that have a record, one bit each, and how many lines there are."""
+
+    num_lines: int = 0  # without blank ones
+    num_records: int = 0
+    bits: bytearray = field(default_factory=bytearray)
+
+    def __contains__(self, number: int) -> bool:
+        return number >> 3 < len(self.bits) and bool(self.bits[number >> 3] >> (number & 7) & 1)
+
+    def add(self, number: int) -> None:
+        """Note the record of a line."""
+        self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
+        self.bits[number >> 3] |= 1 << (number & 7)
+        self.num_records += 1
+
+
+class BatchOutput:
+    """The file of records: locked, checked, appended to."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_records = 0
+        self.num_errors = 0
+        self._synced_s = time.monotonic()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write the batch output {path}: {error.strerror}") from error
+
+    def __enter__(self) -> "BatchOutput":
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise ConfigError(
+                f"another process is writing the batch output {self.path}; wait for it, or choose another output"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+    def resume(self, lines: IO[bytes], key: bytes) -> DoneLines:
+        """The lines that have a record. Cuts off a torn record, once all the others are known to be of this input."""
+        fingerprints, size = self._scan(max_number=os.fstat(lines.fileno()).st_size)
+        done = DoneLines()
+        for number, raw in numbered_lines(lines):
+            done.num_lines += 1
+            if number < len(fingerprints) and fingerprints[number]:
+                if fingerprints[number] != int(fingerprint_of(raw, key), 16):
+                    raise self._foreign(f"its record of line {number} is of another request or another seed")
+                done.add(number)
+        if done.num_records < self.num_records:
+            raise self._foreign("it has records of lines that the input does not have")
+        os.ftruncate(self._fd, size)
+        return done
+
+    def append(self, record: Json) -> None:
+        """Write one record."""
+        data = memoryview(json.dumps(record).encode("ascii") + b"\n")
+        while data:  # one write but for a full disk, where the second one raises
+            data = data[os.write(self._fd, data) :]
+        self.num_records += 1
+        if time.monotonic() - self._synced_s >= FSYNC_INTERVAL_S:
+            os.fsync(self._fd)
+            self._synced_s = time.monotonic()
+
+    def _scan(self, max_number: int) -> tuple["array[int]", int]:
+        """Fingerprint by line number (0 where there is no record), and the bytes of all whole records."""
+        fingerprints: array[int] = array("Q")
+        size = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            for record in file:
+                if not record.endswith(b"\n"):
+                    if not record.startswith(_RECORD_START[: len(record)]):
+                        raise self._foreign("its last line is no record of a batch")
+                    break
+                head = _RECORD.match(record)
+                if head is None or not record.endswith(b"}\n"):
+                    raise self._foreign(f"its line {self.num_records + 1} is no record of a batch")
+                if (number := int(head[1])) > max_number:
+                    raise self._foreign("it has records of lines that the input does not have")
+                fingerprints.extend([0] * (number + 1 - len(fingerprints)))
+                if fingerprints[number]:
+                    raise self._foreign(f"it has two records of line {number}")
+                fingerprints[number] = int(head[3], 16)
+                self.num_records += 1
+                self.num_errors += head[2] != b"200"
+                size += len(record)
+        return fingerprints, size
+
+    def _foreign(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.path} does not belong to this batch: {reason}; choose another output file")
+
+
+def numbered_lines(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """(line number from 1, content) of every line that is not blank."""
+    lines.seek(0)
+    for number, raw in enumerate(lines, 1):
+        if content := raw.strip():
+            yield number, content
+
+
+def fingerprint_of(raw: bytes, key: bytes) -> str:
+    """What tells a line of input, under the seed of the run, from any other: 16 hexadecimal digits."""
+    return hashlib.blake2b(raw, digest_size=8, key=key, person=b"batch line").hexdigest()
+
+
+def make_record(
+    number: int, custom_id: str | None, fingerprint: str, status_code: int, body: Json, error: Json | None
+) -> Json:
+    """A record of OpenAI's batch output, its fields in the order that a restart looks for."""
+    response = {"status_code": status_code, "request_id": fingerprint, "body": body}
+    return {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
