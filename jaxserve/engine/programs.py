@@ -9,7 +9,6 @@ import hashlib
 import logging
 import os
 import pickle
-import threading
 from collections.abc import Callable, Iterable
 from functools import cache
 from importlib.metadata import version
@@ -21,6 +20,7 @@ from jax.experimental import serialize_executable
 
 import pallas_kernels
 from jaxserve.config import xla_flags
+from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.roofline import num_cores
 from jaxserve.whole_file import write_whole
 
@@ -33,6 +33,7 @@ _SETTINGS = (  # of jax, that change what is traced
     "jax_enable_x64",
     "jax_threefry_partitionable",
 )
+_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs that came from XLA's own cache
 MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
 
 
@@ -61,25 +62,6 @@ class ProgramStore:
             if _cache_hits.count == hits:  # what XLA's cache has loaded cannot be serialised again: it lacks functions
                 _write(path, program)
         return program
-
-
-class _CacheHits:
-    """Counts programs that came from XLA's own cache, on the calling thread. One per process."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        jax.monitoring.register_event_listener(self._on_event)
-
-    def _on_event(self, event: str, **kwargs: str | int) -> None:
-        if event == "/jax/compilation_cache/cache_hits":
-            self._local.count = self.count + 1
-
-    @property
-    def count(self) -> int:
-        return getattr(self._local, "count", 0)
-
-
-_cache_hits = _CacheHits()
 
 
 def _read(path: Path) -> Compiled | None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout
+from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.programs import ProgramStore
 from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, set_slot
 from jaxserve.models.arch import ArchConfig
@@ -31,24 +32,7 @@ Compiled = Any  # jax.stages.Compiled
 _Buckets = tuple[Iterable[int], Iterable[int]]  # of steps and of bursts
 
 
-class CompileCounter:
-    """Counts XLA compilations on the calling thread, whoever causes them. One per process."""
-
-    def __init__(self) -> None:
-        self._local = threading.local()
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
-
-    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self._local.count = self.count + 1
-
-    @property
-    def count(self) -> int:
-        """Compilations so far on this thread."""
-        return getattr(self._local, "count", 0)
-
-
-compile_counter = CompileCounter()
+compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,31 @@
+"""What jax does, counted by its own monitoring events."""
+
+import threading
+
+import jax
+
+
+class EventCounter:
+    """Counts one event on the thread that asks, whoever causes it. For good: jax keeps its listeners.
+
+    Args:
+        event: a name that jax records, with a duration or without.
+    """
+
+    def __init__(self, event: str) -> None:
+        self._event = event
+        self._local = threading.local()
+        jax.monitoring.register_event_listener(self._on_event)
+        jax.monitoring.register_event_duration_secs_listener(self._on_timed_event)
+
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
+        if event == self._event:
+            self._local.count = self.count + 1
+
+    def _on_timed_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+        self._on_event(event)
+
+    @property
+    def count(self) -> int:
+        """Times it has happened on this thread."""
+        return getattr(self._local, "count", 0)
