@@ -22,6 +22,7 @@ from jaxserve import __version__
 from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.live_stats import LiveStats
 from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -161,8 +162,6 @@ def _load(args: argparse.Namespace, **options: Any) -> "LLM":
 
 
 def _live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
-    from jaxserve.live_stats import LiveStats  # noqa: PLC0415 - imports jax
-
     return LiveStats(llm.engine, sys.stderr) if wanted else contextlib.nullcontext()
 
 
@@ -210,7 +209,7 @@ def _stats(output: "RequestOutput") -> str:
 
 
 def _batch(args: argparse.Namespace) -> int:
-    from jaxserve.batch_files import run_batch  # noqa: PLC0415 - not needed by other commands
+    from jaxserve.batch_files import run_batch  # noqa: PLC0415 - locks files by fcntl, which not every system has
 
     llm = _load(args)
     with _live_stats(args.stats, llm):
@@ -226,7 +225,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from jaxserve.bench.command import read_job, run_job  # noqa: PLC0415 - not needed by other commands
+    from jaxserve.bench.command import read_job, run_job  # noqa: PLC0415 - imports jax
 
     job = read_job(args)
     run_job(_load(args, skip_tokenizer_init=True).engine, job)

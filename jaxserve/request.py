@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any, no_type_check
+from typing import Any, cast, no_type_check
 
 from jaxserve.errors import RequestError
 
@@ -353,7 +353,7 @@ class CompletionOutput:
     """One completion of a prompt."""
 
     index: int
-    text: str = _TextField()  # type: ignore[assignment]  # a descriptor, to which dataclasses leave the value
+    text: str = cast("str", _TextField())  # a descriptor, to which dataclasses leave the value
     token_ids: TokenIds = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None

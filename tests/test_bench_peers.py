@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 
 from jaxserve.bench.workloads import Workload, WorkloadRequest, load_workload
+from peers import rounds
+from peers.cpu_times import CpuTimes
+from peers.fixed_batches import generate_in_batches
+from peers.process import RunFailedError, Worker, WorkerDiedError
+from peers.registry import ENGINES, worker_environment
 
 ROOT = Path(__file__).parent.parent
-sys.path.append(str(ROOT / "scripts"))
-
-from peers import rounds  # noqa: E402
-from peers.cpu_times import CpuTimes  # noqa: E402
-from peers.fixed_batches import generate_in_batches  # noqa: E402
-from peers.process import RunFailedError, Worker, WorkerDiedError  # noqa: E402
-from peers.registry import ENGINES, worker_environment  # noqa: E402
-
 FOUR = Workload("four", 0, tuple(WorkloadRequest(5, n) for n in (3, 4, 5, 6)))
 SHORT = Workload("short", 0, (WorkloadRequest(5, 2), WorkloadRequest(5, 2)))  # fake_peer.py's DEATH_LEN
 Start = Callable[..., Worker]
@@ -92,7 +89,7 @@ def test_draws_share_nothing_but_the_prefix_within_one() -> None:
 
 def test_medians_and_ratios() -> None:
     walls = {"jaxserve": (1.0, 2.0, 1.0, 4.0), "a": (9.0, 3.0, 6.0, 12.0)}  # the first warms up
-    race = rounds.Contest({name: Scripted(*w) for name, w in walls.items()}, 100, lambda _: None)  # type: ignore[arg-type]
+    race = rounds.Contest({name: Scripted(*w) for name, w in walls.items()}, 100, lambda _: None)
     race.run(FOUR, num_rounds=3)
     ours, peer = rounds.summarise(race.runs)
     tokens = 3 + 4 + 5 + 6
@@ -106,7 +103,7 @@ def test_medians_and_ratios() -> None:
 def test_ids_are_compared_with_transformers_wherever_its_turn_is() -> None:
     token_ids = {"jaxserve": 7, "odd": 8, "transformers": 7}
     workers = {name: Scripted(*[1.0] * 3, token_id=token_id) for name, token_id in token_ids.items()}
-    race = rounds.Contest(workers, 100, lambda _: None)  # type: ignore[arg-type]
+    race = rounds.Contest(workers, 100, lambda _: None)
     race.run(FOUR, num_rounds=2)
     shares = {row["engine"]: (row["equal_requests_share"], row["cores_used"]) for row in rounds.summarise(race.runs)}
     assert shares == {"jaxserve": (1.0, 1.5), "odd": (0.0, 1.5), "transformers": (1.0, 1.5)}
@@ -123,7 +120,7 @@ def test_what_an_engine_wants_preloaded_is_if_it_is_there(tmp_path: Path) -> Non
 
 def test_one_stream_is_measured_after_its_first_token() -> None:
     worker = Scripted(1.0, 2.5, 0.5)  # warm-up, all tokens, one token
-    race = rounds.Contest({"a": worker}, 100, lambda _: None)  # type: ignore[dict-item]
+    race = rounds.Contest({"a": worker}, 100, lambda _: None)
     race.run(Workload("one", 0, (WorkloadRequest(8, 21),)), num_rounds=1)
     (row,) = rounds.summarise(race.runs)
     assert (row["median"], row["unit"], row["ttft_s"]) == (10.0, "decode tok/s", 0.5)

@@ -1,6 +1,5 @@
 """The embedded checkpoint keeps its promises, and the scripts that made it work."""
 
-import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -15,8 +14,6 @@ from tokenizers import Tokenizer
 ROOT = Path(__file__).parents[1]
 DEFAULT, DRAFT = ROOT / "weights" / "default", ROOT / "weights" / "default-draft"
 END = "<|endoftext|>"
-
-sys.path.append(str(ROOT / "scripts"))
 
 
 @pytest.fixture(scope="module")

@@ -166,7 +166,7 @@ def _curve(axes: Axes, runs: Sequence[Json], key: str) -> None:
 
 def _log_ticks(axis: Any) -> None:
     """Plain numbers, as many as there is room for."""
-    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - see `_save`
+    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - an extra, needed by pictures alone
 
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))
