@@ -10,7 +10,6 @@ import pytest
 
 import weights
 from jaxserve.models.registry import from_hf_config, param_specs
-from pallas_kernels import native
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "load_memory.py"
 CONFIG = {  # 108M parameters
@@ -24,10 +23,7 @@ CONFIG = {  # 108M parameters
     "tie_word_embeddings": True,
 }
 
-pytestmark = [
-    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident set from /proc"),
-    pytest.mark.skipif(native.unavailable() is not None, reason="needs the native kernels"),
-]
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the resident set from /proc")
 
 
 @pytest.fixture(scope="module")
