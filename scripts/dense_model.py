@@ -13,6 +13,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
+from pallas_kernels.ragged_paged_attention import apply_rope
 from weights import load, read_config
 
 _QUERY_BLOCK = 128  # queries of a block skip the keys behind it: half of the causal square is never computed
@@ -43,11 +44,14 @@ def token_nats(logits: Array, targets: Array) -> Array:
 def dense_attend(seq_len: int) -> Attend:
     """Causal attention inside each run of `seq_len` tokens of the token axis."""
 
-    def attend(q: Array, k: Array, v: Array, carry: Any, layer: Any, window: int | None) -> tuple[Array, Any]:
+    def attend(
+        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, window: int | None
+    ) -> tuple[Array, Any]:
         if window is not None:
             raise NotImplementedError(f"dense_attend has no sliding window, got window={window}")
         T, K, H = k.shape
         B, G = T // seq_len, q.shape[1] // K
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
         q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * H**-0.5  # [B, K, G, S, H]
         k, v = (x.reshape(B, seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
         out = [_attend_block(q, k, v, start) for start in range(0, seq_len, _QUERY_BLOCK)]

@@ -67,13 +67,14 @@ def paged_attend(
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
+    rope: Float[Array, "2 T half"],
     carry: AttentionCarry,
     layer: Int[Array, ""],
     window: int | None,
     *,
     backend: str,
 ) -> tuple[Float[Array, "T Q H"], AttentionCarry]:
-    """Write the new keys and values into the pool and attend over it."""
+    """Rotate, write the new keys and values into the pool, attend over it."""
     out, kv_pages = ragged_paged_attention(
         q,
         k,
@@ -86,6 +87,7 @@ def paged_attend(
         num_rows=carry.num_rows,
         scale=q.shape[-1] ** -0.5,
         window=window,
+        rope=rope,
         backend=backend,
     )
     return out, dataclasses.replace(carry, kv_pages=kv_pages)

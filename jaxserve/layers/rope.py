@@ -93,10 +93,3 @@ def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -
     freq, factor = config.frequencies(head_dim)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor
-
-
-def apply_rope(x: Float[Array, "T N H"], table: Float[Array, "2 T half"]) -> Float[Array, "T N H"]:
-    """Rotate the two halves of each head (the layout of Hugging Face checkpoints)."""
-    cos, sin = table[:, :, None, :].astype(x.dtype)  # [T, 1, H/2] each
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -20,8 +20,9 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.llama import block
 from jaxserve.models.params import Params
 
-# attend(q[T,Q,H], k[T,K,H], v[T,K,H], carry, layer, window) -> (out[T,Q,H], carry); hashable, closes over no arrays.
-Attend = Callable[[Array, Array, Array, Any, Any, int | None], tuple[Array, Any]]
+# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2], carry, layer, window) -> (out[T,Q,H], carry); it rotates q and k
+# first. Hashable, closes over no arrays.
+Attend = Callable[[Array, Array, Array, Array, Any, Any, int | None], tuple[Array, Any]]
 
 _inner_block = jax.jit(block, static_argnames=("arch", "window", "attend"))
 

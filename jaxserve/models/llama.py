@@ -11,7 +11,6 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.layers.rope import apply_rope
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
 from jaxserve.models.params import Params, ParamSpec
@@ -130,16 +129,16 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
 
 
 def project_qkv(
-    p: Params, x: Float[Array, "T D"], rope: Float[Array, "2 T half"], arch: ArchConfig
+    p: Params, x: Float[Array, "T D"], arch: ArchConfig
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Queries, keys and values of every token, normed before and, where the family does so, per head; rotated."""
+    """Queries, keys and values of every token, normed before and, where the family does so, per head."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     norm = RmsNorm(p["input_norm"], arch.norm_eps)
     qkv = linear(p["qkv_proj"], x, p.get("qkv_bias"), before=norm).reshape(T, Q + 2 * K, H)
     q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
     if arch.qk_norm:
         q, k = rms_norm(q, p["q_norm"], arch.norm_eps), rms_norm(k, p["k_norm"], arch.norm_eps)
-    return apply_rope(q, rope), apply_rope(k, rope), v
+    return q, k, v
 
 
 def block(
@@ -153,10 +152,13 @@ def block(
     window: int | None,
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """One pre-norm decoder layer: x + attention, then + SwiGLU. `attend` also threads the KV pool in `carry`."""
+    """One pre-norm decoder layer: x + attention, then + SwiGLU.
+
+    `attend` rotates queries and keys by `rope`, and threads the KV pool in `carry`.
+    """
     with jax.named_scope("attention"):
-        q, k, v = project_qkv(p, x, rope, arch)
-        out, carry = attend(q, k, v, carry, layer, window)
+        q, k, v = project_qkv(p, x, arch)
+        out, carry = attend(q, k, v, rope, carry, layer, window)
         x = linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"), residual=x)
     with jax.named_scope("mlp"):
         norm = RmsNorm(p["mlp_norm"], arch.norm_eps)

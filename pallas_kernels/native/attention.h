@@ -163,20 +163,39 @@ class Attention {
 
   // The row's share of one of several tasks: every so many tokens.
   void write_row(int64_t row, int64_t task, int64_t num_tasks) const {
+    static thread_local std::vector<float> rotated;
+    rotated.resize(p_.head_dim);
     const int64_t first = p_.cu_q_lens[row], end = p_.cu_q_lens[row + 1], shift = p_.kv_lens[row] - end;
     for (int64_t token = first + (num_tasks + task - first % num_tasks) % num_tasks; token < end; token += num_tasks) {
       const int64_t page = page_of(row, token + shift), slot = (token + shift) % p_.page_size;
       for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
-        const float* k = p_.k + (token * p_.num_kv_heads + head) * p_.head_dim;
-        const float* v = p_.v + (token * p_.num_kv_heads + head) * p_.head_dim;
+        const float* k = new_head(token, p_.num_query_heads + head);
+        const float* v = new_head(token, p_.num_query_heads + p_.num_kv_heads + head);
         Number* key = keys(page, head) + slot;
         Number* value = values(page, head) + slot * p_.head_dim;
-        for (int64_t h = 0; h < p_.head_dim; ++h) store_one(key + h * p_.page_size, k[h]);
+        rotate(k, token, rotated.data());
+        for (int64_t h = 0; h < p_.head_dim; ++h) store_one(key + h * p_.page_size, rotated[h]);
         for (int64_t h = 0; h < p_.head_dim; ++h) store_one(value + h, v[h]);
       }
     }
   }
 
+  // One head of a token, of q, then k, then v.
+  const float* new_head(int64_t token, int64_t head) const {
+    return p_.qkv + (token * (p_.num_query_heads + 2 * p_.num_kv_heads) + head) * p_.head_dim;
+  }
+
+  // A token's query or key, its two halves rotated by the token's angles.
+  void rotate(const float* x, int64_t token, float* __restrict to) const {
+    if (!p_.rope) {
+      std::copy_n(x, p_.head_dim, to);
+      return;
+    }
+    const int64_t half = p_.head_dim / 2;
+    const float *cos = p_.rope + token * half, *sin = cos + p_.num_tokens * half;
+    for (int64_t h = 0; h < half; ++h) to[h] = x[h] * cos[h] - x[half + h] * sin[h];
+    for (int64_t h = 0; h < half; ++h) to[half + h] = x[half + h] * cos[h] + x[h] * sin[h];
+  }
 
   void find_parts() {
     const int64_t part_queries = std::max<int64_t>(1, kTileVectors / group_);
@@ -285,20 +304,21 @@ class Attention {
     return block;
   }
 
-  // Offset in q and out of one query vector of a part.
-  int64_t offset(const Part& part, int64_t kv_head, int64_t vector) const {
-    const int64_t token = part.first_token + vector / group_;
-    return (token * p_.num_query_heads + kv_head * group_ + vector % group_) * p_.head_dim;
+  // Whose query one vector of a part is.
+  std::pair<int64_t, int64_t> token_and_head(const Part& part, int64_t kv_head, int64_t vector) const {
+    return {part.first_token + vector / group_, kv_head * group_ + vector % group_};
   }
 
   void start(const Part& part, int64_t kv_head, int64_t vector, Scratch& s) const {
     for (int64_t i = 0; i < part.num_queries * group_; ++i) {
-      const float* q = p_.q + offset(part, kv_head, i);
-      const int64_t v = vector + i, first = v * p_.head_dim;
-      for (int64_t h = 0; h < p_.head_dim; ++h) s.q[first + h] = q[h] * p_.scale;
-      std::fill_n(&s.sums[first], p_.head_dim, 0.0f);
+      const auto [token, head] = token_and_head(part, kv_head, i);
+      const int64_t v = vector + i;
+      float* q = &s.q[v * p_.head_dim];
+      rotate(new_head(token, head), token, q);
+      for (int64_t h = 0; h < p_.head_dim; ++h) q[h] *= p_.scale;
+      std::fill_n(&s.sums[v * p_.head_dim], p_.head_dim, 0.0f);
       std::fill_n(&s.weights[v * W], W, 0.0f);
-      s.max_scores[v] = p_.sinks ? p_.sinks[kv_head * group_ + i % group_] : kMinusInfinity;
+      s.max_scores[v] = p_.sinks ? p_.sinks[head] : kMinusInfinity;
       s.weights[v * W] = p_.sinks ? 1.0f : 0.0f;
     }
   }
@@ -384,8 +404,9 @@ class Attention {
 
   void finish(const Part& part, int64_t kv_head, int64_t vector, const Scratch& s) const {
     for (int64_t i = 0; i < part.num_queries * group_; ++i) {
-      float* out = p_.out + offset(part, kv_head, i);
+      const auto [token, head] = token_and_head(part, kv_head, i);
       const int64_t v = vector + i;
+      float* out = p_.out + (token * p_.num_query_heads + head) * p_.head_dim;
       const float factor = 1.0f / sum_lanes<W>(load<W>(&s.weights[v * W]));
       for (int64_t h = 0; h < p_.head_dim; ++h) out[h] = s.sums[v * p_.head_dim + h] * factor;
     }

@@ -101,25 +101,29 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, bool swiglu, ffi::Buffer<
   return ffi::Error::Success();
 }
 
-ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, ffi::Buffer<ffi::F32> q,
-                         ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v, ffi::AnyBuffer kv_pages,
-                         ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> kv_lens, ffi::Buffer<ffi::S32> page_table,
-                         ffi::Buffer<ffi::S32> cu_q_lens, ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::F32> sinks,
+// `sinks` and `rope` are empty where there is none.
+ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, ffi::Buffer<ffi::F32> qkv,
+                         ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> kv_lens,
+                         ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> cu_q_lens,
+                         ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> rope,
                          ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> updated) {
   if (updated->untyped_data() != kv_pages.untyped_data()) {
     return ffi::Error::InvalidArgument("the pool must be updated in place; donate it to the jitted function");
   }
   const auto pages = kv_pages.dimensions();  // [L, N, 2K, P, H]
-  const auto of_q = q.dimensions(), of_k = k.dimensions();
-  if (pages.size() != 5 || of_q.size() != 3 || of_k.size() != 3 || v.element_count() != k.element_count() ||
-      pages[2] != 2 * of_k[1] || pages[4] != of_q[2] || of_q[0] != of_k[0] || of_q[2] != of_k[2] ||
-      of_q[1] % of_k[1] != 0) {
-    return ffi::Error::InvalidArgument("q [T, Q, H], k and v [T, K, H] must fit the pool [L, N, 2K, P, H]");
+  const auto heads = qkv.dimensions(), of_q = out->dimensions();
+  if (pages.size() != 5 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != heads[2] ||
+      pages[4] != heads[2] || pages[2] < 2 || heads[1] != of_q[1] + pages[2] || of_q[1] % (pages[2] / 2) != 0) {
+    return ffi::Error::InvalidArgument("qkv [T, Q + 2K, H] must fit the pool [L, N, 2K, P, H] and give out [T, Q, H]");
+  }
+  const auto angles = rope.dimensions();
+  if (rope.element_count() > 0 &&
+      (angles.size() != 3 || angles[0] != 2 || angles[1] != heads[0] || 2 * angles[2] != heads[2])) {
+    return ffi::Error::InvalidArgument("rope must be [2, T, H / 2]");
   }
   native::AttentionProblem p{};
-  p.q = q.typed_data();
-  p.k = k.typed_data();
-  p.v = v.typed_data();
+  p.qkv = qkv.typed_data();
+  p.rope = rope.element_count() > 0 ? rope.typed_data() : nullptr;
   p.pool = kv_pages.untyped_data();
   p.is_bfloat16 = kv_pages.element_type() == ffi::BF16;
   p.kv_lens = kv_lens.typed_data();
@@ -127,10 +131,10 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.cu_q_lens = cu_q_lens.typed_data();
   p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
   p.out = out->typed_data();
-  p.num_tokens = q.dimensions()[0];
-  p.num_query_heads = q.dimensions()[1];
-  p.head_dim = q.dimensions()[2];
-  p.num_kv_heads = k.dimensions()[1];
+  p.num_tokens = heads[0];
+  p.num_query_heads = of_q[1];
+  p.num_kv_heads = pages[2] / 2;
+  p.head_dim = heads[2];
   p.num_rows = *num_rows.typed_data();
   p.table_width = page_table.dimensions()[1];
   p.layer = *layer.typed_data();
@@ -147,7 +151,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Raised with every change of a call's arguments; pallas_kernels/native/__init__.py knows the same number.
-extern "C" int jaxserve_native_abi() { return 1; }
+extern "C" int jaxserve_native_abi() { return 2; }
 
 // The instruction sets there are to choose from, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -165,14 +169,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
                                   .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>());

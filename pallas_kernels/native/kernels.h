@@ -37,9 +37,8 @@ struct LinearProblem {
 
 // Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a kv head: keys [H, P], values [P, H].
 struct AttentionProblem {
-  const float* q;  // [T, Q, H]
-  const float* k;  // [T, K, H]
-  const float* v;
+  const float* qkv;   // [T, Q + 2K, H], the heads of q, then k, then v
+  const float* rope;  // [2, T, H / 2], cosines and sines of the angles q and k are rotated by; null: none
   void* pool;  // [L, N, K, 2, P * H] of float or bfloat16
   bool is_bfloat16;
   const int32_t* kv_lens;

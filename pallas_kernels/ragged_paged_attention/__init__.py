@@ -1,4 +1,4 @@
-"""Ragged paged attention: write this step's keys and values to their pages, then attend, for every row at once.
+"""Ragged paged attention: rotate, write keys and values to their pages, attend; for every row of a step at once.
 
 The binary interface, the same for all backends:
 
@@ -22,17 +22,19 @@ from collections.abc import Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.dispatch import AUTO, select, target_platform
 from pallas_kernels.ragged_paged_attention import native, reference, xla
 from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
     "BACKENDS",
     "PoolDims",
     "Problem",
     "RaggedRows",
+    "apply_rope",
     "from_canonical",
     "kv_shape",
     "ragged_paged_attention",
@@ -63,6 +65,7 @@ def ragged_paged_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: Float[Array, "Q"] | None = None,
+    rope: Float32[Array, "2 T half"] | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
     """Writes `k` and `v` to the pages of their rows, then attends; returns the output and the updated pool.
@@ -83,6 +86,8 @@ def ragged_paged_attention(
       window: a query at p sees keys in `(p - window, p]`; None for all up to p.
       soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; None to leave them.
       sinks: one extra logit per query head that takes part in the softmax and carries no value.
+      rope: cosines and sines of every token's angles, by which `q` and `k` are first rotated, in float32, as
+        `apply_rope` does; None where they come as they are to be used.
       backend: "auto", or a name in `BACKENDS`.
 
     Raises:
@@ -93,10 +98,11 @@ def ragged_paged_attention(
     _check_tokens(q, k, v)
     _check_rows(rows)
     _check_options(q.shape[1], window, soft_cap, sinks)
+    _check_rope(q, rope)
     chosen = BACKENDS[_select_for_pool(backend, q, k, kv_pages)]
     _check_pool(chosen.pool_dims(kv_pages.shape), k, kv_pages, layer)
     return chosen.write_and_attend(
-        q, k, v, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks
+        q, k, v, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, rope=rope
     )
 
 
@@ -197,6 +203,15 @@ def _check_options(num_query_heads: int, window: int | None, soft_cap: float | N
         raise ValueError(f"soft_cap must be positive, got {soft_cap}; pass None to leave the scores uncapped")
     if sinks is not None and sinks.shape != (num_query_heads,):
         raise ValueError(f"sinks must have one logit per query head, shape ({num_query_heads},), got {sinks.shape}")
+
+
+def _check_rope(q: Array, rope: Array | None) -> None:
+    T, _, H = q.shape
+    if rope is not None and (rope.shape != (2, T, H / 2) or rope.dtype != jnp.float32):
+        raise ValueError(
+            f"rope must be float32 of shape (2, {T}, {H / 2:g}), cosines and sines of T tokens by H / 2, "
+            f"got {rope.dtype} of shape {rope.shape}"
+        )
 
 
 def _check_pool(dims: PoolDims, k: Array, kv_pages: Array, layer: int | Array) -> None:

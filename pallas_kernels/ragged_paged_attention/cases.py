@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 
 class Inputs(NamedTuple):
@@ -23,6 +23,7 @@ class Inputs(NamedTuple):
     cu_q_lens: Int32[Array, "R+1"]
     num_rows: Int32[Array, ""]
     sinks: Float[Array, "Q"] | None
+    rope: Float32[Array, "2 T half"] | None
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+    has_rope: bool = False
     dtype: str = "float32"
     kv_dtype: str = "float32"
     stale: float = 1e4
@@ -87,7 +89,17 @@ class Case:
             cu_q_lens=self._pad_rows(rng, np.concatenate([[0], np.cumsum(self.q_lens)])),
             num_rows=jnp.int32(len(self.q_lens)),
             sinks=None if sinks is None else jnp.asarray(sinks, jnp.float32),
+            rope=jnp.asarray(self._rope(rng), jnp.float32) if self.has_rope else None,
         )
+
+    def _rope(self, rng: np.random.Generator) -> np.ndarray:
+        """Cosines and sines of every live token's angles, `[2, T, H / 2]`; garbage for padding tokens."""
+        past = zip(self.q_lens, self.kv_lens, strict=True)
+        positions = [position for q_len, kv_len in past for position in range(kv_len - q_len, kv_len)]
+        frequencies = 1e4 ** -np.linspace(0, 1, self.head_dim // 2, endpoint=False)
+        angles = np.outer(positions, frequencies)
+        garbage = rng.normal(0, 100, size=(2, self.padding_tokens, self.head_dim // 2))
+        return np.concatenate([[np.cos(angles), np.sin(angles)], garbage], axis=1)
 
     def _page_table(self, rng: np.random.Generator) -> np.ndarray:
         """Shuffled pages for live rows; ids in and out of range everywhere else."""
@@ -159,4 +171,16 @@ CASES: tuple[Case, ...] = (
     Case("pages_of_256", *_RAGGED, page_size=256),
     Case("bfloat16_pool", *_RAGGED, kv_dtype="bfloat16"),
     Case("bfloat16", *_RAGGED, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("rope", *_RAGGED, has_rope=True, padding_rows=4, padding_tokens=10),
+    Case("rope_one_row_decoding", (1,), (40,), has_rope=True),
+    Case("rope_all_decode_ragged", (1,) * 6, (1, 15, 16, 17, 100, 130), has_rope=True),
+    Case("rope_two_prompts_of_many_tiles", (150, 90), (150, 220), has_rope=True),
+    Case("rope_no_live_rows", (), (), has_rope=True, padding_rows=2, padding_tokens=4),
+    Case("rope_shared_prefix", *_SHARING, has_rope=True, shared_pages=8),
+    Case("rope_sinks_window_soft_cap", *_RAGGED, has_rope=True, has_sinks=True, window=20, soft_cap=10.0),
+    Case("rope_head_dim_12", *_RAGGED, has_rope=True, head_dim=12),
+    Case("rope_head_dim_96", *_RAGGED, has_rope=True, head_dim=96),
+    Case("rope_head_dim_128", *_RAGGED, has_rope=True, head_dim=128, num_query_heads=8, num_kv_heads=1),
+    Case("rope_bfloat16_pool", *_RAGGED, has_rope=True, kv_dtype="bfloat16"),
+    Case("rope_bfloat16", *_RAGGED, has_rope=True, dtype="bfloat16", kv_dtype="bfloat16"),
 )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 
 class PoolDims(NamedTuple):
@@ -90,5 +90,6 @@ class Backend(Protocol):
         window: int | None,
         soft_cap: float | None,
         sinks: Float[Array, "Q"] | None,
+        rope: Float32[Array, "2 T half"] | None,
     ) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
         """Attention of every row, in the dtype of `q`, and the pool with this step's keys and values in their pages."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import native
 from pallas_kernels.ragged_paged_attention import xla
@@ -63,16 +63,22 @@ def write_and_attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
+    rope: Float32[Array, "2 T half"] | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
-    """Writes and attends in one call, the pool in place: donate it."""
+    """Rotates, writes and attends in one call, the pool in place: donate it.
+
+    The call takes q, k and v as one buffer: where they are slices of one, XLA puts them together at no cost, and would
+    copy each to pass them one by one.
+    """
     shapes = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={3: 1})
+    call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={1: 1})
     out, kv_pages = call(
-        *(x.astype(jnp.float32) for x in (q, k, v)),
+        jnp.concatenate([q, k, v], axis=1).astype(jnp.float32),
         kv_pages,
         jnp.asarray(layer, jnp.int32),
         *rows,
         jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        jnp.zeros(0, jnp.float32) if rope is None else rope,
         scale=np.float32(scale),
         soft_cap=np.float32(soft_cap or 0),
         window=np.int64(window or 0),

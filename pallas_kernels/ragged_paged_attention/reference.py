@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
 
@@ -60,10 +60,23 @@ def write_and_attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
+    rope: Float32[Array, "2 T half"] | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
-    """Writes to a copy of the pool, then attends."""
+    """Rotates, writes to a copy of the pool, attends."""
+    dtype = q.dtype
+    if rope is not None:
+        q, k = _rotate(q, rope), _rotate(k, rope)
     kv_pages = _write_kv(kv_pages, k, v, layer, rows)
-    return _attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks), kv_pages
+    out = _attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return out.astype(dtype), kv_pages
+
+
+def _rotate(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
+    """Each half-head pair as a complex number, turned by its angle."""
+    first, second = np.split(np.asarray(x).astype(np.float32), 2, axis=-1)
+    cos, sin = np.asarray(rope)[:, :, None]
+    turned = (first + 1j * second) * (cos + 1j * sin)
+    return jnp.asarray(np.concatenate([turned.real, turned.imag], axis=-1))
 
 
 def _write_kv(

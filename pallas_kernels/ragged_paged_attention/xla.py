@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 DECODE_GROUP_ROWS = 16
 DECODE_BLOCK_TOKENS = 64
@@ -75,10 +76,15 @@ def write_and_attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
+    rope: Float32[Array, "2 T half"] | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
-    """Writes, then attends; the pool is donated."""
+    """Rotates, writes, attends; the pool is donated."""
+    dtype = q.dtype
+    if rope is not None:
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
     kv_pages = _write_kv(kv_pages, k, v, layer, rows)
-    return _attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks), kv_pages
+    out = _attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    return out.astype(dtype), kv_pages
 
 
 def _write_kv(

@@ -52,6 +52,7 @@ def run(case, inputs, backend):
         window=case.window,
         soft_cap=case.soft_cap,
         sinks=inputs.sinks,
+        rope=inputs.rope,
         backend=backend,
     )
     return np.asarray(out).astype(np.float32), np.asarray(to_canonical(backend, pool))
@@ -59,6 +60,15 @@ def run(case, inputs, backend):
 
 def live(case, out):
     return out[: sum(case.q_lens)]
+
+
+def assert_same_pool(case, pool, expected):
+    """To the bit, but for the rounding of rotated keys."""
+    rounding = {"rtol": float(jnp.finfo(case.kv_dtype).eps), "atol": 1e-6} if case.has_rope else {"rtol": 0, "atol": 0}
+    keys, values = slice(None, None, 2), slice(1, None, 2)
+    pool, expected = (np.asarray(x, np.float32) for x in (pool, expected))
+    np.testing.assert_allclose(pool[..., keys, :], expected[..., keys, :], **rounding)
+    np.testing.assert_array_equal(pool[..., values, :], expected[..., values, :])
 
 
 @functools.cache
@@ -77,7 +87,7 @@ def test_matches_reference(case, backend):
     out, pool = run(case, case.inputs(), backend)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
-    np.testing.assert_array_equal(pool, expected_pool)
+    assert_same_pool(case, pool, expected_pool)
     assert np.isfinite(out).all()
 
 
@@ -127,6 +137,7 @@ def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
         num_kv_heads=num_heads,
         head_dim=8,
         page_size=PAGE_SIZE,
+        has_rope=True,
         padding_rows=MAX_ROWS - len(rows),
         padding_tokens=MAX_TOKENS - sum(q_len for q_len, _ in rows),
     )
@@ -153,6 +164,7 @@ def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
         q=refill(inputs.q, num_live),
         k=refill(inputs.k, num_live),
         v=refill(inputs.v, num_live),
+        rope=jnp.swapaxes(refill(jnp.swapaxes(inputs.rope, 0, 1), num_live), 0, 1),
         kv_pages=jnp.asarray(pool),
         kv_lens=jnp.asarray(np.concatenate([case.kv_lens, garbage(case.padding_rows)]), jnp.int32),
         cu_q_lens=jnp.asarray(
@@ -171,7 +183,7 @@ def test_random_rows_match_reference(backend, rows, seed):
     expected, expected_pool = run(case, inputs, "reference")
     out, pool = run(case, inputs, backend)
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(pool, expected_pool)
+    assert_same_pool(case, pool, expected_pool)
 
 
 @pytest.mark.parametrize("backend", SERVING)
@@ -192,6 +204,13 @@ def test_padding_is_inert(backend, rows, seed):
     np.testing.assert_array_equal(*pools)
 
 
+def starting_at(inputs, *, token_id, row_id):
+    """The same step with this token and row first, and those before them last."""
+    tokens = {name: jnp.roll(getattr(inputs, name), -token_id, axis=0) for name in ("q", "k", "v")}
+    rows = {name: jnp.roll(getattr(inputs, name), -row_id, axis=0) for name in ("kv_lens", "page_table")}
+    return inputs._replace(**tokens, **rows, rope=jnp.roll(inputs.rope, -token_id, axis=1))
+
+
 @pytest.mark.parametrize("backend", SERVING)
 @settings(max_examples=25, deadline=None)
 @given(pasts=st.lists(st.integers(0, MAX_PAGES * PAGE_SIZE - 1), min_size=2, max_size=MAX_ROWS), data=st.data())
@@ -201,11 +220,8 @@ def test_decode_row_does_not_depend_on_its_neighbours(backend, pasts, data):
     case, inputs, _ = random_inputs(rows, seed=3)
     out, _ = run(case, inputs, backend)
     row_id = data.draw(st.integers(0, len(rows) - 1))
-    alone = inputs._replace(
-        **{name: jnp.roll(getattr(inputs, name), -row_id, axis=0) for name in ("q", "k", "v", "kv_lens", "page_table")},
-        num_rows=jnp.int32(1),
-    )
-    out_alone, _ = run(case, alone, backend)
+    alone = starting_at(inputs, token_id=row_id, row_id=row_id)
+    out_alone, _ = run(case, alone._replace(num_rows=jnp.int32(1)), backend)
     np.testing.assert_array_equal(out_alone[0], out[row_id])
 
 
@@ -227,7 +243,7 @@ def sharing_rows(draw):
 def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, rows, row_id):
     q_lens = tuple(q_len for *_, q_len in rows)
     kv_lens = tuple(16 * len(prefix) + past + q_len for prefix, past, q_len in rows)
-    case = Case("sharing", q_lens, kv_lens, padding_tokens=2 * SHARING_ROWS - sum(q_lens))
+    case = Case("sharing", q_lens, kv_lens, has_rope=True, padding_tokens=2 * SHARING_ROWS - sum(q_lens))
     inputs, rng = case.inputs(), np.random.default_rng(0)
     table = np.zeros((SHARING_ROWS, SHARING_TABLE), np.int32)
     for number, (prefix, *_) in enumerate(rows):
@@ -239,13 +255,12 @@ def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, row
     expected, expected_pool = run(case, inputs, "reference")
     out, pool = run(case, inputs, backend)
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(pool, expected_pool)
+    assert_same_pool(case, pool, expected_pool)
 
     start, q_len = sum(q_lens[:row_id]), q_lens[row_id]
-    moved = {name: jnp.roll(getattr(inputs, name), -start, axis=0) for name in ("q", "k", "v")}
-    moved |= {name: jnp.roll(getattr(inputs, name), -row_id, axis=0) for name in ("kv_lens", "page_table")}
     lengths = jnp.full(SHARING_ROWS + 1, q_len, jnp.int32).at[0].set(0)
-    out_alone, _ = run(case, inputs._replace(**moved, cu_q_lens=lengths, num_rows=jnp.int32(1)), backend)
+    alone = starting_at(inputs, token_id=start, row_id=row_id)._replace(cu_q_lens=lengths, num_rows=jnp.int32(1))
+    out_alone, _ = run(case, alone, backend)
     np.testing.assert_array_equal(out_alone[:q_len], out[start : start + q_len])
 
 
@@ -305,6 +320,21 @@ def test_donated_pool_is_updated_in_place(backend):
     assert not re.search(rf"= {pool_shape}\S* (copy|transpose)\(", compiled.as_text())
 
 
+@pytest.mark.parametrize("backend", [name for name in SERVING if name == "native"])
+def test_slices_of_one_projection_reach_the_kernel_uncopied(backend):
+    case = Case("prefill", (512,), (512,), has_rope=True)
+    inputs, Q, K = case.inputs(), case.num_query_heads, case.num_kv_heads
+
+    def attend(qkv, kv_pages):
+        q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
+        arguments = inputs._replace(q=q, k=k, v=v, kv_pages=kv_pages)._asdict()
+        return ragged_paged_attention(**arguments, scale=case.scale, backend=backend)
+
+    qkv = jnp.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
+    compiled = jax.jit(attend, donate_argnums=1).lower(qkv, from_canonical(backend, inputs.kv_pages)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < inputs.k.nbytes
+
+
 def test_xla_plans_the_rows_once_for_all_layers():
     compiled, _ = compile_layers("xla")
     assert len(re.findall(r" sort\(", compiled.as_text())) == 1
@@ -346,6 +376,8 @@ def test_traced_layer_equals_static_layer():
         ({"page_table": jnp.zeros((4, 3), jnp.int32)}, r"page_table must be int32 of shape \(5, M\)"),
         ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
         ({"sinks": jnp.zeros(3)}, r"shape \(4,\), got \(3,\)"),
+        ({"rope": jnp.zeros((2, 30, 8))}, r"rope must be float32 of shape \(2, 30, 16\).*got float32 of shape"),
+        ({"rope": jnp.zeros((2, 30, 16), "bfloat16")}, "rope must be float32 .*got bfloat16"),
         ({"kv_pages": jnp.zeros((2, 9, 8, 16, 32))}, "kv_pages holds 4 kv heads of 32, k has 2 of 32"),
         ({"kv_pages": jnp.zeros((9, 8, 16, 32))}, "the pool of backend 'xla' must be"),
     ],

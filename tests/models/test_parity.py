@@ -11,6 +11,7 @@ import pytest
 import weights
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
+from pallas_kernels.ragged_paged_attention import apply_rope
 from tests.checkpoints import FAMILIES, ROPES, hf_dict, random_configs, reference_logits, write_checkpoint
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
@@ -18,9 +19,10 @@ TOLERANCE = 1e-4
 NUM_CASES = 3
 
 
-def attend(q, k, v, carry, layer, window):
+def attend(q, k, v, rope, carry, layer, window):
     """Causal attention over one whole sequence, as a dense matrix."""
     T, Q, H = q.shape
+    q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
     distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
     seen = (distance >= 0) & (distance < (window or T))

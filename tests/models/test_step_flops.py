@@ -15,13 +15,17 @@ from jax import Array
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, build_tree
+from pallas_kernels.ragged_paged_attention import apply_rope
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
-def dense_attend(q: Array, k: Array, v: Array, carry: Any, layer: Any, window: int | None) -> tuple[Array, Any]:
+def dense_attend(
+    q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, window: int | None
+) -> tuple[Array, Any]:
     T, K, H = k.shape
+    q, k = apply_rope(q, rope), apply_rope(k, rope)
     grouped = q.reshape(T, K, -1, H)
     scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * H**-0.5
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
