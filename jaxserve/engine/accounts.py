@@ -42,7 +42,7 @@ class Accounts:
 
     Attributes:
         stats: totals since start.
-        last_step: the account written last.
+        last_step: the account written last, of what ran at all.
     """
 
     def __init__(self, arch: ArchConfig, packer: BatchPacker, runner: Runner) -> None:
@@ -53,7 +53,7 @@ class Accounts:
         self._unwritten: list[_Ended] = []
 
     def ended(self, step: InFlight, num_steps: int, now_s: float) -> None:
-        """Note that the result of a step is there; of a burst perhaps fewer steps than planned ran.
+        """Note that the result of a step is there; of a burst perhaps fewer steps than planned ran, or none.
 
         Device time is from dispatch, or from the end of the step before, to result.
         """
@@ -66,8 +66,10 @@ class Accounts:
         """Add all steps that have ended to the totals."""
         ended, self._unwritten = self._unwritten, []
         for step in ended:
-            self.last_step = self._account(step, num_waiting)
-            self.stats.add(self.last_step)
+            account = self._account(step, num_waiting)
+            self.stats.add(account)
+            if account.num_steps:
+                self.last_step = account
 
     def _account(self, ended: _Ended, num_waiting: int) -> StepStats:
         step, num_steps, device_s, wall_s = ended

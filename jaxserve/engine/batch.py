@@ -63,6 +63,7 @@ class StepBatch:
     wants_logprobs: Int[Array, ""]  # whether any row asked for logprobs
     wants_prompt_logprobs: Int[Array, ""]
     num_steps: Int[Array, ""]  # of a burst, at most
+    follows_burst: Int[Array, ""]  # whether this burst runs only if the one before ran all its steps
     token_ids: Int[Array, " T"]  # -1: sampled by an earlier step and not yet seen by the host
     cu_q_lens: Int[Array, " R1"]
     kv_lens: Int[Array, " R"]  # including this step's tokens
@@ -98,7 +99,7 @@ class BatchLayout:
         return cls(bucket, config.num_rows(bucket), config.max_pages_per_row)
 
     def _fields(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        scalars = ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs", "num_steps")
+        scalars = ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs", "num_steps", "follows_burst")
         yield from ((name, ()) for name in scalars)
         yield "token_ids", (self.num_tokens,)
         yield "cu_q_lens", (self.num_rows + 1,)
@@ -166,7 +167,8 @@ class BatchPacker:
         self._record_words = self._records.view(np.int32).reshape(config.max_num_seqs, -1)
         self._pages = np.zeros((config.max_num_seqs, config.max_pages_per_row), np.int32)
         self._num_pages = [0] * config.max_num_seqs  # entries of each slot's row that are up to date
-        # Position of the token that the slot's last row sampled: the device has it, whether or not the host has.
+        # Position of the token that the slot's last row sampled: the device has it, whether or not the host has. A burst
+        # that ends early stops before it, and so does the next row.
         self._sampled_at = np.full(config.max_num_seqs, -1)
 
     def pack(self, plan: StepPlan, bucket: int) -> NDArray[np.int32]:
@@ -182,6 +184,7 @@ class BatchPacker:
         to["num_rows"][...] = num_rows
         to["wants_logprobs"][...] = plan.wants_logprobs
         to["num_steps"][...] = plan.num_steps
+        to["follows_burst"][...] = plan.follows_burst
         to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
         np.cumsum(counts, out=to["cu_q_lens"][1 : num_rows + 1])
         to["kv_lens"][:num_rows] = stops
@@ -192,7 +195,7 @@ class BatchPacker:
         for row in np.flatnonzero(self._sampled_at[slots] != starts).tolist():
             end, start, stop = to["cu_q_lens"][row + 1], int(starts[row]), int(stops[row])
             to["token_ids"][end - (stop - start) : end] = plan.requests[row].tokens(start, stop)
-        self._sampled_at[slots] = np.where(samples, stops, -1)
+        self._sampled_at[slots] = np.where(samples, stops + (plan.num_steps - 1), -1)
         if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][...] = 1
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops.tolist()))
@@ -203,10 +206,10 @@ class BatchPacker:
         fields = self.layouts[bucket].views(blob)
         num_rows = int(fields["num_rows"])
         num_tokens = np.diff(fields["cu_q_lens"][: num_rows + 1]).astype(np.int64)
-        last = stop = fields["kv_lens"][:num_rows].astype(np.int64)
-        if num_steps > 1:
+        stop = fields["kv_lens"][:num_rows].astype(np.int64)
+        last = stop + (num_steps - 1)
+        if num_steps != 1:
             stop = stop + np.arange(num_steps)[:, None]  # [steps, R]
-            last = stop[-1]
         return StepWork(stop - num_tokens, num_tokens, int((-last % self.config.page_size).sum()))
 
     def pack_slot(self, request: Request) -> SlotTable | None:

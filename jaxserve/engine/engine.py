@@ -264,7 +264,7 @@ class Engine:
 
         Returns the requests that progressed: cumulative outputs, final where `finished`.
         """
-        known = self._read(0) if self._must_read_first() else []
+        known = self._read(0) if self._scheduler.must_update_first(self._max_steps()) else []
         with self._aborting_on_failure():
             try:
                 planned = self._plan_and_dispatch()
@@ -287,12 +287,6 @@ class Engine:
         """Steps that the next dispatch may have, as far as programs and their speed go."""
         bucket = self._runner.burst_bucket_for(self._scheduler.num_running)
         return 1 if bucket is None else self._pacer.max_steps(bucket)
-
-    def _must_read_first(self) -> bool:
-        """Whether the next plan depends on the tokens in flight: nothing may be planned beside a burst."""
-        if not self._in_flight:
-            return False
-        return self._in_flight[-1].plan.num_steps > 1 or self._scheduler.most_steps(self._max_steps()) > 1
 
     @contextlib.contextmanager
     def _aborting_on_failure(self) -> Iterator[None]:
@@ -373,7 +367,8 @@ class Engine:
     def _note_end(self, step: InFlight, num_steps: int) -> None:
         now_s = time.monotonic()
         self._accounts.ended(step, num_steps, now_s)
-        self._pacer.ended(None if step.plan.num_prefill_tokens else self._burst_bucket(step.plan), num_steps, now_s)
+        if num_steps:  # else its time belongs to what comes next
+            self._pacer.ended(None if step.plan.num_prefill_tokens else self._burst_bucket(step.plan), num_steps, now_s)
 
     def _deliver(self, known: Sequence[_Progress]) -> dict[str, RequestOutput]:
         """Hand out what was read: text, log probabilities, ends. By the id of the request."""

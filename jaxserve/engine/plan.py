@@ -31,7 +31,9 @@ class StepPlan:
         num_pages_used: pages that running requests own once the plan is made.
         wants_logprobs: whether any row does.
         wants_prompt_logprobs: whether any row does.
-        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1.
+        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1. 0 of
+            a burst that came to nothing, because one that it followed ended early.
+        follows_burst: whether this is a burst planned beside another one, without which it does not run.
     """
 
     step_id: int
@@ -50,6 +52,7 @@ class StepPlan:
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     num_steps: int = 1
+    follows_burst: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -117,6 +117,7 @@ class Runner:
                 bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
                 stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
             ),
+            burst_cut=jnp.bool_(False),
         )
 
     def restore_state(self) -> None:

@@ -15,14 +15,15 @@ order. Then what a request frees can be handed out at once, although a step in f
 - Slots. The next owner is marked `admitted` in a later plan and from then on sets every position that it reads.
 
 Bursts. A plan of several steps gives every running row, all of them in decode, a token per step. `most_steps()` says
-when that is possible. The device may end it early, so nothing is planned beside it: it is made when all tokens are
-read, and read before the next plan is made. Pages are allocated for all its steps; those that an early end left unused
-stay with their rows, which need them next.
+when that is possible. The device may end it early, so only another burst is planned beside it, which the device does
+not run in that case: a chain, whose first burst is planned when all tokens are read. `must_update_first()` says when to
+read them. `update()` takes back the steps that did not run, and with a burst that ended early those that follow it.
+Pages are allocated for all steps; those left unused stay with their rows, which need them next.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from jaxserve.engine.page_pool import PagePool
@@ -67,7 +68,7 @@ class Scheduler:
         self._new_pages: dict[bytes, int] = {}  # those that the plan in the making fills, by hash
         self._next_step_id = 0
         self._last_updated_step_id = -1
-        self._burst: list[Request] = []  # that take part in the burst that is not updated yet
+        self._chain: deque[StepPlan] = deque()  # bursts not updated yet, each of which needs the one before to run whole
 
     @property
     def num_waiting(self) -> int:
@@ -154,16 +155,20 @@ class Scheduler:
             num_steps //= 2
         return max(num_steps, 1)
 
+    def must_update_first(self, max_steps: int) -> bool:
+        """Whether `schedule(max_steps)` needs the tokens in flight: steps go beside steps, and bursts beside bursts."""
+        goes_in_burst = self.most_steps(max_steps) > 1
+        return not goes_in_burst if self._in_burst() else goes_in_burst and self._has_pending_tokens()
+
     def schedule(self, max_steps: int = 1) -> StepPlan | None:
-        """Plans the next step, or None when nothing can run; a burst of up to `max_steps` when all tokens are read.
+        """Plans the next step, or None when nothing can run; a burst of up to `max_steps` beside none or another burst.
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
-        in_burst = any(request.status is RequestStatus.RUNNING for request in self._burst)
-        assert not in_burst, "a burst must be updated before the next plan is made"
-        plan = StepPlan(self._next_step_id)
-        if max_steps > 1 and not any(request.num_pending_tokens for request in self._running.values()):
+        plan = StepPlan(self._next_step_id, follows_burst=self._in_burst())
+        if max_steps > 1 and (plan.follows_burst or not self._has_pending_tokens()):
             plan.num_steps = self.most_steps(max_steps)
+        assert plan.num_steps > 1 or not plan.follows_burst, "a burst must be updated before another kind of plan is made"
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -171,7 +176,10 @@ class Scheduler:
         if not plan.requests:
             return None
         self._next_step_id += 1
-        self._burst = plan.requests if plan.num_steps > 1 else []
+        if not plan.follows_burst:
+            self._chain.clear()
+        if plan.num_steps > 1:
+            self._chain.append(plan)
         plan.slots = [request.slot for request in plan.requests]
         plan.num_pages_used = self.num_pages_used
         return plan
@@ -182,14 +190,17 @@ class Scheduler:
         Ids of rows that do not sample are ignored. Returns how many tokens each request got, in row order; those that
         they ended are FINISHED.
         """
-        assert 0 < len(steps) <= plan.num_steps, f"a plan of {plan.num_steps} steps cannot have run {len(steps)}"
+        num_steps = len(steps)
+        assert bool(num_steps) == bool(plan.num_steps) and num_steps <= plan.num_steps, (
+            f"a plan of {plan.num_steps} steps cannot have run {num_steps}"
+        )
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
-        self._burst = []
-        if num_skipped := plan.num_steps - len(steps):
-            for request in plan.requests:
-                if request.status is RequestStatus.RUNNING:
-                    request.num_computed_tokens -= num_skipped
+        if self._chain and self._chain[0] is plan:
+            self._chain.popleft()
+            if num_steps < plan.num_steps:
+                self._take_back(plan, plan.num_steps - num_steps)
+                self._void_chain()
         progressed: dict[Request, int] = {}
         for sampled in steps:
             self._take_step(plan, sampled, progressed)
@@ -359,6 +370,19 @@ class Scheduler:
 
     # Parts of update()
 
+    def _take_back(self, plan: StepPlan, num_steps: int) -> None:
+        """Counts the last steps of a burst as not computed."""
+        for request in plan.requests:
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens -= num_steps
+
+    def _void_chain(self) -> None:
+        """Takes back the bursts that the device does not run after one that ended early."""
+        for burst in self._chain:
+            self._take_back(burst, burst.num_steps)
+            burst.num_steps = 0
+        self._chain.clear()
+
     def _take_step(self, plan: StepPlan, sampled: Sequence[int], progressed: dict[Request, int]) -> None:
         """Appends one token to each request that sampled, and counts it."""
         finished = RequestStatus.FINISHED
@@ -387,6 +411,13 @@ class Scheduler:
         request.review_at = min(behind_page, request.max_total_tokens) - request.num_prompt_tokens
 
     # Parts of both
+
+    def _in_burst(self) -> bool:
+        """Whether a burst is in flight whose end decides where a running row goes on."""
+        return any(r.status is RequestStatus.RUNNING for burst in self._chain for r in burst.requests)
+
+    def _has_pending_tokens(self) -> bool:
+        return any(request.num_pending_tokens for request in self._running.values())
 
     def _full_pages(self, request: Request, start: int) -> list[tuple[bytes, int]]:
         """Hash and id of the pages, from the one of position `start` on, whose tokens are all computed and known."""

@@ -33,6 +33,7 @@ class ServeState:
 
     kv_pages: Shaped[Array, "..."]  # layout of the attention backend
     slots: SlotTable  # tokens, biases and stop ids of every running request
+    burst_cut: Bool[Array, ""]  # whether the last burst ran fewer steps than it was to
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -109,13 +110,15 @@ def make_serve_step(arch: ArchConfig, layout: BatchLayout, *, backend: str) -> P
 def make_serve_burst(arch: ArchConfig, layout: BatchLayout, *, backend: str, max_steps: int) -> Program:
     """Up to `max_steps` decode steps of one bucket, to be jitted with `state` donated.
 
-    Every row has one token, and pages for all steps. Ends after `num_steps` steps, or with the first stop id.
+    Every row has one token, and pages for all steps. Ends after `num_steps` steps, or with the first stop id. One that
+    `follows_burst` was planned as if that would run all its steps; if it did not, this one runs none.
     """
     attend = partial(paged_attend, backend=backend)
 
     def serve_burst(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
         batch = layout.unpack(blob)
         num_steps = jnp.minimum(batch.num_steps, max_steps)
+        void = state.burst_cut & (batch.follows_burst > 0)
 
         def goes_on(carry: tuple[ServeState, Array, Array, Array]) -> Bool[Array, ""]:
             _, _, step, stopped = carry
@@ -128,8 +131,8 @@ def make_serve_burst(arch: ArchConfig, layout: BatchLayout, *, backend: str, max
             return state, token_ids, step + 1, _any_stops(batch, out.token_ids)
 
         token_ids = jnp.full((max_steps, layout.num_rows), -1, jnp.int32)
-        state, token_ids, *_ = lax.while_loop(goes_on, run, (state, token_ids, jnp.int32(0), jnp.bool_(False)))
-        return state, StepOutput(token_ids)
+        state, token_ids, step, _ = lax.while_loop(goes_on, run, (state, token_ids, jnp.int32(0), void))
+        return dataclasses.replace(state, burst_cut=step < num_steps), StepOutput(token_ids)
 
     return serve_burst
 
@@ -151,7 +154,7 @@ def _step(
         logprobs=_logprobs_if(batch.wants_logprobs, logits, sampled),
         prompt_logprobs=_prompt_logprobs(params, batch, hidden, row_ids),
     )
-    return ServeState(kv_pages=carry.kv_pages, slots=slots), out
+    return dataclasses.replace(state, kv_pages=carry.kv_pages, slots=slots), out
 
 
 def _later(batch: StepBatch, step: Int[Array, ""]) -> StepBatch:

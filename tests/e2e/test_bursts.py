@@ -93,17 +93,16 @@ def test_a_stop_ends_the_burst_on_the_device(start: Start) -> None:
     both = [replace(GREEDY, stop_token_ids=[stop]), replace(GREEDY, stop_token_ids=[310])]
     engine = start(burst=BURST)
     before = (engine.stats.num_steps, engine.stats.num_wasted_tokens)
-    for i, (prompt, params) in enumerate(zip(prompts, both, strict=True)):
-        engine.add_request(str(i), prompt, params)
-    outputs = {}
-    while "0" not in outputs:
-        outputs |= {o.request_id: o for o in busy_step(engine) if o.finished}
-    assert outputs["0"].outputs[0].token_ids == ids[: index + 1]
-    assert (engine.stats.num_steps - before[0], engine.stats.num_wasted_tokens - before[1]) == (index + 1, 0)
-    while engine.has_unfinished():
-        (other,) = busy_step(engine)
+    stopped, other = (engine.add_request(str(i), *request) for i, request in enumerate(zip(prompts, both, strict=True)))
+    while not stopped.finished:
+        busy_step(engine)
+    assert stopped.outputs[0].token_ids == ids[: index + 1]
+    assert len(other.outputs[0].token_ids) == index + 1
+    while not other.finished:
+        busy_step(engine)
     drain(engine)
     assert_same(other, free[1])
+    assert (engine.stats.num_steps - before[0], engine.stats.num_wasted_tokens - before[1]) == (GREEDY.max_tokens, 0)
 
 
 def test_more_stop_ids_than_a_burst_looks_at(start: Start) -> None:

@@ -126,6 +126,29 @@ def test_padding_of_bursts_is_inert(start: Start, monkeypatch: pytest.MonkeyPatc
     assert twin.num_bursts >= 2
 
 
+def test_a_burst_behind_one_that_ended_early_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(step_ahead=False, burst=5)
+    runner, run_once, lengths = engine._runner, engine._runner.run, []
+
+    def run(blob: np.ndarray, bucket: int, **wants: bool) -> Any:
+        handle = run_once(blob, bucket, **wants)
+        if wants["burst"]:
+            lengths.append(len(handle.fetch().token_ids))
+            behind = blob.copy()
+            fields = BatchLayout.of(engine.schedule, bucket).views(behind)
+            fields["follows_burst"][...] = 1
+            if lengths[-1] < fields["num_steps"]:
+                before = jax.tree.map(np.array, runner.state)
+                assert len(run_once(behind, bucket, **wants).fetch().token_ids) == 0
+                jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, runner.state), before)
+        return handle
+
+    monkeypatch.setattr(runner, "run", run)
+    params = SamplingParams(temperature=1.5, seed=4, max_tokens=40, stop_token_ids=list(range(20)))
+    generate(engine, [tokens(4, n) for n in range(3)], params)
+    assert 0 < min(lengths) < 5 == max(lengths), lengths
+
+
 def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
     """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
     runner = start()._runner

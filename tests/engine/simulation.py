@@ -67,12 +67,16 @@ class Device:
         self.page_size = page_size
         self.kv = {}
         self.history = {}  # slot -> position -> token
+        self.burst_cut = False
 
     def run(self, plan):
-        """The sampled ids of each step; a burst ends with the first one that has a stop id."""
+        """The sampled ids of each step; a burst ends with the first one that has a stop id, and with it those that follow."""
         steps = []
+        if plan.follows_burst and self.burst_cut:
+            return steps
         while len(steps) < plan.num_steps and not any(self._stops(plan, ids) for ids in steps[-1:]):
             steps.append(self._run_step([row._replace(start=row.start + len(steps)) for row in rows_of(plan)]))
+        self.burst_cut = len(steps) < plan.num_steps
         return steps
 
     def _stops(self, plan, ids):
@@ -133,12 +137,8 @@ class Loop:
         self.in_flight = []
         self.plans = []
 
-    def must_read_first(self):
-        in_burst = self.in_flight and self.in_flight[-1][0].num_steps > 1
-        return in_burst or (self.in_flight and self.scheduler.most_steps(self.max_steps) > 1)
-
     def schedule(self):
-        while self.must_read_first():
+        while self.scheduler.must_update_first(self.max_steps):
             self.update()
         plan = self.scheduler.schedule(self.max_steps)
         if plan is not None:

@@ -134,7 +134,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running = [request for request in self.running if request.status is not RequestStatus.FINISHED]
 
     def schedule(self):
-        while self.loop.must_read_first():
+        while self.scheduler.must_update_first(self.loop.max_steps):
             self.update()
         active = [request for request in self.running if request.num_tokens < request.max_total_tokens]
         decodes = [request for request in active if request.num_tokens - request.num_computed_tokens == 1]
@@ -182,7 +182,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.requests == decodes == self.running
         assert not self.waiting or len(self.running) == self.scheduler.max_num_seqs
         for request in decodes:
-            assert request.num_pending_tokens == plan.num_steps, "it begins with all tokens known"
+            bursts = [p for p, _ in self.loop.in_flight if p.num_steps > 1 and request in p.requests]
+            assert request.num_pending_tokens == sum(burst.num_steps for burst in bursts), "no tokens of other kinds"
             assert request.num_tokens <= request.max_total_tokens
             assert len(request.pages) * self.scheduler.page_size >= request.num_computed_tokens
 

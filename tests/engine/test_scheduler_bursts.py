@@ -107,14 +107,62 @@ def test_abort_during_a_burst():
     assert loop.scheduler.num_wasted_tokens == 4
 
 
-def test_nothing_is_planned_beside_a_burst():
-    scheduler = make_scheduler()
-    scheduler.add(make_request("a", [1], 20))
+def in_a_burst():
+    scheduler, request = make_scheduler(page_size=2), make_request("a", [1], 20, stop_ids=frozenset([7]))
+    scheduler.add(request)
     scheduler.update(scheduler.schedule(4), [5])
-    plan = scheduler.schedule(4)
+    return scheduler, request, scheduler.schedule(4)
+
+
+def test_a_burst_is_planned_beside_a_burst():
+    scheduler, request, first = in_a_burst()
+    assert not scheduler.must_update_first(4)
+    second = scheduler.schedule(4)
+    assert (first.starts, first.follows_burst, second.starts, second.follows_burst) == ([1], False, [5], True)
+    assert scheduler.update(first, *[[5]] * 4) == scheduler.update(second, *[[6]] * 4) == {request: 4}
+    assert not scheduler.schedule(4).follows_burst
+
+
+def test_nothing_else_is_planned_beside_a_burst():
+    scheduler, _, plan = in_a_burst()
+    scheduler.add(make_request("b", [2], 20))
+    assert scheduler.must_update_first(4)
     with pytest.raises(AssertionError, match="must be updated before"):
         scheduler.schedule(4)
-    with pytest.raises(AssertionError, match="4 steps cannot have run 5"):
-        scheduler.update(plan, *[[5]] * 5)
+    for num_steps in (0, 5):
+        with pytest.raises(AssertionError, match=f"4 steps cannot have run {num_steps}"):
+            scheduler.update(plan, *[[5]] * num_steps)
     scheduler.abort("a")
-    assert scheduler.schedule(4) is None
+    assert not scheduler.must_update_first(4)
+    assert starts(scheduler.schedule(4)) == {"b": (0, 1)}
+
+
+def test_bursts_behind_one_that_ended_early_come_to_nothing():
+    scheduler, other = make_scheduler(page_size=2), make_request("b", [2], 20)
+    scheduler.add(make_request("a", [1], 20, stop_ids=frozenset([7])))
+    scheduler.add(other)
+    scheduler.update(scheduler.schedule(4), [5, 5])
+    first, second, third = (scheduler.schedule(4) for _ in range(3))
+    pages = other.pages[:]
+    assert (other.num_computed_tokens, len(pages)) == (13, 7)
+    assert scheduler.update(first, [5, 5], [7, 5])[other] == 2
+    assert (first.num_steps, second.num_steps, third.num_steps) == (4, 0, 0)
+    assert (other.num_computed_tokens, other.num_pending_tokens) == (3, 0)
+    scheduler.check_integrity()
+    assert not scheduler.must_update_first(4)
+    fourth = scheduler.schedule(4)
+    assert (starts(fourth), fourth.num_steps, fourth.follows_burst) == ({"b": (3, 1)}, 4, False)
+    assert other.pages == pages
+    assert scheduler.update(second) == scheduler.update(third) == {}
+    assert scheduler.update(fourth, *[[6]] * 4) == {other: 4}
+    assert scheduler.num_wasted_tokens == 0
+
+
+def test_a_page_is_found_only_when_it_is_computed():
+    """The token that ends a burst is known but not computed by it, nor by the one behind it."""
+    scheduler, request, first = in_a_burst()
+    scheduler.schedule(4)
+    scheduler.update(first, [5], [7])
+    assert (request.finish_reason, request.num_known_tokens) == (FinishReason.STOP, 4)
+    scheduler.add(make_request("again", [1, 5, 5, 7, 5], 4))
+    assert starts(scheduler.schedule(4)) == {"again": (2, 3)}
