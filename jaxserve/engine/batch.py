@@ -167,8 +167,8 @@ class BatchPacker:
         self._record_words = self._records.view(np.int32).reshape(config.max_num_seqs, -1)
         self._pages = np.zeros((config.max_num_seqs, config.max_pages_per_row), np.int32)
         self._num_pages = [0] * config.max_num_seqs  # entries of each slot's row that are up to date
-        # Position of the token that the slot's last row sampled: the device has it, whether or not the host has. A burst
-        # that ends early stops before it, and so does the next row.
+        # Position of the token that the slot's last row sampled: the device has it, whether or not the host has. If a
+        # burst ended early, the next row starts before it.
         self._sampled_at = np.full(config.max_num_seqs, -1)
 
     def pack(self, plan: StepPlan, bucket: int) -> NDArray[np.int32]:

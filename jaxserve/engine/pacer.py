@@ -1,9 +1,9 @@
 """How many decode steps go in one dispatch: measured while serving, for each bucket by itself.
 
-A burst saves the host's work between steps, and the device's start and end of a program. In exchange nothing is
-planned while it runs, and a request that comes then waits for its end. Which of the two weighs more depends on device,
-model and host, and on what else runs there. So both ways are timed side by side, in rounds; the one that was faster in
-most of the latest rounds is taken, until the next round. Tokens are the same either way.
+A burst saves the host's work between steps, and the device's start and end of a program. In exchange nothing but
+another burst is planned while it runs, and a request that comes then waits for both. Which of the two weighs more
+depends on device, model and host, and on what else runs there. So both ways are timed side by side, in rounds; the one
+that was faster in most of the latest rounds is taken, until the next round. Tokens are the same either way.
 """
 
 import math
@@ -13,7 +13,7 @@ from statistics import median
 
 from jaxserve.config import MAX_BURST_STEPS
 
-BURST_S = 0.020  # that a burst may take
+BURST_S = 0.010  # that a burst may take; a new request may have to wait for two
 STRETCH = 8  # single steps timed together: each overlaps its neighbours
 ROUNDS = 5  # that decide; a noisy moment spoils one or two
 REST_S = 2.0  # of decoding from one round to the next, which takes a fiftieth of it

@@ -31,9 +31,9 @@ class StepPlan:
         num_pages_used: pages that running requests own once the plan is made.
         wants_logprobs: whether any row does.
         wants_prompt_logprobs: whether any row does.
-        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1. 0 of
-            a burst that came to nothing, because one that it followed ended early.
-        follows_burst: whether this is a burst planned beside another one, without which it does not run.
+        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1.
+            Becomes 0 when a burst that this one follows turns out to have ended early.
+        follows_burst: whether this is a burst planned beside another, as if that would run all its steps.
     """
 
     step_id: int

@@ -68,7 +68,7 @@ class Scheduler:
         self._new_pages: dict[bytes, int] = {}  # those that the plan in the making fills, by hash
         self._next_step_id = 0
         self._last_updated_step_id = -1
-        self._chain: deque[StepPlan] = deque()  # bursts not updated yet, each of which needs the one before to run whole
+        self._chain: deque[StepPlan] = deque()  # bursts not updated yet, each of which follows the one before
 
     @property
     def num_waiting(self) -> int:
@@ -168,7 +168,7 @@ class Scheduler:
         plan = StepPlan(self._next_step_id, follows_burst=self._in_burst())
         if max_steps > 1 and (plan.follows_burst or not self._has_pending_tokens()):
             plan.num_steps = self.most_steps(max_steps)
-        assert plan.num_steps > 1 or not plan.follows_burst, "a burst must be updated before another kind of plan is made"
+        assert plan.num_steps > 1 or not plan.follows_burst, "a burst must be updated before a plan of one step is made"
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -190,17 +190,15 @@ class Scheduler:
         Ids of rows that do not sample are ignored. Returns how many tokens each request got, in row order; those that
         they ended are FINISHED.
         """
-        num_steps = len(steps)
-        assert bool(num_steps) == bool(plan.num_steps) and num_steps <= plan.num_steps, (
-            f"a plan of {plan.num_steps} steps cannot have run {num_steps}"
-        )
+        num_skipped = plan.num_steps - len(steps)
+        assert 0 <= num_skipped < max(plan.num_steps, 1), f"{plan.num_steps} steps cannot have run as {len(steps)}"
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
         if self._chain and self._chain[0] is plan:
             self._chain.popleft()
-            if num_steps < plan.num_steps:
-                self._take_back(plan, plan.num_steps - num_steps)
-                self._void_chain()
+            if num_skipped:
+                self._take_back(plan, num_skipped)
+                self._take_back_chain()
         progressed: dict[Request, int] = {}
         for sampled in steps:
             self._take_step(plan, sampled, progressed)
@@ -376,7 +374,7 @@ class Scheduler:
             if request.status is RequestStatus.RUNNING:
                 request.num_computed_tokens -= num_steps
 
-    def _void_chain(self) -> None:
+    def _take_back_chain(self) -> None:
         """Takes back the bursts that the device does not run after one that ended early."""
         for burst in self._chain:
             self._take_back(burst, burst.num_steps)

@@ -70,7 +70,7 @@ class Device:
         self.burst_cut = False
 
     def run(self, plan):
-        """The sampled ids of each step; a burst ends with the first one that has a stop id, and with it those that follow."""
+        """The sampled ids of each step; of a burst up to the first with a stop id, and none if it follows such a one."""
         steps = []
         if plan.follows_burst and self.burst_cut:
             return steps

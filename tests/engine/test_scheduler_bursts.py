@@ -130,7 +130,7 @@ def test_nothing_else_is_planned_beside_a_burst():
     with pytest.raises(AssertionError, match="must be updated before"):
         scheduler.schedule(4)
     for num_steps in (0, 5):
-        with pytest.raises(AssertionError, match=f"4 steps cannot have run {num_steps}"):
+        with pytest.raises(AssertionError, match=f"4 steps cannot have run as {num_steps}"):
             scheduler.update(plan, *[[5]] * num_steps)
     scheduler.abort("a")
     assert not scheduler.must_update_first(4)
