@@ -70,7 +70,7 @@ class Device:
         self.burst_cut = False
 
     def run(self, plan):
-        """The sampled ids of each step; of a burst up to the first with a stop id, and none if it follows such a one."""
+        """The sampled ids of each step; of a burst up to the first with a stop id, none if it follows such a one."""
         steps = []
         if plan.follows_burst and self.burst_cut:
             return steps
