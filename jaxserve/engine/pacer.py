@@ -15,16 +15,18 @@ from jaxserve.config import MAX_BURST_STEPS
 
 BURST_S = 0.010  # that a burst may take; a new request may have to wait for two
 STRETCH = 8  # single steps timed together: each overlaps its neighbours
+BURSTS = 2  # timed together: where the host sees the end of one late, the next one looks short
 ROUNDS = 5  # that decide; a noisy moment spoils one or two
 REST_S = 2.0  # of decoding from one round to the next, which takes a fiftieth of it
 
 
 @dataclass(slots=True)
 class _Trial:
-    """One bucket's rounds. A round is a stretch of single steps and then a burst, of a moment with equal noise."""
+    """One bucket's rounds. A round is a stretch of single steps and then bursts, of a moment with equal noise."""
 
     gains: deque[float] = field(default_factory=lambda: deque(maxlen=ROUNDS))  # a single step's time by a burst's
     stretch: deque[float] = field(default_factory=lambda: deque(maxlen=STRETCH))  # seconds of the latest single steps
+    bursts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=BURSTS))  # steps, seconds
     step_s: float = math.inf  # the latest, of either way
     rest_s: float = 0.0  # until the next round
 
@@ -39,19 +41,25 @@ class _Trial:
     def add_single(self, seconds: float) -> None:
         """Time one step that followed another one."""
         self.rest_s -= seconds
+        if not self.stretch:
+            self.bursts.clear()
         self.stretch.append(seconds)
         if len(self.stretch) == STRETCH:
             self.step_s = sum(self.stretch) / STRETCH
 
     def add_burst(self, num_steps: int, seconds: float) -> None:
-        """Time a burst; one cut short says nothing of the others."""
+        """Time a burst that followed another one; one cut short says nothing of the others."""
         self.rest_s -= seconds
-        if 2 * num_steps >= self._burst_steps():
-            single_s, self.step_s = self.step_s, seconds / num_steps
+        if 2 * num_steps < self._burst_steps():
+            self.stretch.clear()
+            return
+        self.bursts.append((num_steps, seconds))
+        if len(self.bursts) == BURSTS:
+            single_s, self.step_s = self.step_s, sum(s for _, s in self.bursts) / sum(n for n, _ in self.bursts)
             if self.rest_s <= 0 and len(self.stretch) == STRETCH:
                 self.gains.append(single_s / self.step_s)
                 self.rest_s = REST_S if len(self.gains) == ROUNDS else 0.0
-        self.stretch.clear()
+            self.stretch.clear()
 
 
 class Pacer:
@@ -83,9 +91,9 @@ class Pacer:
         if bucket is None or bucket != last[0]:
             return
         trial = self._trials[bucket]
-        if num_steps > 1:
+        if num_steps > 1 and last[1] > 1:
             trial.add_burst(num_steps, seconds)
-        elif last[1] == 1:
+        elif num_steps == last[1] == 1:
             trial.add_single(seconds)
 
     def pause(self) -> None:

@@ -5,7 +5,7 @@ from statistics import median
 import pytest
 
 from jaxserve.config import MAX_BURST_STEPS, EngineConfig
-from jaxserve.engine.pacer import BURST_S, REST_S, ROUNDS, STRETCH, Pacer
+from jaxserve.engine.pacer import BURST_S, BURSTS, REST_S, ROUNDS, STRETCH, Pacer
 from jaxserve.errors import ConfigError
 
 
@@ -29,14 +29,14 @@ class Clock:
 
 def test_faster_bursts_stay():
     clock = Clock(Pacer("auto"), single_s=0.0019, burst_step_s=0.0015)
-    trial = clock.run(ROUNDS * (1 + STRETCH + 1))  # the first of a stretch does not follow another
-    assert trial == ROUNDS * ((1 + STRETCH) * [1] + [5])  # by the time of single steps
+    trial = clock.run(ROUNDS * (1 + STRETCH + 1 + BURSTS))  # the first of each kind does not follow another
+    assert trial == ROUNDS * ((1 + STRETCH) * [1] + (1 + BURSTS) * [5])  # by the time of single steps
     assert clock.run(50) == 50 * [6]  # by that of a burst's
 
 
 def test_slower_bursts_go():
     clock = Clock(Pacer("auto"), single_s=0.002, burst_step_s=0.0025)
-    assert sum(length > 1 for length in clock.run(100)) == ROUNDS
+    assert sum(length > 1 for length in clock.run(100)) == (1 + BURSTS) * ROUNDS
     assert clock.run(50) == 50 * [1]
 
 
@@ -47,7 +47,7 @@ def test_the_other_way_is_tried_again_from_time_to_time(burst_step_s):
     started, num_steps = clock.now, clock.run(2000)
     others = sum((n == 1) == (burst_step_s < 0.002) for n in num_steps)
     num_rounds = (clock.now - started) / REST_S
-    assert 0.8 * num_rounds <= others / (1 + STRETCH if burst_step_s < 0.002 else 1) <= num_rounds + 1
+    assert 0.8 * num_rounds <= others / (1 + STRETCH if burst_step_s < 0.002 else 1 + BURSTS) <= num_rounds + 1
 
 
 @pytest.mark.parametrize("better", ["single", "burst"])
@@ -74,9 +74,19 @@ def test_no_burst_takes_longer_than_its_bound(step_s):
 
 def test_bursts_get_shorter_as_steps_get_longer():
     clock = Clock(Pacer("auto"), 0.0021, 0.0019)
-    assert clock.run(60)[-1] == 5
+    assert clock.run(70)[-1] == 5
     clock.burst_step_s = 0.0039
-    assert clock.run(2)[-1] == 2
+    assert clock.run(1 + BURSTS)[-1] == 2
+
+
+def test_an_end_seen_late_makes_no_burst_longer():
+    pacer, now = Pacer("auto"), 0.0
+    for index in range(200):
+        num_steps = pacer.max_steps(1)
+        now += 0.001 * num_steps
+        late_s = 0.005 if num_steps > 1 and index % 5 == 0 else 0.0
+        pacer.ended(1, num_steps, now + late_s)
+        assert num_steps * 0.001 <= 2 * BURST_S
 
 
 def test_long_steps_make_no_bursts():
@@ -98,7 +108,7 @@ def test_pauses_do_not_decide():
 def test_bursts_cut_short_do_not_decide():
     clock = Clock(Pacer("auto"), 0.0019, 0.0015, burst_dispatch_s=0.001)
     cut = clock.run(100, limit=2)
-    assert cut[-STRETCH - 2 :].count(2) == 1, "the trial goes on"
+    assert cut[-STRETCH - 3 :].count(2) == 2, "the trial goes on"
     clock.run(100)
     assert clock.run(50) == 50 * [5]
 
