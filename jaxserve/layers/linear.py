@@ -20,26 +20,29 @@ Matrix = Float[Array, "out in"] | QuantizedMatrix | PackedMatrix
 
 def linear(
     weight: Matrix,
-    x: Float[Array, "T features"],
+    x: Float[Array, "T in"],
     bias: Float[Array, " out"] | None = None,
     *,
-    before: Callable[[Array], Array] | None = None,
-    residual: Float[Array, "T out"] | None = None,
+    before: RmsNorm | None = None,
+    after: Callable[[Array], Array] | None = None,
+    residual: Float[Array, "T outputs"] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
-) -> Float[Array, "T out"]:
-    """`before(x) @ weight.T + bias + residual`, accumulated in float32, in `dtype` (default: that of x).
+) -> Float[Array, "T outputs"]:
+    """`after(before(x) @ weight.T + bias) + residual`, accumulated in float32, in `dtype` (default: that of x).
 
     Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators take by default.
-    Packed matrices go to the native kernels, with an `RmsNorm` or `swiglu` before and the residual fused.
+    Packed matrices go to the native kernels, all of this in one call. Those that are gated, and they alone, must have
+    `swiglu` after.
     """
     dtype = dtype or x.dtype
     if isinstance(weight, PackedMatrix):
-        y = _multiply_packed(weight, x, before, residual).astype(dtype)
-        residual = None
-    else:
-        y = _multiply(weight, before(x) if before else x).astype(dtype)
+        assert after is (swiglu if weight.gated else None), "a matrix is packed for what comes after its product"
+        norm = None if before is None else (before.weight, before.eps)
+        return packed_linear.multiply(weight, x, rms_norm=norm, bias=bias, residual=residual).astype(dtype)
+    y = _multiply(weight, before(x) if before else x).astype(dtype)
     if bias is not None:
         y += bias[None, :].astype(dtype)
+    y = after(y) if after else y
     return y if residual is None else residual + y
 
 
@@ -50,16 +53,6 @@ def embed(table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLik
     if isinstance(table, PackedMatrix):
         return packed_linear.rows(table, token_ids).astype(dtype)
     return table.at[token_ids].get(mode="clip").astype(dtype)
-
-
-def _multiply_packed(
-    weight: PackedMatrix, x: Array, before: Callable[[Array], Array] | None, residual: Array | None
-) -> Array:
-    if before is swiglu:
-        return packed_linear.multiply(weight, x, swiglu=True, residual=residual)
-    if isinstance(before, RmsNorm):
-        return packed_linear.multiply(weight, x, rms_norm=(before.weight, before.eps), residual=residual)
-    return packed_linear.multiply(weight, before(x) if before else x, residual=residual)
 
 
 def _multiply(weight: Float[Array, "out in"] | QuantizedMatrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:

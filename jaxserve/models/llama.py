@@ -96,9 +96,11 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
     q_rows, kv_rows = arch.num_heads * H, arch.num_kv_heads * H
     attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
 
-    def matrix(name: str, axes: tuple[str, str], names: list[str], rows: list[int], inner: int) -> ParamSpec:
+    def matrix(
+        name: str, axes: tuple[str, str], names: list[str], rows: list[int], inner: int, *, gated: bool = False
+    ) -> ParamSpec:
         hf_names = tuple(f"{n}.weight" for n in names)
-        return ParamSpec(("layers", layer, name), (sum(rows), inner), axes, hf_names, tuple(rows))
+        return ParamSpec(("layers", layer, name), (sum(rows), inner), axes, hf_names, tuple(rows), gated=gated)
 
     def vector(name: str, axis: str | None, names: list[str], rows: list[int], init: str) -> ParamSpec:
         return ParamSpec(("layers", layer, name), (sum(rows),), (axis,), tuple(names), tuple(rows), init)
@@ -113,7 +115,7 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
         matrix("qkv_proj", ("heads", "embed"), qkv, qkv_rows, D),
         matrix("o_proj", ("embed", "heads"), [f"{attn}.o_proj"], [D], q_rows),
         norm("mlp_norm", f"model.layers.{layer}.post_attention_layernorm", D),
-        matrix("gate_up_proj", ("ffn", "embed"), gate_up, [F, F], D),
+        matrix("gate_up_proj", ("ffn", "embed"), gate_up, [F, F], D, gated=True),
         matrix("down_proj", ("embed", "ffn"), [f"{mlp}.down_proj"], [D], F),
     ]
     if arch.qkv_bias:
@@ -162,6 +164,6 @@ def block(
         x = linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"), residual=x)
     with jax.named_scope("mlp"):
         norm = RmsNorm(p["mlp_norm"], arch.norm_eps)
-        gate_up = linear(p["gate_up_proj"], x, p.get("gate_up_bias"), before=norm)
-        x = linear(p["down_proj"], gate_up, p.get("down_bias"), before=swiglu, residual=x)
+        inner = linear(p["gate_up_proj"], x, p.get("gate_up_bias"), before=norm, after=swiglu)
+        x = linear(p["down_proj"], inner, p.get("down_bias"), residual=x)
     return x, carry

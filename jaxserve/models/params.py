@@ -33,6 +33,7 @@ class ParamSpec:
         hf_names: tensors of a Hugging Face checkpoint, concatenated along axis 0.
         hf_rows: length of axis 0 of each of them.
         init: "normal", "ones" or "zeros", for random weights.
+        gated: whether SwiGLU follows the product: the first half of the rows is the gate, the second what it gates.
     """
 
     path: tuple[str | int, ...]
@@ -41,6 +42,7 @@ class ParamSpec:
     hf_names: tuple[str, ...]
     hf_rows: tuple[int, ...]
     init: str = "normal"
+    gated: bool = False
 
     @property
     def is_matrix(self) -> bool:
@@ -65,15 +67,16 @@ def matrix_transform(
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
         quantized = spec.is_matrix and quantization == "int8"
         if spec.is_matrix and packed and (tied or spec.path != ("embed",)):
-            return _pack(tensor, quantized=quantized)
+            return _pack(tensor, quantized=quantized, gated=spec.gated)
         return _quantize(tensor) if quantized else tensor.place()
 
     return transform
 
 
-def _pack(tensor: StoredTensor, *, quantized: bool) -> PackedMatrix:
+def _pack(tensor: StoredTensor, *, quantized: bool, gated: bool) -> PackedMatrix:
     N, K = tensor.shape
-    packer = Packer(N, K, np.int8, K // block_size(K)) if quantized else Packer(N, K, tensor.dtype)
+    dtype, num_blocks = (np.dtype(np.int8), K // block_size(K)) if quantized else (tensor.dtype, 0)
+    packer = Packer(N, K, dtype, num_blocks, gated=gated)
 
     def add(start: int, rows: NDArray[Any]) -> None:
         packer.write(start, *(quantize(rows) if quantized else (rows,)))

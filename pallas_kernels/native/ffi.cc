@@ -54,26 +54,32 @@ std::atomic<const native::Kernels*>& kernels_in_use() {
 
 const native::Kernels& kernels() { return *kernels_in_use().load(std::memory_order_relaxed); }
 
-// `norm` and `residual` are empty where there is none.
-ffi::Error run_linear(ffi::ThreadPool pool, float eps, bool swiglu, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
-                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> residual,
-                      ffi::ResultBuffer<ffi::F32> y) {
-  const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, 16], [panels, blocks, 16]
+// Whether an operand that may be left out, by being empty, has another size.
+bool misfits(const ffi::Buffer<ffi::F32>& optional, int64_t size) {
+  return optional.element_count() > 0 && static_cast<int64_t>(optional.element_count()) != size;
+}
+
+const float* data_or_null(const ffi::Buffer<ffi::F32>& optional) {
+  return optional.element_count() > 0 ? optional.typed_data() : nullptr;
+}
+
+// `norm`, `bias` and `residual` are empty where there is none.
+ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> bias,
+                      ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
+  const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, parts, K, 16], [panels, parts, blocks, 16]
   const auto dims = x.dimensions(), out = y->dimensions();
-  if (w.size() != 3 || s.size() != 3 || dims.size() != 2 || out.size() != 2 || w[2] != native::kPanelRows ||
-      out[1] > w[0] * native::kPanelRows || out[1] <= (w[0] - 1) * native::kPanelRows || out[0] != dims[0]) {
-    return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, K, 16] must give y [T, N]");
+  if (w.size() != 4 || s.size() != 4 || dims.size() != 2 || out.size() != 2 || w[1] < 1 || w[1] > 2 ||
+      w[3] != native::kPanelRows || out[1] > w[0] * native::kPanelRows || out[1] <= (w[0] - 1) * native::kPanelRows ||
+      out[0] != dims[0] || dims[1] != w[2]) {
+    return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, 1 or 2, K, 16] must give y [T, N]");
   }
-  const int64_t T = dims[0], K = w[1], num_scales = weight.element_type() == ffi::S8 ? s[1] : 0;
-  if (dims[1] != (swiglu ? 2 * K : K) || (swiglu && norm.element_count() > 0)) {
-    return ffi::Error::InvalidArgument("x must be [T, K], or [T, 2K] of SwiGLU, which takes no norm");
+  const int64_t T = dims[0], K = w[2], N = out[1], num_scales = weight.element_type() == ffi::S8 ? s[2] : 0;
+  if (misfits(norm, K) || misfits(bias, w[1] * N) || misfits(residual, T * N)) {
+    return ffi::Error::InvalidArgument("a norm must be [K], a bias [N] or gated [2N], a residual [T, N]");
   }
-  if ((norm.element_count() > 0 && static_cast<int64_t>(norm.element_count()) != K) ||
-      (residual.element_count() > 0 && static_cast<int64_t>(residual.element_count()) != T * out[1])) {
-    return ffi::Error::InvalidArgument("a norm must be [K], a residual [T, N]");
-  }
-  if (weight.element_type() == ffi::S8 && (s[0] != w[0] || num_scales < 1 || K % num_scales != 0)) {
-    return ffi::Error::InvalidArgument("int8 weights need scales [N / 16, blocks, 16], blocks dividing K");
+  if (weight.element_type() == ffi::S8 && (s[0] != w[0] || s[1] != w[1] || num_scales < 1 || K % num_scales != 0)) {
+    return ffi::Error::InvalidArgument("int8 weights need scales [N / 16, 1 or 2, blocks, 16], blocks dividing K");
   }
   native::LinearProblem p{};
   p.x = x.typed_data();
@@ -81,13 +87,12 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, bool swiglu, ffi::Buffer<
   p.y = y->typed_data();
   p.num_tokens = T;
   p.num_inputs = K;
-  p.num_outputs = out[1];
-  p.prologue = swiglu                      ? native::Prologue::kSwiGlu
-               : norm.element_count() > 0 ? native::Prologue::kRmsNorm
-                                           : native::Prologue::kNone;
-  p.norm = norm.typed_data();
+  p.num_outputs = N;
+  p.norm = data_or_null(norm);
   p.eps = eps;
-  p.residual = residual.element_count() > 0 ? residual.typed_data() : nullptr;
+  p.bias = data_or_null(bias);
+  p.residual = data_or_null(residual);
+  p.gated = w[1] == 2;
   switch (weight.element_type()) {
     case ffi::F32: p.format = native::WeightFormat::kFloat32; break;
     case ffi::BF16: p.format = native::WeightFormat::kBFloat16; break;
@@ -129,7 +134,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.kv_lens = kv_lens.typed_data();
   p.page_table = page_table.typed_data();
   p.cu_q_lens = cu_q_lens.typed_data();
-  p.sinks = sinks.element_count() > 0 ? sinks.typed_data() : nullptr;
+  p.sinks = data_or_null(sinks);
   p.out = out->typed_data();
   p.num_tokens = heads[0];
   p.num_query_heads = of_q[1];
@@ -151,7 +156,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Raised with every change of a call's arguments; pallas_kernels/native/__init__.py knows the same number.
-extern "C" int jaxserve_native_abi() { return 2; }
+extern "C" int jaxserve_native_abi() { return 3; }
 
 // The instruction sets there are to choose from, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -184,9 +189,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Attr<float>("eps")
-                                  .Attr<bool>("swiglu")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

@@ -12,24 +12,19 @@ constexpr int64_t kPanelRows = 16;  // rows of a packed matrix that lie side by 
 
 enum class WeightFormat { kFloat32, kBFloat16, kInt8 };
 
-// What becomes of x before it is multiplied.
-enum class Prologue {
-  kNone,
-  kRmsNorm,  // x / sqrt(mean(x^2) + eps) * norm
-  kSwiGlu,   // silu(x[:K]) * x[K:], x being [T, 2K]
-};
-
-// y[T, N] = prologue(x)[T, K] * weight^T + residual[T, N], weight packed as [N / 16, K, 16] (the last panel padded).
-
+// y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], weight packed as [N / 16, 1, K, 16] (the last panel padded).
+// A gated matrix has two panels of each 16 outputs, a gate's first, [N / 16, 2, K, 16], and a bias [2, N]:
+// y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
 struct LinearProblem {
   const float* x;
-  Prologue prologue;
-  const float* norm;  // [K]
+  const float* norm;  // [K]: x is replaced by x / sqrt(mean(x^2) + eps) * norm; null: it is not
   float eps;
+  const float* bias;      // null: none
   const float* residual;  // null: none
   const void* weight;
   WeightFormat format;
-  const float* scales;  // [N / 16, K / scale_block, 16], read for int8 alone
+  bool gated;
+  const float* scales;  // as weight, K / scale_block in the place of K; read for int8 alone
   int64_t scale_block;  // K where there are no scales
   float* y;
   int64_t num_tokens, num_outputs, num_inputs;

@@ -18,7 +18,6 @@ namespace NATIVE_ISA {
 using native::Executor;
 using native::kPanelRows;
 using native::LinearProblem;
-using native::Prologue;
 using native::parallel_for;
 
 constexpr int kPanels = NATIVE_WIDTH == 16 ? 2 : 1;  // that a tile works on at once
@@ -50,45 +49,45 @@ struct Tile {
   int num_tokens;
 };
 
-// y of `Tokens` tokens for `Panels` panels from `panel` on.
-template <typename Format, int Tokens, int Panels>
+// y of `Tokens` tokens for `Panels` panels from `panel` on: those of a gate and of what it gates if the matrix is gated,
+// which are then taken in slices, for as many vectors as registers hold.
+template <typename Format, int Tokens, int Panels, bool Gated>
 void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
-  constexpr int W = NATIVE_WIDTH, V = Panels * kVectors;
-  const int64_t panel_size = p.num_inputs * kPanelRows;
-  const auto* weights = static_cast<const typename Format::Weight*>(p.weight) + panel * panel_size;
-  const float* scales = p.scales + panel * (panel_size / p.scale_block);
-  F<W> sums[Tokens][V] = {};
-  const float* x = tile.x;
-  for (int64_t block = 0; block < p.num_inputs; block += p.scale_block) {
-    F<W> scale[V];
-    for (int v = 0; v < V; ++v) {
-      const int64_t of_panel = v / kVectors * (panel_size / p.scale_block);
-      scale[v] = Format::scales(scales + of_panel + block / p.scale_block * kPanelRows + v % kVectors * W);
-    }
-    for (int64_t k = block; k < block + p.scale_block; ++k, x += Tokens) {
-      F<W> w[V];
+  constexpr int W = NATIVE_WIDTH;
+  constexpr int kAtOnce = Gated ? kPanels * kVectors / Panels : kVectors;  // vectors of a panel
+  constexpr int V = Panels * kAtOnce, kOutputs = Gated ? kAtOnce : V;
+  const int64_t panel_size = p.num_inputs * kPanelRows, num_blocks = p.num_inputs / p.scale_block;
+  for (int first = 0; first < kVectors; first += kAtOnce) {
+    const int64_t lane = first * W;
+    const auto* weights = static_cast<const typename Format::Weight*>(p.weight) + panel * panel_size + lane;
+    const float* scales = p.scales + panel * num_blocks * kPanelRows + lane;
+    F<W> sums[Tokens][V] = {};
+    const float* x = tile.x;
+    for (int64_t block = 0; block < num_blocks; ++block) {
+      F<W> scale[V];
       for (int v = 0; v < V; ++v) {
-        const auto* from = weights + v / kVectors * panel_size + k * kPanelRows + v % kVectors * W;
-        w[v] = Format::weights(from, scale[v]);
+        scale[v] = Format::scales(scales + (v / kAtOnce * num_blocks + block) * kPanelRows + v % kAtOnce * W);
       }
-      for (int t = 0; t < Tokens; ++t) {
-        for (int v = 0; v < V; ++v) sums[t][v] += x[t] * w[v];
+      for (int64_t k = block * p.scale_block; k < (block + 1) * p.scale_block; ++k, x += Tokens) {
+        F<W> w[V];
+        for (int v = 0; v < V; ++v) {
+          w[v] = Format::weights(weights + v / kAtOnce * panel_size + k * kPanelRows + v % kAtOnce * W, scale[v]);
+        }
+        for (int t = 0; t < Tokens; ++t) {
+          for (int v = 0; v < V; ++v) sums[t][v] += x[t] * w[v];
+        }
       }
     }
-  }
-  for (int t = 0; t < Tokens; ++t) {
-    const int64_t row = (tile.first_token + t) * p.num_outputs;
-    for (int v = 0; v < V; ++v) {
-      const int64_t first = panel * kPanelRows + v * W;
-      if (first + W <= p.num_outputs) {
-        const F<W> residual = p.residual ? load<W>(p.residual + row + first) : F<W>{};
-        store<W>(p.y + row + first, sums[t][v] + residual);
-      } else {
-        float lanes[W];
-        store<W>(lanes, sums[t][v]);
-        for (int64_t n = first; n < p.num_outputs; ++n) {
-          p.y[row + n] = lanes[n - first] + (p.residual ? p.residual[row + n] : 0.0f);
-        }
+    const int64_t output = (Gated ? panel / Panels : panel) * kPanelRows + lane;
+    for (int v = 0; v < kOutputs; ++v) {
+      const int64_t n = output + v * W, size = p.num_outputs - n;
+      const F<W> bias = p.bias ? load_some<W>(p.bias + n, size) : F<W>{};
+      const F<W> up_bias = Gated && p.bias ? load_some<W>(p.bias + p.num_outputs + n, size) : F<W>{};
+      for (int t = 0; t < Tokens; ++t) {
+        const int64_t at = (tile.first_token + t) * p.num_outputs + n;
+        F<W> y = sums[t][v] + bias;
+        if constexpr (Gated) y = silu<W>(y) * (sums[t][kOutputs + v] + up_bias);
+        store_some<W>(p.y + at, p.residual ? y + load_some<W>(p.residual + at, size) : y, size);
       }
     }
   }
@@ -96,62 +95,33 @@ void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
 
 using Multiply = void (*)(const LinearProblem&, const Tile&, int64_t);
 
-template <typename Format, int Panels, int... Tokens>
+template <typename Format, int Panels, bool Gated, int... Tokens>
 constexpr std::array<Multiply, sizeof...(Tokens)> multiplies(std::integer_sequence<int, Tokens...>) {
-  return {multiply<Format, Tokens + 1, Panels>...};
-}
-
-// to[i] = of(i) for i in [0, size), W numbers at a time; `of` takes an index and how to read W floats from an address.
-template <typename Of>
-void map_row(int64_t size, float* to, const Of& of) {
-  constexpr int W = NATIVE_WIDTH;
-  int64_t i = 0;
-  for (; i + W <= size; i += W) store<W>(to + i, of(i, [](const float* from) { return load<W>(from); }));
-  if (i == size) return;
-  const auto load_rest = [rest = size - i](const float* from) {
-    float lanes[W] = {};
-    std::copy(from, from + rest, lanes);
-    return load<W>(lanes);
-  };
-  float lanes[W];
-  store<W>(lanes, of(i, load_rest));
-  std::copy(lanes, lanes + (size - i), to + i);
+  return {multiply<Format, Tokens + 1, Panels, Gated>...};
 }
 
 inline float sum_of_squares(const float* x, int64_t size) {
   constexpr int W = NATIVE_WIDTH;
   F<W> sums = {};
-  int64_t i = 0;
-  for (; i + W <= size; i += W) sums += load<W>(x + i) * load<W>(x + i);
-  float sum = sum_lanes<W>(sums);
-  for (; i < size; ++i) sum += x[i] * x[i];
-  return sum;
+  for (int64_t i = 0; i < size; i += W) {
+    const F<W> some = load_some<W>(x + i, size - i);
+    sums += some * some;
+  }
+  return sum_lanes<W>(sums);
 }
 
 // One token as it is multiplied; computed in `buffer` [K] if need be.
 inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
   constexpr int W = NATIVE_WIDTH;
   const int64_t K = p.num_inputs;
-  switch (p.prologue) {
-    case Prologue::kNone:
-      return p.x + token * K;
-    case Prologue::kRmsNorm: {
-      const float* x = p.x + token * K;
-      const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
-      map_row(K, buffer, [&](int64_t i, auto load) { return load(x + i) * factor * load(p.norm + i); });
-      return buffer;
-    }
-    case Prologue::kSwiGlu: {
-      const float *gate = p.x + token * 2 * K, *up = gate + K;
-      map_row(K, buffer, [&](int64_t i, auto load) {
-        const F<W> g = load(gate + i);
-        const F<W> decay = exp_of_negative<W>(g < 0 ? g : -g);
-        return g * (g < 0 ? decay : all<W>(1.0f)) / (1.0f + decay) * load(up + i);
-      });
-      return buffer;
-    }
+  const float* x = p.x + token * K;
+  if (!p.norm) return x;
+  const float factor = 1.0f / std::sqrt(sum_of_squares(x, K) / static_cast<float>(K) + p.eps);
+  for (int64_t k = 0; k < K; k += W) {
+    const F<W> normed = load_some<W>(x + k, K - k) * factor * load_some<W>(p.norm + k, K - k);
+    store_some<W>(buffer + k, normed, K - k);
   }
-  return nullptr;
+  return buffer;
 }
 
 // All tokens cut into tiles of nearly equal size, each packed for `multiply`.
@@ -159,7 +129,7 @@ class PackedTokens {
  public:
   PackedTokens(Executor& executor, const LinearProblem& p) : p_(p) {
     num_tiles_ = (p.num_tokens + kMaxTileTokens - 1) / kMaxTileTokens;
-    if (p.num_tokens == 1 && p.prologue == Prologue::kNone) return;
+    if (p.num_tokens == 1 && !p.norm) return;
     static thread_local std::vector<float> buffer;  // kept: a fresh one would be page-faulted in at every step
     buffer.resize(std::max<size_t>(buffer.size(), p.num_tokens * p.num_inputs));
     packed_ = buffer.data();
@@ -200,25 +170,28 @@ class PackedTokens {
 // stream by, and each of its panels stays in the first while the tiles pass.
 template <typename Format>
 void linear(Executor& executor, const LinearProblem& p) {
-  static constexpr auto pairs = multiplies<Format, kPanels>(std::make_integer_sequence<int, kMaxTileTokens>{});
-  static constexpr auto singles = multiplies<Format, 1>(std::make_integer_sequence<int, kMaxTileTokens>{});
+  constexpr auto tile_sizes = std::make_integer_sequence<int, kMaxTileTokens>{};
+  static constexpr auto gated = multiplies<Format, 2, true>(tile_sizes);
+  static constexpr auto pairs = multiplies<Format, kPanels, false>(tile_sizes);
+  static constexpr auto singles = multiplies<Format, 1, false>(tile_sizes);
   const PackedTokens tokens(executor, p);
-  const int64_t num_panels = (p.num_outputs + kPanelRows - 1) / kPanelRows;
+  const int64_t num_panels = (p.num_outputs + kPanelRows - 1) / kPanelRows * (p.gated ? 2 : 1);
+  const int64_t step = p.gated ? 2 : kPanels;
   const int64_t tile_bytes = p.num_inputs * kMaxTileTokens * sizeof(float);
   const int64_t block_tiles = std::max<int64_t>(1, kBlockBytes / tile_bytes);
   const int64_t num_blocks = (tokens.num_tiles() + block_tiles - 1) / block_tiles;
-  const bool serial = p.num_tokens * p.num_outputs * p.num_inputs < kSerialProducts;
+  const bool serial = p.num_tokens * num_panels * kPanelRows * p.num_inputs < kSerialProducts;
   const int64_t wanted_tasks = serial ? 1 : executor.num_threads() * kTasksPerThread;
   const int64_t wanted_ranges = std::max<int64_t>(1, wanted_tasks / num_blocks);
-  const int64_t range = ((num_panels + wanted_ranges - 1) / wanted_ranges + kPanels - 1) / kPanels * kPanels;
+  const int64_t range = ((num_panels + wanted_ranges - 1) / wanted_ranges + step - 1) / step * step;
   const int64_t num_ranges = (num_panels + range - 1) / range;
 
   parallel_for(executor, num_blocks * num_ranges, [&](int64_t task) {
     const int64_t first_tile = task % num_blocks * block_tiles;
     const int64_t end_tile = std::min(first_tile + block_tiles, tokens.num_tiles());
     const int64_t first_panel = task / num_blocks * range, end_panel = std::min(first_panel + range, num_panels);
-    for (int64_t panel = first_panel; panel < end_panel; panel += kPanels) {
-      const auto& by_tokens = panel + kPanels <= end_panel ? pairs : singles;
+    for (int64_t panel = first_panel; panel < end_panel; panel += step) {
+      const auto& by_tokens = p.gated ? gated : panel + step <= end_panel ? pairs : singles;
       for (int64_t i = first_tile; i < end_tile; ++i) {
         const Tile tile = tokens.tile(i);
         by_tokens[tile.num_tokens - 1](p, tile, panel);

@@ -94,6 +94,21 @@ inline void store_one(BFloat16* to, float value) {
   to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>(bits >> 16);
 }
 
+// The first `size` of W floats, or all; zeros where there are no more.
+template <int W>
+inline F<W> load_some(const float* from, int64_t size) {
+  if (size >= W) return load<W>(from);
+  F<W> to = {};
+  for (int64_t i = 0; i < size; ++i) to[i] = from[i];
+  return to;
+}
+
+template <int W>
+inline void store_some(float* to, const F<W>& from, int64_t size) {
+  if (size >= W) return store<W>(to, from);
+  for (int64_t i = 0; i < size; ++i) to[i] = from[i];
+}
+
 template <int W>
 inline F<W> all(float value) {
   return F<W>{} + value;
@@ -145,6 +160,13 @@ inline F<W> exp_of_negative(const F<W>& x) {
   const I<W> power = (bits_of<I<W>>(shifted) - bits_of<int32_t>(round_bias) + 127) << 23;
   const F<W> result = p * bits_of<F<W>>(power);
   return x < -87.0f ? F<W>{} : result;
+}
+
+// x / (1 + e^-x), without overflow.
+template <int W>
+inline F<W> silu(const F<W>& x) {
+  const F<W> decay = exp_of_negative<W>(x < 0 ? x : -x);
+  return x * (x < 0 ? decay : all<W>(1.0f)) / (1.0f + decay);
 }
 
 }  // namespace NATIVE_ISA

@@ -1,7 +1,9 @@
 """Products with matrices packed for the native CPU kernels: any number of tokens, float32, bfloat16 or int8 weights.
 
-A packed matrix keeps 16 rows side by side, `[ceil(N / 16), K, 16]`, so that weights stream through the processor in
-order and are converted as they come. A token's result is the same to the bit whatever other tokens there are.
+A packed matrix keeps 16 rows side by side, `[ceil(N / 16), 1, K, 16]`, so that weights stream through the processor in
+order and are converted as they come. A gated one, the rows of a gate followed by as many that it gates, keeps 16 of
+either next to each other, `[ceil(N / 2 / 16), 2, K, 16]`: its product is SwiGLU (Shazeer 2020), computed as the sums
+are done. A token's result is the same to the bit whatever other tokens there are.
 """
 
 from __future__ import annotations
@@ -32,14 +34,20 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 class PackedMatrix:
     """A matrix `[N, K]`, see `pack`."""
 
-    weights: Shaped[Array, "panels K 16"]
-    scales: Float[Array, "panels blocks 16"]  # blocks is 0 unless weights are int8
-    num_outputs: int = field(metadata={"static": True})
+    weights: Shaped[Array, "panels parts K 16"]  # parts is 2 if it is gated, else 1
+    scales: Float[Array, "panels parts blocks 16"]  # blocks is 0 unless weights are int8
+    num_outputs: int = field(metadata={"static": True})  # of its product: N, or N / 2 if it is gated
 
     @property
     def shape(self) -> tuple[int, int]:
         """[N, K]."""
-        return (self.num_outputs, self.weights.shape[1])
+        _, parts, K, _ = self.weights.shape
+        return (parts * self.num_outputs, K)
+
+    @property
+    def gated(self) -> bool:
+        """Whether its product is `silu(x @ gate.T) * (x @ up.T)`: gate is the first half of its rows, up the second."""
+        return bool(self.weights.shape[1] == 2)
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
@@ -51,10 +59,12 @@ def unsupported(dtype: DTypeLike, platform: str) -> str | None:
     return native.unavailable()
 
 
-def pack(weight: Shaped[Array, "N K"], scales: Float[Array, "N blocks"] | None = None) -> PackedMatrix:
+def pack(
+    weight: Shaped[Array, "N K"], scales: Float[Array, "N blocks"] | None = None, *, gated: bool = False
+) -> PackedMatrix:
     """Packs a matrix stored [out, in]; with `scales` it stands for `weight[n, k] * scales[n, k // (K / blocks)]`."""
     N, K = weight.shape
-    packer = Packer(N, K, weight.dtype, 0 if scales is None else scales.shape[1])
+    packer = Packer(N, K, weight.dtype, 0 if scales is None else scales.shape[1], gated=gated)
     packer.write(0, weight, scales)
     return packer.matrix()
 
@@ -67,23 +77,33 @@ class Packer:
       K: its columns.
       dtype: of its weights.
       num_blocks: scales of a row; none by default.
+      gated: whether the product is to be SwiGLU, see `PackedMatrix.gated`.
     """
 
-    def __init__(self, N: int, K: int, dtype: DTypeLike, num_blocks: int = 0) -> None:
+    def __init__(self, N: int, K: int, dtype: DTypeLike, num_blocks: int = 0, *, gated: bool = False) -> None:
         if (jnp.dtype(dtype) == jnp.int8) != (num_blocks > 0):
             raise ValueError(f"int8 weights, and they alone, must have scales, got {dtype} and {num_blocks} blocks")
         if num_blocks and K % num_blocks:
             raise ValueError(f"each row's {K} weights must divide into {num_blocks} blocks")
-        self._num_outputs = N
-        self._weights = _empty_panels(N, K, dtype)
-        self._scales = _empty_panels(N, num_blocks, jnp.float32)
+        num_parts = 2 if gated else 1
+        if N % num_parts:
+            raise ValueError(f"a gated matrix must have an even number of rows, got {N}")
+        self._num_outputs = N // num_parts
+        self._weights = _empty_panels(self._num_outputs, num_parts, K, dtype)
+        self._scales = _empty_panels(self._num_outputs, num_parts, num_blocks, jnp.float32)
 
     def write(self, start: int, weight: ArrayLike, scales: ArrayLike | None = None) -> None:
-        """Rows from `start` on: a whole number of panels, or all that remain. Threads may write different panels."""
-        assert start % PANEL_ROWS == 0, f"row {start} is inside a panel"
-        _write_panels(self._weights[start // PANEL_ROWS :], np.asarray(weight))
+        """Rows from `start` on, best whole panels. Threads may write different rows."""
+        self._write(self._weights, start, np.asarray(weight))
         if scales is not None:
-            _write_panels(self._scales[start // PANEL_ROWS :], np.asarray(scales))
+            self._write(self._scales, start, np.asarray(scales))
+
+    def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
+        for part in range(panels.shape[1]):
+            offset = part * self._num_outputs - start  # of its first row in `rows`
+            low, high = max(0, offset), min(len(rows), offset + self._num_outputs)
+            if low < high:
+                _write_panels(panels[:, part], low - offset, rows[low:high])
 
     def matrix(self) -> PackedMatrix:
         """The packed matrix, once all rows are written; it takes the memory over."""
@@ -97,76 +117,88 @@ def unpack(matrix: PackedMatrix) -> tuple[Shaped[Array, "N K"], Float[Array, "N 
 
 def multiply(
     matrix: PackedMatrix,
-    x: Float[Array, "T in"],
+    x: Float[Array, "T K"],
     *,
     rms_norm: tuple[Float[Array, " K"], float] | None = None,
-    swiglu: bool = False,
-    residual: Float[Array, "T N"] | None = None,
-) -> Float[Array, "T N"]:
-    """`x @ matrix.T (+ residual)` in float32, with what is done to `x` before fused into reading it.
+    bias: Float[Array, " N"] | None = None,
+    residual: Float[Array, "T out"] | None = None,
+) -> Float[Array, "T out"]:
+    """`x @ matrix.T + bias`, SwiGLU of it if the matrix is gated, `+ residual`: in float32, by one call.
 
     Args:
       matrix: [N, K].
-      x: [T, K], or [T, 2K] with `swiglu`.
+      x: [T, K].
       rms_norm: weight and epsilon: x is replaced by x / sqrt(mean(x^2) + epsilon) * weight.
-      swiglu: x is replaced by silu(x[:, :K]) * x[:, K:].
-      residual: added to the product.
+      bias: none by default.
+      residual: none by default.
 
     Raises:
-      ValueError: shapes do not fit, or a norm and SwiGLU are wanted at once.
+      ValueError: shapes do not fit.
       RuntimeError: there are no native kernels; see `unsupported`.
     """
     if (reason := native.unavailable()) is not None:
         raise RuntimeError(reason)
-    weight, eps = rms_norm or (_nothing(), 0.0)
+    norm, eps = rms_norm or (None, 0.0)
     N, K = matrix.shape
-    if x.shape[1] != K * (2 if swiglu else 1):
-        raise ValueError(f"x {x.shape} does not fit a matrix {matrix.shape}, swiglu={swiglu}")
-    if rms_norm is not None and (swiglu or weight.shape != (K,)):
-        raise ValueError(f"a norm must be {(K,)}, and without swiglu, got {weight.shape}, swiglu={swiglu}")
-    if residual is not None and residual.shape != (x.shape[0], N):
-        raise ValueError(f"a residual must be {(x.shape[0], N)}, got {residual.shape}")
-    shape = jax.ShapeDtypeStruct((x.shape[0], N), jnp.float32)
-    added = _nothing() if residual is None else residual
-    inputs = (x, matrix.weights, matrix.scales, weight, added)
-    dtypes = (jnp.float32, matrix.weights.dtype, jnp.float32, jnp.float32, jnp.float32)
-    y: Array = jax.ffi.ffi_call(native.LINEAR, shape)(
-        *(array.astype(dtype) for array, dtype in zip(inputs, dtypes, strict=True)),
+    out = (x.shape[0], matrix.num_outputs)
+    if x.shape[1] != K:
+        raise ValueError(f"x {x.shape} does not fit a matrix {matrix.shape}")
+    call = jax.ffi.ffi_call(native.LINEAR, jax.ShapeDtypeStruct(out, jnp.float32))
+    y: Array = call(
+        x.astype(jnp.float32),
+        matrix.weights,
+        matrix.scales,
+        _operand("norm", norm, (K,)),
+        _operand("bias", bias, (N,)),
+        _operand("residual", residual, out),
         eps=np.float32(eps),
-        swiglu=swiglu,
     )
     return y
 
 
-def _nothing() -> Float[Array, "0"]:
-    return jnp.zeros(0, jnp.float32)
+def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...]) -> Float[Array, "..."]:
+    """An operand of the native call, which is empty where there is none."""
+    if array is None:
+        return jnp.zeros(0, jnp.float32)
+    if array.shape != shape:
+        raise ValueError(f"a {name} must be {shape}, got {array.shape}")
+    return array.astype(jnp.float32)
 
 
 def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]:
-    """Rows of the matrix, clipped to those there are; scales applied."""
+    """Rows of a matrix that is not gated, clipped to those there are; scales applied."""
+    assert not matrix.gated, "a table of rows has no gate"
     row_ids = jnp.clip(row_ids, 0, matrix.num_outputs - 1)
     panel, lane = row_ids // PANEL_ROWS, row_ids % PANEL_ROWS
-    found = matrix.weights[panel, :, lane]  # [T, K]
-    if not matrix.scales.shape[1]:
+    found = matrix.weights[panel, 0, :, lane]  # [T, K]
+    if not matrix.scales.size:
         return found
-    scales = matrix.scales[panel, :, lane]  # [T, blocks]
+    scales = matrix.scales[panel, 0, :, lane]  # [T, blocks]
     blocks = found.reshape(*scales.shape, -1) * scales[:, :, None]
     return blocks.reshape(found.shape)
 
 
-def _empty_panels(N: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
+def _empty_panels(num_outputs: int, num_parts: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
     """Zeros in pages of their own, so aligned that XLA takes them over, and given back to the system when released."""
-    shape, dtype = (-(-N // PANEL_ROWS), K, PANEL_ROWS), jnp.dtype(dtype)
+    shape, dtype = (-(-num_outputs // PANEL_ROWS), num_parts, K, PANEL_ROWS), jnp.dtype(dtype)
     return np.ndarray(shape, dtype, mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY))
 
 
-def _write_panels(panels: Shaped[np.ndarray, "panels K 16"], rows: Shaped[np.ndarray, "rows K"]) -> None:
+def _write_panels(panels: Shaped[np.ndarray, "panels K 16"], start: int, rows: Shaped[np.ndarray, "rows K"]) -> None:
+    """Rows from `start` on: those that complete a panel, whole panels, those that begin one."""
+    panel, lane = divmod(start, PANEL_ROWS)
+    if lane:
+        head, rows = np.split(rows, [PANEL_ROWS - lane])
+        panels[panel, :, lane : lane + len(head)] = head.T
+        panel += 1
     whole, rest = divmod(len(rows), PANEL_ROWS)
     full = rows[: whole * PANEL_ROWS].reshape(whole, PANEL_ROWS, rows.shape[1])
-    panels[:whole] = full.swapaxes(1, 2)
+    panels[panel : panel + whole] = full.swapaxes(1, 2)
     if rest:
-        panels[whole, :, :rest] = rows[-rest:].T
+        panels[panel + whole, :, :rest] = rows[-rest:].T
 
 
-def _from_panels(panels: Shaped[Array, "panels K 16"], num_rows: int) -> Shaped[Array, "N K"]:
-    return panels.swapaxes(1, 2).reshape(panels.shape[0] * PANEL_ROWS, panels.shape[1])[:num_rows]
+def _from_panels(panels: Shaped[Array, "panels parts K 16"], num_outputs: int) -> Shaped[Array, "N K"]:
+    num_panels, parts, K, _ = panels.shape
+    rows = panels.transpose(1, 0, 3, 2).reshape(parts, num_panels * PANEL_ROWS, K)
+    return rows[:, :num_outputs].reshape(parts * num_outputs, K)

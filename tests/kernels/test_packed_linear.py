@@ -6,6 +6,7 @@ import pytest
 from pallas_kernels import native, packed_linear
 
 reason = packed_linear.unsupported("float32", jax.default_backend())
+INSTRUCTION_SETS = native.instruction_sets() if reason is None else []
 pytestmark = pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
@@ -55,45 +56,91 @@ def rms_normed(x, weight, eps):
     return x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + eps) * weight
 
 
-def swiglued(x):
-    gate, up = np.split(x.astype(np.float64), 2, axis=1)
-    return gate / (1 + np.exp(-gate)) * up
+def swiglued(gate_up):
+    gate, up = np.split(gate_up.astype(np.float64), 2, axis=1)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return gate / (1 + np.exp(-gate)) * up
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 13, 40])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_what_is_fused_matches_numpy(shape, num_tokens):
     N, K = shape
-    weight, norm = matrix(shape), matrix((K,), 3)
-    x, wide = matrix((num_tokens, K), 1) * 3, matrix((num_tokens, 2 * K), 2) * 4
-    residual = matrix((num_tokens, N), 4)
+    weight, x, norm = matrix(shape), matrix((num_tokens, K), 1) * 3, matrix((K,), 3)
+    residual, bias = matrix((num_tokens, N), 4), matrix((N,), 5)
     packed = packed_linear.pack(jnp.asarray(weight))
     tolerance = {"rtol": 0, "atol": 1e-5 * K**0.5 * 10}
     y = multiply(packed, jnp.asarray(x), rms_norm=(jnp.asarray(norm), 1e-5))
     np.testing.assert_allclose(y, rms_normed(x, norm, 1e-5) @ weight.T, **tolerance)
-    y = multiply(packed, jnp.asarray(wide), swiglu=True, residual=jnp.asarray(residual))
-    np.testing.assert_allclose(y, swiglued(wide) @ weight.T + residual, **tolerance)
     y = multiply(packed, jnp.asarray(x), residual=jnp.asarray(residual))
     np.testing.assert_allclose(y, x @ weight.T + residual, **tolerance)
+    y = multiply(packed, jnp.asarray(x), bias=jnp.asarray(bias), residual=jnp.asarray(residual))
+    np.testing.assert_allclose(y, x @ weight.T + bias + residual, **tolerance)
 
 
-def test_swiglu_of_large_gates_saturates():
-    x = jnp.asarray([[-200.0, -90.0, 90.0, 200.0, 1.0, 1.0, 1.0, 1.0]])
-    y = multiply(packed_linear.pack(jnp.eye(4)), x, swiglu=True)
-    np.testing.assert_array_equal(y, [[0, 0, 90, 200]])
+def gated_products(shape, num_tokens):
+    """SwiGLU of a product with everything that a gated matrix takes, and what numpy makes of the same."""
+    F, K = shape
+    weight, x, norm = matrix((2 * F, K)) / K**0.5, matrix((num_tokens, K), 1), matrix((K,), 3)
+    bias, residual = matrix((2 * F,), 4), matrix((num_tokens, F), 5)
+    packed = packed_linear.pack(jnp.asarray(weight), gated=True)
+    operands = {"bias": jnp.asarray(bias), "residual": jnp.asarray(residual)}
+    y = multiply(packed, jnp.asarray(x), rms_norm=(jnp.asarray(norm), 1e-5), **operands)
+    return y, swiglued(rms_normed(x, norm, 1e-5) @ weight.T + bias) + residual
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("num_tokens", [1, 2, 13, 40])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gated_products_are_swiglu(shape, num_tokens, instruction_set):
+    with native.using(instruction_set):
+        y, expected = gated_products(shape, num_tokens)
+    assert y.shape == (num_tokens, shape[0])
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5 * shape[1] ** 0.5)
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_swiglu_of_large_gates_saturates(instruction_set):
+    gates = np.asarray([-np.inf, -3e38, -200, -90, -0.0, 90, 200, np.inf, np.nan, 1, 1], np.float32)
+    ups = np.asarray([1, 1, 1, 1, 1, 1, 1, 1, 1, np.inf, np.nan], np.float32)
+    packed = packed_linear.pack(jnp.zeros((2 * len(gates), 3)), gated=True)
+    with native.using(instruction_set):
+        (y,) = multiply(packed, jnp.ones((1, 3)), bias=jnp.concatenate([gates, ups]))
+    np.testing.assert_allclose(y, swiglued(np.concatenate([gates, ups])[None])[0], rtol=1e-6, atol=1e-37)
+    np.testing.assert_array_equal(y[1:4], 0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 20])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_gated_products_of_narrow_weights(num_tokens, instruction_set):
+    """Those of the same numbers in float32."""
+    weight = np.random.default_rng(0).integers(-127, 128, (80, 64)).astype(np.int8)
+    scales = np.abs(matrix((80, 2), 1)) / 200
+    int8 = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales), gated=True)
+    half = packed_linear.pack(jnp.asarray(matrix((80, 64), 3), jnp.bfloat16), gated=True)
+    x = jnp.asarray(matrix((num_tokens, 64), 2))
+    for packed, wide in [(int8, weight * np.repeat(scales, 32, axis=1)), (half, packed_linear.unpack(half)[0])]:
+        with native.using(instruction_set):
+            y = multiply(packed, x)
+            expected = multiply(packed_linear.pack(jnp.asarray(wide, jnp.float32), gated=True), x)
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-4)
 
 
 def test_x_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="does not fit"):
-        packed_linear.multiply(packed_linear.pack(jnp.zeros((16, 8))), jnp.zeros((2, 8)), swiglu=True)
+        packed_linear.multiply(packed_linear.pack(jnp.zeros((16, 8))), jnp.zeros((2, 16)))
 
 
-def test_a_token_is_the_same_whatever_its_neighbours():
-    packed = packed_linear.pack(jnp.asarray(matrix((80, 96))))
-    x = jnp.asarray(matrix((150, 96), 1))
-    together = np.asarray(multiply(packed, x))
-    for start, end in [(0, 1), (3, 5), (40, 53), (20, 84)]:
-        np.testing.assert_array_equal(multiply(packed, x[start:end]), together[start:end])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_token_is_the_same_whatever_its_neighbours(gated, instruction_set):
+    packed = packed_linear.pack(jnp.asarray(matrix((90, 96)) / 10), gated=gated)
+    x, residual = jnp.asarray(matrix((150, 96), 1)), jnp.asarray(matrix((150, packed.num_outputs), 2))
+    with native.using(instruction_set):
+        together = np.asarray(multiply(packed, x, residual=residual))
+        for start, end in [(0, 1), (3, 5), (40, 53), (20, 84)]:
+            alone = multiply(packed, x[start:end], residual=residual[start:end])
+            np.testing.assert_array_equal(alone, together[start:end])
 
 
 def test_rows_are_gathered_and_clipped():
@@ -102,28 +149,38 @@ def test_rows_are_gathered_and_clipped():
     np.testing.assert_array_equal(found, weight[[36, 0, 15, 16, 36, 0]])
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_unpack_inverts_pack(shape):
-    weight = jnp.asarray(matrix(shape))
-    unpacked, scales = packed_linear.unpack(packed_linear.pack(weight))
+def test_unpack_inverts_pack(shape, gated):
+    N, K = shape[0] * (2 if gated else 1), shape[1]
+    weight = jnp.asarray(matrix((N, K)))
+    packed = packed_linear.pack(weight, gated=gated)
+    unpacked, scales = packed_linear.unpack(packed)
     np.testing.assert_array_equal(unpacked, weight)
-    assert scales.shape == (shape[0], 0)
+    assert scales.shape == (N, 0)
+    assert (packed.shape, packed.num_outputs, packed.gated) == ((N, K), shape[0], gated)
 
 
-@pytest.mark.parametrize("num_rows", [16, 48])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("num_rows", [7, 16, 48])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_may_come_in_any_order(shape, num_rows):
+def test_rows_may_come_in_any_order(shape, num_rows, gated):
     """And the memory they are written to becomes the matrix, uncopied."""
-    N, K = shape
-    weight, scales = matrix(shape).astype(np.int8), matrix((N, 1), 1)
-    packer = packed_linear.Packer(N, K, np.int8, num_blocks=1)
+    N, K = shape[0] * (2 if gated else 1), shape[1]
+    weight, scales = matrix((N, K)).astype(np.int8), matrix((N, 1), 1)
+    packer = packed_linear.Packer(N, K, np.int8, num_blocks=1, gated=gated)
     for start in reversed(range(0, N, num_rows)):
         packer.write(start, weight[start : start + num_rows], scales[start : start + num_rows])
     packed = packer.matrix()
-    whole = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales))
+    whole = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales), gated=gated)
     np.testing.assert_array_equal(packed.weights, whole.weights)
     np.testing.assert_array_equal(packed.scales, whole.scales)
     assert packed.weights.unsafe_buffer_pointer() == packer._weights.ctypes.data
+
+
+def test_a_gate_needs_as_many_rows_to_gate():
+    with pytest.raises(ValueError, match="even number of rows, got 33"):
+        packed_linear.pack(jnp.zeros((33, 8)), gated=True)
 
 
 def test_blocks_that_do_not_divide_a_row_are_refused():
@@ -140,10 +197,10 @@ def pack(shape, seed=0):
     return packed_linear.pack(jnp.asarray(matrix(shape, seed)))
 
 
-@pytest.mark.parametrize("instruction_set", native.instruction_sets()[1:])
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS[1:])
 @pytest.mark.parametrize("num_tokens", [1, 4, 13])
 def test_every_instruction_set_gives_the_same_products(instruction_set, num_tokens):
-    x, wide = jnp.asarray(matrix((num_tokens, 96), 1)), jnp.asarray(matrix((num_tokens, 192), 2))
+    x = jnp.asarray(matrix((num_tokens, 96), 1))
     weight = np.random.default_rng(0).integers(-127, 128, (40, 96)).astype(np.int8)
     int8 = packed_linear.pack(jnp.asarray(weight), jnp.asarray(np.abs(matrix((40, 3))) / 100))
     half = packed_linear.pack(jnp.asarray(matrix((40, 96)), jnp.bfloat16))
@@ -151,9 +208,6 @@ def test_every_instruction_set_gives_the_same_products(instruction_set, num_toke
         expected = multiply(packed, x, **options)
         with native.using(instruction_set):
             np.testing.assert_allclose(multiply(packed, x, **options), expected, rtol=0, atol=2e-4)
-    expected = multiply(pack((40, 96)), wide, swiglu=True)
-    with native.using(instruction_set):
-        np.testing.assert_allclose(multiply(pack((40, 96)), wide, swiglu=True), expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize(
@@ -161,14 +215,13 @@ def test_every_instruction_set_gives_the_same_products(instruction_set, num_toke
     [
         ({"residual": jnp.zeros((1, 40))}, "a residual must be"),
         ({"rms_norm": (jnp.ones(3), 1e-6)}, "a norm must be"),
-        ({"rms_norm": (jnp.ones(96), 1e-6), "swiglu": True}, "without swiglu"),
+        ({"bias": jnp.zeros(80)}, "a bias must be"),
     ],
 )
 @pytest.mark.usefixtures("without_jaxtyping")
 def test_shapes_that_do_not_fit_are_refused(options, message):
-    x = jnp.zeros((4, 192 if options.get("swiglu") else 96))
     with pytest.raises(ValueError, match=message):
-        packed_linear.multiply(pack((40, 96)), x, **options)
+        packed_linear.multiply(pack((40, 96)), jnp.zeros((4, 96)), **options)
 
 
 def test_int8_needs_scales():

@@ -11,12 +11,16 @@ import pytest
 import weights
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
+from pallas_kernels import packed_linear
 from pallas_kernels.ragged_paged_attention import apply_rope
 from tests.checkpoints import FAMILIES, ROPES, hf_dict, random_configs, reference_logits, write_checkpoint
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
 TOLERANCE = 1e-4
 NUM_CASES = 3
+TRANSFORMS = [matrix_transform]
+if packed_linear.unsupported("float32", jax.default_backend()) is None:
+    TRANSFORMS.append(partial(matrix_transform, packed=True))
 
 
 def attend(q, k, v, rope, carry, layer, window):
@@ -59,8 +63,9 @@ CASES = [(family, case) for family in FAMILIES for case in range(NUM_CASES)]
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_random_configs_match_transformers(tmp_path, family, case):
     model = write_checkpoint(tmp_path, family, case, **list(random_configs(family, NUM_CASES))[case])
-    _, token_ids, logits, _ = load_logits(tmp_path)
-    assert_close(logits, reference_logits(model, token_ids))
+    for make_transform in TRANSFORMS:
+        _, token_ids, logits, _ = load_logits(tmp_path, make_transform=make_transform)
+        assert_close(logits, reference_logits(model, token_ids))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
