@@ -154,10 +154,11 @@ class PackedTokens {
     const int64_t first = start(index), num_tokens = start(index + 1) - first, K = p_.num_inputs;
     float* to = packed_ + first * K;
     static thread_local std::vector<float> buffer;
-    buffer.resize(std::max<size_t>(buffer.size(), K));
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      const float* from = prepare(p_, first + t, buffer.data());
-      for (int64_t k = 0; k < K; ++k) to[k * num_tokens + t] = from[k];
+    buffer.resize(std::max<size_t>(buffer.size(), num_tokens * K));
+    std::array<const float*, kMaxTileTokens> from;
+    for (int64_t t = 0; t < num_tokens; ++t) from[t] = prepare(p_, first + t, buffer.data() + t * K);
+    for (int64_t k = 0; k < K; ++k) {
+      for (int64_t t = 0; t < num_tokens; ++t) *to++ = from[t][k];
     }
   }
 
