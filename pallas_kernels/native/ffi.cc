@@ -67,19 +67,20 @@ const float* data_or_null(const ffi::Buffer<ffi::F32>& optional) {
 ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                       ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> bias,
                       ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
-  const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, parts, K, 16], [panels, parts, blocks, 16]
+  const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, parts, rows], [panels, blocks, ...]
   const auto dims = x.dimensions(), out = y->dimensions();
-  if (w.size() != 4 || s.size() != 4 || dims.size() != 2 || out.size() != 2 || w[1] < 1 || w[1] > 2 ||
-      w[3] != native::kPanelRows || out[1] > w[0] * native::kPanelRows || out[1] <= (w[0] - 1) * native::kPanelRows ||
-      out[0] != dims[0] || dims[1] != w[2]) {
-    return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, 1 or 2, K, 16] must give y [T, N]");
+  if (w.size() != 4 || s.size() != 4 || dims.size() != 2 || out.size() != 2 || w[2] < 1 || w[2] > 2 ||
+      w[2] * w[3] != native::kPanelRows || out[1] > w[0] * w[3] || out[1] <= (w[0] - 1) * w[3] || out[0] != dims[0] ||
+      dims[1] != w[1]) {
+    return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, K, 1, 16] or [N / 8, K, 2, 8] must give y [T, N]");
   }
-  const int64_t T = dims[0], K = w[2], N = out[1], num_scales = weight.element_type() == ffi::S8 ? s[2] : 0;
-  if (misfits(norm, K) || misfits(bias, w[1] * N) || misfits(residual, T * N)) {
+  const int64_t T = dims[0], K = w[1], N = out[1], num_scales = weight.element_type() == ffi::S8 ? s[1] : 0;
+  if (misfits(norm, K) || misfits(bias, w[2] * N) || misfits(residual, T * N)) {
     return ffi::Error::InvalidArgument("a norm must be [K], a bias [N] or gated [2N], a residual [T, N]");
   }
-  if (weight.element_type() == ffi::S8 && (s[0] != w[0] || s[1] != w[1] || num_scales < 1 || K % num_scales != 0)) {
-    return ffi::Error::InvalidArgument("int8 weights need scales [N / 16, 1 or 2, blocks, 16], blocks dividing K");
+  if (weight.element_type() == ffi::S8 &&
+      (s[0] != w[0] || s[2] != w[2] || s[3] != w[3] || num_scales < 1 || K % num_scales != 0)) {
+    return ffi::Error::InvalidArgument("int8 weights need scales as they are packed, of blocks dividing K");
   }
   native::LinearProblem p{};
   p.x = x.typed_data();
@@ -92,7 +93,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
   p.eps = eps;
   p.bias = data_or_null(bias);
   p.residual = data_or_null(residual);
-  p.gated = w[1] == 2;
+  p.gated = w[2] == 2;
   switch (weight.element_type()) {
     case ffi::F32: p.format = native::WeightFormat::kFloat32; break;
     case ffi::BF16: p.format = native::WeightFormat::kBFloat16; break;

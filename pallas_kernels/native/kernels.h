@@ -12,8 +12,8 @@ constexpr int64_t kPanelRows = 16;  // rows of a packed matrix that lie side by 
 
 enum class WeightFormat { kFloat32, kBFloat16, kInt8 };
 
-// y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], weight packed as [N / 16, 1, K, 16] (the last panel padded).
-// A gated matrix has two panels of each 16 outputs, a gate's first, [N / 16, 2, K, 16], and a bias [2, N]:
+// y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], weight packed as [N / 16, K, 16] (the last panel padded).
+// A gated matrix has beside each 8 rows of a gate the 8 that they gate, [N / 8, K, 2, 8], and a bias [2, N]:
 // y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
 struct LinearProblem {
   const float* x;

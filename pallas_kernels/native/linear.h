@@ -49,55 +49,69 @@ struct Tile {
   int num_tokens;
 };
 
-// y of `Tokens` tokens for `Panels` panels from `panel` on: those of a gate and of what it gates if the matrix is gated,
-// which are then taken in slices, for as many vectors as registers hold.
-template <typename Format, int Tokens, int Panels, bool Gated>
+// Outputs of a gated matrix from a token's sums for one panel: those of the gate, then as many of what they gate.
+inline void write_gated(const LinearProblem& p, int64_t token, int64_t panel, const float* sums) {
+  constexpr int kOutputs = kPanelRows / 2, W = std::min(NATIVE_WIDTH, kOutputs);
+  const auto bias = [&](int64_t n, int64_t size) { return p.bias ? load_some<W>(p.bias + n, size) : F<W>{}; };
+  for (int i = 0; i < kOutputs; i += W) {
+    const int64_t n = panel * kOutputs + i, size = p.num_outputs - n, at = token * p.num_outputs + n;
+    const F<W> gate = load<W>(sums + i) + bias(n, size);
+    const F<W> up = load<W>(sums + kOutputs + i) + bias(p.num_outputs + n, size);
+    const F<W> residual = p.residual ? load_some<W>(p.residual + at, size) : F<W>{};
+    store_some<W>(p.y + at, silu<W>(gate) * up + residual, size);
+  }
+}
+
+// y of `Tokens` tokens for `Panels` panels from `panel` on.
+template <typename Format, int Tokens, int Panels>
 void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
-  constexpr int W = NATIVE_WIDTH;
-  constexpr int kAtOnce = Gated ? kPanels * kVectors / Panels : kVectors;  // vectors of a panel
-  constexpr int V = Panels * kAtOnce, kOutputs = Gated ? kAtOnce : V;
-  const int64_t panel_size = p.num_inputs * kPanelRows, num_blocks = p.num_inputs / p.scale_block;
-  for (int first = 0; first < kVectors; first += kAtOnce) {
-    const int64_t lane = first * W;
-    const auto* weights = static_cast<const typename Format::Weight*>(p.weight) + panel * panel_size + lane;
-    const float* scales = p.scales + panel * num_blocks * kPanelRows + lane;
-    F<W> sums[Tokens][V] = {};
-    const float* x = tile.x;
-    for (int64_t block = 0; block < num_blocks; ++block) {
-      F<W> scale[V];
+  constexpr int W = NATIVE_WIDTH, V = Panels * kVectors;
+  const int64_t panel_size = p.num_inputs * kPanelRows;
+  const auto* weights = static_cast<const typename Format::Weight*>(p.weight) + panel * panel_size;
+  const float* scales = p.scales + panel * (panel_size / p.scale_block);
+  F<W> sums[Tokens][V] = {};
+  const float* x = tile.x;
+  for (int64_t block = 0; block < p.num_inputs; block += p.scale_block) {
+    F<W> scale[V];
+    for (int v = 0; v < V; ++v) {
+      const int64_t of_panel = v / kVectors * (panel_size / p.scale_block);
+      scale[v] = Format::scales(scales + of_panel + block / p.scale_block * kPanelRows + v % kVectors * W);
+    }
+    for (int64_t k = block; k < block + p.scale_block; ++k, x += Tokens) {
+      F<W> w[V];
       for (int v = 0; v < V; ++v) {
-        scale[v] = Format::scales(scales + (v / kAtOnce * num_blocks + block) * kPanelRows + v % kAtOnce * W);
+        const auto* from = weights + v / kVectors * panel_size + k * kPanelRows + v % kVectors * W;
+        w[v] = Format::weights(from, scale[v]);
       }
-      for (int64_t k = block * p.scale_block; k < (block + 1) * p.scale_block; ++k, x += Tokens) {
-        F<W> w[V];
-        for (int v = 0; v < V; ++v) {
-          w[v] = Format::weights(weights + v / kAtOnce * panel_size + k * kPanelRows + v % kAtOnce * W, scale[v]);
-        }
-        for (int t = 0; t < Tokens; ++t) {
-          for (int v = 0; v < V; ++v) sums[t][v] += x[t] * w[v];
-        }
+      for (int t = 0; t < Tokens; ++t) {
+        for (int v = 0; v < V; ++v) sums[t][v] += x[t] * w[v];
       }
     }
-    const int64_t output = (Gated ? panel / Panels : panel) * kPanelRows + lane;
-    for (int v = 0; v < kOutputs; ++v) {
-      const int64_t n = output + v * W, size = p.num_outputs - n;
-      const F<W> bias = p.bias ? load_some<W>(p.bias + n, size) : F<W>{};
-      const F<W> up_bias = Gated && p.bias ? load_some<W>(p.bias + p.num_outputs + n, size) : F<W>{};
-      for (int t = 0; t < Tokens; ++t) {
-        const int64_t at = (tile.first_token + t) * p.num_outputs + n;
-        F<W> y = sums[t][v] + bias;
-        if constexpr (Gated) y = silu<W>(y) * (sums[t][kOutputs + v] + up_bias);
-        store_some<W>(p.y + at, p.residual ? y + load_some<W>(p.residual + at, size) : y, size);
-      }
+  }
+  if (p.gated) {
+    for (int t = 0; t < Tokens; ++t) {
+      float lanes[Panels * kPanelRows];
+      for (int v = 0; v < V; ++v) store<W>(lanes + v * W, sums[t][v]);
+      for (int i = 0; i < Panels; ++i) write_gated(p, tile.first_token + t, panel + i, lanes + i * kPanelRows);
+    }
+    return;
+  }
+  for (int v = 0; v < V; ++v) {
+    const int64_t n = panel * kPanelRows + v * W, size = p.num_outputs - n;
+    const F<W> bias = p.bias ? load_some<W>(p.bias + n, size) : F<W>{};
+    for (int t = 0; t < Tokens; ++t) {
+      const int64_t at = (tile.first_token + t) * p.num_outputs + n;
+      const F<W> residual = p.residual ? load_some<W>(p.residual + at, size) : F<W>{};
+      store_some<W>(p.y + at, sums[t][v] + bias + residual, size);
     }
   }
 }
 
 using Multiply = void (*)(const LinearProblem&, const Tile&, int64_t);
 
-template <typename Format, int Panels, bool Gated, int... Tokens>
+template <typename Format, int Panels, int... Tokens>
 constexpr std::array<Multiply, sizeof...(Tokens)> multiplies(std::integer_sequence<int, Tokens...>) {
-  return {multiply<Format, Tokens + 1, Panels, Gated>...};
+  return {multiply<Format, Tokens + 1, Panels>...};
 }
 
 inline float sum_of_squares(const float* x, int64_t size) {
@@ -171,28 +185,26 @@ class PackedTokens {
 // stream by, and each of its panels stays in the first while the tiles pass.
 template <typename Format>
 void linear(Executor& executor, const LinearProblem& p) {
-  constexpr auto tile_sizes = std::make_integer_sequence<int, kMaxTileTokens>{};
-  static constexpr auto gated = multiplies<Format, 2, true>(tile_sizes);
-  static constexpr auto pairs = multiplies<Format, kPanels, false>(tile_sizes);
-  static constexpr auto singles = multiplies<Format, 1, false>(tile_sizes);
+  static constexpr auto pairs = multiplies<Format, kPanels>(std::make_integer_sequence<int, kMaxTileTokens>{});
+  static constexpr auto singles = multiplies<Format, 1>(std::make_integer_sequence<int, kMaxTileTokens>{});
   const PackedTokens tokens(executor, p);
-  const int64_t num_panels = (p.num_outputs + kPanelRows - 1) / kPanelRows * (p.gated ? 2 : 1);
-  const int64_t step = p.gated ? 2 : kPanels;
+  const int64_t panel_outputs = p.gated ? kPanelRows / 2 : kPanelRows;
+  const int64_t num_panels = (p.num_outputs + panel_outputs - 1) / panel_outputs;
   const int64_t tile_bytes = p.num_inputs * kMaxTileTokens * sizeof(float);
   const int64_t block_tiles = std::max<int64_t>(1, kBlockBytes / tile_bytes);
   const int64_t num_blocks = (tokens.num_tiles() + block_tiles - 1) / block_tiles;
   const bool serial = p.num_tokens * num_panels * kPanelRows * p.num_inputs < kSerialProducts;
   const int64_t wanted_tasks = serial ? 1 : executor.num_threads() * kTasksPerThread;
   const int64_t wanted_ranges = std::max<int64_t>(1, wanted_tasks / num_blocks);
-  const int64_t range = ((num_panels + wanted_ranges - 1) / wanted_ranges + step - 1) / step * step;
+  const int64_t range = ((num_panels + wanted_ranges - 1) / wanted_ranges + kPanels - 1) / kPanels * kPanels;
   const int64_t num_ranges = (num_panels + range - 1) / range;
 
   parallel_for(executor, num_blocks * num_ranges, [&](int64_t task) {
     const int64_t first_tile = task % num_blocks * block_tiles;
     const int64_t end_tile = std::min(first_tile + block_tiles, tokens.num_tiles());
     const int64_t first_panel = task / num_blocks * range, end_panel = std::min(first_panel + range, num_panels);
-    for (int64_t panel = first_panel; panel < end_panel; panel += step) {
-      const auto& by_tokens = p.gated ? gated : panel + step <= end_panel ? pairs : singles;
+    for (int64_t panel = first_panel; panel < end_panel; panel += kPanels) {
+      const auto& by_tokens = panel + kPanels <= end_panel ? pairs : singles;
       for (int64_t i = first_tile; i < end_tile; ++i) {
         const Tile tile = tokens.tile(i);
         by_tokens[tile.num_tokens - 1](p, tile, panel);

@@ -1,9 +1,9 @@
 """Products with matrices packed for the native CPU kernels: any number of tokens, float32, bfloat16 or int8 weights.
 
-A packed matrix keeps 16 rows side by side, `[ceil(N / 16), 1, K, 16]`, so that weights stream through the processor in
-order and are converted as they come. A gated one, the rows of a gate followed by as many that it gates, keeps 16 of
-either next to each other, `[ceil(N / 2 / 16), 2, K, 16]`: its product is SwiGLU (Shazeer 2020), computed as the sums
-are done. A token's result is the same to the bit whatever other tokens there are.
+A packed matrix keeps 16 rows side by side, `[ceil(N / 16), K, 1, 16]`, so that weights stream through the processor in
+order and are converted as they come. A gated one, the rows of a gate followed by as many that it gates, keeps 8 of each
+side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its product is SwiGLU (Shazeer 2020), computed as its sums are done. A
+token's result is the same to the bit whatever other tokens there are.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 class PackedMatrix:
     """A matrix `[N, K]`, see `pack`."""
 
-    weights: Shaped[Array, "panels parts K 16"]  # parts is 2 if it is gated, else 1
-    scales: Float[Array, "panels parts blocks 16"]  # blocks is 0 unless weights are int8
+    weights: Shaped[Array, "panels K parts rows"]  # parts is 2 if it is gated, else 1
+    scales: Float[Array, "panels blocks parts rows"]  # blocks is 0 unless weights are int8
     num_outputs: int = field(metadata={"static": True})  # of its product: N, or N / 2 if it is gated
 
     @property
     def shape(self) -> tuple[int, int]:
         """[N, K]."""
-        _, parts, K, _ = self.weights.shape
+        _, K, parts, _ = self.weights.shape
         return (parts * self.num_outputs, K)
 
     @property
     def gated(self) -> bool:
         """Whether its product is `silu(x @ gate.T) * (x @ up.T)`: gate is the first half of its rows, up the second."""
-        return bool(self.weights.shape[1] == 2)
+        return bool(self.weights.shape[2] == 2)
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
@@ -99,11 +99,11 @@ class Packer:
             self._write(self._scales, start, np.asarray(scales))
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
-        for part in range(panels.shape[1]):
+        for part in range(panels.shape[2]):
             offset = part * self._num_outputs - start  # of its first row in `rows`
             low, high = max(0, offset), min(len(rows), offset + self._num_outputs)
             if low < high:
-                _write_panels(panels[:, part], low - offset, rows[low:high])
+                _write_panels(panels[:, :, part], low - offset, rows[low:high])
 
     def matrix(self) -> PackedMatrix:
         """The packed matrix, once all rows are written; it takes the memory over."""
@@ -170,35 +170,37 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
     assert not matrix.gated, "a table of rows has no gate"
     row_ids = jnp.clip(row_ids, 0, matrix.num_outputs - 1)
     panel, lane = row_ids // PANEL_ROWS, row_ids % PANEL_ROWS
-    found = matrix.weights[panel, 0, :, lane]  # [T, K]
+    found = matrix.weights[panel, :, 0, lane]  # [T, K]
     if not matrix.scales.size:
         return found
-    scales = matrix.scales[panel, 0, :, lane]  # [T, blocks]
+    scales = matrix.scales[panel, :, 0, lane]  # [T, blocks]
     blocks = found.reshape(*scales.shape, -1) * scales[:, :, None]
     return blocks.reshape(found.shape)
 
 
 def _empty_panels(num_outputs: int, num_parts: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
     """Zeros in pages of their own, so aligned that XLA takes them over, and given back to the system when released."""
-    shape, dtype = (-(-num_outputs // PANEL_ROWS), num_parts, K, PANEL_ROWS), jnp.dtype(dtype)
+    num_rows, dtype = PANEL_ROWS // num_parts, jnp.dtype(dtype)
+    shape = (-(-num_outputs // num_rows), K, num_parts, num_rows)
     return np.ndarray(shape, dtype, mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY))
 
 
-def _write_panels(panels: Shaped[np.ndarray, "panels K 16"], start: int, rows: Shaped[np.ndarray, "rows K"]) -> None:
+def _write_panels(panels: Shaped[np.ndarray, "panels K rows"], start: int, rows: Shaped[np.ndarray, "N K"]) -> None:
     """Rows from `start` on: those that complete a panel, whole panels, those that begin one."""
-    panel, lane = divmod(start, PANEL_ROWS)
+    panel_rows = panels.shape[2]
+    panel, lane = divmod(start, panel_rows)
     if lane:
-        head, rows = np.split(rows, [PANEL_ROWS - lane])
+        head, rows = np.split(rows, [panel_rows - lane])
         panels[panel, :, lane : lane + len(head)] = head.T
         panel += 1
-    whole, rest = divmod(len(rows), PANEL_ROWS)
-    full = rows[: whole * PANEL_ROWS].reshape(whole, PANEL_ROWS, rows.shape[1])
+    whole, rest = divmod(len(rows), panel_rows)
+    full = rows[: whole * panel_rows].reshape(whole, panel_rows, rows.shape[1])
     panels[panel : panel + whole] = full.swapaxes(1, 2)
     if rest:
         panels[panel + whole, :, :rest] = rows[-rest:].T
 
 
-def _from_panels(panels: Shaped[Array, "panels parts K 16"], num_outputs: int) -> Shaped[Array, "N K"]:
-    num_panels, parts, K, _ = panels.shape
-    rows = panels.transpose(1, 0, 3, 2).reshape(parts, num_panels * PANEL_ROWS, K)
+def _from_panels(panels: Shaped[Array, "panels K parts rows"], num_outputs: int) -> Shaped[Array, "N K"]:
+    num_panels, K, parts, num_rows = panels.shape
+    rows = panels.transpose(2, 0, 3, 1).reshape(parts, num_panels * num_rows, K)
     return rows[:, :num_outputs].reshape(parts * num_outputs, K)
