@@ -48,8 +48,11 @@ def select(op: str, backends: Mapping[str, B], requested: str, supports: Callabl
 
 
 def target_platform() -> str:
-    """The platform computations run on: "cpu", "gpu" or "tpu"."""
-    return jax.default_backend()
+    """The platform that is compiled for, "cpu", "gpu" or "tpu": that of the mesh in use, if it names a chip."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return jax.default_backend()
+    return "gpu" if "NVIDIA" in device.device_kind else device.device_kind.split()[0].lower()
 
 
 def _select_best(op: str, backends: Mapping[str, B], supports: Callable[[B], str | None]) -> str:

@@ -16,15 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout
+from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.programs import ProgramStore
-from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, set_slot
+from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, new_state, set_slot
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, step_bytes
-from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sampling import SlotTable, TokenLogprobs
-from pallas_kernels import ragged_paged_attention as attention
 
 logger = logging.getLogger(__name__)
 
@@ -98,27 +96,7 @@ class Runner:
         self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes))
 
     def _new_state(self) -> ServeState:
-        """The device state, all zero: the pool, and what each slot remembers."""
-        a, s = self.arch, self.schedule
-        S = s.max_num_seqs
-        pool = attention.kv_shape(
-            self._backend,
-            num_layers=a.num_layers,
-            num_pages=s.num_pages,
-            page_size=s.page_size,
-            num_kv_heads=a.num_kv_heads,
-            head_dim=a.head_dim,
-        )
-        return ServeState(
-            kv_pages=jnp.zeros(pool, self._kv_dtype),
-            slots=SlotTable(
-                token_history=jnp.zeros((S, s.max_model_len), jnp.int32),
-                bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
-                bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
-                stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
-            ),
-            burst_cut=jnp.bool_(False),
-        )
+        return new_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
 
     def restore_state(self) -> None:
         """After a step that broke off: a new state, empty, if the old one was donated to it."""

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.dispatch import AUTO, select, target_platform
-from pallas_kernels.ragged_paged_attention import native, reference, xla
+from pallas_kernels.ragged_paged_attention import mosaic_gpu, native, reference, xla
 from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
@@ -43,6 +43,7 @@ __all__ = [
 ]
 
 BACKENDS: Mapping[str, Backend] = {
+    "mosaic_gpu": mosaic_gpu,
     "native": native,
     "xla": xla,
     "reference": reference,
@@ -66,6 +67,7 @@ def ragged_paged_attention(
     soft_cap: float | None = None,
     sinks: Float[Array, "Q"] | None = None,
     rope: Float32[Array, "2 T half"] | None = None,
+    tree_mask: Int32[Array, "T words"] | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
     """Writes `k` and `v` to the pages of their rows, then attends; returns the output and the updated pool.
@@ -88,6 +90,9 @@ def ragged_paged_attention(
       sinks: one extra logit per query head that takes part in the softmax and carries no value.
       rope: cosines and sines of every token's angles, by which `q` and `k` are first rotated, in float32, as
         `apply_rope` does; None where they come as they are to be used.
+      tree_mask: which of its row's new tokens each token sees, for verifying a tree of drafts: bit j of word w stands
+        for the (32 w + j)-th. Only tokens up to its own count; those past the last word, and all past ones, it sees.
+        None where the new tokens of each row follow each other. Not with a window, which goes by position.
       backend: "auto", or a name in `BACKENDS`.
 
     Raises:
@@ -99,10 +104,22 @@ def ragged_paged_attention(
     _check_rows(rows)
     _check_options(q.shape[1], window, soft_cap, sinks)
     _check_rope(q, rope)
-    chosen = BACKENDS[_select_for_pool(backend, q, k, kv_pages)]
+    _check_tree_mask(q, tree_mask, window)
+    chosen = BACKENDS[_select_for_pool(backend, q, k, kv_pages, has_tree_mask=tree_mask is not None)]
     _check_pool(chosen.pool_dims(kv_pages.shape), k, kv_pages, layer)
     return chosen.write_and_attend(
-        q, k, v, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, rope=rope
+        q,
+        k,
+        v,
+        kv_pages,
+        layer,
+        rows,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        rope=rope,
+        tree_mask=tree_mask,
     )
 
 
@@ -163,13 +180,14 @@ def _named(backend: str) -> Backend:
     return BACKENDS[backend]
 
 
-def _select_for_pool(backend: str, q: Array, k: Array, kv_pages: Array) -> str:
+def _select_for_pool(backend: str, q: Array, k: Array, kv_pages: Array, *, has_tree_mask: bool) -> str:
     """Selects a backend when only the pool's shape is known: its page size depends on whose layout it is."""
     platform = target_platform()
 
     def supports(candidate: Backend) -> str | None:
         page_size = candidate.pool_dims(kv_pages.shape).page_size
-        problem = Problem(q.shape[1], k.shape[1], q.shape[2], page_size, kv_pages.dtype, platform)
+        sizes = (q.shape[1], k.shape[1], q.shape[2], page_size)
+        problem = Problem(*sizes, kv_pages.dtype, platform, has_tree_mask)
         return candidate.supports(problem)
 
     return select("ragged_paged_attention", BACKENDS, backend, supports)
@@ -212,6 +230,17 @@ def _check_rope(q: Array, rope: Array | None) -> None:
             f"rope must be float32 of shape (2, {T}, {H / 2:g}), cosines and sines of T tokens by H / 2, "
             f"got {rope.dtype} of shape {rope.shape}"
         )
+
+
+def _check_tree_mask(q: Array, tree_mask: Array | None, window: int | None) -> None:
+    if tree_mask is None:
+        return
+    if tree_mask.ndim != 2 or tree_mask.shape[0] != q.shape[0] or tree_mask.dtype != jnp.int32:
+        raise ValueError(
+            f"tree_mask must be int32 of shape ({q.shape[0]}, words), got {tree_mask.dtype} of shape {tree_mask.shape}"
+        )
+    if window is not None:
+        raise ValueError("a window goes by position, which a tree_mask leaves open; give one of them")
 
 
 def _check_pool(dims: PoolDims, k: Array, kv_pages: Array, layer: int | Array) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +24,7 @@ class Inputs(NamedTuple):
     num_rows: Int32[Array, ""]
     sinks: Float[Array, "Q"] | None
     rope: Float32[Array, "2 T half"] | None
+    tree_mask: Int32[Array, "T words"] | None
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ class Case:
     soft_cap: float | None = None
     has_sinks: bool = False
     has_rope: bool = False
+    tree_words: int = 0
+    """Words of a random tree mask; 0 for none."""
     dtype: str = "float32"
     kv_dtype: str = "float32"
     stale: float = 1e4
@@ -60,6 +63,11 @@ class Case:
     def scale(self) -> float:
         """Factor on the scores."""
         return float(self.head_dim**-0.5)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The static options of the call."""
+        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
     @property
     def pages_per_row(self) -> tuple[int, ...]:
@@ -90,7 +98,18 @@ class Case:
             num_rows=jnp.int32(len(self.q_lens)),
             sinks=None if sinks is None else jnp.asarray(sinks, jnp.float32),
             rope=jnp.asarray(self._rope(rng), jnp.float32) if self.has_rope else None,
+            tree_mask=jnp.asarray(self._tree_mask(rng), jnp.int32) if self.tree_words else None,
         )
+
+    def _tree_mask(self, rng: np.random.Generator) -> np.ndarray:
+        """Every live token sees itself and any of the others; garbage for padding tokens."""
+        q_len = np.repeat(self.q_lens, self.q_lens)
+        own = np.concatenate([np.arange(n) for n in self.q_lens] + [np.zeros(self.padding_tokens, int)])
+        mask = rng.integers(-(2**31), 2**31, size=(len(q_len) + self.padding_tokens, self.tree_words))
+        word, bit = own // 32, own % 32
+        inside = word < self.tree_words
+        mask[np.flatnonzero(inside), word[inside]] |= np.where(bit[inside] == 31, -(2**31), 1 << bit[inside])
+        return mask
 
     def _rope(self, rng: np.random.Generator) -> np.ndarray:
         """Cosines and sines of every live token's angles, `[2, T, H / 2]`; garbage for padding tokens."""
@@ -178,9 +197,36 @@ CASES: tuple[Case, ...] = (
     Case("rope_no_live_rows", (), (), has_rope=True, padding_rows=2, padding_tokens=4),
     Case("rope_shared_prefix", *_SHARING, has_rope=True, shared_pages=8),
     Case("rope_sinks_window_soft_cap", *_RAGGED, has_rope=True, has_sinks=True, window=20, soft_cap=10.0),
+    Case("tree", *_RAGGED, tree_words=1, padding_rows=2, padding_tokens=3),
+    Case("tree_of_two_words", (50, 1, 64, 33), (80, 20, 64, 200), tree_words=2),
+    Case("tree_smaller_than_rows", (150, 1, 40), (210, 9, 300), tree_words=1, has_rope=True),
+    Case("tree_sinks_soft_cap", *_RAGGED, tree_words=1, has_sinks=True, soft_cap=5.0),
     Case("rope_head_dim_12", *_RAGGED, has_rope=True, head_dim=12),
     Case("rope_head_dim_96", *_RAGGED, has_rope=True, head_dim=96),
     Case("rope_head_dim_128", *_RAGGED, has_rope=True, head_dim=128, num_query_heads=8, num_kv_heads=1),
     Case("rope_bfloat16_pool", *_RAGGED, has_rope=True, kv_dtype="bfloat16"),
     Case("rope_bfloat16", *_RAGGED, has_rope=True, dtype="bfloat16", kv_dtype="bfloat16"),
 )
+
+GPU_CASES: tuple[Case, ...] = (
+    *(replace(case, dtype="bfloat16", kv_dtype="bfloat16") for case in CASES if case.name not in {"rope_head_dim_12"}),
+    Case("float16", *_RAGGED, dtype="float16", kv_dtype="float16"),
+    Case("head_dim_64", *_RAGGED, head_dim=64, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("head_dim_256", *_RAGGED, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("group_of_5", *_RAGGED, num_query_heads=10, num_kv_heads=2, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("group_of_16", *_RAGGED, num_query_heads=16, num_kv_heads=1, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("pages_of_64", *_RAGGED, page_size=64, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("pages_of_128", (1, 1, 90), (63, 200, 270), page_size=128, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("tall_tiles", (1, 300, 1, 230), (70, 300, 17, 260), dtype="bfloat16", kv_dtype="bfloat16", padding_tokens=9),
+    Case(
+        "tall_tiles_of_wide_groups_window",
+        (200, 1, 320),
+        (200, 170, 321),
+        num_query_heads=9,
+        num_kv_heads=1,
+        window=70,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+    ),
+)
+"""The cases in half precision, as the kernels of GPUs take them, and what only those distinguish."""

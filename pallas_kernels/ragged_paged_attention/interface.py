@@ -43,6 +43,14 @@ class RaggedRows(NamedTuple):
         """Tokens of each row in this step; zero for padding rows."""
         return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
+    def locate(self, num_tokens: int) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
+        """The row of each token of the step and its position there; some row and -1 for padding tokens."""
+        token_id = jnp.arange(num_tokens, dtype=jnp.int32)
+        starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
+        row_id = jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), self.kv_lens.shape[0] - 1)
+        position = token_id + (self.kv_lens - self.cu_q_lens[1:])[row_id]
+        return row_id, jnp.where(token_id < self.cu_q_lens[self.num_rows], position, -1)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -54,6 +62,7 @@ class Problem:
     page_size: int
     kv_dtype: jnp.dtype
     platform: str
+    has_tree_mask: bool = False
 
 
 @runtime_checkable
@@ -91,5 +100,6 @@ class Backend(Protocol):
         soft_cap: float | None,
         sinks: Float[Array, "Q"] | None,
         rope: Float32[Array, "2 T half"] | None,
+        tree_mask: Int32[Array, "T words"] | None,
     ) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
         """Attention of every row, in the dtype of `q`, and the pool with this step's keys and values in their pages."""

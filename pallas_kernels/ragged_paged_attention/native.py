@@ -30,6 +30,8 @@ def supports(problem: Problem) -> str | None:
         return reason
     if problem.kv_dtype.name not in POOL_DTYPES:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
+    if problem.has_tree_mask:
+        return "it has no tree masks"
     if problem.page_size % VECTOR or problem.head_dim % VECTOR:
         return f"page_size and head_dim must be multiples of {VECTOR}, not {problem.page_size} and {problem.head_dim}"
     return None
@@ -64,12 +66,14 @@ def write_and_attend(
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
+    tree_mask: Int32[Array, "T words"] | None = None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
     """Rotates, writes and attends in one call, the pool in place: donate it.
 
     The call takes q, k and v as one buffer: where they are slices of one, XLA puts them together at no cost, and would
     copy each to pass them one by one.
     """
+    assert tree_mask is None, "see supports"
     shapes = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
     call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={1: 1})
     out, kv_pages = call(

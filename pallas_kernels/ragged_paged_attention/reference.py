@@ -61,13 +61,16 @@ def write_and_attend(
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
+    tree_mask: Int32[Array, "T words"] | None = None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
     """Rotates, writes to a copy of the pool, attends."""
     dtype = q.dtype
     if rope is not None:
         q, k = _rotate(q, rope), _rotate(k, rope)
     kv_pages = _write_kv(kv_pages, k, v, layer, rows)
-    out = _attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
+    out = _attend(
+        q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, tree_mask=tree_mask
+    )
     return out.astype(dtype), kv_pages
 
 
@@ -107,6 +110,7 @@ def _attend(
     window: int | None,
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
+    tree_mask: Int32[Array, "T words"] | None,
 ) -> Float[Array, "T Q H"]:
     """Attention of every query over the keys it sees; zeros for padding tokens."""
     queries = np.asarray(q).astype(np.float32)
@@ -116,7 +120,11 @@ def _attend(
     out = np.zeros_like(queries)
     for row_id, token_id, position in _tokens(rows):
         first = 0 if window is None else max(0, position - window + 1)
-        k, v = _read(pages, page_table[row_id], first, position + 1)
+        positions = np.arange(first, position + 1)
+        if tree_mask is not None:
+            past_len = position - (token_id - int(rows.cu_q_lens[row_id]))
+            positions = positions[_in_tree(np.asarray(tree_mask)[token_id], positions - past_len)]
+        k, v = _read(pages, page_table[row_id], positions)
         out[token_id] = _attend_one(queries[token_id], k, v, scale, soft_cap, sink_logits)
     return jnp.asarray(out).astype(q.dtype)
 
@@ -129,10 +137,14 @@ def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
             yield row_id, token_id, int(kv_lens[row_id]) - int(cu_q_lens[row_id + 1]) + token_id
 
 
-def _read(pages: np.ndarray, page_ids: np.ndarray, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values at positions `first:end` of one sequence, each `f32[S, K, H]`."""
+def _in_tree(words: np.ndarray, new_ids: np.ndarray) -> np.ndarray:
+    """Which of a row's tokens one of them sees; `new_ids` counts from the first new one, past ones are negative."""
+    return np.array([i < 0 or i >= 32 * len(words) or bool(words[i // 32] >> (i % 32) & 1) for i in new_ids], bool)
+
+
+def _read(pages: np.ndarray, page_ids: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values at some positions of one sequence, each `f32[S, K, H]`."""
     page_size = pages.shape[1]
-    positions = np.arange(first, end)
     kv = pages[page_ids[positions // page_size], positions % page_size].astype(np.float32)  # [S, 2K, H]
     return kv[:, 0::2], kv[:, 1::2]
 

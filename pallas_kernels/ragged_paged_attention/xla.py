@@ -77,14 +77,15 @@ def write_and_attend(
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
+    tree_mask: Int32[Array, "T words"] | None = None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
     """Rotates, writes, attends; the pool is donated."""
     dtype = q.dtype
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
     kv_pages = _write_kv(kv_pages, k, v, layer, rows)
-    out = _attend(q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks)
-    return out.astype(dtype), kv_pages
+    attention = _Attention(kv_pages, layer, scale, window, soft_cap, sinks, tree_mask)
+    return _attend(attention, q, rows).astype(dtype), kv_pages
 
 
 def _write_kv(
@@ -97,35 +98,19 @@ def _write_kv(
     """Writes the keys and values of this step to their pages; donates the pool, one scatter in place."""
     num_pages, page_size = kv_pages.shape[1], kv_pages.shape[3]
     T, K, H = k.shape
-    position = _token_positions(rows, T)
-    row_id = _token_rows(rows, T)
-    is_live = position >= 0
+    row_id, position = rows.locate(T)
     page_id = rows.page_table.at[row_id, position // page_size].get(mode="clip")
     # Dropped writes still need distinct indices for the scatter to be declared free of collisions.
-    page_id = jnp.where(is_live, page_id, num_pages + jnp.arange(T, dtype=jnp.int32))
+    page_id = jnp.where(position >= 0, page_id, num_pages + jnp.arange(T, dtype=jnp.int32))
     kv = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H).astype(kv_pages.dtype)
     target = kv_pages.at[layer, page_id, :, position % page_size]
     return target.set(kv, mode="drop", unique_indices=True)
 
 
-def _attend(
-    q: Float[Array, "T Q H"],
-    kv_pages: Float[Array, "L N KV P H"],
-    layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, "Q"] | None,
-) -> Float[Array, "T Q H"]:
+def _attend(attention: _Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> Float[Array, "T Q H"]:
     """Attention of every row over its pages; zeros for padding tokens."""
-    attention = _Attention(kv_pages, layer, scale, window, soft_cap, sinks)
-    out = jnp.zeros_like(q)
-    out = _attend_decode_rows(attention, q, out, rows)
-    if q.shape[0] == 1:
-        return out
-    return _attend_prefill_rows(attention, q, out, rows)
+    out = _attend_decode_rows(attention, q, jnp.zeros_like(q), rows)
+    return out if q.shape[0] == 1 else _attend_prefill_rows(attention, q, out, rows)
 
 
 class _Attention(NamedTuple):
@@ -137,6 +122,21 @@ class _Attention(NamedTuple):
     window: int | None
     soft_cap: float | None
     sinks: Float[Array, "Q"] | None
+    tree_mask: Int32[Array, "T words"] | None
+
+
+class _Tree(NamedTuple):
+    """What the queries of a tile of one row see of its new tokens."""
+
+    words: Int32[Array, "X words"]
+    past_len: Int32[Array, ""]
+
+    def shows(self, key_position: Int32[Array, "B S"]) -> Bool[Array, "B X S"]:
+        new_id = (key_position - self.past_len)[:, None, :]  # [B, 1, S]
+        num_words = self.words.shape[1]
+        word = self.words[:, jnp.clip(new_id[0, 0] // 32, 0, num_words - 1)][None]  # [1, X, S]
+        bit = lax.shift_right_logical(word, jnp.broadcast_to(new_id % 32, word.shape)) & 1
+        return (new_id < 0) | (new_id >= 32 * num_words) | (bit == 1)
 
 
 class _Softmax(NamedTuple):
@@ -145,20 +145,6 @@ class _Softmax(NamedTuple):
     max_score: Float32[Array, "B K G X"]
     denominator: Float32[Array, "B K G X"]
     weighted_sum: Float32[Array, "B K G X H"]
-
-
-def _token_rows(rows: RaggedRows, T: int) -> Int32[Array, "T"]:
-    """The row of each token; any row for padding tokens."""
-    token_id = jnp.arange(T, dtype=jnp.int32)
-    starts_by = (rows.cu_q_lens[None, 1:] <= token_id[:, None]) & rows.is_live()[None, :]  # [T, R]
-    return jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), rows.kv_lens.shape[0] - 1)
-
-
-def _token_positions(rows: RaggedRows, T: int) -> Int32[Array, "T"]:
-    """The position of each token in its sequence; -1 for padding tokens."""
-    token_id = jnp.arange(T, dtype=jnp.int32)
-    position = token_id + (rows.kv_lens - rows.cu_q_lens[1:])[_token_rows(rows, T)]
-    return jnp.where(token_id < rows.cu_q_lens[rows.num_rows], position, -1)
 
 
 def _attend_decode_rows(
@@ -206,7 +192,11 @@ def _attend_prefill_rows(
         position = jnp.where(is_own, token_id + rows.kv_lens[row_id] - rows.cu_q_lens[row_id + 1], -1)
         page_table = rows.page_table[row_id][None]
         tile_q = lax.dynamic_slice_in_dim(q, start, tile_size)[None]  # [1, X, Q, H]
-        tile_out = _attend_blocks(attention, tile_q, position[None], page_table, PREFILL_BLOCK_TOKENS)
+        tree = None
+        if attention.tree_mask is not None:
+            words = lax.dynamic_slice_in_dim(attention.tree_mask, start, tile_size)
+            tree = _Tree(words, rows.kv_lens[row_id] - q_lens[row_id])
+        tile_out = _attend_blocks(attention, tile_q, position[None], page_table, PREFILL_BLOCK_TOKENS, tree)
         kept = lax.dynamic_slice_in_dim(out, start, tile_size)
         merged = jnp.where(is_own[:, None, None], tile_out[0], kept)
         return lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
@@ -220,6 +210,7 @@ def _attend_blocks(
     position: Int32[Array, "B X"],
     page_table: Int32[Array, "B M"],
     block_tokens: int,
+    tree: _Tree | None = None,
 ) -> Float[Array, "B X Q H"]:
     """Attention of B sequences of X queries each, a block of keys at a time; position -1 marks a query to ignore."""
     B, X, Q, H = q.shape
@@ -241,7 +232,10 @@ def _attend_blocks(
         # Zero weights alone would let a stale NaN or Inf through.
         in_range = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])
         v = jnp.where(in_range[:, None, :, None], v, 0)
-        return _absorb(attention, state, heads_q, k, v, _visible(position, key_position, attention.window))
+        visible = _visible(position, key_position, attention.window)
+        if tree is not None:
+            visible &= tree.shows(key_position)
+        return _absorb(attention, state, heads_q, k, v, visible)
 
     state = lax.fori_loop(0, num_blocks, absorb_block, _start(attention.sinks, heads_q.shape))
     out = state.weighted_sum / jnp.where(state.denominator > 0, state.denominator, 1)[..., None]

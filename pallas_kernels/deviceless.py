@@ -1,0 +1,105 @@
+"""Compiling for chips that are not there: any machine can check what a program becomes on an accelerator.
+
+The result is a compiled program with its HLO, `memory_analysis()` and the assembler's report. It cannot be run, and its
+matrix products are not those a chip would choose: XLA measures them there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+
+_H200 = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150000000000
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+@dataclass(frozen=True)
+class Chip:
+    """An accelerator as the compiler knows it.
+
+    Attributes:
+        device_kind: what jax calls it.
+        platform: "gpu" or "tpu".
+        num_cores: multiprocessors.
+        target_config: XLA's description of the chip.
+    """
+
+    device_kind: str
+    platform: str
+    num_cores: int
+    target_config: str
+
+    def unavailable(self) -> str | None:
+        """Why nothing can be compiled for it here; None if it can."""
+        if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+            return (
+                f"jax-cuda13-plugin and jax-cuda13-pjrt {jax.__version__} are not installed "
+                "(pip install --no-deps is enough to compile)"
+            )
+        return None
+
+    def compile(
+        self, function: Callable[..., Any], args: Sequence[Any], donate_argnums: tuple[int, ...] = ()
+    ) -> jax.stages.Compiled:
+        """Compiles `function` for one chip.
+
+        Args:
+          function: what `jax.jit` takes.
+          args: arrays, or their shapes and dtypes, in pytrees.
+          donate_argnums: as of `jax.jit`.
+        """
+        sharding = SingleDeviceSharding(_one_device(self))
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
+        with jax.sharding.use_abstract_mesh(self._mesh()):
+            traced = jax.jit(function, donate_argnums=donate_argnums).trace(*shapes)
+            return traced.lower(lowering_platforms=("cuda",)).compile()
+
+    def _mesh(self) -> AbstractMesh:
+        """What kernels ask for facts of the chip while they are traced."""
+        facts: dict[str, Any] = {"device_kind": self.device_kind, "num_cores": self.num_cores}
+        try:
+            device = AbstractDevice(**facts, platform=self.platform)
+        except TypeError:  # jax 0.10 has no platform there
+            device = AbstractDevice(**facts)
+        return AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+@functools.cache
+def _one_device(chip: Chip) -> Any:
+    topology = topologies.get_topology_desc(
+        platform="cuda", topology_name=chip.device_kind, topology="1x1x1", target_config=chip.target_config
+    )
+    return topology.devices[0]
+
+
+H200 = Chip("NVIDIA H200", "gpu", 132, _H200)

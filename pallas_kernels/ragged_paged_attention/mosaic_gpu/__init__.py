@@ -1,0 +1,181 @@
+"""Ragged paged attention for Hopper GPUs, in Pallas (Mosaic GPU): the serving backend on NVIDIA GPUs.
+
+New keys and values are scattered to their pages, in place; then one persistent kernel attends for all rows.
+
+- The queries of a row are cut into tiles: some tokens times the query heads of one kv head, 64 rows of a matrix for
+  each warpgroup. A tile with its kv head is an item; the blocks of keys it sees are its units of work (`plan.py`).
+- All units of the step lie on one line that is cut evenly between the workers, so that any mix of lengths balances
+  (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). The plan is computed on the device, from the
+  lengths: steps that follow each other without the host need nothing from it.
+- An item inside one worker's span is written to the output at once. The parts of an item that several workers share
+  go to a scratch buffer of two parts a worker, and a second, small kernel merges them.
+- In a worker one warpgroup feeds a ring of shared memory by TMA, page by page, and one or two compute: S = Q K^T,
+  online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`kernel.py`). Masks only in
+  blocks that cross the diagonal, the end of the row or the edge of a window.
+
+Where a step has many tokens there are two such kernels: one for rows of few tokens, whose time is that of reading
+keys and values, and one with taller tiles for the others, whose time is that of the products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32
+
+from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BLOCK_KV,
+    MAX_PART_COLUMNS,
+    MIN_TILE_TOKENS,
+    WARPGROUP_ROWS,
+    Call,
+    Plan,
+    Tiles,
+    plan,
+)
+from pallas_kernels.ragged_paged_attention.rope import apply_rope
+
+__all__ = ["from_canonical", "interpreted", "kv_shape", "pool_dims", "supports", "to_canonical", "write_and_attend"]
+
+POOL_DTYPES = ("bfloat16", "float16")
+HEAD_DIMS = (32, 64, 96, 128, 256)
+HOPPER_CORES = 132
+INTERPRETED_CORES = 2  # few, so that every worker has something to do
+
+kv_shape = reference.kv_shape
+pool_dims = reference.pool_dims
+to_canonical = reference.to_canonical
+from_canonical = reference.from_canonical
+
+_interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(params: Any) -> Iterator[None]:
+    """Has calls traced inside run in the interpreter of jax 0.11 and later, on any machine, with these parameters."""
+    token = _interpret_params.set(params)
+    try:
+        yield
+    finally:
+        _interpret_params.reset(token)
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this backend cannot run the problem; None if it can."""
+    if problem.platform != "gpu" and _interpret_params.get() is None:
+        return "it runs on GPUs only"
+    if problem.kv_dtype.name not in POOL_DTYPES:
+        return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
+    if problem.head_dim not in HEAD_DIMS:
+        return f"head_dim must be one of {HEAD_DIMS}, not {problem.head_dim}"
+    max_group = WARPGROUP_ROWS * (2 if problem.head_dim <= MAX_PART_COLUMNS else 1) // MIN_TILE_TOKENS
+    if problem.num_query_heads > max_group * problem.num_kv_heads:
+        return (
+            f"a kv head of {problem.head_dim} serves at most {max_group} query heads, "
+            f"not {problem.num_query_heads}/{problem.num_kv_heads}"
+        )
+    if problem.page_size % 8 or (BLOCK_KV % problem.page_size and problem.page_size % BLOCK_KV):
+        return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {problem.page_size}"
+    return _unavailable()
+
+
+@functools.cache
+def _unavailable() -> str | None:
+    """Why the kernels cannot be imported here; None if they can."""
+    try:
+        from pallas_kernels.ragged_paged_attention.mosaic_gpu import kernel  # noqa: F401, PLC0415 (slow to import)
+    except ImportError as error:
+        return f"Pallas for GPUs does not load in jax {jax.__version__}: {error}"
+    return None
+
+
+def write_and_attend(
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_pages: Float[Array, "L N P KV H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "Q"] | None,
+    rope: Float32[Array, "2 T half"] | None,
+    tree_mask: Int32[Array, "T words"] | None = None,
+) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
+    """Rotates, scatters into the donated pool, attends. Queries and the weights of values are rounded to its dtype."""
+    from pallas_kernels.ragged_paged_attention.mosaic_gpu import kernel  # noqa: PLC0415 (slow to import)
+
+    T, dtype = q.shape[0], q.dtype
+    if rope is not None:
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    kv_pages = _write_kv(kv_pages, k, v, layer, rows)
+    call = Call(
+        num_tokens=T,
+        num_kv_heads=k.shape[1],
+        group=q.shape[1] // k.shape[1],
+        head_dim=q.shape[2],
+        page_size=kv_pages.shape[2],
+        dtype=kv_pages.dtype,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        tree_words=0 if tree_mask is None else tree_mask.shape[1],
+        num_cores=_num_cores(),
+        interpret=_interpret_params.get(),
+    )
+    plans = _plans(call, rows)
+    # Tiles of shared memory are filled from whole groups of eight tokens.
+    q = jnp.pad(q.astype(call.dtype), ((0, -T % 8), (0, 0), (0, 0)))
+    out = kernel.attend(call, plans, q, kv_pages, layer, rows, sinks, tree_mask)
+    return out[:T].astype(dtype), kv_pages
+
+
+def _plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, Plan]]:
+    """The work of each kernel: rows that fit a short tile go to the first, the others to the last."""
+    kinds, q_lens = call.kinds(), rows.live_q_lens()
+    if len(kinds) == 1:
+        return [(kinds[0], plan(call, kinds[0], rows, q_lens))]
+    short, tall = kinds
+    is_short = q_lens <= short.tokens
+    return [
+        (short, plan(call, short, rows, jnp.where(is_short, q_lens, 0))),
+        (tall, plan(call, tall, rows, jnp.where(is_short, 0, q_lens))),
+    ]
+
+
+def _write_kv(
+    kv_pages: Float[Array, "L N P KV H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+) -> Float[Array, "L N P KV H"]:
+    """The pool with the keys and values of this step in their pages; padding tokens are dropped."""
+    num_pages, page_size = kv_pages.shape[1:3]
+    T, K, H = k.shape
+    row_id, position = rows.locate(T)
+    page_id = rows.page_table.at[row_id, position // page_size].get(mode="clip")
+    # Dropped writes still need distinct indices for the scatter to be declared free of collisions.
+    page_id = jnp.where(position >= 0, page_id, num_pages + jnp.arange(T, dtype=jnp.int32))
+    kv = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H).astype(kv_pages.dtype)
+    return kv_pages.at[layer, page_id, position % page_size].set(kv, mode="drop", unique_indices=True)
+
+
+def _num_cores() -> int:
+    """Multiprocessors of the chip that is compiled for."""
+    if _interpret_params.get() is not None:
+        return INTERPRETED_CORES
+    if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:
+        return int(device.num_cores or HOPPER_CORES)
+    return int(getattr(jax.devices()[0], "core_count", HOPPER_CORES))

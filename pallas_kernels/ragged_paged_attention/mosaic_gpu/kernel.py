@@ -1,0 +1,645 @@
+"""The two kernels: one attends, one merges the parts of items that several workers share. See the package."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int32
+
+from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BLOCK_KV,
+    END_ITEM,
+    FIRST_BLOCK,
+    FIRST_ITEM,
+    FIRST_TOKEN,
+    FIRST_UNIT,
+    NUM_BLOCKS,
+    NUM_TOKENS,
+    PAST_LEN,
+    POSITION,
+    ROW,
+    SPAN_END,
+    SPAN_START,
+    WARPGROUP_ROWS,
+    Call,
+    Plan,
+    Tiles,
+)
+
+LOG2E = math.log2(math.e)
+MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
+REGISTERS = {3: (56, 224), 4: (40, 208)}  # to load and to compute, by the number of warpgroups; of two each has enough
+
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
+
+
+def attend(
+    call: Call,
+    plans: Sequence[tuple[Tiles, Plan]],
+    q: Float[Array, "padded Q H"],
+    kv_pages: Float[Array, "L N P KV H"],
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+    sinks: Float[Array, "Q"] | None,
+    tree_mask: Int32[Array, "T words"] | None,
+) -> Float[Array, "padded Q H"]:
+    """The output of all tiles of all plans, and zeros for padding tokens; of queries padded to eight tokens."""
+    out_ref = jax.empty_ref(jax.ShapeDtypeStruct(q.shape, q.dtype))
+    # Apart: where the layer is a constant, neither takes a program of its own in each layer.
+    layer = jnp.asarray(layer, jnp.int32)[None]
+    num_live_tokens = rows.cu_q_lens[rows.num_rows][None]
+    for tiles, plan in plans:
+        shape = (tiles.num_workers, 2, tiles.column_parts, tiles.rows)
+        shapes = ((*shape, call.head_dim // tiles.column_parts), shape, shape)
+        unmerged = _Unmerged(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
+        _launch(
+            call,
+            functools.partial(_attend_kernel, call, tiles),
+            "ragged_paged_attention",
+            num_blocks=tiles.num_cores,
+            num_threads=tiles.workers * (tiles.warpgroups + 1),
+            scratch=_shared(call, tiles),
+        )(
+            layer,
+            *plan,
+            rows.page_table,
+            _sink_rows(call, tiles, sinks),
+            _tree_rows(tiles, plan, tree_mask),
+            q,
+            kv_pages,
+            out_ref,
+            *unmerged,
+        )
+        _launch(
+            call,
+            functools.partial(_merge_kernel, call, tiles),
+            "merge_attention_parts",
+            num_blocks=tiles.num_workers,
+            num_threads=tiles.warpgroups,
+            scratch=[plgpu.SMEM((tiles.warpgroups, WARPGROUP_ROWS, call.head_dim // tiles.column_parts), call.dtype)],
+        )(num_live_tokens, *plan, *unmerged, out_ref)
+    return jax.freeze(out_ref)
+
+
+def _launch(
+    call: Call, body: Callable[..., None], name: str, *, num_blocks: int, num_threads: int, scratch: Any
+) -> Callable[..., None]:
+    mesh = plgpu.Mesh(grid=(num_blocks,), grid_names=("block",), num_threads=num_threads, thread_name="thread")
+    params = plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane)
+    interpret = {} if call.interpret is None else {"interpret": call.interpret}
+
+    def kernel(*refs: Any) -> None:
+        pl.run_scoped(functools.partial(body, *refs), *scratch, collective_axes="thread")
+
+    return pl.kernel(kernel, out_type=(), mesh=mesh, compiler_params=params, name=name, **interpret)
+
+
+class _Item(NamedTuple):
+    """A tile with its kv head, and the part of it that falls to one worker."""
+
+    tile: Any
+    row: Any
+    head: Any
+    first_token: Any
+    num_tokens: Any
+    position: Any
+    past_len: Any
+    begin: Any  # first block of the part
+    end: Any  # end of its blocks
+    is_first: Any  # whether the part has the item's first block
+    is_last: Any
+
+
+def _read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> _Item:
+    def column(index: int) -> Any:
+        return tiles_ref[tile, index]
+
+    num_blocks, first_block = column(NUM_BLOCKS), column(FIRST_BLOCK)
+    first_unit = column(FIRST_UNIT) + head * num_blocks
+    begin = jnp.maximum(span_start - first_unit, 0)
+    end = jnp.minimum(span_end - first_unit, num_blocks)
+    return _Item(
+        tile=tile,
+        row=column(ROW),
+        head=head,
+        first_token=column(FIRST_TOKEN),
+        num_tokens=column(NUM_TOKENS),
+        position=column(POSITION),
+        past_len=column(PAST_LEN),
+        begin=first_block + begin,
+        end=first_block + end,
+        is_first=begin == 0,
+        is_last=end == num_blocks,
+    )
+
+
+class _Unmerged(NamedTuple):
+    """Of each worker the softmax over its part of an item that another began (0) and of one that it began (1)."""
+
+    values: Any  # f32[workers, 2, column_parts, rows, H / column_parts], weighted sums
+    max_score: Any  # f32[workers, 2, column_parts, rows]
+    denominator: Any  # f32[workers, 2, column_parts, rows]
+
+
+class _Part(NamedTuple):
+    """What one warpgroup computes of a tile."""
+
+    index: Any
+    row: Any  # the first of its 64 rows
+    column: Any  # which part of the values' columns
+
+    @property
+    def rows(self) -> Any:
+        return pl.ds(self.row, WARPGROUP_ROWS)
+
+
+def _part(tiles: Tiles, index: Any) -> _Part:
+    columns = _i32(tiles.column_parts)
+    return _Part(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))
+
+
+class _Shared(NamedTuple):
+    """Shared memory and barriers of a block of threads; a worker has its own part of each."""
+
+    q: Any  # [workers, rows, H]
+    k: Any  # [workers * stages, BLOCK_KV, H]
+    v: Any  # [workers * stages, column_parts, BLOCK_KV, H / column_parts]
+    out: Any  # [workers * warpgroups, 64, H / column_parts]
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+    tail: Any
+    p: Any  # weights of the values; in the interpreter alone, which lacks wgmma from registers
+
+
+def _shared(call: Call, tiles: Tiles) -> _Shared:
+    workers, stages, H = tiles.workers, tiles.workers * tiles.stages, call.head_dim
+    pages, columns = max(1, BLOCK_KV // call.page_size), H // tiles.column_parts
+    warpgroups = workers * tiles.warpgroups
+
+    def matrix(*shape: int) -> Any:
+        return plgpu.SMEM(shape, call.dtype, transforms=_layout(call))
+
+    def barriers(num_arrivals: int, num_barriers: int) -> Any:
+        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
+
+    return _Shared(
+        q=matrix(workers, tiles.rows, H),
+        k=matrix(stages, BLOCK_KV, H),
+        v=matrix(stages, tiles.column_parts, BLOCK_KV, columns),
+        out=plgpu.SMEM((warpgroups, WARPGROUP_ROWS, columns), call.dtype),
+        q_ready=barriers(call.group, workers),
+        q_free=barriers(tiles.warpgroups, workers),
+        k_ready=barriers(pages, stages),
+        k_free=barriers(tiles.warpgroups, stages),
+        v_ready=barriers(pages * tiles.column_parts, stages),
+        v_free=barriers(tiles.warpgroups, stages),
+        tail=barriers(tiles.warpgroups, workers),
+        p=plgpu.SMEM((8,), jnp.int32) if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
+    )
+
+
+def _layout(call: Call) -> tuple[Any, Any]:
+    """Of matrices in shared memory that wgmma reads."""
+    return plgpu.TilingTransform((8, call.swizzle // 2)), plgpu.SwizzleTransform(call.swizzle)
+
+
+def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Float[Array, "K rows"]:
+    """The sink of every row of a tile, in base 2; zeros where there are none."""
+    if sinks is None:
+        return jnp.zeros((call.num_kv_heads, tiles.rows), jnp.float32)
+    heads = sinks.astype(jnp.float32).reshape(call.num_kv_heads, call.group, 1) * LOG2E
+    by_token = jnp.broadcast_to(heads, (*heads.shape[:2], tiles.tokens)).reshape(call.num_kv_heads, -1)
+    return jnp.pad(by_token, ((0, 0), (0, tiles.rows - by_token.shape[1])))
+
+
+def _tree_rows(tiles: Tiles, plan: Plan, tree_mask: Int32[Array, "T words"] | None) -> Int32[Array, "tiles words rows"]:
+    """The words of every row of every tile."""
+    if tree_mask is None:
+        return jnp.zeros((1, 1, 1), jnp.int32)
+    token = jnp.arange(tiles.rows, dtype=jnp.int32) % tiles.tokens
+    words = tree_mask.at[plan.tiles[:, FIRST_TOKEN, None] + token[None]].get(mode="clip")  # [tiles, rows, words]
+    return words.swapaxes(1, 2)
+
+
+def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
+    """One block of threads: in each worker, a warpgroup that loads and those that compute."""
+    inputs, shared = _Inputs(*refs[: len(_Inputs._fields)]), _Shared(*refs[len(_Inputs._fields) :])
+    thread = lax.axis_index("thread")
+    num_compute = tiles.workers * tiles.warpgroups
+    registers = REGISTERS.get(num_compute + tiles.workers)
+
+    def worker(lane: Any) -> _Worker:
+        return _Worker(call, tiles, inputs, shared, lane, lane * tiles.num_cores + lax.axis_index("block"))
+
+    @pl.when(thread >= num_compute)
+    def load() -> None:
+        if registers is not None:
+            plgpu.set_max_registers(registers[0], action="decrease")
+        worker(thread - num_compute).load()
+
+    @pl.when(thread < num_compute)
+    def compute() -> None:
+        if registers is not None:
+            plgpu.set_max_registers(registers[1], action="increase")
+        warpgroups = _i32(tiles.warpgroups)
+        worker(lax.div(thread, warpgroups)).compute(_part(tiles, lax.rem(thread, warpgroups)))
+
+
+class _Inputs(NamedTuple):
+    """What the kernel gets in global memory."""
+
+    layer: Any  # [1]
+    tiles: Any
+    workers: Any
+    page_table: Any
+    sink_rows: Any
+    tree_rows: Any
+    q: Any
+    kv_pages: Any
+    out: Any
+    values: Any
+    max_score: Any
+    denominator: Any
+
+
+class _Softmax(NamedTuple):
+    """Of one warpgroup's rows, over the keys seen so far; scores in base 2."""
+
+    values: Any  # f32[64, H], weighted sum
+    max_score: Any  # f32[64]
+    denominator: Any  # f32[64]
+
+
+class _Worker:
+    """A span of units and the warpgroups that work on it."""
+
+    def __init__(self, call: Call, tiles: Tiles, inputs: _Inputs, shared: _Shared, lane: Any, index: Any) -> None:
+        self.call, self.tiles, self.inputs, self.shared = call, tiles, inputs, shared
+        self.lane, self.index = lane, index
+        self.items = (inputs.workers[index, FIRST_ITEM], inputs.workers[index, END_ITEM])
+        self.span_start, self.span_end = inputs.workers[index, SPAN_START], inputs.workers[index, SPAN_END]
+
+    def item(self, index: Any) -> _Item:
+        tile = lax.div(index, _i32(self.call.num_kv_heads))
+        head = lax.rem(index, _i32(self.call.num_kv_heads))
+        return _read_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
+
+    def slot(self, block_count: Any) -> Any:
+        """The part of the ring that the worker's next block is in."""
+        return self.lane * self.tiles.stages + lax.rem(block_count, _i32(self.tiles.stages))
+
+    def load(self) -> None:
+        """Fills the ring, one block of keys and values after the other."""
+        shared, stages = self.shared, self.tiles.stages
+
+        def load_item(index: Any, block_count: Any) -> Any:
+            item = self.item(index)
+
+            @pl.when(index > self.items[0])
+            def wait_for_q() -> None:
+                plgpu.barrier_wait(shared.q_free.at[self.lane])
+
+            self.load_queries(item)
+
+            def load_block(block: Any, block_count: Any) -> Any:
+                slot = self.slot(block_count)
+                page_ids = self.page_ids(item, block)
+
+                @pl.when(block_count >= stages)
+                def wait_for_keys() -> None:
+                    plgpu.barrier_wait(shared.k_free.at[slot])
+
+                self.load_pages(page_ids, block, 2 * item.head, 0, shared.k.at[slot], shared.k_ready.at[slot])
+
+                @pl.when(block_count >= stages)
+                def wait_for_values() -> None:
+                    plgpu.barrier_wait(shared.v_free.at[slot])
+
+                for part in range(self.tiles.column_parts):
+                    self.load_pages(
+                        page_ids, block, 2 * item.head + 1, part, shared.v.at[slot, part], shared.v_ready.at[slot]
+                    )
+                return block_count + 1
+
+            return lax.fori_loop(item.begin, item.end, load_block, block_count)
+
+        block_count = lax.fori_loop(*self.items, load_item, _i32(0))
+
+        # What is still in flight is seen to its end.
+        @pl.when(self.items[1] > self.items[0])
+        def drain_q() -> None:
+            plgpu.barrier_wait(shared.q_free.at[self.lane])
+
+        @pl.loop(jnp.maximum(block_count - stages, 0), block_count)
+        def drain(count: Any) -> None:
+            plgpu.barrier_wait(shared.k_free.at[self.slot(count)])
+            plgpu.barrier_wait(shared.v_free.at[self.slot(count)])
+
+    def load_queries(self, item: _Item) -> None:
+        """A tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
+        tokens = self.tiles.tokens
+
+        @pl.loop(0, self.call.group)
+        def load_head(g: Any) -> None:
+            plgpu.copy_gmem_to_smem(
+                self.inputs.q.at[pl.ds(item.first_token, tokens), item.head * self.call.group + g],
+                self.shared.q.at[self.lane, pl.ds(g * tokens, tokens)],
+                self.shared.q_ready.at[self.lane],
+            )
+
+    def page_ids(self, item: _Item, block: Any) -> list[Any]:
+        """The pages of one block; of a page past the end, which the table may not have, the first one again."""
+        size = self.call.page_size
+        if size > BLOCK_KV:
+            return [self.inputs.page_table[item.row, lax.div(block, _i32(size // BLOCK_KV))]]
+        num_pages = lax.div(item.position + item.num_tokens + (size - 1), _i32(size))
+        first = block * (BLOCK_KV // size)
+        columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(BLOCK_KV // size)]
+        return [self.inputs.page_table[item.row, column] for column in columns]
+
+    def load_pages(self, page_ids: list[Any], block: Any, head: Any, part: int, buffer: Any, ready: Any) -> None:
+        """As many columns of a head's block as the buffer has, from the part-th on."""
+        pages, size = self.inputs.kv_pages.at[self.inputs.layer[0]], self.call.page_size
+        columns = pl.ds(part * buffer.shape[1], buffer.shape[1])
+        if size > BLOCK_KV:
+            offset = lax.rem(block, _i32(size // BLOCK_KV)) * BLOCK_KV
+            plgpu.copy_gmem_to_smem(pages.at[page_ids[0], pl.ds(offset, BLOCK_KV), head, columns], buffer, ready)
+            return
+        for i, page_id in enumerate(page_ids):
+            plgpu.copy_gmem_to_smem(pages.at[page_id, :, head, columns], buffer.at[pl.ds(i * size, size)], ready)
+
+    def compute(self, part: _Part) -> None:
+        """Attends with one part of each tile."""
+
+        def compute_item(index: Any, block_count: Any) -> Any:
+            item = self.item(index)
+            plgpu.barrier_wait(self.shared.q_ready.at[self.lane])
+            state = self.attend_item(item, part, block_count)
+            plgpu.barrier_arrive(self.shared.q_free.at[self.lane])
+
+            @pl.when(item.is_first & item.is_last)
+            def finish() -> None:
+                out = self.shared.out.at[self.lane * self.tiles.warpgroups + part.index]
+                _store(self.call, self.tiles, item, part, state, out, self.inputs.out)
+
+            @pl.when(~(item.is_first & item.is_last))
+            def leave_to_merge() -> None:
+                place = self.index, jnp.where(item.is_first, 1, 0), part.column, part.rows
+                self.inputs.values[place] = state.values
+                self.inputs.max_score[place] = state.max_score
+                self.inputs.denominator[place] = state.denominator
+
+            return block_count + item.end - item.begin
+
+        lax.fori_loop(*self.items, compute_item, _i32(0))
+
+    def attend_item(self, item: _Item, part: _Part, block_count: Any) -> _Softmax:
+        """The softmax over the blocks of one item; masks only where it must."""
+        call = self.call
+        state = self.start(item, part)
+        # Blocks that all tokens of the tile see from end to end.
+        num_seen = item.past_len if call.tree_words else item.position + 1
+        full_end = jnp.clip(lax.div(num_seen, _i32(BLOCK_KV)), item.begin, item.end)
+        full_begin = item.begin
+        if call.window is not None:
+            last = item.position + item.num_tokens - 1
+            first_full = lax.div(jnp.maximum(last - call.window + 1, 0) + (BLOCK_KV - 1), _i32(BLOCK_KV))
+            full_begin = jnp.clip(first_full, item.begin, full_end)
+
+        def absorb(block: Any, state: _Softmax, masked: bool) -> _Softmax:
+            slot = self.slot(block_count + block - item.begin)
+            return self.absorb_block(item, part, block, slot, state, masked)
+
+        if call.window is not None:
+            state = lax.fori_loop(item.begin, full_begin, functools.partial(absorb, masked=True), state)
+        state = lax.fori_loop(full_begin, full_end, functools.partial(absorb, masked=False), state)
+        return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
+
+    def start(self, item: _Item, part: _Part) -> _Softmax:
+        """The softmax before any key: empty, or holding the sinks of the rows where the item begins."""
+        max_score = _cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
+        denominator = _cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
+        if self.call.has_sinks:
+            sinks = _load(self.inputs.sink_rows.at[item.head, part.rows], _ROWS)
+            max_score = jnp.where(item.is_first, sinks, max_score)
+            denominator = jnp.where(item.is_first, jnp.full_like(denominator, 1), denominator)
+        shape = (WARPGROUP_ROWS, self.call.head_dim // self.tiles.column_parts)
+        values = _cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return _Softmax(values, max_score, denominator)
+
+    def absorb_block(self, item: _Item, part: _Part, block: Any, slot: Any, state: _Softmax, masked: bool) -> _Softmax:
+        """The softmax after one more block of keys."""
+        shared, v = self.shared, self.shared.v.at[slot, part.column]
+        if masked:  # before anything else is in registers
+            plgpu.barrier_wait(shared.v_ready.at[slot])
+            self.clear_tail(item, part, block, v)
+        plgpu.barrier_wait(shared.k_ready.at[slot])
+        scores = _scores(shared.q.at[self.lane, part.rows], shared.k.at[slot])
+        plgpu.barrier_arrive(shared.k_free.at[slot])
+        scores = self.scale_and_mask(scores, item, part, block, masked)
+        max_score = jnp.maximum(state.max_score, scores.max(axis=1))
+        rescale = jnp.exp2(state.max_score - max_score)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(max_score, scores.shape, [0]))
+        denominator = state.denominator * rescale + weights.sum(axis=1)
+        values = state.values * lax.broadcast_in_dim(rescale, state.values.shape, [0])
+        if not masked:
+            plgpu.barrier_wait(shared.v_ready.at[slot])
+        values = self.add_values(values, weights.astype(self.call.dtype), part, v)
+        plgpu.barrier_arrive(shared.v_free.at[slot])
+        return _Softmax(values, max_score, denominator)
+
+    def scale_and_mask(self, scores: Any, item: _Item, part: _Part, block: Any, masked: bool) -> Any:
+        """Scores in base 2, soft-capped; those that a query does not see are MASKED."""
+        scale, soft_cap, window = self.call.scale, self.call.soft_cap, self.call.window
+        if soft_cap is None:
+            scores *= scale * LOG2E
+        else:
+            # tanh by its definition: the approximate instruction has 11 bits.
+            growth = jnp.exp2(scores * (2 * LOG2E * scale / soft_cap))
+            scores = (soft_cap * LOG2E) * (1 - 2 / (growth + 1))
+        if not masked:
+            return scores
+        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * BLOCK_KV
+        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_ROWS) + part.row
+        query = lax.broadcast_in_dim(item.position + (row & (self.tiles.tokens - 1)), scores.shape, [0])
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+        if self.call.tree_words:
+            visible &= self.in_tree(key - item.past_len, item, part)
+        return jnp.where(visible, scores, MASKED)
+
+    def in_tree(self, new_id: Any, item: _Item, part: _Part) -> Any:
+        """Which keys each query sees; `new_id` counts from the row's first new token, past ones are negative."""
+        num_words = self.call.tree_words
+        visible = (new_id < 0) | (new_id >= 32 * num_words)
+        for i in range(num_words):
+            word = _load(self.inputs.tree_rows.at[item.tile, i, part.rows], _ROWS)
+            bit = lax.shift_right_logical(lax.broadcast_in_dim(word, new_id.shape, [0]), new_id & 31) & 1
+            visible |= (new_id >= 32 * i) & (new_id < 32 * (i + 1)) & (bit == 1)
+        return visible
+
+    def clear_tail(self, item: _Item, part: _Part, block: Any, v: Any) -> None:
+        """Zeros in place of values past the last token: a stale NaN would pass through a weight of zero."""
+        end = item.position + item.num_tokens - block * BLOCK_KV
+        width = self.call.swizzle // 2  # columns at a time, for want of registers
+
+        @pl.when(end < BLOCK_KV)
+        def clear() -> None:
+            @pl.when(part.row == 0)
+            def write() -> None:
+                row = plgpu.broadcasted_iota(jnp.int32, (BLOCK_KV, width), 0, layout=plgpu.Layout.WGMMA)
+                for start in range(0, v.shape[1], width):
+                    chunk = v.at[:, pl.ds(start, width)]
+                    values = _cast(chunk[...], plgpu.Layout.WGMMA)
+                    chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
+                plgpu.commit_smem()
+
+            if self.tiles.row_parts > 1:  # those who share the values wait for the one who clears
+                plgpu.barrier_arrive(self.shared.tail.at[self.lane])
+                plgpu.barrier_wait(self.shared.tail.at[self.lane])
+
+    def add_values(self, values: Any, weights: Any, part: _Part, v: Any) -> Any:
+        """`values + weights @ v`."""
+        if self.call.interpret is None:
+            return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, v))(plgpu.ACC.init(values))
+        p = self.shared.p.at[self.lane * self.tiles.warpgroups + part.index]
+        p[...] = weights
+        plgpu.commit_smem()
+
+        def multiply(acc: Any) -> Any:
+            plgpu.wgmma(acc, p, v)
+            return acc[...]
+
+        return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
+
+
+def _scores(q: Any, k: Any) -> Any:
+    def multiply(acc: Any) -> Any:
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, k.shape[0]), jnp.float32))
+
+
+def _store(call: Call, tiles: Tiles, item: _Item, part: _Part, state: _Softmax, out: Any, out_ref: Any) -> None:
+    """Writes one part to the output, by way of `out` in shared memory; live tokens only.
+
+    A copy has a static size: a ladder of powers of two makes any number of tokens.
+    """
+    denominator = jnp.where(state.denominator > 0, state.denominator, 1.0)
+    out[...] = (state.values / lax.broadcast_in_dim(denominator, state.values.shape, [0])).astype(call.dtype)
+    plgpu.commit_smem()
+    tokens = min(tiles.tokens, WARPGROUP_ROWS)  # of one head in one part
+    columns = pl.ds(part.column * out.shape[1], out.shape[1])
+
+    @pl.loop(0, WARPGROUP_ROWS // tokens)
+    def store_head(segment: Any) -> None:
+        row = part.row + segment * tokens
+        g, first = lax.div(row, _i32(tiles.tokens)), lax.rem(row, _i32(tiles.tokens))
+        num_tokens = jnp.where(g < call.group, jnp.clip(item.num_tokens - first, 0, tokens), 0)
+        done, size = _i32(0), tokens
+        while size:
+
+            @pl.when((num_tokens & size) != 0)
+            def copy(done: Any = done, size: int = size) -> None:
+                target = out_ref.at[pl.ds(item.first_token + first + done, size), item.head * call.group + g, columns]
+                plgpu.copy_smem_to_gmem(out.at[pl.ds(segment * tokens + done, size)], target)
+
+            done, size = done + (num_tokens & size), size // 2
+
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _merge_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
+    """One block of threads a worker: merges the item that the worker began and others ended, if there is one."""
+    num_live_ref, tile_ref, worker_ref, values_ref, max_score_ref, denominator_ref, out_ref, shared_out = refs
+    index, part = lax.axis_index("block"), _part(tiles, lax.axis_index("thread"))
+    out = shared_out.at[part.index]
+    first_item, end_item = worker_ref[index, FIRST_ITEM], worker_ref[index, END_ITEM]
+    start, end = worker_ref[index, SPAN_START], worker_ref[index, SPAN_END]
+    last = end_item - 1
+    tile, head = lax.div(last, _i32(call.num_kv_heads)), lax.rem(last, _i32(call.num_kv_heads))
+
+    @pl.when(end_item > first_item)
+    def merge() -> None:
+        item = _read_item(tile_ref, tile, head, start, end)
+
+        @pl.when(item.is_first & ~item.is_last)
+        def merge_parts() -> None:
+            def load(worker: Any, begins: int) -> _Softmax:
+                def read(ref: Any, layout: Any) -> Any:
+                    return _load(ref.at[worker, begins, part.column, part.rows], layout)
+
+                return _Softmax(
+                    read(values_ref, plgpu.Layout.WGMMA), read(max_score_ref, _ROWS), read(denominator_ref, _ROWS)
+                )
+
+            item_end = tile_ref[tile, FIRST_UNIT] + (head + 1) * tile_ref[tile, NUM_BLOCKS]
+            span = worker_ref[0, SPAN_END]  # the first one is as long as any
+            end_worker = lax.div(item_end + span - 1, span)
+            state = lax.fori_loop(
+                index + 1, end_worker, lambda worker, state: _merge(state, load(worker, 0)), load(index, 1)
+            )
+            _store(call, tiles, item, part, state, out, out_ref)
+
+    @pl.when(part.row == 0)
+    def clear() -> None:
+        _clear_padding(call, part, num_live_ref[0] + index, tiles.num_workers, out, out_ref)
+
+
+def _clear_padding(call: Call, part: _Part, first_token: Any, stride: int, zeros: Any, out_ref: Any) -> None:
+    """Zeros for every `stride`-th token from the first one on."""
+    num_tokens, num_heads, _ = out_ref.shape
+
+    @pl.when(first_token < num_tokens)
+    def clear() -> None:
+        zeros[...] = _cast(jnp.zeros(zeros.shape, call.dtype), plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+
+        @pl.loop(first_token, num_tokens, step=stride)
+        def clear_token(token: Any) -> None:
+            @pl.loop(0, num_heads)
+            def clear_head(head: Any) -> None:
+                target = out_ref.at[pl.ds(token, 1), head, pl.ds(part.column * zeros.shape[1], zeros.shape[1])]
+                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, 1)], target)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
+    """The softmax over the keys of both."""
+    max_score = jnp.maximum(a.max_score, b.max_score)
+    scale_a, scale_b = jnp.exp2(a.max_score - max_score), jnp.exp2(b.max_score - max_score)
+    shape = a.values.shape
+    values = a.values * lax.broadcast_in_dim(scale_a, shape, [0]) + b.values * lax.broadcast_in_dim(scale_b, shape, [0])
+    return _Softmax(values, max_score, a.denominator * scale_a + b.denominator * scale_b)
+
+
+def _load(ref: Any, layout: Any) -> Any:
+    """From global memory to registers."""
+    index = [()] if "idx" in _REQUIRED_OF_LOAD else []  # jax 0.10 wants one
+    return plgpu.load(ref, *index, layout=layout, optimized=False)
+
+
+def _cast(x: Any, layout: Any) -> Any:
+    return plgpu.layout_cast(x, layout)
+
+
+def _i32(x: int) -> Array:
+    return jnp.asarray(x, jnp.int32)

@@ -1,0 +1,163 @@
+"""Who does what: a step's queries cut into tiles, and the blocks of keys they see divided among workers."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+
+BLOCK_KV = 64  # tokens
+WARPGROUP_ROWS = 64  # of a wgmma instruction
+SHARED_BYTES = 232448 - 2048  # of a multiprocessor, less what barriers take
+MAX_STAGES = 4
+MAX_PART_COLUMNS = 128  # of values, in the registers of a warpgroup
+MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
+MIN_TALL_TOKENS = 512  # steps of fewer tokens have the kernel of short tiles alone
+
+# Columns of the plan.
+ROW, FIRST_TOKEN, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, PAST_LEN = range(8)
+FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How one kernel cuts its work.
+
+    Attributes:
+        tokens: of a tile; with all query heads of one kv head they fill its rows. A power of two.
+        row_parts: of a tile's matrix, 64 rows each, for as many warpgroups.
+        column_parts: of the values and the output: where heads are wide, two warpgroups share the registers they take.
+        workers: in a block of threads, each with warpgroups, shared memory and a span of its own.
+        num_cores: blocks of threads, one for each multiprocessor.
+        stages: blocks of keys and values in flight.
+    """
+
+    tokens: int
+    row_parts: int
+    column_parts: int
+    workers: int
+    num_cores: int
+    stages: int
+
+    @property
+    def rows(self) -> int:
+        """Of a tile's matrix."""
+        return self.row_parts * WARPGROUP_ROWS
+
+    @property
+    def warpgroups(self) -> int:
+        """That compute one tile."""
+        return self.row_parts * self.column_parts
+
+    @property
+    def num_workers(self) -> int:
+        """In all blocks of threads."""
+        return self.workers * self.num_cores
+
+
+@dataclass(frozen=True)
+class Call:
+    """The static facts of one call."""
+
+    num_tokens: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    dtype: jnp.dtype
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    tree_words: int
+    num_cores: int
+    interpret: Any
+    """Parameters of the interpreter; None to run on a GPU."""
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes of a line of shared memory: a power of two that divides a head."""
+        return 64 if self.head_dim % 64 else 128
+
+    def kinds(self) -> list[Tiles]:
+        """The tiles for rows of few tokens and, in steps of many tokens, those for the others."""
+        if self.num_tokens < MIN_TALL_TOKENS or self.head_dim > MAX_PART_COLUMNS:
+            return [self._short_tiles()]
+        return [self._short_tiles(), self._tiles(row_parts=2, workers=1)]
+
+    def _short_tiles(self) -> Tiles:
+        """As low as the group allows; two workers in a block of threads where their memory fits."""
+        row_parts = 1 if self.group * MIN_TILE_TOKENS <= WARPGROUP_ROWS else 2
+        return self._tiles(row_parts, workers=2 if row_parts == 1 and self.head_dim <= MAX_PART_COLUMNS else 1)
+
+    def _tiles(self, row_parts: int, workers: int) -> Tiles:
+        rows = row_parts * WARPGROUP_ROWS
+        q_and_out_bytes = 2 * rows * 2 * self.head_dim
+        stages = (SHARED_BYTES // workers - q_and_out_bytes) // (2 * 2 * BLOCK_KV * self.head_dim)
+        return Tiles(
+            tokens=1 << int(math.log2(rows // self.group)),
+            row_parts=row_parts,
+            column_parts=-(-self.head_dim // MAX_PART_COLUMNS),
+            workers=workers,
+            num_cores=self.num_cores,
+            stages=min(stages, MAX_STAGES),
+        )
+
+
+class Plan(NamedTuple):
+    """The work of one kernel."""
+
+    tiles: Int32[Array, "tiles 8"]
+    """Columns ROW ... PAST_LEN: where each tile is, and the blocks of keys it sees."""
+    workers: Int32[Array, "workers 4"]
+    """Columns FIRST_ITEM ... SPAN_END: the items and the units of each worker."""
+
+
+def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> Plan:
+    """Cuts `q_lens` tokens of each row into tiles, and the units of all of them into spans of equal length.
+
+    An item is a tile with one of its kv heads, and has a unit for every block of keys; the units of a tile are those of
+    its first kv head, then of its second, and so on. A worker's span may begin and end inside an item.
+    """
+    num_tiles = min(call.num_tokens, call.num_tokens // tiles.tokens + q_lens.shape[0])
+    row_tiles = _ceil_div(q_lens, tiles.tokens)
+    tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
+    tile = jnp.arange(num_tiles, dtype=jnp.int32)
+    row = jnp.minimum(_count_up_to(tile_ends, tile), q_lens.shape[0] - 1)
+    skipped = (tile - (tile_ends - row_tiles)[row]) * tiles.tokens  # tokens of the row in tiles before this one
+    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - skipped, tiles.tokens), 0)
+    past_len = (rows.kv_lens - q_lens)[row]
+    position = past_len + skipped
+    first_block = jnp.zeros_like(tile)
+    if call.window is not None:
+        first_block = jnp.maximum(position - call.window + 1, 0) // BLOCK_KV
+    num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, BLOCK_KV) - first_block, 0)
+    ends = jnp.cumsum(num_blocks * call.num_kv_heads, dtype=jnp.int32)
+    first_unit = ends - num_blocks * call.num_kv_heads
+    first_token = rows.cu_q_lens[row] + skipped
+    columns = (row, first_token, num_tokens, position, first_block, num_blocks, first_unit, past_len)
+
+    def item_of(unit: Int32[Array, "workers"]) -> Int32[Array, "workers"]:
+        tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)
+        return tile * call.num_kv_heads + (unit - first_unit[tile]) // jnp.maximum(num_blocks[tile], 1)
+
+    span = _ceil_div(ends[-1], tiles.num_workers)
+    start = jnp.minimum(jnp.arange(tiles.num_workers, dtype=jnp.int32) * span, ends[-1])
+    end = jnp.minimum(start + span, ends[-1])
+    first_item = item_of(start)
+    end_item = jnp.where(end > start, item_of(end - 1) + 1, first_item)
+    return Plan(jnp.stack(columns, axis=1), jnp.stack([first_item, end_item, start, end], axis=1))
+
+
+def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
+    return (x + (divisor - 1)) // divisor
+
+
+def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
+    """How many of the ascending `ends` are at most x."""
+    return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)

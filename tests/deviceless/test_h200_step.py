@@ -1,0 +1,71 @@
+"""The whole step, compiled for an H200: in place, nothing as large as the pool beside it, few temporaries."""
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.batch import BatchLayout
+from jaxserve.engine.step import make_serve_burst, make_serve_step, new_state
+from jaxserve.models import registry
+from jaxserve.models.params import build_tree
+
+DEFAULT_MODEL = Path(__file__).parents[2] / "weights" / "default" / "config.json"
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-05,
+    "dtype": "bfloat16",
+}
+BFLOAT16 = jnp.dtype("bfloat16")
+
+
+def compile_step(chip, config, schedule, num_tokens, max_steps):
+    """The step of one bucket, or its burst if `max_steps` is more than one; and the bytes of the pool."""
+    arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
+    params = build_tree(registry.param_specs(arch), lambda row: jax.ShapeDtypeStruct(row.shape, BFLOAT16))
+    state = jax.eval_shape(partial(new_state, arch, schedule, kv_dtype=BFLOAT16, backend="mosaic_gpu"))
+    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    if max_steps > 1:
+        program = make_serve_burst(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
+    else:
+        program = make_serve_step(arch, layout, backend="mosaic_gpu")
+    return arch, state.kv_pages, chip.compile(program, (params, state, blob), donate_argnums=(1,))
+
+
+def check(arch, pool, compiled, max_temp_bytes):
+    memory, program = compiled.memory_analysis(), compiled.as_text()
+    assert memory.alias_size_in_bytes >= pool.size * 2
+    assert memory.temp_size_in_bytes <= max_temp_bytes
+    shape = ",".join(map(str, pool.shape))
+    makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", program)
+    assert makers, "the pool is in the program"
+    assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
+    kernels = re.findall(r'custom_call_target="mosaic_gpu_v2"', program)
+    assert len(kernels) % (2 * arch.num_layers) == 0, "attention and merge, once a layer and kind of tiles"
+
+
+@pytest.mark.parametrize(("num_tokens", "max_steps", "megabytes"), [(8, 1, 24), (8, 16, 24), (2048, 1, 96)])
+def test_default_model(h200, num_tokens, max_steps, megabytes):
+    schedule = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000)
+    compiled = compile_step(h200, json.loads(DEFAULT_MODEL.read_text()), schedule, num_tokens, max_steps)
+    check(*compiled, megabytes * 1e6)
+
+
+@pytest.mark.parametrize(("num_tokens", "megabytes"), [(64, 400), (2048, 1000)])
+def test_8b(h200, num_tokens, megabytes):
+    schedule = ScheduleConfig(256, 2048, 8192, 16, num_pages=40_000)
+    check(*compile_step(h200, LLAMA_8B, schedule, num_tokens, 1), megabytes * 1e6)

@@ -1,0 +1,81 @@
+"""Runs the kernels of GPUs, on a CPU in the interpreter; as a script, a small case with a bug planted: OLD NEW."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import numpy as np
+
+ON_CPU = jax.default_backend() == "cpu"
+KERNEL = "pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel"
+
+
+@dataclass
+class Found:
+    """What came of a case: largest errors in live outputs (over 1 + what was expected) and in the pool (relative)."""
+
+    error: float
+    pool_error: float
+    is_finite: bool
+    races: bool
+
+
+def run(case):
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    from pallas_kernels.ragged_paged_attention import mosaic_gpu, reference
+    from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+
+    inputs = case.inputs()
+    rows = RaggedRows(inputs.kv_lens, inputs.page_table, inputs.cu_q_lens, inputs.num_rows)
+    args = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, inputs.layer, rows)
+    options = {**case.options, "sinks": inputs.sinks, "rope": inputs.rope, "tree_mask": inputs.tree_mask}
+    expected = reference.write_and_attend(*args, **options)
+    # TMA gives zeros for tokens past the last; the interpreter gives NaN, which must not matter either.
+    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized") if ON_CPU else None
+    with mosaic_gpu.interpreted(params) if ON_CPU else contextlib.nullcontext():
+        found = jax.block_until_ready(jax.jit(functools.partial(mosaic_gpu.write_and_attend, **options))(*args))
+    live = sum(case.q_lens)
+    (out, pool), (expected_out, expected_pool) = ([np.asarray(x, np.float32) for x in y] for y in (found, expected))
+    return Found(
+        error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:live], initial=0)),
+        pool_error=_relative_error(pool, expected_pool),
+        is_finite=bool(np.isfinite(out).all()),
+        races=ON_CPU and interpret_pallas_call.get_races().races_found,
+    )
+
+
+def _relative_error(found, expected):
+    """Infinite where stale infinities and NaN did not stay what they were."""
+    finite = np.isfinite(expected)
+    if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
+        return float("inf")
+    found, expected = found[finite], expected[finite]
+    return float(np.max(np.abs(found - expected) / np.maximum(np.abs(expected), 1e-6), initial=0))
+
+
+def plant(old, new):
+    """Has the kernel be imported with a piece of its source replaced."""
+    spec = importlib.util.find_spec(KERNEL)
+    source = Path(spec.origin).read_text()
+    assert not old or source.count(old) == 1, f"{source.count(old)} times in the source: {old!r}"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[KERNEL] = module
+    exec(compile(source.replace(old, new) if old else source, spec.origin, "exec"), module.__dict__)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    plant(*sys.argv[1:])
+    from pallas_kernels.ragged_paged_attention.cases import Case
+
+    half = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
+    small = Case("small", (1, 20, 1), (330, 150, 420), 4, 1, 64, stale=float("nan"), **half)
+    print(json.dumps(dataclasses.asdict(run(small))))

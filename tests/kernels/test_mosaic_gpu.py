@@ -1,0 +1,191 @@
+"""The kernels of Hopper GPUs: their plan of work anywhere, their values and races in the interpreter of newer jax."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import hypothesis.strategies as st
+import interpreted
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
+from pallas_kernels.ragged_paged_attention.cases import GPU_CASES
+from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, MIN_TILE_TOKENS, SHARED_BYTES, Call
+
+needs_gpu_or_interpreter = pytest.mark.skipif(
+    jax.default_backend() != "gpu" and jax.__version_info__ < (0, 11),
+    reason="on a CPU GPU kernels need the interpreter of jax 0.11 and later",
+)
+needs_interpreter = pytest.mark.skipif(
+    jax.default_backend() != "cpu" or jax.__version_info__ < (0, 11),
+    reason="the interpreter of GPU kernels runs on CPU, from jax 0.11 on",
+)
+
+
+@needs_gpu_or_interpreter
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter multiplies stale NaN too
+@pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
+def test_matches_reference_without_races(case):
+    found = interpreted.run(case)
+    assert found.error <= 1e-2
+    assert found.pool_error <= (2**-7 if case.has_rope else 0)
+    assert found.is_finite
+    assert not found.races
+
+
+PLANTED = {  # bug: (what is there, what is put in its place)
+    "none": ("", ""),
+    "keys are loaded over those still in use": ("plgpu.barrier_wait(shared.k_free.at[slot])", "pass"),
+    "values are read before they are there": (
+        "        if not masked:\n            plgpu.barrier_wait(shared.v_ready.at[slot])\n",
+        "",
+    ),
+    "one page too many is waited for": ("k_ready=barriers(pages, stages)", "k_ready=barriers(pages + 1, stages)"),
+    "keys are never given back": ("        plgpu.barrier_arrive(shared.k_free.at[slot])\n", ""),
+    "a query sees the key after its own": ("visible = key <= query\n", "visible = key <= query + 1\n"),
+    "stale values are not cleared": ("@pl.when(end < BLOCK_KV)", "@pl.when(end < 0)"),
+    "the last part is not merged": ("lax.div(item_end + span - 1, span)", "lax.div(item_end - 1, span)"),
+    "output leaves before it is written": ("    plgpu.commit_smem()\n    tokens = min(", "    tokens = min("),
+}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_caught(bug, tmp_path):
+    """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
+    script = [sys.executable, str(Path(interpreted.__file__)), *PLANTED[bug]]
+    try:
+        done = subprocess.run(script, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False)
+    except subprocess.TimeoutExpired:
+        assert bug != "none"
+        return
+    found = interpreted.Found(**json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
+    is_right = found is not None and found.error <= 1e-2 and found.is_finite and not found.races
+    assert is_right == (bug == "none"), done.stdout + done.stderr
+
+
+STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
+
+
+@st.composite
+def steps(draw):
+    """Rows of any lengths, live and padding, and the sizes of a call; of few shapes, each of which is compiled."""
+    q_lens = draw(st.lists(st.one_of(st.just(1), st.integers(0, 300)), max_size=STEP_ROWS))
+    past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
+    missing = STEP_ROWS - len(q_lens)
+    garbage = draw(st.lists(st.integers(-99, 99), min_size=missing, max_size=missing))
+    call = Call(
+        num_tokens=draw(st.sampled_from([n for n in STEP_TOKENS if n >= sum(q_lens)])),
+        num_kv_heads=draw(st.integers(1, 8)),
+        group=draw(st.sampled_from([1, 4, 7])),
+        head_dim=draw(st.sampled_from([64, 256])),
+        page_size=16,
+        dtype=jnp.dtype("bfloat16"),
+        scale=1.0,
+        window=draw(st.sampled_from([None, 1, 64, 100])),
+        soft_cap=None,
+        has_sinks=False,
+        tree_words=0,
+        num_cores=draw(st.sampled_from([3, 132])),
+        interpret=None,
+    )
+    return call, np.array(q_lens, int), np.array(past, int), garbage
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps())
+def test_plan_does_all_work_once(step):
+    call, q_lens, past, garbage = step
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(int)
+    as_rows = [np.concatenate([x, garbage]) for x in (q_lens + past, cu_q_lens)]
+    kv_lens, starts = (jnp.asarray(x, jnp.int32) for x in as_rows)
+    rows = RaggedRows(kv_lens, jnp.zeros((len(kv_lens), 1), jnp.int32), starts, jnp.int32(len(q_lens)))
+    seen = np.zeros(call.num_tokens, int)
+    for tiles, plan in mosaic_gpu._plans(call, rows):
+        columns = np.asarray(plan.tiles).T
+        row, first_token, num_tokens, position, first_block, num_blocks, first_unit, past_len = columns
+        for i in np.flatnonzero(num_tokens):
+            tokens = np.arange(first_token[i], first_token[i] + num_tokens[i])
+            seen[tokens] += 1
+            assert num_tokens[i] <= tiles.tokens
+            assert cu_q_lens[row[i]] <= tokens[0]
+            assert tokens[-1] < cu_q_lens[row[i] + 1]
+            assert past_len[i] == past[row[i]]
+            assert position[i] == past[row[i]] + tokens[0] - cu_q_lens[row[i]]
+            first_key = 0 if call.window is None else max(0, position[i] - call.window + 1)
+            end_key = position[i] + num_tokens[i]
+            assert first_block[i] == first_key // BLOCK_KV
+            assert first_block[i] + num_blocks[i] == -(-end_key // BLOCK_KV)
+        assert not num_blocks[num_tokens == 0].any()
+        units = np.concatenate([[0], np.cumsum(num_blocks * call.num_kv_heads)])
+        np.testing.assert_array_equal(first_unit, units[:-1])
+        _check_spans(call, np.asarray(plan.workers).T, first_unit, num_blocks, units[-1])
+    assert (seen[: cu_q_lens[-1]] == 1).all()
+    assert not seen[cu_q_lens[-1] :].any()
+
+
+def _check_spans(call, workers, first_unit, num_blocks, num_units):
+    """The spans follow each other, are as long as the first but for the last ones, and lie in their items."""
+    first_item, end_item, start, end = workers
+    np.testing.assert_array_equal(start[1:], end[:-1])
+    assert start[0] == 0
+    assert end[-1] == num_units
+    lengths = end - start
+    assert lengths.max() == -(-num_units // len(lengths))
+    assert (np.diff(lengths) <= 0).all()
+
+    def begin_of(item):
+        tile, head = divmod(item, call.num_kv_heads)
+        return first_unit[tile] + head * num_blocks[tile]
+
+    for worker in np.flatnonzero(lengths):
+        last = end_item[worker] - 1
+        assert begin_of(first_item[worker]) <= start[worker]
+        assert start[worker] < begin_of(first_item[worker]) + num_blocks[first_item[worker] // call.num_kv_heads]
+        assert begin_of(last) < end[worker] <= begin_of(last) + num_blocks[last // call.num_kv_heads]
+    assert (first_item[lengths == 0] == end_item[lengths == 0]).all()
+
+
+SERVED = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size": 16, "kv_dtype": "bfloat16"}
+
+
+def test_serves_gpus():
+    assert select_backend(platform="gpu", **SERVED) == "mosaic_gpu"
+    assert "GPUs only" in mosaic_gpu.supports(Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "cpu"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"kv_dtype": "float32"}, "float32"),
+        ({"head_dim": 80}, "80"),
+        ({"page_size": 24}, "24"),
+        ({"num_query_heads": 136}, "136/8"),
+        ({"num_query_heads": 72, "head_dim": 256}, "at most 8"),
+    ],
+)
+def test_refuses_with_a_reason(changed, reason):
+    sizes = {**SERVED, **changed}
+    problem = Problem(*(sizes[name] for name in SERVED if name != "kv_dtype"), jnp.dtype(sizes["kv_dtype"]), "gpu")
+    assert reason in BACKENDS["mosaic_gpu"].supports(problem)
+    assert select_backend(platform="gpu", **sizes) == "xla"
+
+
+def test_every_stage_of_memory_fits():
+    """Two blocks of keys in flight at least, in the shared memory of a multiprocessor."""
+    for head_dim in mosaic_gpu.HEAD_DIMS:
+        for group in range(1, 17 if head_dim <= 128 else 9):
+            call = Call(4096, 8, group, head_dim, 16, jnp.dtype("bfloat16"), 1.0, None, None, False, 0, 132, None)
+            for tiles in call.kinds():
+                assert tiles.stages >= 2
+                ring = 2 * tiles.stages * BLOCK_KV * head_dim * 2
+                q_and_out = 2 * tiles.rows * head_dim * 2
+                assert tiles.workers * (ring + q_and_out) <= SHARED_BYTES
+                assert tiles.tokens * group <= tiles.rows
+                assert tiles.tokens % MIN_TILE_TOKENS == 0
