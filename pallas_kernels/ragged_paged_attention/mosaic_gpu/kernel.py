@@ -38,7 +38,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
-REGISTERS = {3: (56, 224), 4: (40, 208)}  # to load and to compute, by the number of warpgroups; of two each has enough
+REGISTERS = {3: (56, 224), 4: (48, 208)}  # to load and to compute, by the number of warpgroups; of two each has enough
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}

@@ -1,0 +1,54 @@
+"""The sizes at which attention is measured, ours and that of others, and what each takes at least."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from gpu_report_parts.points import Figures
+
+ITEM_BYTES = 2  # bfloat16
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Sizes; groups and page sizes in order of interest."""
+
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    num_layers: int = 4
+    num_calls: int = 32  # in a program
+    rows: tuple[int, ...] = (1, 8, 32, 128, 256)
+    contexts: tuple[int, ...] = (512, 4096, 32768)
+    page_sizes: tuple[int, ...] = (16, 64)
+    groups: tuple[int, ...] = (4, 8, 1)
+    chunks: tuple[int, ...] = (512, 2048, 8192)
+    prefill_contexts: tuple[int, ...] = (8192, 32768)  # beside one as long as the chunk
+    prefill_groups: tuple[int, ...] = (4, 8)
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * ITEM_BYTES
+
+    def decodes(self) -> Iterator[tuple[int, int]]:
+        """Rows and context of each measurement of decode."""
+        return itertools.product(self.rows, self.contexts)
+
+    def prefills(self) -> Iterator[tuple[int, int]]:
+        """Chunk and context of each measurement of prefill."""
+        for chunk in self.chunks:
+            yield chunk, chunk
+            yield from ((chunk, context) for context in self.prefill_contexts if context > chunk)
+
+    def figures(self, seconds: float, *, rows: int, chunk: int, context: int, group: int) -> Figures:
+        """Of a call in which every row computes the last `chunk` tokens of its context, causally."""
+        pairs = chunk * (context - chunk) + chunk * (chunk + 1) // 2
+        flops = 4 * self.head_dim * self.num_kv_heads * group * rows * pairs
+        figures = {"us": 1e6 * seconds, "tflop_per_s": flops / seconds / 1e12}
+        if chunk == 1:
+            figures["kv_gb_per_s"] = self.token_bytes * context * rows / seconds / 1e9
+        return figures
+
+
+FULL = Grid()
+TINY = Grid(2, 32, 2, 2, (2,), (40, 100), (16,), (2,), (24,), (64,), (2,))

@@ -1,0 +1,97 @@
+"""Pictures of a report: the roofline with decode attention and the engine, and a heat map of fractions of copy."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from gpu_report_parts.document import Document, Entry
+
+Axes = Any  # matplotlib's
+
+_MARKERS = {"decode": "o", "serve": "^"}
+
+
+def draw(document: Document, directory: Path) -> list[str]:
+    """The paths of those for which there are figures; else a line that says why there are none."""
+    if find_spec("matplotlib") is None:
+        return ["there are no pictures, because they need matplotlib: pip install 'jaxserve[bench]'"]
+    if document.copy_gb_per_s is None:
+        return ["there are no pictures, because they need the ceilings: --part ceilings"]
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = []
+    if document.points(*_MARKERS) and document.gemm_tflop_per_s is not None:
+        paths.append(_save(directory / "gpu_roofline.png", (9, 6), lambda figure: _roofline(document, figure)))
+    if panels := _panels(document.points("decode")):
+        size = (4.2 * len(panels), 4)
+        paths.append(_save(directory / "gpu_decode.png", size, lambda figure: _heat_maps(panels, figure)))
+    return paths
+
+
+def _save(path: Path, size: tuple[float, float], draw_on: Callable[[Any], None]) -> str:
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot there is no global state
+
+    figure = Figure(figsize=size, layout="constrained")
+    draw_on(figure)
+    figure.savefig(path, dpi=120)
+    return str(path)
+
+
+def _roofline(document: Document, figure: Any) -> None:
+    """FLOP/s over FLOPs per byte of keys, values and weights, all of which a step must read."""
+    axes, copy, gemm = figure.subplots(), document.copy_gb_per_s, document.gemm_tflop_per_s
+    assert copy is not None
+    assert gemm is not None
+    ridge = 1e3 * gemm / copy
+    points = {kind: [_place(p) for p in document.points(kind)] for kind in ("decode", "serve")}
+    reach = [x for placed in points.values() for x, _ in placed] + [ridge]
+    low, high = min(reach) / 3, max(reach) * 3
+    roof = [low, ridge, max(high, 3 * ridge)]
+    axes.loglog(roof, [min(gemm, x * copy / 1e3) for x in roof], color="black", label="copy bandwidth, matrix product")
+    for (kind, placed), label in zip(points.items(), ("decode attention", "engine, decoding"), strict=True):
+        if placed:
+            axes.loglog(*zip(*placed, strict=True), _MARKERS[kind], alpha=0.7, label=label)
+    axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s", title=_title(document))
+    axes.grid(which="both", alpha=0.2)
+    axes.legend()
+
+
+def _place(point: Entry) -> tuple[float, float]:
+    """FLOPs per byte and TFLOP/s."""
+    if point["kind"] == "serve":
+        return point["flops"] / (point["weight_bytes"] + point["kv_bytes"]), point["tflop_per_s"]
+    return 1e3 * point["tflop_per_s"] / point["kv_gb_per_s"], point["tflop_per_s"]
+
+
+def _panels(points: list[Entry]) -> dict[tuple[int, int], list[Entry]]:
+    """Those of each page size and group."""
+    panels: dict[tuple[int, int], list[Entry]] = {}
+    for point in points:
+        panels.setdefault((point["page_size"], point["group"]), []).append(point)
+    return dict(sorted(panels.items()))
+
+
+def _heat_maps(panels: dict[tuple[int, int], list[Entry]], figure: Any) -> None:
+    columns = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, ((page_size, group), points) in zip(columns, panels.items(), strict=True):
+        _heat_map(axes, points)
+        axes.set_title(f"decode, share of copy: pages of {page_size}, group of {group}", fontsize=9)
+
+
+def _heat_map(axes: Axes, points: list[Entry]) -> None:
+    """Rows over context; what was not measured stays white."""
+    rows, contexts = (sorted({p[name] for p in points}) for name in ("rows", "context"))
+    grid = [[float("nan")] * len(contexts) for _ in rows]
+    for p in points:
+        y, x = rows.index(p["rows"]), contexts.index(p["context"])
+        grid[y][x] = p["fraction_of_copy"]
+        axes.text(x, y, f"{p['fraction_of_copy']:.0%}", ha="center", va="center", fontsize=9)
+    axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", origin="lower")
+    axes.set_xticks(range(len(contexts)), contexts)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set(xlabel="context", ylabel="rows")
+
+
+def _title(document: Document) -> str:
+    devices = {content["machine"]["device"] for _, _, content in document.stages() if content["machine"]["device"]}
+    return f"{'dry run, ' if document.dry_run else ''}{', '.join(sorted(devices))}"

@@ -1,0 +1,89 @@
+"""Engines of random weights that are never written to a disk."""
+
+import json
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jax
+
+import weights
+from jaxserve.config import MAX_BURST_STEPS, EngineConfig
+from jaxserve.engine.build import build_arch, build_schedule, compute_dtype
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runner import Runner
+from jaxserve.models.registry import param_specs
+from pallas_kernels.ragged_paged_attention import select_backend
+
+Shape = dict[str, Any]
+
+
+class Served:
+    """A model of this shape with the programs that are measured, and what it took to start it.
+
+    Args:
+        shape: fields of a Llama's config.json.
+        rows: numbers of rows that decode; each gets its program, and where there can be bursts, theirs.
+        std_factor: makes the weights this much larger than usual.
+        options: of EngineConfig.
+    """
+
+    def __init__(self, shape: Shape, rows: Iterable[int], std_factor: float = 1, **options: Any) -> None:
+        self._config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **shape}
+        self._options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "compilation_cache_dir": None, **options}
+        with TemporaryDirectory() as directory:
+            config = self._engine_config(directory)
+            arch = build_arch(config)
+        started = time.perf_counter()
+        params = weights.dummy(param_specs(arch), 0, compute_dtype(config, arch))
+        params = jax.tree.map(lambda x: x * std_factor if x.ndim > 1 and std_factor != 1 else x, params)
+        jax.block_until_ready(params)
+        self.weights_s = time.perf_counter() - started
+        dtype = compute_dtype(config, arch)
+        self.schedule = build_schedule(config, arch, dtype)
+        self.backend = select_backend(
+            num_query_heads=arch.num_heads,
+            num_kv_heads=arch.num_kv_heads,
+            head_dim=arch.head_dim,
+            page_size=config.page_size,
+            kv_dtype=dtype,
+        )
+        self.num_params = arch.num_params
+        self.runner = Runner(
+            arch, params, self.schedule, kv_dtype=dtype, backend=self.backend, max_burst_steps=MAX_BURST_STEPS
+        )
+        self.compile_s = self._compile(rows)
+
+    def _compile(self, rows: Iterable[int]) -> dict[str, float]:
+        """Seconds for each program; of all that an engine has, only those that are needed."""
+        buckets, bursts = self.schedule.buckets(), self.schedule.burst_buckets()
+        seconds = {}
+        started = time.perf_counter()
+        self.runner._set_slot = self.runner._compile_set_slot()
+        seconds["set_slot"] = time.perf_counter() - started
+        wanted = [next(b for b in buckets if b >= num_rows) for num_rows in sorted(rows)]
+        for bucket in dict.fromkeys([buckets[0], buckets[-1], *wanted]):
+            started = time.perf_counter()
+            self.runner._compile([bucket], ())
+            seconds[f"step {bucket}"] = time.perf_counter() - started
+        for bucket in [bucket for bucket in wanted if bucket in bursts]:
+            started = time.perf_counter()
+            self.runner._compile((), [bucket])
+            seconds[f"burst {bucket}"] = time.perf_counter() - started
+        return seconds
+
+    @property
+    def num_programs(self) -> int:
+        """That an engine with these sizes compiles in all."""
+        return 1 + len(self.schedule.buckets()) + len(self.schedule.burst_buckets())
+
+    def engine(self, **options: Any) -> Engine:
+        """A new engine over these weights, programs and pool; only one may be in use at a time."""
+        with TemporaryDirectory() as directory:
+            return Engine(self._engine_config(directory, **options), runner=self.runner)
+
+    def _engine_config(self, directory: str, **options: Any) -> EngineConfig:
+        (Path(directory) / "config.json").write_text(json.dumps(self._config))
+        return EngineConfig(model=directory, **self._options | options)

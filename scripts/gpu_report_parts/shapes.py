@@ -1,0 +1,56 @@
+"""The models whose decoding is measured, and how much of it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "1B": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": True,
+    },
+    "8B": {
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128_256,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+    },
+}
+TINY_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 256,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests of random tokens, all queued at once."""
+
+    shapes: dict[str, dict[str, Any]]
+    rows: tuple[int, ...] = (1, 8, 64, 256)
+    bursts: tuple[int | str, ...] = (1, "auto")
+    whole_starts: tuple[str, ...] = ("1B",)  # shapes of which all programs are compiled
+    prompt_len: int = 512
+    output_len: int = 128
+    traced_steps: int = 16
+    max_num_batched_tokens: int = 2048
+    rounds: int = 3  # after one to warm up
+
+
+FULL_LOAD = Load(SHAPES)
+TINY_LOAD = Load({"tiny": TINY_SHAPE}, (1, 2), (1, 4), (), 12, 48, 4, 2, 1)

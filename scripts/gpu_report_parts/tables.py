@@ -1,0 +1,167 @@
+"""The figures as tables of Markdown, and as a line for each point when it is there."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from gpu_report_parts.document import Document, Entry
+
+Row = Sequence[Any]
+
+_BRIEF = (
+    "gb_per_s",
+    "tflop_per_s",
+    "us",
+    "kv_gb_per_s",
+    "max_abs_error",
+    "max_logprob_difference",
+    "summary",
+    "passed",
+    "first_programs_s",
+    "warm_up_s",
+    "decode_tok_per_s",
+    "output_tok_per_s",
+    "step_ms",
+    "host_gap",
+    "unavailable",
+    "failed",
+)
+
+
+def brief(entry: Entry) -> str:
+    """What matters most of a point."""
+    return ", ".join(f"{name} {number(entry[name])}" for name in _BRIEF if name in entry)[:300]
+
+
+def render(document: Document) -> str:
+    """All tables of which there is anything, the device above them."""
+    blocks = [_machines(document), _ceilings(document), _correctness(document)]
+    blocks += [_decode(document), _prefill(document), _starts(document), _serving(document), _gaps(document)]
+    return "\n\n".join(filter(None, blocks))
+
+
+def number(value: Any) -> str:
+    """Three significant digits, more only before the point; other values as they are."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    return f"{value:.0f}" if abs(value) >= 100 or value == int(value) else f"{value:.3g}"
+
+
+def share(value: float | None) -> str:
+    """A share of one, in percent."""
+    return "-" if value is None else f"{value:.0%}" if value >= 0.1 else f"{value:.1%}"
+
+
+def table(header: Row, rows: Iterable[Row]) -> str:
+    """Markdown with columns of equal width; nothing without rows."""
+    cells = [[number(cell) for cell in row] for row in (header, *rows)]
+    if len(cells) == 1:
+        return ""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+
+
+def _machines(document: Document) -> str:
+    title = "Dry run on a CPU: tiny sizes, no figure means anything." if document.dry_run else "Measured on"
+    seen = {}
+    for _, _, content in document.stages():
+        machine = content["machine"]
+        if machine["device"]:
+            versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
+            seen[f"{machine['device']}, driver {machine['driver']}, {versions}"] = None
+    return "\n".join([title, *seen])
+
+
+def _ceilings(document: Document) -> str:
+    bandwidths = [(f"{p['kind']}, {p['mib']} MiB", number(p["gb_per_s"]) + " GB/s") for p in _bandwidths(document)]
+    products = document.points("gemm")
+    rows = [(f"matrix product, {p['size']}, {p['dtype']}", number(p["tflop_per_s"]) + " TFLOP/s") for p in products]
+    return table(("ceiling", "rate"), bandwidths + rows)
+
+
+def _bandwidths(document: Document) -> list[Entry]:
+    return document.points("copy", "add", "read")
+
+
+def _correctness(document: Document) -> str:
+    rows = []
+    for backend in ("mosaic_gpu", "xla"):
+        cases = [p for p in document.points("kernel") if p["backend"] == backend]
+        if cases:
+            passed = sum(p["passed"] for p in cases)
+            worst = max(cases, key=lambda p: float("inf") if p["max_abs_error"] is None else p["max_abs_error"])
+            errors = f"largest error {number(worst['max_abs_error'])} ({worst['case']})"
+            rows.append((f"cases of {backend}", f"{passed} of {len(cases)} pass, {errors}"))
+    for p in document.points("invariant"):
+        equal = f"{p['num_equal']} of {p['num_requests']} equal"
+        difference = f"log probabilities differ by {number(p['max_logprob_difference'])}"
+        rows.append((p["case"], f"{'passes' if p['passed'] else 'FAILS'}: {equal}, {difference}"))
+    rows += [(p["tests"], p["summary"]) for p in document.points("suite")]
+    return table(("correctness", "found"), rows)
+
+
+def _decode(document: Document) -> str:
+    """Ours, a row per rows, context and group; beside it others on the same sizes."""
+    others = {
+        kind: {(p["rows"], p["context"], p["group"]): p["us"] for p in document.points(kind)}
+        for kind in ("sdpa decode", "flex decode")
+    }
+    rows = []
+    for p in document.points("decode"):
+        sizes = p["rows"], p["context"], p["group"]
+        rates = number(p["us"]), number(p["kv_gb_per_s"]), share(p.get("fraction_of_copy"))
+        rows.append((*sizes, p["page_size"], *rates, *(times.get(sizes) for times in others.values())))
+    header = ("rows", "context", "group", "page", "decode us", "GB/s of KV", "of copy", "SDPA us", "FlexAttention us")
+    return table(header, rows)
+
+
+def _prefill(document: Document) -> str:
+    sdpa = {(p["chunk"], p["context"], p["group"]): p["tflop_per_s"] for p in document.points("sdpa prefill")}
+    rows = []
+    for p in document.points("prefill"):
+        sizes = p["chunk"], p["context"], p["group"]
+        rates = number(p["us"]), number(p["tflop_per_s"]), share(p.get("fraction_of_gemm"))
+        rows.append((*sizes, p["page_size"], *rates, sdpa.get(sizes)))
+    header = ("chunk", "context", "group", "page", "prefill us", "TFLOP/s", "of GEMM", "SDPA TFLOP/s")
+    return table(header, rows)
+
+
+def _starts(document: Document) -> str:
+    whole = {p["shape"]: p["warm_up_s"] for p in document.points("whole start")}
+    rows = [
+        (p["shape"], p["backend"], p["weights_s"], p["first_programs_s"], p["num_programs"], whole.get(p["shape"]))
+        for p in document.points("start")
+    ]
+    return table(("model", "attention", "weights s", "first programs s", "programs", "all programs s"), rows)
+
+
+def _serving(document: Document) -> str:
+    """Output tokens per second: of a stretch of decode, and of everything."""
+    rows: list[Row] = []
+    for p in document.points("serve"):
+        padding = share(p["decode_padding_share"])
+        roofline = share(p.get("fraction_of_bandwidth_roofline"))
+        name = f"jaxserve, burst {p['burst']}"
+        rates = p["decode_tok_per_s"], p["output_tok_per_s"], p["step_ms"]
+        rows.append((p["shape"], p["rows"], name, *rates, roofline, share(p["host_gap"]), padding))
+    for p in document.points("generate", "generate_batch"):
+        rates = p.get("decode_tok_per_s"), p["output_tok_per_s"], p.get("step_ms")
+        rows.append((p["shape"], p["rows"], f"transformers, {p['mode']}", *rates, None, None, None))
+    rows.sort(key=lambda row: (row[0], row[1]))
+    header = ("model", "rows", "engine", "decode tok/s", "all tok/s", "step ms", "of roofline", "host gap", "padding")
+    return table(header, rows)
+
+
+def _gaps(document: Document) -> str:
+    """What has no figures, and why."""
+    rows = []
+    for _, stage, content in document.stages():
+        for name, entry in content["points"].items():
+            reason = entry.get("failed") or entry.get("unavailable")
+            if reason:
+                rows.append((stage, name, reason.splitlines()[0][:150]))
+        if content["left_out"]:
+            rows.append((stage, f"{len(content['left_out'])} points", "no time was left; --missing measures them"))
+    return table(("without figures", "point", "why"), rows)

@@ -1,0 +1,178 @@
+"""The report of a GPU: what its file keeps, how it goes on after failures, and all of it with tiny sizes on a CPU."""
+
+import io
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import gpu_report
+from gpu_report_parts import tables
+from gpu_report_parts.document import Document
+from gpu_report_parts.grid import FULL, Grid
+from gpu_report_parts.trace import _covered
+from gpu_report_parts.transformers_engine import _stretch
+from profile_step import Span
+
+SCRIPT = Path(gpu_report.__file__)
+MACHINE = {"device": "test", "platform": "gpu", "driver": None, "versions": {"python": "3"}}
+
+
+def run_script(*args: str) -> str:
+    done = subprocess.run([sys.executable, str(SCRIPT), *args], check=True, capture_output=True, text=True, timeout=500)
+    return done.stdout
+
+
+def content(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """Directory of what all parts have left, what the ceilings alone had left before, and what was printed."""
+    directory = tmp_path_factory.mktemp("gpu")
+    options = ("--dry-run", "--json", str(directory / "gpu.json"))
+    run_script("--part", "ceilings", *options)
+    ceilings = content(directory / "gpu.json")
+    printed = run_script("--part", "all", "--missing", "--pictures", str(directory / "pictures"), *options)
+    return directory, ceilings, printed
+
+
+def test_every_stage_measures_something(dry_run: tuple[Path, dict[str, Any], str]) -> None:
+    directory, _, printed = dry_run
+    report = content(directory / "gpu.json")
+    assert report["dry_run"] is True
+    assert {part: list(stages) for part, stages in report["parts"].items()} == {
+        part: [stage.name for stage in stages] for part, stages in gpu_report.PARTS.items()
+    }
+    for stages in report["parts"].values():
+        for stage, entries in stages.items():
+            assert entries["left_out"] == [], stage
+            assert entries["points"], stage
+            for name, entry in entries["points"].items():
+                assert "failed" not in entry, (stage, name, entry, printed)
+                assert entry.get("passed", True), (stage, name, entry)
+
+
+def test_a_part_keeps_what_others_have_measured(dry_run: tuple[Path, dict[str, Any], str]) -> None:
+    directory, ceilings, _ = dry_run
+    assert content(directory / "gpu.json")["parts"]["ceilings"] == ceilings["parts"]["ceilings"]
+
+
+def test_tables_and_pictures_come_of_the_file_alone(dry_run: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
+    directory, _, printed = dry_run
+    again = run_script("--part", "report", "--json", str(directory / "gpu.json"), "--pictures", str(tmp_path))
+    table = again[again.index("Dry run") :]
+    assert printed.endswith(table)
+    for heading in ("ceiling", "correctness", "decode us", "prefill us", "programs", "decode tok/s"):
+        assert heading in table
+    assert {path.name for path in tmp_path.iterdir()} == {"gpu_roofline.png", "gpu_decode.png"}
+    assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
+
+
+def test_a_dry_run_is_never_mixed_with_a_measurement(dry_run: tuple[Path, dict[str, Any], str]) -> None:
+    with pytest.raises(SystemExit, match="of a GPU"):
+        Document(dry_run[0] / "gpu.json", dry_run=False)
+
+
+FAKE_WORKER = """
+import json, os, sys, time
+task = json.loads(sys.argv[1])
+send = lambda **message: print(json.dumps(message), flush=True)
+send(machine=MACHINE)
+for name in ("good", "fails", "dies", "late", "last"):
+    if name in task["skip"]:
+        continue
+    if time.time() > task["deadline"]:
+        send(left_out=name)
+        continue
+    send(began=name, entry={"kind": "k"})
+    if name == "dies":
+        os._exit(3)
+    if name == "late":
+        time.sleep(60)
+    send(point=name, entry={"kind": "k", **({"failed": "a reason"} if name == "fails" else {"value": 1})})
+    if name == "fails":
+        break
+else:
+    send(done=True)
+"""
+
+
+def test_goes_on_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = FAKE_WORKER.replace("MACHINE", repr(MACHINE))
+    monkeypatch.setattr(gpu_report, "WORKER", (sys.executable, "-c", worker))
+    monkeypatch.setattr(gpu_report, "GRACE_S", 0.5)
+    monkeypatch.setattr(gpu_report, "LAST_S", 3)
+    document = Document(tmp_path / "report.json", dry_run=False)
+    options = gpu_report.Options(dry_run=False, missing=False, only="")
+    with (tmp_path / "log").open("w") as log:
+        gpu_report.StageRun(document, "ceilings", "ceilings", time.time() + 3, options, log).run()
+    found = content(tmp_path / "report.json")["parts"]["ceilings"]["ceilings"]
+    assert found["points"]["good"]["value"] == 1
+    assert found["points"]["fails"]["failed"] == "a reason"
+    assert found["points"]["dies"]["failed"] == "the process ended with status 3"
+    assert "after the time was up" in found["points"]["late"]["failed"]
+    assert found["left_out"] == ["last"]
+    assert document.measured("ceilings", "ceilings") == ["good"]
+
+
+def test_what_another_machine_has_measured_is_dropped(tmp_path: Path) -> None:
+    document = Document(tmp_path / "report.json", dry_run=False)
+    for machine, left in ((MACHINE, {"a", "b"}), (MACHINE, {"a", "b"}), (MACHINE | {"driver": "2"}, {"b"})):
+        document.begin("ceilings", "ceilings", machine)
+        if not document.measured("ceilings", "ceilings"):
+            document.put("ceilings", "ceilings", "b" if machine["driver"] else "a", {"kind": "x"})
+        if machine is MACHINE:
+            document.put("ceilings", "ceilings", "b", {"kind": "x"})
+        assert set(document.measured("ceilings", "ceilings")) == left
+
+
+def test_fractions_follow_from_the_ceilings(tmp_path: Path) -> None:
+    document = Document(tmp_path / "report.json", dry_run=False)
+    document.begin("attention", "attention", MACHINE)
+    document.put("attention", "attention", "d", {"kind": "decode", "kv_gb_per_s": 3.0})
+    assert "fraction_of_copy" not in document.points("decode")[0]
+    document.begin("ceilings", "ceilings", MACHINE)
+    for kind, rate in (("copy", 4.0), ("add", 3.9), ("read", 5.0)):
+        document.put("ceilings", "ceilings", kind, {"kind": kind, "gb_per_s": rate})
+    assert document.points("decode")[0]["fraction_of_copy"] == 0.75
+
+
+@pytest.mark.parametrize(("chunk", "context"), [(1, 9), (5, 5), (4, 11)])
+def test_flops_and_bytes_of_attention(chunk: int, context: int) -> None:
+    grid, rows, group = Grid(num_kv_heads=2, head_dim=4), 3, 5
+    figures = grid.figures(1.0, rows=rows, chunk=chunk, context=context, group=group)
+    visible = np.tril(np.ones((context, context)))[context - chunk :].sum()
+    products = 2 * (2 * 4) * visible * (2 * group) * rows  # scores and values, a multiplication and an addition each
+    assert figures["tflop_per_s"] * 1e12 == pytest.approx(products)
+    if chunk == 1:
+        assert figures["kv_gb_per_s"] * 1e9 == pytest.approx(np.zeros((rows, 2, context, 2, 4), np.float16).nbytes)
+
+
+def test_prefills_have_contexts_no_shorter_than_their_chunks() -> None:
+    prefills = list(FULL.prefills())
+    assert len(prefills) == len(set(prefills)) == 8
+    assert all(context >= chunk for chunk, context in prefills)
+
+
+def test_share_of_time_that_spans_cover() -> None:
+    assert _covered([Span(0, 4), Span(1, 2), Span(3, 5), Span(7, 10)]) == pytest.approx(0.8)
+    assert _covered([Span(0, 4)]) == 1
+
+
+def test_stretch_in_which_all_rows_decode() -> None:
+    assert _stretch([[0.0, 1.0, 2.0, 3.0], [1.5, 2.5, 3.5, 4.5]])["decode_tok_per_s"] == pytest.approx(3 / 1.5)
+    assert _stretch([[0.0, 1.0], None]) == {}
+
+
+def test_numbers_read_at_a_glance() -> None:
+    values = (None, True, 3, 1234.5, 0.012345, 12.345, "x")
+    assert [tables.number(v) for v in values] == ["-", "True", "3", "1234", "0.0123", "12.3", "x"]
+    out = io.StringIO(tables.table(("a", "b"), [(1, None)]))
+    assert out.read().splitlines() == ["| a | b |", "|---|---|", "| 1 | - |"]
