@@ -80,11 +80,11 @@ class Chip:
         """
         sharding = SingleDeviceSharding(_one_device(self))
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
-        with jax.sharding.use_abstract_mesh(self._mesh()):
+        with jax.sharding.use_abstract_mesh(self.mesh()):
             traced = jax.jit(function, donate_argnums=donate_argnums).trace(*shapes)
             return traced.lower(lowering_platforms=("cuda",)).compile()
 
-    def _mesh(self) -> AbstractMesh:
+    def mesh(self) -> AbstractMesh:
         """What kernels ask for facts of the chip while they are traced."""
         facts: dict[str, Any] = {"device_kind": self.device_kind, "num_cores": self.num_cores}
         try:

@@ -68,7 +68,7 @@ class Scheduler:
         self._new_pages: dict[bytes, int] = {}  # those that the plan in the making fills, by hash
         self._next_step_id = 0
         self._last_updated_step_id = -1
-        self._chain: deque[StepPlan] = deque()  # bursts not updated yet, each of which follows the one before
+        self._chain: deque[StepPlan] = deque()  # bursts not updated yet; one may follow the one before it
 
     @property
     def num_waiting(self) -> int:
@@ -176,8 +176,6 @@ class Scheduler:
         if not plan.requests:
             return None
         self._next_step_id += 1
-        if not plan.follows_burst:
-            self._chain.clear()
         if plan.num_steps > 1:
             self._chain.append(plan)
         plan.slots = [request.slot for request in plan.requests]
@@ -376,10 +374,10 @@ class Scheduler:
 
     def _take_back_chain(self) -> None:
         """Takes back the bursts that the device does not run after one that ended early."""
-        for burst in self._chain:
+        while self._chain and self._chain[0].follows_burst:
+            burst = self._chain.popleft()
             self._take_back(burst, burst.num_steps)
             burst.num_steps = 0
-        self._chain.clear()
 
     def _take_step(self, plan: StepPlan, sampled: Sequence[int], progressed: dict[Request, int]) -> None:
         """Appends one token to each request that sampled, and counts it."""

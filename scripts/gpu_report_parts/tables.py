@@ -12,7 +12,7 @@ _BRIEF = (
     "tflop_per_s",
     "us",
     "kv_gb_per_s",
-    "max_abs_error",
+    "max_error",
     "max_logprob_difference",
     "summary",
     "passed",
@@ -91,8 +91,8 @@ def _correctness(document: Document) -> str:
         cases = [p for p in document.points("kernel") if p["backend"] == backend]
         if cases:
             passed = sum(p["passed"] for p in cases)
-            worst = max(cases, key=lambda p: float("inf") if p["max_abs_error"] is None else p["max_abs_error"])
-            errors = f"largest error {number(worst['max_abs_error'])} ({worst['case']})"
+            worst = max(cases, key=lambda p: float("inf") if p["max_error"] is None else p["max_error"])
+            errors = f"largest error {number(worst['max_error'])} ({worst['case']})"
             rows.append((f"cases of {backend}", f"{passed} of {len(cases)} pass, {errors}"))
     for p in document.points("invariant"):
         equal = f"{p['num_equal']} of {p['num_requests']} equal"

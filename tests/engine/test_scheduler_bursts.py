@@ -158,6 +158,23 @@ def test_bursts_behind_one_that_ended_early_come_to_nothing():
     assert scheduler.num_wasted_tokens == 0
 
 
+def test_bursts_left_behind_by_an_abort_come_to_nothing_too():
+    """As after an interrupt: what follows them must not be harmed, whatever the device made of them."""
+    scheduler, _, first = in_a_burst()
+    second = scheduler.schedule(4)
+    scheduler.abort("a")
+    newcomer = make_request("b", [2], 20)
+    scheduler.add(newcomer)
+    third = scheduler.schedule(4)
+    assert (starts(third), third.follows_burst) == ({"b": (0, 1)}, False)
+    assert scheduler.update(first, [5], [7]) == {}  # the device found the stop id
+    assert scheduler.update(second) == {}
+    assert scheduler.update(third, [5]) == {newcomer: 1}
+    fourth = scheduler.schedule(4)
+    assert (fourth.num_steps, fourth.follows_burst) == (4, False)
+    scheduler.check_integrity()
+
+
 def test_a_page_is_found_only_when_it_is_computed():
     """The token that ends a burst is known but not computed by it, nor by the one behind it."""
     scheduler, request, first = in_a_burst()

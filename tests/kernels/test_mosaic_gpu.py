@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from pallas_kernels.deviceless import Chip
 from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
 from pallas_kernels.ragged_paged_attention.cases import GPU_CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
@@ -59,7 +60,9 @@ PLANTED = {  # bug: (what is there, what is put in its place)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, tmp_path):
     """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
-    script = [sys.executable, str(Path(interpreted.__file__)), *PLANTED[bug]]
+    old, new = PLANTED[bug]
+    assert not old or interpreted.source().count(old) == 1, "there is no such place any more"
+    script = [sys.executable, str(Path(interpreted.__file__)), old, new]
     try:
         done = subprocess.run(script, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False)
     except subprocess.TimeoutExpired:
@@ -109,11 +112,12 @@ def test_plan_does_all_work_once(step):
     seen = np.zeros(call.num_tokens, int)
     for tiles, plan in mosaic_gpu._plans(call, rows):
         columns = np.asarray(plan.tiles).T
-        row, first_token, num_tokens, position, first_block, num_blocks, first_unit, past_len = columns
+        row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, past_len = columns
+        assert not (base_token[num_tokens > 0] % 8).any(), "where memory is filled from"
         for i in np.flatnonzero(num_tokens):
-            tokens = np.arange(first_token[i], first_token[i] + num_tokens[i])
+            tokens = base_token[i] + lead[i] + np.arange(num_tokens[i])
             seen[tokens] += 1
-            assert num_tokens[i] <= tiles.tokens
+            assert lead[i] + num_tokens[i] <= tiles.tokens
             assert cu_q_lens[row[i]] <= tokens[0]
             assert tokens[-1] < cu_q_lens[row[i] + 1]
             assert past_len[i] == past[row[i]]
@@ -161,6 +165,14 @@ def test_serves_gpus():
 
 
 @pytest.mark.parametrize(
+    ("kind", "chosen"), [("NVIDIA H100 80GB HBM3", "mosaic_gpu"), ("NVIDIA A100-SXM4-80GB", "xla")]
+)
+def test_serves_hopper_gpus_alone(kind, chosen):
+    with jax.sharding.use_abstract_mesh(Chip(kind, "gpu", 108, "").mesh()):
+        assert select_backend(**SERVED) == chosen
+
+
+@pytest.mark.parametrize(
     ("changed", "reason"),
     [
         ({"kv_dtype": "float32"}, "float32"),
@@ -185,7 +197,7 @@ def test_every_stage_of_memory_fits():
             for tiles in call.kinds():
                 assert tiles.stages >= 2
                 ring = 2 * tiles.stages * BLOCK_KV * head_dim * 2
-                q_and_out = 2 * tiles.rows * head_dim * 2
+                q_and_out = (2 * tiles.rows + 8 * tiles.row_parts) * head_dim * 2
                 assert tiles.workers * (ring + q_and_out) <= SHARED_BYTES
                 assert tiles.tokens * group <= tiles.rows
                 assert tiles.tokens % MIN_TILE_TOKENS == 0

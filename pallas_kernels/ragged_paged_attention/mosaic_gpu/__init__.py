@@ -47,6 +47,7 @@ __all__ = ["from_canonical", "interpreted", "kv_shape", "pool_dims", "supports",
 
 POOL_DTYPES = ("bfloat16", "float16")
 HEAD_DIMS = (32, 64, 96, 128, 256)
+HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 HOPPER_CORES = 132
 INTERPRETED_CORES = 2  # few, so that every worker has something to do
 
@@ -84,7 +85,20 @@ def supports(problem: Problem) -> str | None:
         )
     if problem.page_size % 8 or (BLOCK_KV % problem.page_size and problem.page_size % BLOCK_KV):
         return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {problem.page_size}"
-    return _unavailable()
+    return _unavailable() or (None if problem.platform != "gpu" else _other_chip())
+
+
+def _other_chip() -> str | None:
+    """Why the chip that is compiled for is none of those the instructions are of; None if it is."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    if device is not None:
+        is_hopper = any(name in device.device_kind for name in HOPPERS)
+        return None if is_hopper else f"its instructions are those of Hopper GPUs, not of a {device.device_kind}"
+    for local in jax.local_devices():
+        capability = getattr(local, "compute_capability", None)
+        if capability is not None and str(capability) != "9.0":
+            return f"its instructions are those of Hopper GPUs (9.0), not of {local.device_kind} ({capability})"
+    return None
 
 
 @functools.cache
@@ -147,7 +161,7 @@ def _plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, Plan]]:
     if len(kinds) == 1:
         return [(kinds[0], plan(call, kinds[0], rows, q_lens))]
     short, tall = kinds
-    is_short = q_lens <= short.tokens
+    is_short = rows.cu_q_lens[:-1] % MIN_TILE_TOKENS + q_lens <= short.tokens
     return [
         (short, plan(call, short, rows, jnp.where(is_short, q_lens, 0))),
         (tall, plan(call, tall, rows, jnp.where(is_short, 0, q_lens))),

@@ -17,12 +17,14 @@ from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.ragged_paged_attention.interface import RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BASE_TOKEN,
     BLOCK_KV,
     END_ITEM,
     FIRST_BLOCK,
     FIRST_ITEM,
-    FIRST_TOKEN,
     FIRST_UNIT,
+    LEAD,
+    MIN_TILE_TOKENS,
     NUM_BLOCKS,
     NUM_TOKENS,
     PAST_LEN,
@@ -87,7 +89,7 @@ def attend(
             "merge_attention_parts",
             num_blocks=tiles.num_workers,
             num_threads=tiles.warpgroups,
-            scratch=[plgpu.SMEM((tiles.warpgroups, WARPGROUP_ROWS, call.head_dim // tiles.column_parts), call.dtype)],
+            scratch=[_out_type(call, tiles, tiles.warpgroups)],
         )(num_live_tokens, *plan, *unmerged, out_ref)
     return jax.freeze(out_ref)
 
@@ -111,7 +113,8 @@ class _Item(NamedTuple):
     tile: Any
     row: Any
     head: Any
-    first_token: Any
+    base_token: Any  # of the step; the tile's own begin `lead` tokens later
+    lead: Any
     num_tokens: Any
     position: Any
     past_len: Any
@@ -133,7 +136,8 @@ def _read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: 
         tile=tile,
         row=column(ROW),
         head=head,
-        first_token=column(FIRST_TOKEN),
+        base_token=column(BASE_TOKEN),
+        lead=column(LEAD),
         num_tokens=column(NUM_TOKENS),
         position=column(POSITION),
         past_len=column(PAST_LEN),
@@ -175,7 +179,7 @@ class _Shared(NamedTuple):
     q: Any  # [workers, rows, H]
     k: Any  # [workers * stages, BLOCK_KV, H]
     v: Any  # [workers * stages, column_parts, BLOCK_KV, H / column_parts]
-    out: Any  # [workers * warpgroups, 64, H / column_parts]
+    out: Any  # [workers * warpgroups, 8 + 64, H / column_parts]
     q_ready: Any
     q_free: Any
     k_ready: Any
@@ -201,7 +205,7 @@ def _shared(call: Call, tiles: Tiles) -> _Shared:
         q=matrix(workers, tiles.rows, H),
         k=matrix(stages, BLOCK_KV, H),
         v=matrix(stages, tiles.column_parts, BLOCK_KV, columns),
-        out=plgpu.SMEM((warpgroups, WARPGROUP_ROWS, columns), call.dtype),
+        out=_out_type(call, tiles, warpgroups),
         q_ready=barriers(call.group, workers),
         q_free=barriers(tiles.warpgroups, workers),
         k_ready=barriers(pages, stages),
@@ -211,6 +215,12 @@ def _shared(call: Call, tiles: Tiles) -> _Shared:
         tail=barriers(tiles.warpgroups, workers),
         p=plgpu.SMEM((8,), jnp.int32) if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
     )
+
+
+def _out_type(call: Call, tiles: Tiles, warpgroups: int) -> Any:
+    """Where output waits to be stored; with room to shift a tile's rows."""
+    shape = (warpgroups, MIN_TILE_TOKENS + WARPGROUP_ROWS, call.head_dim // tiles.column_parts)
+    return plgpu.SMEM(shape, call.dtype)
 
 
 def _layout(call: Call) -> tuple[Any, Any]:
@@ -232,7 +242,7 @@ def _tree_rows(tiles: Tiles, plan: Plan, tree_mask: Int32[Array, "T words"] | No
     if tree_mask is None:
         return jnp.zeros((1, 1, 1), jnp.int32)
     token = jnp.arange(tiles.rows, dtype=jnp.int32) % tiles.tokens
-    words = tree_mask.at[plan.tiles[:, FIRST_TOKEN, None] + token[None]].get(mode="clip")  # [tiles, rows, words]
+    words = tree_mask.at[plan.tiles[:, BASE_TOKEN, None] + token[None]].get(mode="clip")  # [tiles, rows, words]
     return words.swapaxes(1, 2)
 
 
@@ -357,7 +367,7 @@ class _Worker:
         @pl.loop(0, self.call.group)
         def load_head(g: Any) -> None:
             plgpu.copy_gmem_to_smem(
-                self.inputs.q.at[pl.ds(item.first_token, tokens), item.head * self.call.group + g],
+                self.inputs.q.at[pl.ds(item.base_token, tokens), item.head * self.call.group + g],
                 self.shared.q.at[self.lane, pl.ds(g * tokens, tokens)],
                 self.shared.q_ready.at[self.lane],
             )
@@ -476,7 +486,7 @@ class _Worker:
             return scores
         key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * BLOCK_KV
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_ROWS) + part.row
-        query = lax.broadcast_in_dim(item.position + (row & (self.tiles.tokens - 1)), scores.shape, [0])
+        query = lax.broadcast_in_dim(item.position - item.lead + (row & (self.tiles.tokens - 1)), scores.shape, [0])
         visible = key <= query
         if window is not None:
             visible &= key > query - window
@@ -543,7 +553,9 @@ def _store(call: Call, tiles: Tiles, item: _Item, part: _Part, state: _Softmax, 
     A copy has a static size: a ladder of powers of two makes any number of tokens.
     """
     denominator = jnp.where(state.denominator > 0, state.denominator, 1.0)
-    out[...] = (state.values / lax.broadcast_in_dim(denominator, state.values.shape, [0])).astype(call.dtype)
+    result = (state.values / lax.broadcast_in_dim(denominator, state.values.shape, [0])).astype(call.dtype)
+    shift = MIN_TILE_TOKENS - item.lead  # so that the first token stored is at a multiple of eight
+    out[pl.ds(shift, WARPGROUP_ROWS)] = result
     plgpu.commit_smem()
     tokens = min(tiles.tokens, WARPGROUP_ROWS)  # of one head in one part
     columns = pl.ds(part.column * out.shape[1], out.shape[1])
@@ -552,14 +564,17 @@ def _store(call: Call, tiles: Tiles, item: _Item, part: _Part, state: _Softmax, 
     def store_head(segment: Any) -> None:
         row = part.row + segment * tokens
         g, first = lax.div(row, _i32(tiles.tokens)), lax.rem(row, _i32(tiles.tokens))
-        num_tokens = jnp.where(g < call.group, jnp.clip(item.num_tokens - first, 0, tokens), 0)
+        begin = jnp.maximum(item.lead - first, 0)  # among this head's tokens in this part
+        end = jnp.clip(item.lead + item.num_tokens - first, begin, tokens)
+        num_tokens = jnp.where(g < call.group, end - begin, 0)
         done, size = _i32(0), tokens
         while size:
 
             @pl.when((num_tokens & size) != 0)
             def copy(done: Any = done, size: int = size) -> None:
-                target = out_ref.at[pl.ds(item.first_token + first + done, size), item.head * call.group + g, columns]
-                plgpu.copy_smem_to_gmem(out.at[pl.ds(segment * tokens + done, size)], target)
+                source = out.at[pl.ds(shift + segment * tokens + begin + done, size)]
+                token = item.base_token + first + begin + done
+                plgpu.copy_smem_to_gmem(source, out_ref.at[pl.ds(token, size), item.head * call.group + g, columns])
 
             done, size = done + (num_tokens & size), size // 2
 
@@ -609,7 +624,8 @@ def _clear_padding(call: Call, part: _Part, first_token: Any, stride: int, zeros
 
     @pl.when(first_token < num_tokens)
     def clear() -> None:
-        zeros[...] = _cast(jnp.zeros(zeros.shape, call.dtype), plgpu.Layout.WGMMA)
+        shape = (WARPGROUP_ROWS, zeros.shape[1])
+        zeros[pl.ds(0, WARPGROUP_ROWS)] = _cast(jnp.zeros(shape, call.dtype), plgpu.Layout.WGMMA)
         plgpu.commit_smem()
 
         @pl.loop(first_token, num_tokens, step=stride)

@@ -20,7 +20,7 @@ MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
 MIN_TALL_TOKENS = 512  # steps of fewer tokens have the kernel of short tiles alone
 
 # Columns of the plan.
-ROW, FIRST_TOKEN, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, PAST_LEN = range(8)
+ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, PAST_LEN = range(9)
 FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
 
 
@@ -86,9 +86,9 @@ class Call:
 
     def kinds(self) -> list[Tiles]:
         """The tiles for rows of few tokens and, in steps of many tokens, those for the others."""
-        if self.num_tokens < MIN_TALL_TOKENS or self.head_dim > MAX_PART_COLUMNS:
-            return [self._short_tiles()]
-        return [self._short_tiles(), self._tiles(row_parts=2, workers=1)]
+        short, tall = self._short_tiles(), self._tiles(row_parts=2, workers=1)
+        only_short = self.num_tokens < MIN_TALL_TOKENS or self.head_dim > MAX_PART_COLUMNS
+        return [short] if only_short or tall.tokens == short.tokens else [short, tall]
 
     def _short_tiles(self) -> Tiles:
         """As low as the group allows; two workers in a block of threads where their memory fits."""
@@ -97,10 +97,13 @@ class Call:
 
     def _tiles(self, row_parts: int, workers: int) -> Tiles:
         rows = row_parts * WARPGROUP_ROWS
-        q_and_out_bytes = 2 * rows * 2 * self.head_dim
+        q_and_out_bytes = 2 * (2 * rows + row_parts * MIN_TILE_TOKENS) * self.head_dim
         stages = (SHARED_BYTES // workers - q_and_out_bytes) // (2 * 2 * BLOCK_KV * self.head_dim)
+        # Shared memory that leaves for the output does so from addresses that are multiples of 128: where a row of it
+        # is not, a head's tokens must begin in the part that stores them.
+        most_tokens = rows if 2 * self.head_dim % 128 == 0 else WARPGROUP_ROWS
         return Tiles(
-            tokens=1 << int(math.log2(rows // self.group)),
+            tokens=min(1 << int(math.log2(rows // self.group)), most_tokens),
             row_parts=row_parts,
             column_parts=-(-self.head_dim // MAX_PART_COLUMNS),
             workers=workers,
@@ -112,8 +115,12 @@ class Call:
 class Plan(NamedTuple):
     """The work of one kernel."""
 
-    tiles: Int32[Array, "tiles 8"]
-    """Columns ROW ... PAST_LEN: where each tile is, and the blocks of keys it sees."""
+    tiles: Int32[Array, "tiles 9"]
+    """Columns ROW ... PAST_LEN: where each tile is, and the blocks of keys it sees.
+
+    A tile begins at BASE_TOKEN of the step, a multiple of eight, as shared memory is filled: LEAD tokens of other rows
+    come before its NUM_TOKENS own ones, of which the first is at POSITION of its sequence.
+    """
     workers: Int32[Array, "workers 4"]
     """Columns FIRST_ITEM ... SPAN_END: the items and the units of each worker."""
 
@@ -124,23 +131,26 @@ def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
     An item is a tile with one of its kv heads, and has a unit for every block of keys; the units of a tile are those of
     its first kv head, then of its second, and so on. A worker's span may begin and end inside an item.
     """
-    num_tiles = min(call.num_tokens, call.num_tokens // tiles.tokens + q_lens.shape[0])
-    row_tiles = _ceil_div(q_lens, tiles.tokens)
+    R = q_lens.shape[0]
+    num_tiles = min(call.num_tokens, call.num_tokens // tiles.tokens + 2 * R)
+    leads = rows.cu_q_lens[:-1] % MIN_TILE_TOKENS
+    row_tiles = jnp.where(q_lens > 0, _ceil_div(leads + q_lens, tiles.tokens), 0)
     tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
-    row = jnp.minimum(_count_up_to(tile_ends, tile), q_lens.shape[0] - 1)
-    skipped = (tile - (tile_ends - row_tiles)[row]) * tiles.tokens  # tokens of the row in tiles before this one
-    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - skipped, tiles.tokens), 0)
+    row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
+    start = (tile - (tile_ends - row_tiles)[row]) * tiles.tokens - leads[row]  # among the row's tokens
+    lead = jnp.maximum(-start, 0)
+    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tiles.tokens) - lead, 0)
     past_len = (rows.kv_lens - q_lens)[row]
-    position = past_len + skipped
+    position = past_len + start + lead
     first_block = jnp.zeros_like(tile)
     if call.window is not None:
         first_block = jnp.maximum(position - call.window + 1, 0) // BLOCK_KV
     num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, BLOCK_KV) - first_block, 0)
     ends = jnp.cumsum(num_blocks * call.num_kv_heads, dtype=jnp.int32)
     first_unit = ends - num_blocks * call.num_kv_heads
-    first_token = rows.cu_q_lens[row] + skipped
-    columns = (row, first_token, num_tokens, position, first_block, num_blocks, first_unit, past_len)
+    base_token = rows.cu_q_lens[row] + start
+    columns = (row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, past_len)
 
     def item_of(unit: Int32[Array, "workers"]) -> Int32[Array, "workers"]:
         tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)
