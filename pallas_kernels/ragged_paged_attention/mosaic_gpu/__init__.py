@@ -13,6 +13,8 @@ New keys and values are scattered to their pages, in place; then one persistent 
   online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`kernel.py`). Masks only in
   blocks that cross the diagonal, the end of the row or the edge of a window.
 
+Where an item is cut depends on the whole step, and so do the last bits of its output: not whether they are right.
+
 Where a step has many tokens there are two such kernels: one for rows of few tokens, whose time is that of reading
 keys and values, and one with taller tiles for the others, whose time is that of the products.
 """
