@@ -61,7 +61,8 @@ class Chip:
 
     def unavailable(self) -> str | None:
         """Why nothing can be compiled for it here; None if it can."""
-        if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        plugins = importlib.util.find_spec("jax_plugins")
+        if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
             return (
                 f"jax-cuda13-plugin and jax-cuda13-pjrt {jax.__version__} are not installed "
                 "(pip install --no-deps is enough to compile)"

@@ -64,7 +64,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
     assert not old or interpreted.source().count(old) == 1, "there is no such place any more"
     script = [sys.executable, str(Path(interpreted.__file__)), old, new]
     try:
-        done = subprocess.run(script, capture_output=True, text=True, timeout=90, cwd=tmp_path, check=False)
+        done = subprocess.run(script, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     except subprocess.TimeoutExpired:
         assert bug != "none"
         return
