@@ -43,13 +43,19 @@ class RaggedRows(NamedTuple):
         """Tokens of each row in this step; zero for padding rows."""
         return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
-    def locate(self, num_tokens: int) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
-        """The row of each token of the step and its position there; some row and -1 for padding tokens."""
+    def place(self, num_tokens: int, *, num_pages: int, page_size: int) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
+        """The page of each token of the step and its place there; of padding tokens, pages that do not exist.
+
+        All places are different, those of padding tokens too: a scatter that drops what is outside of the pool may be
+        declared free of collisions.
+        """
         token_id = jnp.arange(num_tokens, dtype=jnp.int32)
         starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
         row_id = jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), self.kv_lens.shape[0] - 1)
         position = token_id + (self.kv_lens - self.cu_q_lens[1:])[row_id]
-        return row_id, jnp.where(token_id < self.cu_q_lens[self.num_rows], position, -1)
+        page_id = self.page_table.at[row_id, position // page_size].get(mode="clip")
+        is_live = token_id < self.cu_q_lens[self.num_rows]
+        return jnp.where(is_live, page_id, num_pages + token_id), position % page_size
 
 
 @dataclass(frozen=True)

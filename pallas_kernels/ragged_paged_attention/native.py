@@ -66,7 +66,7 @@ def write_and_attend(
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None = None,
+    tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
     """Rotates, writes and attends in one call, the pool in place: donate it.
 

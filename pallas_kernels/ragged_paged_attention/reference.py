@@ -61,7 +61,7 @@ def write_and_attend(
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None = None,
+    tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
     """Rotates, writes to a copy of the pool, attends."""
     dtype = q.dtype

@@ -77,7 +77,7 @@ def write_and_attend(
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None = None,
+    tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
     """Rotates, writes, attends; the pool is donated."""
     dtype = q.dtype
@@ -96,14 +96,10 @@ def _write_kv(
     rows: RaggedRows,
 ) -> Float[Array, "L N KV P H"]:
     """Writes the keys and values of this step to their pages; donates the pool, one scatter in place."""
-    num_pages, page_size = kv_pages.shape[1], kv_pages.shape[3]
     T, K, H = k.shape
-    row_id, position = rows.locate(T)
-    page_id = rows.page_table.at[row_id, position // page_size].get(mode="clip")
-    # Dropped writes still need distinct indices for the scatter to be declared free of collisions.
-    page_id = jnp.where(position >= 0, page_id, num_pages + jnp.arange(T, dtype=jnp.int32))
+    page_id, offset = rows.place(T, num_pages=kv_pages.shape[1], page_size=kv_pages.shape[3])
     kv = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H).astype(kv_pages.dtype)
-    target = kv_pages.at[layer, page_id, :, position % page_size]
+    target = kv_pages.at[layer, page_id, :, offset]
     return target.set(kv, mode="drop", unique_indices=True)
 
 

@@ -10,7 +10,7 @@ def with_jax() -> dict[str, Any]:
     """As jax sees it."""
     import jax  # noqa: PLC0415 - takes the device's memory
 
-    from jaxserve.engine.roofline import describe_device  # noqa: PLC0415
+    from jaxserve.engine.roofline import describe_device  # noqa: PLC0415 - imports jax
 
     device = describe_device()
     return {

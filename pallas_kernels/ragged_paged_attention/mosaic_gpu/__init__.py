@@ -22,9 +22,10 @@ keys and values, and one with taller tiles for the others, whose time is that of
 from __future__ import annotations
 
 import contextlib
-import functools
+import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -103,14 +104,18 @@ def _other_chip() -> str | None:
     return None
 
 
-@functools.cache
 def _unavailable() -> str | None:
     """Why the kernels cannot be imported here; None if they can."""
     try:
-        from pallas_kernels.ragged_paged_attention.mosaic_gpu import kernel  # noqa: F401, PLC0415 (slow to import)
-    except ImportError as error:
+        _kernel()
+    except (ImportError, AttributeError) as error:  # Pallas for GPUs is young: names come and go
         return f"Pallas for GPUs does not load in jax {jax.__version__}: {error}"
     return None
+
+
+def _kernel() -> ModuleType:
+    """The kernels; Pallas takes a third of a second to import, which only those who use it shall wait."""
+    return importlib.import_module(f"{__name__}.kernel")
 
 
 def write_and_attend(
@@ -126,11 +131,9 @@ def write_and_attend(
     soft_cap: float | None,
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None = None,
+    tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
     """Rotates, scatters into the donated pool, attends. Queries and the weights of values are rounded to its dtype."""
-    from pallas_kernels.ragged_paged_attention.mosaic_gpu import kernel  # noqa: PLC0415 (slow to import)
-
     T, dtype = q.shape[0], q.dtype
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
@@ -153,7 +156,7 @@ def write_and_attend(
     plans = _plans(call, rows)
     # Tiles of shared memory are filled from whole groups of eight tokens.
     q = jnp.pad(q.astype(call.dtype), ((0, -T % 8), (0, 0), (0, 0)))
-    out = kernel.attend(call, plans, q, kv_pages, layer, rows, sinks, tree_mask)
+    out = _kernel().attend(call, plans, q, kv_pages, layer, rows, sinks, tree_mask)
     return out[:T].astype(dtype), kv_pages
 
 
@@ -178,14 +181,10 @@ def _write_kv(
     rows: RaggedRows,
 ) -> Float[Array, "L N P KV H"]:
     """The pool with the keys and values of this step in their pages; padding tokens are dropped."""
-    num_pages, page_size = kv_pages.shape[1:3]
     T, K, H = k.shape
-    row_id, position = rows.locate(T)
-    page_id = rows.page_table.at[row_id, position // page_size].get(mode="clip")
-    # Dropped writes still need distinct indices for the scatter to be declared free of collisions.
-    page_id = jnp.where(position >= 0, page_id, num_pages + jnp.arange(T, dtype=jnp.int32))
+    page_id, offset = rows.place(T, num_pages=kv_pages.shape[1], page_size=kv_pages.shape[2])
     kv = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H).astype(kv_pages.dtype)
-    return kv_pages.at[layer, page_id, position % page_size].set(kv, mode="drop", unique_indices=True)
+    return kv_pages.at[layer, page_id, offset].set(kv, mode="drop", unique_indices=True)
 
 
 def _num_cores() -> int:
