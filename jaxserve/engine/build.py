@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,6 +14,7 @@ import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
+from jaxserve.engine.step import new_pool
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
@@ -91,7 +93,7 @@ def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runn
     dtype = compute_dtype(config, arch)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     backend = _select_backend(config, arch, kv_dtype)
-    schedule = build_schedule(config, arch, kv_dtype)
+    schedule = build_schedule(config, arch, kv_dtype, backend)
     runner = Runner(
         arch,
         params,
@@ -119,16 +121,20 @@ def _select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype)
         raise ConfigError(str(error)) from error
 
 
-def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> ScheduleConfig:
+def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> ScheduleConfig:
     """The resolved sizes; the pool from `num_pages`, else from free memory."""
-    num_pages = config.num_pages or _num_pages_that_fit(config, arch, kv_dtype)
+    num_pages = config.num_pages or _num_pages_that_fit(config, arch, _page_bytes(config, arch, kv_dtype, backend))
     schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
     logger.info("KV pool: %d pages of %d tokens", num_pages, schedule.page_size)
     return schedule
 
 
-def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> int:
-    page_bytes = arch.kv_bytes_per_token(kv_dtype.itemsize) * config.page_size
+def _page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
+    page = jax.eval_shape(partial(new_pool, arch, 1, config.page_size, kv_dtype=kv_dtype, backend=backend))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+
+
+def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> int:
     row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=_on_cpu())
     if _on_cpu():

@@ -42,7 +42,6 @@ class Served:
         jax.block_until_ready(params)
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
-        self.schedule = build_schedule(config, arch, dtype)
         self.backend = select_backend(
             num_query_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
@@ -50,6 +49,7 @@ class Served:
             page_size=config.page_size,
             kv_dtype=dtype,
         )
+        self.schedule = build_schedule(config, arch, dtype, self.backend)
         self.num_params = arch.num_params
         self.runner = Runner(
             arch, params, self.schedule, kv_dtype=dtype, backend=self.backend, max_burst_steps=MAX_BURST_STEPS

@@ -29,13 +29,17 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+# Rotated keys may be rounded to the neighbour, which of narrow numbers is as far away as this.
+STEPS = {"float16": 2**-10, "bfloat16": 2**-7, "int8": 1 / 127, "float8_e4m3fn": 32 / 448}
+
+
 @needs_gpu_or_interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter multiplies stale NaN too
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_matches_reference_without_races(case):
     found = interpreted.run(case)
     assert found.error <= 1e-2
-    assert found.pool_error <= (2**-7 if case.has_rope else 0)
+    assert found.pool_error <= (STEPS[case.kv_dtype] * 1.001 if case.has_rope else 0)
     assert found.is_finite
     assert not found.races
 
@@ -73,6 +77,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
     assert is_right == (bug == "none"), done.stdout + done.stderr
 
 
+BF16 = jnp.dtype("bfloat16")
 STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
 
 
@@ -89,7 +94,8 @@ def steps(draw):
         group=draw(st.sampled_from([1, 4, 7])),
         head_dim=draw(st.sampled_from([64, 256])),
         page_size=16,
-        dtype=jnp.dtype("bfloat16"),
+        dtype=BF16,
+        kv_dtype=BF16,
         scale=1.0,
         window=draw(st.sampled_from([None, 1, 64, 100])),
         soft_cap=None,
@@ -180,6 +186,7 @@ def test_serves_hopper_gpus_alone(kind, chosen):
         ({"page_size": 24}, "24"),
         ({"num_query_heads": 136}, "136/8"),
         ({"num_query_heads": 72, "head_dim": 256}, "at most 8"),
+        ({"kv_dtype": "int8", "head_dim": 256}, "heads of 256 leave no registers"),
     ],
 )
 def test_refuses_with_a_reason(changed, reason):
@@ -193,7 +200,7 @@ def test_every_stage_of_memory_fits():
     """Two blocks of keys in flight at least, in the shared memory of a multiprocessor."""
     for head_dim in mosaic_gpu.HEAD_DIMS:
         for group in range(1, 17 if head_dim <= 128 else 9):
-            call = Call(4096, 8, group, head_dim, 16, jnp.dtype("bfloat16"), 1.0, None, None, False, 0, 132, None)
+            call = Call(4096, 8, group, head_dim, 16, BF16, BF16, 1.0, None, None, False, 0, 132, None)
             for tiles in call.kinds():
                 assert tiles.stages >= 2
                 ring = 2 * tiles.stages * BLOCK_KV * head_dim * 2

@@ -30,6 +30,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     PAST_LEN,
     POSITION,
     ROW,
+    SCALES,
     SPAN_END,
     SPAN_START,
     WARPGROUP_ROWS,
@@ -37,10 +38,11 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     Plan,
     Tiles,
 )
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
-REGISTERS = {3: (56, 224), 4: (48, 208)}  # to load and to compute, by the number of warpgroups; of two each has enough
+REGISTERS = {3: (64, 224), 4: (64, 192)}  # to load and to compute, by the number of warpgroups; of two each has enough
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
@@ -50,7 +52,7 @@ def attend(
     call: Call,
     plans: Sequence[tuple[Tiles, Plan]],
     q: Float[Array, "padded Q H"],
-    kv_pages: Float[Array, "L N P KV H"],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
     sinks: Float[Array, "Q"] | None,
@@ -79,7 +81,8 @@ def attend(
             _sink_rows(call, tiles, sinks),
             _tree_rows(tiles, plan, tree_mask),
             q,
-            kv_pages,
+            values_of(kv_pages),
+            kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES)),
             out_ref,
             *unmerged,
         )
@@ -179,6 +182,9 @@ class _Shared(NamedTuple):
     q: Any  # [workers, rows, H]
     k: Any  # [workers * stages, BLOCK_KV, H]
     v: Any  # [workers * stages, column_parts, BLOCK_KV, H / column_parts]
+    scales: Any  # [workers * stages, BLOCK_KV, SCALES], those of the head's keys and values, and of its neighbours'
+    wide_k: Any  # [workers, BLOCK_KV, H], a block of keys multiplied with their scales
+    wide_v: Any
     out: Any  # [workers * warpgroups, 8 + 64, H / column_parts]
     q_ready: Any
     q_free: Any
@@ -186,7 +192,7 @@ class _Shared(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
-    tail: Any
+    meeting: Any
     p: Any  # weights of the values; in the interpreter alone, which lacks wgmma from registers
 
 
@@ -196,24 +202,33 @@ def _shared(call: Call, tiles: Tiles) -> _Shared:
     warpgroups = workers * tiles.warpgroups
 
     def matrix(*shape: int) -> Any:
-        return plgpu.SMEM(shape, call.dtype, transforms=_layout(call))
+        return plgpu.SMEM(shape, call.dtype, transforms=_layout(call, call.swizzle))
+
+    def ring(*shape: int) -> Any:
+        swizzle = call.tile_columns * call.kv_dtype.itemsize
+        return plgpu.SMEM((stages, *shape), call.kv_dtype, transforms=_layout(call, swizzle))
 
     def barriers(num_arrivals: int, num_barriers: int) -> Any:
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
+    unused = plgpu.SMEM((8,), jnp.int32)
+    wide = matrix(workers, BLOCK_KV, H) if call.is_quantized else unused
     return _Shared(
         q=matrix(workers, tiles.rows, H),
-        k=matrix(stages, BLOCK_KV, H),
-        v=matrix(stages, tiles.column_parts, BLOCK_KV, columns),
+        k=ring(BLOCK_KV, H),
+        v=ring(tiles.column_parts, BLOCK_KV, columns),
+        scales=plgpu.SMEM((stages, BLOCK_KV, SCALES), jnp.float32) if call.is_quantized else unused,
+        wide_k=wide,
+        wide_v=wide,
         out=_out_type(call, tiles, warpgroups),
         q_ready=barriers(call.group, workers),
         q_free=barriers(tiles.warpgroups, workers),
         k_ready=barriers(pages, stages),
         k_free=barriers(tiles.warpgroups, stages),
-        v_ready=barriers(pages * tiles.column_parts, stages),
+        v_ready=barriers(pages * (tiles.column_parts + call.is_quantized), stages),
         v_free=barriers(tiles.warpgroups, stages),
-        tail=barriers(tiles.warpgroups, workers),
-        p=plgpu.SMEM((8,), jnp.int32) if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
+        meeting=barriers(tiles.warpgroups, workers),
+        p=unused if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
     )
 
 
@@ -223,9 +238,9 @@ def _out_type(call: Call, tiles: Tiles, warpgroups: int) -> Any:
     return plgpu.SMEM(shape, call.dtype)
 
 
-def _layout(call: Call) -> tuple[Any, Any]:
-    """Of matrices in shared memory that wgmma reads."""
-    return plgpu.TilingTransform((8, call.swizzle // 2)), plgpu.SwizzleTransform(call.swizzle)
+def _layout(call: Call, swizzle: int) -> tuple[Any, Any]:
+    """Of matrices in shared memory that wgmma reads, or that become such."""
+    return plgpu.TilingTransform((8, call.tile_columns)), plgpu.SwizzleTransform(swizzle)
 
 
 def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Float[Array, "K rows"]:
@@ -281,6 +296,7 @@ class _Inputs(NamedTuple):
     tree_rows: Any
     q: Any
     kv_pages: Any
+    scales: Any  # of their numbers, if they have any
     out: Any
     values: Any
     max_score: Any
@@ -344,6 +360,8 @@ class _Worker:
                     self.load_pages(
                         page_ids, block, 2 * item.head + 1, part, shared.v.at[slot, part], shared.v_ready.at[slot]
                     )
+                if self.call.is_quantized:
+                    self.load_scales(page_ids, block, item, shared.scales.at[slot], shared.v_ready.at[slot])
                 return block_count + 1
 
             return lax.fori_loop(item.begin, item.end, load_block, block_count)
@@ -384,14 +402,27 @@ class _Worker:
 
     def load_pages(self, page_ids: list[Any], block: Any, head: Any, part: int, buffer: Any, ready: Any) -> None:
         """As many columns of a head's block as the buffer has, from the part-th on."""
-        pages, size = self.inputs.kv_pages.at[self.inputs.layer[0]], self.call.page_size
-        columns = pl.ds(part * buffer.shape[1], buffer.shape[1])
+        pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(part * buffer.shape[1], buffer.shape[1])
+        self.copy_block(
+            page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, head, columns], buffer, ready
+        )
+
+    def load_scales(self, page_ids: list[Any], block: Any, item: _Item, buffer: Any, ready: Any) -> None:
+        """Those of a head's keys and values, with its neighbours'."""
+        scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(_first_scale(item.head), SCALES)
+        self.copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
+
+    def copy_block(
+        self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
+    ) -> None:
+        """What `source(page, tokens)` refers to, for all tokens of a block."""
+        size = self.call.page_size
         if size > BLOCK_KV:
             offset = lax.rem(block, _i32(size // BLOCK_KV)) * BLOCK_KV
-            plgpu.copy_gmem_to_smem(pages.at[page_ids[0], pl.ds(offset, BLOCK_KV), head, columns], buffer, ready)
+            plgpu.copy_gmem_to_smem(source(page_ids[0], pl.ds(offset, BLOCK_KV)), buffer, ready)
             return
         for i, page_id in enumerate(page_ids):
-            plgpu.copy_gmem_to_smem(pages.at[page_id, :, head, columns], buffer.at[pl.ds(i * size, size)], ready)
+            plgpu.copy_gmem_to_smem(source(page_id, slice(None)), buffer.at[pl.ds(i * size, size)], ready)
 
     def compute(self, part: _Part) -> None:
         """Attends with one part of each tile."""
@@ -454,24 +485,91 @@ class _Worker:
 
     def absorb_block(self, item: _Item, part: _Part, block: Any, slot: Any, state: _Softmax, masked: bool) -> _Softmax:
         """The softmax after one more block of keys."""
-        shared, v = self.shared, self.shared.v.at[slot, part.column]
-        if masked:  # before anything else is in registers
-            plgpu.barrier_wait(shared.v_ready.at[slot])
-            self.clear_tail(item, part, block, v)
-        plgpu.barrier_wait(shared.k_ready.at[slot])
-        scores = _scores(shared.q.at[self.lane, part.rows], shared.k.at[slot])
-        plgpu.barrier_arrive(shared.k_free.at[slot])
+        shared = self.shared
+        k = self.take_keys(item, part, block, slot, masked)
+        scores = _scores(shared.q.at[self.lane, part.rows], k)
+        self.give_back(shared.k_free.at[slot])
         scores = self.scale_and_mask(scores, item, part, block, masked)
         max_score = jnp.maximum(state.max_score, scores.max(axis=1))
         rescale = jnp.exp2(state.max_score - max_score)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(max_score, scores.shape, [0]))
         denominator = state.denominator * rescale + weights.sum(axis=1)
+        weights = weights.astype(self.call.dtype)
+        v = self.take_values(part, slot, masked)
         values = state.values * lax.broadcast_in_dim(rescale, state.values.shape, [0])
+        values = self.add_values(values, weights, part, v)
+        self.give_back(shared.v_free.at[slot])
+        return _Softmax(values, max_score, denominator)
+
+    def take_keys(self, item: _Item, part: _Part, block: Any, slot: Any, masked: bool) -> Any:
+        """Keys as they are multiplied; with values too done what must be, before anything else is in registers."""
+        shared = self.shared
+        if self.call.is_quantized:
+            self.widen_block(item, part, block, slot, masked)
+            return shared.wide_k.at[self.lane]
+        if masked:
+            plgpu.barrier_wait(shared.v_ready.at[slot])
+            self.clear_tail(item, part, block, shared.v.at[slot, part.column])
+        plgpu.barrier_wait(shared.k_ready.at[slot])
+        return shared.k.at[slot]
+
+    def take_values(self, part: _Part, slot: Any, masked: bool) -> Any:
+        """The columns of values of this part, as they are multiplied."""
+        shared = self.shared
+        if self.call.is_quantized:
+            return shared.wide_v.at[self.lane]
         if not masked:
             plgpu.barrier_wait(shared.v_ready.at[slot])
-        values = self.add_values(values, weights.astype(self.call.dtype), part, v)
+        return shared.v.at[slot, part.column]
+
+    def give_back(self, free: Any) -> None:
+        """Lets a part of the ring be loaded anew; what was widened has been given back before."""
+        if not self.call.is_quantized:
+            plgpu.barrier_arrive(free)
+
+    def widen_block(self, item: _Item, part: _Part, block: Any, slot: Any, masked: bool) -> None:
+        """Multiplies keys and values with their scales, on their way from the ring to where wgmma reads them."""
+        shared, column = self.shared, 2 * item.head - _first_scale(item.head)
+        k_scales, v_scales = (shared.scales.at[slot, :, column + i] for i in range(2))
+        self.meet()  # the others may still read the last block
+        plgpu.barrier_wait(shared.k_ready.at[slot])
+        plgpu.barrier_wait(shared.v_ready.at[slot])
+        self.widen(shared.k.at[slot], k_scales, shared.wide_k.at[self.lane], part)
+        end = self.end_in(item, block) if masked else None
+        self.widen(shared.v.at[slot, part.column], v_scales, shared.wide_v.at[self.lane], part, end)
+        plgpu.barrier_arrive(shared.k_free.at[slot])
         plgpu.barrier_arrive(shared.v_free.at[slot])
-        return _Softmax(values, max_score, denominator)
+        plgpu.commit_smem()
+        self.meet()
+
+    def widen(self, narrow: Any, scales: Any, wide: Any, part: _Part, end: Any | None = None) -> None:
+        """Numbers times scales, from the ring to `wide`, some columns by each warpgroup; zeros from row `end` on."""
+        layout, width = plgpu.Layout.WGMMA_UPCAST_2X, self.call.tile_columns
+
+        def multiply(columns: Any) -> None:
+            numbers = _load(narrow.at[:, columns], layout)
+            if jnp.issubdtype(numbers.dtype, jnp.integer):
+                numbers = numbers.astype(jnp.bfloat16)  # which is exact, and for which there is a quick way
+            factors = _cast(lax.broadcast_in_dim(_load(scales, layout.reduce(1)), numbers.shape, [0]), layout)
+            numbers = numbers.astype(jnp.float32) * factors
+            if end is not None:
+                row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout)
+                numbers = jnp.where(row < end, numbers, jnp.zeros_like(numbers))
+            wide[:, columns] = numbers.astype(self.call.dtype)
+
+        for chunk in range(wide.shape[1] // width):
+            is_own = part.index == chunk % self.tiles.warpgroups
+            pl.when(is_own)(functools.partial(multiply, pl.ds(chunk * width, width)))
+
+    def meet(self) -> None:
+        """The warpgroups of a tile wait for each other, if there are several."""
+        if self.tiles.warpgroups > 1:
+            plgpu.barrier_arrive(self.shared.meeting.at[self.lane])
+            plgpu.barrier_wait(self.shared.meeting.at[self.lane])
+
+    def end_in(self, item: _Item, block: Any) -> Any:
+        """The end of the item's sequence, counted from the block's first token."""
+        return item.position + item.num_tokens - block * BLOCK_KV
 
     def scale_and_mask(self, scores: Any, item: _Item, part: _Part, block: Any, masked: bool) -> Any:
         """Scores in base 2, soft-capped; those that a query does not see are MASKED."""
@@ -506,8 +604,8 @@ class _Worker:
 
     def clear_tail(self, item: _Item, part: _Part, block: Any, v: Any) -> None:
         """Zeros in place of values past the last token: a stale NaN would pass through a weight of zero."""
-        end = item.position + item.num_tokens - block * BLOCK_KV
-        width = self.call.swizzle // 2  # columns at a time, for want of registers
+        end = self.end_in(item, block)
+        width = self.call.tile_columns  # at a time, for want of registers
 
         @pl.when(end < BLOCK_KV)
         def clear() -> None:
@@ -521,8 +619,7 @@ class _Worker:
                 plgpu.commit_smem()
 
             if self.tiles.row_parts > 1:  # those who share the values wait for the one who clears
-                plgpu.barrier_arrive(self.shared.tail.at[self.lane])
-                plgpu.barrier_wait(self.shared.tail.at[self.lane])
+                self.meet()
 
     def add_values(self, values: Any, weights: Any, part: _Part, v: Any) -> Any:
         """`values + weights @ v`."""
@@ -537,6 +634,11 @@ class _Worker:
             return acc[...]
 
         return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
+
+
+def _first_scale(head: Any) -> Any:
+    """Of the scales that are fetched with a head's own."""
+    return lax.div(2 * head, _i32(SCALES)) * SCALES
 
 
 def _scores(q: Any, k: Any) -> Any:
