@@ -1,4 +1,4 @@
-"""Runs the kernels of GPUs, on a CPU in the interpreter; as a script, a small case with a bug planted: OLD NEW."""
+"""Runs the kernels of GPUs, on a CPU in the interpreter; as a script, a small case with a bug planted: CASE OLD NEW."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 ON_CPU = jax.default_backend() == "cpu"
-KERNEL = "pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel"
+KERNELS = [f"pallas_kernels.ragged_paged_attention.mosaic_gpu.{name}" for name in ("kernel", "merge")]
 
 
 @dataclass
@@ -75,25 +75,30 @@ def _relative_error(found, expected):
     return float(np.max(np.abs(found - expected) / np.maximum(largest, 1e-6), initial=0))
 
 
-def source():
-    """Of the kernel."""
-    return Path(importlib.util.find_spec(KERNEL).origin).read_text()
+def places_of(text):
+    """The modules of the kernels that have a piece of text, once for each time."""
+    sources = {name: Path(importlib.util.find_spec(name).origin).read_text() for name in KERNELS}
+    return [name for name, source in sources.items() for _ in range(source.count(text))]
 
 
 def plant(old, new):
-    """Has the kernel be imported with a piece of its source replaced."""
-    spec = importlib.util.find_spec(KERNEL)
+    """Has the kernels be imported with the one piece `old` of their source replaced."""
+    (name,) = places_of(old)
+    spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[KERNEL] = module
-    planted = source().replace(old, new) if old else source()
-    exec(compile(planted, spec.origin, "exec"), module.__dict__)
+    sys.modules[name] = module
+    exec(compile(Path(spec.origin).read_text().replace(old, new), spec.origin, "exec"), module.__dict__)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    plant(*sys.argv[1:])
+    name, old, new = sys.argv[1:]
+    if old:
+        plant(old, new)
     from pallas_kernels.ragged_paged_attention.cases import Case
 
-    half = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
-    small = Case("small", (1, 20, 1), (330, 150, 420), 4, 1, 64, stale=float("nan"), **half)
-    print(json.dumps(dataclasses.asdict(run(small))))
+    cases = {
+        "half": Case("half", (1, 20, 1), (330, 150, 420), 4, 1, 64, stale=float("nan"), kv_dtype="bfloat16"),
+        "narrow": Case("narrow", (1, 20, 1), (330, 150, 420), 16, 1, 64, stale=float("nan"), kv_dtype="float8_e4m3fn"),
+    }
+    print(json.dumps(dataclasses.asdict(run(dataclasses.replace(cases[name], dtype="bfloat16")))))

@@ -1,9 +1,8 @@
-"""The two kernels: one attends, one merges the parts of items that several workers share. See the package."""
+"""The kernel that attends, and the launch of it and of the one that merges. See the package."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,20 +15,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
+    MASKED,
+    Item,
+    Softmax,
+    Unmerged,
+    cast,
+    copy_tokens,
+    i32,
+    load,
+    read_item,
+    spread,
+)
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BASE_TOKEN,
     BLOCK_KV,
     END_ITEM,
-    FIRST_BLOCK,
     FIRST_ITEM,
-    FIRST_UNIT,
-    LEAD,
     MIN_TILE_TOKENS,
-    NUM_BLOCKS,
-    NUM_TOKENS,
-    PAST_LEN,
-    POSITION,
-    ROW,
     SCALES,
     SPAN_END,
     SPAN_START,
@@ -41,11 +45,9 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 LOG2E = math.log2(math.e)
-MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
 REGISTERS = {3: (64, 224), 4: (64, 192)}  # to load and to compute, by the number of warpgroups; of two each has enough
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 
 
 def attend(
@@ -63,10 +65,10 @@ def attend(
     # Apart: where the layer is a constant, neither takes a program of its own in each layer.
     layer = jnp.asarray(layer, jnp.int32)[None]
     num_live_tokens = rows.cu_q_lens[rows.num_rows][None]
-    for tiles, plan in plans:
+    for number, (tiles, plan) in enumerate(plans):
         shape = (tiles.num_workers, 2, tiles.column_parts, tiles.rows)
         shapes = ((*shape, call.head_dim // tiles.column_parts), shape, shape)
-        unmerged = _Unmerged(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
+        unmerged = Unmerged(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
         _launch(
             call,
             functools.partial(_attend_kernel, call, tiles),
@@ -88,11 +90,11 @@ def attend(
         )
         _launch(
             call,
-            functools.partial(_merge_kernel, call, tiles),
+            functools.partial(merge.kernel, call, tiles, number == 0),
             "merge_attention_parts",
             num_blocks=tiles.num_workers,
-            num_threads=tiles.warpgroups,
-            scratch=[_out_type(call, tiles, tiles.warpgroups)],
+            num_threads=merge.WARPGROUPS,
+            scratch=merge.scratch(call, tiles),
         )(num_live_tokens, *plan, *unmerged, out_ref)
     return jax.freeze(out_ref)
 
@@ -110,55 +112,6 @@ def _launch(
     return pl.kernel(kernel, out_type=(), mesh=mesh, compiler_params=params, name=name, **interpret)
 
 
-class _Item(NamedTuple):
-    """A tile with its kv head, and the part of it that falls to one worker."""
-
-    tile: Any
-    row: Any
-    head: Any
-    base_token: Any  # of the step; the tile's own begin `lead` tokens later
-    lead: Any
-    num_tokens: Any
-    position: Any
-    past_len: Any
-    begin: Any  # first block of the part
-    end: Any  # end of its blocks
-    is_first: Any  # whether the part has the item's first block
-    is_last: Any
-
-
-def _read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> _Item:
-    def column(index: int) -> Any:
-        return tiles_ref[tile, index]
-
-    num_blocks, first_block = column(NUM_BLOCKS), column(FIRST_BLOCK)
-    first_unit = column(FIRST_UNIT) + head * num_blocks
-    begin = jnp.maximum(span_start - first_unit, 0)
-    end = jnp.minimum(span_end - first_unit, num_blocks)
-    return _Item(
-        tile=tile,
-        row=column(ROW),
-        head=head,
-        base_token=column(BASE_TOKEN),
-        lead=column(LEAD),
-        num_tokens=column(NUM_TOKENS),
-        position=column(POSITION),
-        past_len=column(PAST_LEN),
-        begin=first_block + begin,
-        end=first_block + end,
-        is_first=begin == 0,
-        is_last=end == num_blocks,
-    )
-
-
-class _Unmerged(NamedTuple):
-    """Of each worker the softmax over its part of an item that another began (0) and of one that it began (1)."""
-
-    values: Any  # f32[workers, 2, column_parts, rows, H / column_parts], weighted sums
-    max_score: Any  # f32[workers, 2, column_parts, rows]
-    denominator: Any  # f32[workers, 2, column_parts, rows]
-
-
 class _Part(NamedTuple):
     """What one warpgroup computes of a tile."""
 
@@ -172,7 +125,7 @@ class _Part(NamedTuple):
 
 
 def _part(tiles: Tiles, index: Any) -> _Part:
-    columns = _i32(tiles.column_parts)
+    columns = i32(tiles.column_parts)
     return _Part(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))
 
 
@@ -281,7 +234,7 @@ def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
     def compute() -> None:
         if registers is not None:
             plgpu.set_max_registers(registers[1], action="increase")
-        warpgroups = _i32(tiles.warpgroups)
+        warpgroups = i32(tiles.warpgroups)
         worker(lax.div(thread, warpgroups)).compute(_part(tiles, lax.rem(thread, warpgroups)))
 
 
@@ -303,14 +256,6 @@ class _Inputs(NamedTuple):
     denominator: Any
 
 
-class _Softmax(NamedTuple):
-    """Of one warpgroup's rows, over the keys seen so far; scores in base 2."""
-
-    values: Any  # f32[64, H], weighted sum
-    max_score: Any  # f32[64]
-    denominator: Any  # f32[64]
-
-
 class _Worker:
     """A span of units and the warpgroups that work on it."""
 
@@ -320,14 +265,14 @@ class _Worker:
         self.items = (inputs.workers[index, FIRST_ITEM], inputs.workers[index, END_ITEM])
         self.span_start, self.span_end = inputs.workers[index, SPAN_START], inputs.workers[index, SPAN_END]
 
-    def item(self, index: Any) -> _Item:
-        tile = lax.div(index, _i32(self.call.num_kv_heads))
-        head = lax.rem(index, _i32(self.call.num_kv_heads))
-        return _read_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
+    def item(self, index: Any) -> Item:
+        tile = lax.div(index, i32(self.call.num_kv_heads))
+        head = lax.rem(index, i32(self.call.num_kv_heads))
+        return read_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
 
     def slot(self, block_count: Any) -> Any:
         """The part of the ring that the worker's next block is in."""
-        return self.lane * self.tiles.stages + lax.rem(block_count, _i32(self.tiles.stages))
+        return self.lane * self.tiles.stages + lax.rem(block_count, i32(self.tiles.stages))
 
     def load(self) -> None:
         """Fills the ring, one block of keys and values after the other."""
@@ -366,7 +311,7 @@ class _Worker:
 
             return lax.fori_loop(item.begin, item.end, load_block, block_count)
 
-        block_count = lax.fori_loop(*self.items, load_item, _i32(0))
+        block_count = lax.fori_loop(*self.items, load_item, i32(0))
 
         # What is still in flight is seen to its end.
         @pl.when(self.items[1] > self.items[0])
@@ -378,7 +323,7 @@ class _Worker:
             plgpu.barrier_wait(shared.k_free.at[self.slot(count)])
             plgpu.barrier_wait(shared.v_free.at[self.slot(count)])
 
-    def load_queries(self, item: _Item) -> None:
+    def load_queries(self, item: Item) -> None:
         """A tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
         tokens = self.tiles.tokens
 
@@ -390,12 +335,12 @@ class _Worker:
                 self.shared.q_ready.at[self.lane],
             )
 
-    def page_ids(self, item: _Item, block: Any) -> list[Any]:
+    def page_ids(self, item: Item, block: Any) -> list[Any]:
         """The pages of one block; of a page past the end, which the table may not have, the first one again."""
         size = self.call.page_size
         if size > BLOCK_KV:
-            return [self.inputs.page_table[item.row, lax.div(block, _i32(size // BLOCK_KV))]]
-        num_pages = lax.div(item.position + item.num_tokens + (size - 1), _i32(size))
+            return [self.inputs.page_table[item.row, lax.div(block, i32(size // BLOCK_KV))]]
+        num_pages = lax.div(item.position + item.num_tokens + (size - 1), i32(size))
         first = block * (BLOCK_KV // size)
         columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(BLOCK_KV // size)]
         return [self.inputs.page_table[item.row, column] for column in columns]
@@ -407,7 +352,7 @@ class _Worker:
             page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, head, columns], buffer, ready
         )
 
-    def load_scales(self, page_ids: list[Any], block: Any, item: _Item, buffer: Any, ready: Any) -> None:
+    def load_scales(self, page_ids: list[Any], block: Any, item: Item, buffer: Any, ready: Any) -> None:
         """Those of a head's keys and values, with its neighbours'."""
         scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(_first_scale(item.head), SCALES)
         self.copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
@@ -418,7 +363,7 @@ class _Worker:
         """What `source(page, tokens)` refers to, for all tokens of a block."""
         size = self.call.page_size
         if size > BLOCK_KV:
-            offset = lax.rem(block, _i32(size // BLOCK_KV)) * BLOCK_KV
+            offset = lax.rem(block, i32(size // BLOCK_KV)) * BLOCK_KV
             plgpu.copy_gmem_to_smem(source(page_ids[0], pl.ds(offset, BLOCK_KV)), buffer, ready)
             return
         for i, page_id in enumerate(page_ids):
@@ -447,22 +392,22 @@ class _Worker:
 
             return block_count + item.end - item.begin
 
-        lax.fori_loop(*self.items, compute_item, _i32(0))
+        lax.fori_loop(*self.items, compute_item, i32(0))
 
-    def attend_item(self, item: _Item, part: _Part, block_count: Any) -> _Softmax:
+    def attend_item(self, item: Item, part: _Part, block_count: Any) -> Softmax:
         """The softmax over the blocks of one item; masks only where it must."""
         call = self.call
         state = self.start(item, part)
         # Blocks that all tokens of the tile see from end to end.
         num_seen = item.past_len if call.tree_words else item.position + 1
-        full_end = jnp.clip(lax.div(num_seen, _i32(BLOCK_KV)), item.begin, item.end)
+        full_end = jnp.clip(lax.div(num_seen, i32(BLOCK_KV)), item.begin, item.end)
         full_begin = item.begin
         if call.window is not None:
             last = item.position + item.num_tokens - 1
-            first_full = lax.div(jnp.maximum(last - call.window + 1, 0) + (BLOCK_KV - 1), _i32(BLOCK_KV))
+            first_full = lax.div(jnp.maximum(last - call.window + 1, 0) + (BLOCK_KV - 1), i32(BLOCK_KV))
             full_begin = jnp.clip(first_full, item.begin, full_end)
 
-        def absorb(block: Any, state: _Softmax, masked: bool) -> _Softmax:
+        def absorb(block: Any, state: Softmax, masked: bool) -> Softmax:
             slot = self.slot(block_count + block - item.begin)
             return self.absorb_block(item, part, block, slot, state, masked)
 
@@ -471,19 +416,19 @@ class _Worker:
         state = lax.fori_loop(full_begin, full_end, functools.partial(absorb, masked=False), state)
         return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
 
-    def start(self, item: _Item, part: _Part) -> _Softmax:
+    def start(self, item: Item, part: _Part) -> Softmax:
         """The softmax before any key: empty, or holding the sinks of the rows where the item begins."""
-        max_score = _cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
-        denominator = _cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
+        max_score = cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
+        denominator = cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
         if self.call.has_sinks:
-            sinks = _load(self.inputs.sink_rows.at[item.head, part.rows], _ROWS)
+            sinks = load(self.inputs.sink_rows.at[item.head, part.rows], _ROWS)
             max_score = jnp.where(item.is_first, sinks, max_score)
             denominator = jnp.where(item.is_first, jnp.full_like(denominator, 1), denominator)
         shape = (WARPGROUP_ROWS, self.call.head_dim // self.tiles.column_parts)
-        values = _cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return _Softmax(values, max_score, denominator)
+        values = cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return Softmax(values, max_score, denominator)
 
-    def absorb_block(self, item: _Item, part: _Part, block: Any, slot: Any, state: _Softmax, masked: bool) -> _Softmax:
+    def absorb_block(self, item: Item, part: _Part, block: Any, slot: Any, state: Softmax, masked: bool) -> Softmax:
         """The softmax after one more block of keys."""
         shared = self.shared
         k = self.take_keys(item, part, block, slot, masked)
@@ -499,9 +444,9 @@ class _Worker:
         values = state.values * lax.broadcast_in_dim(rescale, state.values.shape, [0])
         values = self.add_values(values, weights, part, v)
         self.give_back(shared.v_free.at[slot])
-        return _Softmax(values, max_score, denominator)
+        return Softmax(values, max_score, denominator)
 
-    def take_keys(self, item: _Item, part: _Part, block: Any, slot: Any, masked: bool) -> Any:
+    def take_keys(self, item: Item, part: _Part, block: Any, slot: Any, masked: bool) -> Any:
         """Keys as they are multiplied; with values too done what must be, before anything else is in registers."""
         shared = self.shared
         if self.call.is_quantized:
@@ -527,7 +472,7 @@ class _Worker:
         if not self.call.is_quantized:
             plgpu.barrier_arrive(free)
 
-    def widen_block(self, item: _Item, part: _Part, block: Any, slot: Any, masked: bool) -> None:
+    def widen_block(self, item: Item, part: _Part, block: Any, slot: Any, masked: bool) -> None:
         """Multiplies keys and values with their scales, on their way from the ring to where wgmma reads them."""
         shared, column = self.shared, 2 * item.head - _first_scale(item.head)
         k_scales, v_scales = (shared.scales.at[slot, :, column + i] for i in range(2))
@@ -547,10 +492,10 @@ class _Worker:
         layout, width = plgpu.Layout.WGMMA_UPCAST_2X, self.call.tile_columns
 
         def multiply(columns: Any) -> None:
-            numbers = _load(narrow.at[:, columns], layout)
+            numbers = load(narrow.at[:, columns], layout)
             if jnp.issubdtype(numbers.dtype, jnp.integer):
                 numbers = numbers.astype(jnp.bfloat16)  # which is exact, and for which there is a quick way
-            factors = _cast(lax.broadcast_in_dim(_load(scales, layout.reduce(1)), numbers.shape, [0]), layout)
+            factors = spread(load(scales, layout.reduce(1)), numbers.shape, layout)
             numbers = numbers.astype(jnp.float32) * factors
             if end is not None:
                 row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout)
@@ -567,11 +512,11 @@ class _Worker:
             plgpu.barrier_arrive(self.shared.meeting.at[self.lane])
             plgpu.barrier_wait(self.shared.meeting.at[self.lane])
 
-    def end_in(self, item: _Item, block: Any) -> Any:
+    def end_in(self, item: Item, block: Any) -> Any:
         """The end of the item's sequence, counted from the block's first token."""
         return item.position + item.num_tokens - block * BLOCK_KV
 
-    def scale_and_mask(self, scores: Any, item: _Item, part: _Part, block: Any, masked: bool) -> Any:
+    def scale_and_mask(self, scores: Any, item: Item, part: _Part, block: Any, masked: bool) -> Any:
         """Scores in base 2, soft-capped; those that a query does not see are MASKED."""
         scale, soft_cap, window = self.call.scale, self.call.soft_cap, self.call.window
         if soft_cap is None:
@@ -592,17 +537,17 @@ class _Worker:
             visible &= self.in_tree(key - item.past_len, item, part)
         return jnp.where(visible, scores, MASKED)
 
-    def in_tree(self, new_id: Any, item: _Item, part: _Part) -> Any:
+    def in_tree(self, new_id: Any, item: Item, part: _Part) -> Any:
         """Which keys each query sees; `new_id` counts from the row's first new token, past ones are negative."""
         num_words = self.call.tree_words
         visible = (new_id < 0) | (new_id >= 32 * num_words)
         for i in range(num_words):
-            word = _load(self.inputs.tree_rows.at[item.tile, i, part.rows], _ROWS)
+            word = load(self.inputs.tree_rows.at[item.tile, i, part.rows], _ROWS)
             bit = lax.shift_right_logical(lax.broadcast_in_dim(word, new_id.shape, [0]), new_id & 31) & 1
             visible |= (new_id >= 32 * i) & (new_id < 32 * (i + 1)) & (bit == 1)
         return visible
 
-    def clear_tail(self, item: _Item, part: _Part, block: Any, v: Any) -> None:
+    def clear_tail(self, item: Item, part: _Part, block: Any, v: Any) -> None:
         """Zeros in place of values past the last token: a stale NaN would pass through a weight of zero."""
         end = self.end_in(item, block)
         width = self.call.tile_columns  # at a time, for want of registers
@@ -614,7 +559,7 @@ class _Worker:
                 row = plgpu.broadcasted_iota(jnp.int32, (BLOCK_KV, width), 0, layout=plgpu.Layout.WGMMA)
                 for start in range(0, v.shape[1], width):
                     chunk = v.at[:, pl.ds(start, width)]
-                    values = _cast(chunk[...], plgpu.Layout.WGMMA)
+                    values = cast(chunk[...], plgpu.Layout.WGMMA)
                     chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
@@ -638,7 +583,7 @@ class _Worker:
 
 def _first_scale(head: Any) -> Any:
     """Of the scales that are fetched with a head's own."""
-    return lax.div(2 * head, _i32(SCALES)) * SCALES
+    return lax.div(2 * head, i32(SCALES)) * SCALES
 
 
 def _scores(q: Any, k: Any) -> Any:
@@ -649,115 +594,21 @@ def _scores(q: Any, k: Any) -> Any:
     return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, k.shape[0]), jnp.float32))
 
 
-def _store(call: Call, tiles: Tiles, item: _Item, part: _Part, state: _Softmax, out: Any, out_ref: Any) -> None:
-    """Writes one part to the output, by way of `out` in shared memory; live tokens only.
-
-    A copy has a static size: a ladder of powers of two makes any number of tokens.
-    """
-    denominator = jnp.where(state.denominator > 0, state.denominator, 1.0)
-    result = (state.values / lax.broadcast_in_dim(denominator, state.values.shape, [0])).astype(call.dtype)
+def _store(call: Call, tiles: Tiles, item: Item, part: _Part, state: Softmax, out: Any, out_ref: Any) -> None:
+    """Writes one part to the output, by way of `out` in shared memory; live tokens only."""
     shift = MIN_TILE_TOKENS - item.lead  # so that the first token stored is at a multiple of eight
-    out[pl.ds(shift, WARPGROUP_ROWS)] = result
+    out[pl.ds(shift, WARPGROUP_ROWS)] = state.result(plgpu.Layout.WGMMA, call.dtype)
     plgpu.commit_smem()
     tokens = min(tiles.tokens, WARPGROUP_ROWS)  # of one head in one part
-    columns = pl.ds(part.column * out.shape[1], out.shape[1])
 
     @pl.loop(0, WARPGROUP_ROWS // tokens)
     def store_head(segment: Any) -> None:
         row = part.row + segment * tokens
-        g, first = lax.div(row, _i32(tiles.tokens)), lax.rem(row, _i32(tiles.tokens))
+        g, first = lax.div(row, i32(tiles.tokens)), lax.rem(row, i32(tiles.tokens))
         begin = jnp.maximum(item.lead - first, 0)  # among this head's tokens in this part
         end = jnp.clip(item.lead + item.num_tokens - first, begin, tokens)
         num_tokens = jnp.where(g < call.group, end - begin, 0)
-        done, size = _i32(0), tokens
-        while size:
-
-            @pl.when((num_tokens & size) != 0)
-            def copy(done: Any = done, size: int = size) -> None:
-                source = out.at[pl.ds(shift + segment * tokens + begin + done, size)]
-                token = item.base_token + first + begin + done
-                plgpu.copy_smem_to_gmem(source, out_ref.at[pl.ds(token, size), item.head * call.group + g, columns])
-
-            done, size = done + (num_tokens & size), size // 2
+        token, head = item.base_token + first + begin, item.head * call.group + g
+        copy_tokens(out, shift + segment * tokens + begin, out_ref, token, head, part.column, num_tokens, tokens)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _merge_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
-    """One block of threads a worker: merges the item that the worker began and others ended, if there is one."""
-    num_live_ref, tile_ref, worker_ref, values_ref, max_score_ref, denominator_ref, out_ref, shared_out = refs
-    index, part = lax.axis_index("block"), _part(tiles, lax.axis_index("thread"))
-    out = shared_out.at[part.index]
-    first_item, end_item = worker_ref[index, FIRST_ITEM], worker_ref[index, END_ITEM]
-    start, end = worker_ref[index, SPAN_START], worker_ref[index, SPAN_END]
-    last = end_item - 1
-    tile, head = lax.div(last, _i32(call.num_kv_heads)), lax.rem(last, _i32(call.num_kv_heads))
-
-    @pl.when(end_item > first_item)
-    def merge() -> None:
-        item = _read_item(tile_ref, tile, head, start, end)
-
-        @pl.when(item.is_first & ~item.is_last)
-        def merge_parts() -> None:
-            def load(worker: Any, begins: int) -> _Softmax:
-                def read(ref: Any, layout: Any) -> Any:
-                    return _load(ref.at[worker, begins, part.column, part.rows], layout)
-
-                return _Softmax(
-                    read(values_ref, plgpu.Layout.WGMMA), read(max_score_ref, _ROWS), read(denominator_ref, _ROWS)
-                )
-
-            item_end = tile_ref[tile, FIRST_UNIT] + (head + 1) * tile_ref[tile, NUM_BLOCKS]
-            span = worker_ref[0, SPAN_END]  # the first one is as long as any
-            end_worker = lax.div(item_end + span - 1, span)
-            state = lax.fori_loop(
-                index + 1, end_worker, lambda worker, state: _merge(state, load(worker, 0)), load(index, 1)
-            )
-            _store(call, tiles, item, part, state, out, out_ref)
-
-    @pl.when(part.row == 0)
-    def clear() -> None:
-        _clear_padding(call, part, num_live_ref[0] + index, tiles.num_workers, out, out_ref)
-
-
-def _clear_padding(call: Call, part: _Part, first_token: Any, stride: int, zeros: Any, out_ref: Any) -> None:
-    """Zeros for every `stride`-th token from the first one on."""
-    num_tokens, num_heads, _ = out_ref.shape
-
-    @pl.when(first_token < num_tokens)
-    def clear() -> None:
-        shape = (WARPGROUP_ROWS, zeros.shape[1])
-        zeros[pl.ds(0, WARPGROUP_ROWS)] = _cast(jnp.zeros(shape, call.dtype), plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
-
-        @pl.loop(first_token, num_tokens, step=stride)
-        def clear_token(token: Any) -> None:
-            @pl.loop(0, num_heads)
-            def clear_head(head: Any) -> None:
-                target = out_ref.at[pl.ds(token, 1), head, pl.ds(part.column * zeros.shape[1], zeros.shape[1])]
-                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, 1)], target)
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
-    """The softmax over the keys of both."""
-    max_score = jnp.maximum(a.max_score, b.max_score)
-    scale_a, scale_b = jnp.exp2(a.max_score - max_score), jnp.exp2(b.max_score - max_score)
-    shape = a.values.shape
-    values = a.values * lax.broadcast_in_dim(scale_a, shape, [0]) + b.values * lax.broadcast_in_dim(scale_b, shape, [0])
-    return _Softmax(values, max_score, a.denominator * scale_a + b.denominator * scale_b)
-
-
-def _load(ref: Any, layout: Any) -> Any:
-    """From global memory to registers."""
-    index = [()] if "idx" in _REQUIRED_OF_LOAD else []  # jax 0.10 wants one
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def _cast(x: Any, layout: Any) -> Any:
-    return plgpu.layout_cast(x, layout)
-
-
-def _i32(x: int) -> Array:
-    return jnp.asarray(x, jnp.int32)

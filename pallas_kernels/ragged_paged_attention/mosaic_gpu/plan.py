@@ -18,6 +18,7 @@ MAX_STAGES = 4
 MAX_PART_COLUMNS = 128  # of values, in the registers of a warpgroup
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
 SCALES = 4  # of neighbouring heads, the least that is fetched from memory
+MIN_SPAN = 4  # blocks of keys: an item is not cut into more parts than it is worth
 MIN_TALL_TOKENS = 512  # steps of fewer tokens have the kernel of short tiles alone
 
 # Columns of the plan.
@@ -174,7 +175,7 @@ def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
         tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)
         return tile * call.num_kv_heads + (unit - first_unit[tile]) // jnp.maximum(num_blocks[tile], 1)
 
-    span = _ceil_div(ends[-1], tiles.num_workers)
+    span = jnp.maximum(_ceil_div(ends[-1], tiles.num_workers), MIN_SPAN)
     start = jnp.minimum(jnp.arange(tiles.num_workers, dtype=jnp.int32) * span, ends[-1])
     end = jnp.minimum(start + span, ends[-1])
     first_item = item_of(start)
