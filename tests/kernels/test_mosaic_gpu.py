@@ -80,7 +80,12 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
         "",
     ),
     "a block is widened over one still in use": ("narrow", "self.meet()  # the others may", "pass  # the others may"),
-    "a block is used before others have widened it": ("narrow", "plgpu.commit_smem()\n        self.meet()", "pass"),
+    "a block is used before others have widened it": (
+        "narrow",
+        "v_free.at[slot])\n        self.meet()",
+        "v_free.at[slot])",
+    ),
+    "a block is given back before it is committed": ("narrow", "plgpu.commit_smem()  # so that", "pass  # so that"),
     "keys have the scales of values": ("narrow", "at[slot, :, column + i]", "at[slot, :, column + 1 - i]"),
     "stale narrow values are not cleared": ("narrow", "jnp.where(row < end, numbers", "jnp.where(row < 64, numbers"),
 }

@@ -482,9 +482,9 @@ class _Worker:
         self.widen(shared.k.at[slot], k_scales, shared.wide_k.at[self.lane], part)
         end = self.end_in(item, block) if masked else None
         self.widen(shared.v.at[slot, part.column], v_scales, shared.wide_v.at[self.lane], part, end)
+        plgpu.commit_smem()  # so that both what was written and what was read lie behind
         plgpu.barrier_arrive(shared.k_free.at[slot])
         plgpu.barrier_arrive(shared.v_free.at[slot])
-        plgpu.commit_smem()
         self.meet()
 
     def widen(self, narrow: Any, scales: Any, wide: Any, part: _Part, end: Any | None = None) -> None:
