@@ -79,7 +79,6 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
         "        plgpu.barrier_wait(shared.k_ready.at[slot])\n        plgpu.barrier_wait(shared.v_ready.at[slot])\n",
         "",
     ),
-    "a block is widened over one still in use": ("narrow", "self.meet()  # the others may", "pass  # the others may"),
     "a block is used before others have widened it": (
         "narrow",
         "v_free.at[slot])\n        self.meet()",
