@@ -1,6 +1,7 @@
 """Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
 
 import atexit
+import dataclasses
 import logging
 import threading
 import weakref
@@ -13,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
@@ -21,8 +23,9 @@ from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.programs import ProgramStore
 from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, new_state, set_slot
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, step_bytes
+from jaxserve.models.params import Params, device_bytes, step_bytes
 from jaxserve.sampling import SlotTable, TokenLogprobs
+from jaxserve.sharding import over_devices, replicated, shardings_between, specs_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +65,18 @@ class StepHandle:
 
 
 class Runner:
-    """Compiled programs by bucket over one donated state."""
+    """Compiled programs by bucket over one donated state.
+
+    Args:
+        arch: of the whole model.
+        params: its weights, on the devices of `mesh` if there is one.
+        schedule: sizes of steps and pool.
+        kv_dtype: of the pool.
+        backend: of attention.
+        max_burst_steps: of one dispatch.
+        programs_dir: where compiled programs are kept; None keeps none.
+        mesh: of the devices that the model is split over; None where one device has all of it.
+    """
 
     def __init__(
         self,
@@ -74,11 +88,19 @@ class Runner:
         backend: str,
         max_burst_steps: int = 1,
         programs_dir: Path | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.arch, self.params, self.schedule = arch, params, schedule
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
         self._max_burst_steps = max_burst_steps
+        self._mesh = mesh
+        self._num_devices = 1 if mesh is None else mesh.size
+        self._local_arch = arch.local(self._num_devices)
+        devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+        # XLA's CPU client has about a thread per device: those of a second program take them from the first, whose
+        # collectives then wait for ever.
+        self._one_at_a_time = mesh is not None and devices[0].platform == "cpu"
         self._programs: dict[int, Compiled] = {}
         self._bursts: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
@@ -88,15 +110,26 @@ class Runner:
         self._compiled.set()
         self._compile_error: Exception | None = None
         self._matrix_bytes = step_bytes(params)
-        self._embedding_row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["embed"])) // arch.vocab_size
+        self._embedding_row_bytes = device_bytes(params["embed"]) // self._local_arch.vocab_size
         self.state = self._new_state()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
         # Before jax cleans up at exit, which ends badly while it compiles or runs a step.
         atexit.register(_close, weakref.ref(self))
-        self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes))
+        self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes), devices)
 
     def _new_state(self) -> ServeState:
-        return new_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
+        if self._mesh is None:
+            return self._state_of(self.arch)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+        state: ServeState = jax.jit(lambda: self._state_of(self._pool_arch()), out_shardings=shardings)()
+        return state
+
+    def _state_of(self, arch: ArchConfig) -> ServeState:
+        return new_state(arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
+
+    def _pool_arch(self) -> ArchConfig:
+        """The model as the pool of all devices holds it: heads that several of them have are there as often."""
+        return dataclasses.replace(self.arch, num_kv_heads=self._local_arch.num_kv_heads * self._num_devices)
 
     def restore_state(self) -> None:
         """After a step that broke off: a new state, empty, if the old one was donated to it."""
@@ -104,11 +137,15 @@ class Runner:
             self.state = self._new_state()
 
     def abstract_state(self) -> ServeState:
-        """Shapes and dtypes of the device state."""
-        return jax.eval_shape(self._new_state)
+        """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
+        if self._mesh is None:
+            return jax.eval_shape(self._new_state)
+        whole, part = (jax.eval_shape(partial(self._state_of, arch)) for arch in (self._pool_arch(), self._local_arch))
+        shardings = shardings_between(self._mesh, whole, part)
+        return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), whole, shardings)
 
     def weight_bytes(self, num_tokens: int) -> int:
-        """Bytes of weights that a step of `num_tokens` reads: matrices once, and a row of the embedding for each."""
+        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
         return self._matrix_bytes + num_tokens * self._embedding_row_bytes
 
     @property
@@ -121,17 +158,31 @@ class Runner:
     def lower(self, bucket: int) -> jax.stages.Lowered:
         """The step of one bucket, traced and lowered but not compiled."""
         layout = BatchLayout.of(self.schedule, bucket)
-        return self._lower(make_serve_step(self.arch, layout, backend=self._backend), layout)
+        step = make_serve_step(self.arch, layout, backend=self._backend, num_devices=self._num_devices)
+        return self._lower(step, layout)
 
     def lower_burst(self, bucket: int) -> jax.stages.Lowered:
         """The burst of one bucket, traced and lowered but not compiled."""
         layout = BatchLayout.of(self.schedule, bucket)
-        burst = make_serve_burst(self.arch, layout, backend=self._backend, max_steps=self._max_burst_steps)
+        burst = make_serve_burst(
+            self.arch,
+            layout,
+            backend=self._backend,
+            max_steps=self._max_burst_steps,
+            num_devices=self._num_devices,
+        )
         return self._lower(burst, layout)
 
     def _lower(self, program: Program, layout: BatchLayout) -> jax.stages.Lowered:
-        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-        return jax.jit(program, donate_argnums=1).lower(self.params, self.abstract_state(), blob)
+        state, blob = self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
+        if self._mesh is not None:
+            specs = (specs_of(state), PartitionSpec())
+            program = over_devices(program, self._mesh, (self.params, state, blob), specs)
+        return jax.jit(program, donate_argnums=1).lower(self.params, state, blob)
+
+    def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        """What comes from the host, to every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self._mesh) if self._mesh else None)
 
     def warm_up(self, compile_ahead: str) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
@@ -183,9 +234,10 @@ class Runner:
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
-        row = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.slots)
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._get("set_slot", partial(jax.jit(set_slot, donate_argnums=0).lower, state, slot, row))
+        row = jax.tree.map(lambda s: self._operand(s.shape[1:], s.dtype), state.slots)
+        args = (state, self._operand((), jnp.int32), row)
+        program = set_slot if self._mesh is None else over_devices(set_slot, self._mesh, args, specs_of(state))
+        return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
         return self._store.get(name, lambda: lower().compile())
@@ -226,6 +278,8 @@ class Runner:
         burst: bool = False,
     ) -> StepHandle:
         """Dispatch one step or burst: one upload, one program, and the download under way."""
+        if self._one_at_a_time:
+            jax.block_until_ready(self.state)
         programs = self._bursts if burst else self._programs
         self.state, output = programs[bucket](self.params, self.state, blob)
         output.token_ids.copy_to_host_async()
