@@ -98,8 +98,8 @@ class Runner:
         self._num_devices = 1 if mesh is None else mesh.size
         self._local_arch = arch.local(self._num_devices)
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-        # XLA's CPU client has about a thread per device: those of a second program take them from the first, whose
-        # collectives then wait for ever.
+        # Where many programs are in flight, XLA's CPU client may never run one device's part of the first, for which
+        # the collectives of the others then wait.
         self._one_at_a_time = mesh is not None and devices[0].platform == "cpu"
         self._programs: dict[int, Compiled] = {}
         self._bursts: dict[int, Compiled] = {}
