@@ -1,7 +1,6 @@
 """Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
 
 import atexit
-import dataclasses
 import logging
 import threading
 import weakref
@@ -21,11 +20,20 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.programs import ProgramStore
-from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, new_state, set_slot
+from jaxserve.engine.step import (
+    Program,
+    ServeState,
+    StepOutput,
+    abstract_state,
+    make_serve_burst,
+    make_serve_step,
+    new_state,
+    set_slot,
+)
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
 from jaxserve.sampling import SlotTable, TokenLogprobs
-from jaxserve.sharding import over_devices, replicated, shardings_between, specs_of
+from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +104,6 @@ class Runner:
         self._max_burst_steps = max_burst_steps
         self._mesh = mesh
         self._num_devices = 1 if mesh is None else mesh.size
-        self._local_arch = arch.local(self._num_devices)
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
         # Where many programs are in flight, XLA's CPU client may never run one device's part of the first, for which
         # the collectives of the others then wait.
@@ -110,7 +117,7 @@ class Runner:
         self._compiled.set()
         self._compile_error: Exception | None = None
         self._matrix_bytes = step_bytes(params)
-        self._embedding_row_bytes = device_bytes(params["embed"]) // self._local_arch.vocab_size
+        self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(self._num_devices).vocab_size
         self.state = self._new_state()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
         # Before jax cleans up at exit, which ends badly while it compiles or runs a step.
@@ -118,18 +125,13 @@ class Runner:
         self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes), devices)
 
     def _new_state(self) -> ServeState:
+        arch = self.arch.spread(self._num_devices)
+        make = partial(new_state, arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
         if self._mesh is None:
-            return self._state_of(self.arch)
+            return make()
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
-        state: ServeState = jax.jit(lambda: self._state_of(self._pool_arch()), out_shardings=shardings)()
+        state: ServeState = jax.jit(make, out_shardings=shardings)()
         return state
-
-    def _state_of(self, arch: ArchConfig) -> ServeState:
-        return new_state(arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
-
-    def _pool_arch(self) -> ArchConfig:
-        """The model as the pool of all devices holds it: heads that several of them have are there as often."""
-        return dataclasses.replace(self.arch, num_kv_heads=self._local_arch.num_kv_heads * self._num_devices)
 
     def restore_state(self) -> None:
         """After a step that broke off: a new state, empty, if the old one was donated to it."""
@@ -138,11 +140,7 @@ class Runner:
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
-        if self._mesh is None:
-            return jax.eval_shape(self._new_state)
-        whole, part = (jax.eval_shape(partial(self._state_of, arch)) for arch in (self._pool_arch(), self._local_arch))
-        shardings = shardings_between(self._mesh, whole, part)
-        return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), whole, shardings)
+        return abstract_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend, mesh=self._mesh)
 
     def weight_bytes(self, num_tokens: int) -> int:
         """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
@@ -25,6 +26,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, sample, token_logprobs
+from jaxserve.sharding import shardings_between
 from pallas_kernels.ragged_paged_attention import kv_shape, ragged_paged_attention
 
 PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
@@ -58,6 +60,21 @@ def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike
         stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
     )
     return ServeState(kv_pages=jnp.zeros(pool, kv_dtype), slots=slots, burst_cut=jnp.bool_(False))
+
+
+def abstract_state(
+    arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str, mesh: Mesh | None = None
+) -> ServeState:
+    """Shapes and dtypes of the state; over the devices of a mesh, shardings too: the pool is split by its kv heads."""
+
+    def shapes(arch: ArchConfig) -> ServeState:
+        return jax.eval_shape(partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend=backend))
+
+    if mesh is None:
+        return shapes(arch)
+    whole, part = shapes(arch.spread(mesh.size)), shapes(arch.local(mesh.size))
+    shardings = shardings_between(mesh, whole, part)
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), whole, shardings)
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is

@@ -70,6 +70,10 @@ class ArchConfig:
             tensor_axis=TENSOR,
         )
 
+    def spread(self, num_devices: int) -> "ArchConfig":
+        """The model as `num_devices` hold it together: kv heads that several of them have are there as often."""
+        return dataclasses.replace(self, num_kv_heads=self.local(num_devices).num_kv_heads * num_devices)
+
     @property
     def num_params(self) -> int:
         """Parameters, embeddings included once when tied."""
