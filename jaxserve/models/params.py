@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from jaxserve.errors import ConfigError
 from jaxserve.quant import QuantizedMatrix, block_size, quantize
-from jaxserve.sharding import held_heads, split_dimension
+from jaxserve.sharding import held_heads, named_sharding, split_dimension
 from pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
 from weights import StoredTensor, host_buffer
 from weights.rows import Params, build_tree
 
-__all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "stack_layers", "step_bytes"]
+__all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "split_array", "stack_layers", "step_bytes"]
 
 _SLAB_SIZE = 64 << 10  # numbers of a matrix on their way to their final form, in each thread: they stay in its cache
 
@@ -91,6 +91,17 @@ def matrix_transform(
         return _join([place(spec, shard) for shard in _shards(spec, tensor, sharding)], spec, sharding)
 
     return transform
+
+
+def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
+    """A whole tensor, of random weights say, laid out over devices as `matrix_transform` has them read it."""
+    if spec.split_dimension == 0:
+        parts = np.split(np.arange(len(array)), np.cumsum(spec.hf_rows)[:-1])
+        shares = [np.concatenate(_share(spec, parts, index, mesh.size)) for index in range(mesh.size)]
+        missing = [len(shares[0]) - len(rows) for rows in shares]
+        rows = [np.pad(rows, (0, n), constant_values=len(array)) for rows, n in zip(shares, missing, strict=True)]
+        array = array.at[np.concatenate(rows)].get(mode="fill", fill_value=0)
+    return jax.device_put(array, named_sharding(mesh, spec.axes))
 
 
 def check_split(specs: Sequence[ParamSpec], num_devices: int, quantization: str | None) -> None:

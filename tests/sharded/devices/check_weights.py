@@ -1,5 +1,6 @@
 """What each device holds of the weights: the heads, ffn and vocabulary that its part of the model computes with."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import weights
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_transform
+from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_transform, split_array
 from jaxserve.quant import quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
 from pallas_kernels import packed_linear
@@ -95,6 +96,16 @@ def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: in
             found = [leaf.addressable_shards[index].data for leaf in jax.tree.leaves(leaf_at(split, spec.path))]
             for a, b in zip(found, parts, strict=True):
                 np.testing.assert_array_equal(a, b, str(spec.path))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_random_weights_are_those_of_one_device(tmp_path: Path, n: int) -> None:
+    _, specs = build(tmp_path)
+    mesh, loaded = tensor_mesh(n), load(tmp_path, specs, n)
+    assert mesh is not None
+    random = weights.dummy(specs, SEED, jnp.float32, transform=partial(split_array, mesh=mesh))
+    jax.tree.map(np.testing.assert_array_equal, random, loaded)
+    assert jax.tree.map(lambda leaf: leaf.sharding, random) == jax.tree.map(lambda leaf: leaf.sharding, loaded)
 
 
 @pytest.mark.parametrize("tied", [False, True])
