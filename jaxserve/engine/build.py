@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -150,7 +150,7 @@ def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dt
         budget = min(share, max_num_seqs * row_pages * page_bytes)
     else:
         devices = jax.local_devices()[: config.tensor_parallel_size]
-        budget = min(_free_bytes(config, device) for device in devices) - _activation_bytes(config, arch)
+        budget = min(_free_bytes(config, device.memory_stats()) for device in devices) - _activation_bytes(config, arch)
     if budget < page_bytes:
         raise ConfigError(
             f"the KV pool must hold at least one page of {page_bytes} bytes, got {int(budget)} bytes free; "
@@ -159,9 +159,8 @@ def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dt
     return int(budget // page_bytes)
 
 
-def _free_bytes(config: EngineConfig, device: jax.Device) -> float:
-    stats = device.memory_stats() or {}
-    if "bytes_limit" not in stats:
+def _free_bytes(config: EngineConfig, stats: Mapping[str, int] | None) -> float:
+    if stats is None or "bytes_limit" not in stats:
         raise ConfigError("this device does not report its memory; set num_pages")
     return float(stats["bytes_limit"] * config.gpu_memory_utilization - stats["bytes_in_use"])
 

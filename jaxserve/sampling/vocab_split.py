@@ -6,7 +6,7 @@ logits so that each has some rows whole, on which sampling is the same as on one
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,6 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 from jaxserve.sampling.sampler import first_argmax, sample, takes_most_likely
-
-Rows = TypeVar("Rows")
 
 
 @dataclass(frozen=True)

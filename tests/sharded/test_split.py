@@ -1,10 +1,15 @@
 """Which heads a device holds, what can be split at all, and what is said where it cannot."""
 
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
@@ -49,6 +54,31 @@ def test_quantised_matrices_are_split_between_blocks() -> None:
     check_split(specs, 2, None)
     with pytest.raises(ConfigError, match=r"whole blocks of 64 .* got 2 for the 192 columns of .*down_proj"):
         check_split(specs, 2, "int8")
+
+
+@dataclass
+class Device:
+    """One that tells of its memory."""
+
+    bytes_in_use: int
+    bytes_limit: int = 10**9
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_in_use": self.bytes_in_use, "bytes_limit": self.bytes_limit}
+
+
+def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_on_cpu", lambda: False)
+    arch = registry.from_hf_config(hf_dict("llama", num_attention_heads=8, num_key_value_heads=4))
+
+    def num_pages(num_devices: int, *bytes_in_use: int) -> int:
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device(count) for count in bytes_in_use])
+        config = EngineConfig(tensor_parallel_size=num_devices)
+        return build.build_schedule(config, arch.local(num_devices), jnp.dtype("float32")).num_pages
+
+    alone = num_pages(1, 10**8, 5 * 10**8)
+    assert num_pages(4, 0, 10**8, 0, 0, 5 * 10**8) == pytest.approx(4 * alone, rel=0.05)  # activations shrink as well
+    assert num_pages(4, 0, 0, 0, 0) > num_pages(4, 0, 0, 0, 10**8)
 
 
 def test_more_devices_than_there_are() -> None:
