@@ -105,8 +105,8 @@ class Runner:
         self._mesh = mesh
         self._num_devices = 1 if mesh is None else mesh.size
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-        # Where many programs are in flight, XLA's CPU client may never run one device's part of the first, for which
-        # the collectives of the others then wait.
+        # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
+        # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
         self._one_at_a_time = mesh is not None and devices[0].platform == "cpu"
         self._programs: dict[int, Compiled] = {}
         self._bursts: dict[int, Compiled] = {}
