@@ -16,7 +16,9 @@ from jaxserve.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
+KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
+_KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
 MAX_BURST_STEPS = 64  # where they are chosen by measurement
 MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
@@ -35,7 +37,8 @@ class EngineConfig:
         dtype: weights and activations; "auto" is the checkpoint's on accelerators and float32 on CPU.
         quantization: "int8" keeps the matrices as int8 with a float32 scale per 64 numbers or so, a quarter of the
             float32 memory; None as the numbers they are.
-        kv_cache_dtype: keys and values in the pool; "auto" is `dtype`.
+        kv_cache_dtype: keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32 scale for
+            every token and head.
         tensor_parallel_size: devices the model is split over, the first of those there are; it must divide the heads
             and the width of the feed-forward layers.
         max_model_len: longest prompt plus output; None is the model's own.
@@ -99,9 +102,12 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be a path, got {getattr(self, name)!r}")
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))
-        for name in ("dtype", "kv_cache_dtype"):
-            object.__setattr__(self, name, _DTYPE_ALIASES.get(getattr(self, name), getattr(self, name)))
-            _check_choice(name, getattr(self, name), ("auto", *DTYPES))
+        for name, aliases, dtypes in (
+            ("dtype", _DTYPE_ALIASES, DTYPES),
+            ("kv_cache_dtype", _KV_DTYPE_ALIASES, KV_DTYPES),
+        ):
+            object.__setattr__(self, name, aliases.get(getattr(self, name), getattr(self, name)))
+            _check_choice(name, getattr(self, name), ("auto", *dtypes))
         _check_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         object.__setattr__(self, "burst", _read_burst(self.burst))

@@ -30,7 +30,7 @@ MODEL = {  # no weights are made of it: only the account of bytes and FLOPs and 
 class NullRunner:
     """A Runner without programs; a StepHandle too, because its results are there before they are asked for."""
 
-    kv_itemsize = 4
+    kv_token_bytes = 0
 
     def __init__(self, schedule: ScheduleConfig) -> None:
         self.schedule = schedule

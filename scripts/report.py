@@ -25,7 +25,7 @@ import numpy as np
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.bench.workloads import load_workload, token_ids
 from jaxserve.engine.build import build_arch, build_params
-from jaxserve.engine.step import AttentionCarry, paged_attend
+from jaxserve.engine.step import AttentionCarry, new_pool, paged_attend
 from jaxserve.models import decoder
 from pallas_kernels import packed_linear
 from pallas_kernels import ragged_paged_attention as attention
@@ -74,16 +74,8 @@ def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
         kv_dtype=jnp.float32,
     )
     num_pages = -(-len(ids) // PAGE_SIZE)
-    shape = attention.kv_shape(
-        backend,
-        num_layers=arch.num_layers,
-        num_pages=num_pages,
-        page_size=PAGE_SIZE,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-    )
     carry = AttentionCarry(
-        kv_pages=jnp.zeros(shape),
+        kv_pages=new_pool(arch, num_pages, PAGE_SIZE, kv_dtype=jnp.float32, backend=backend),
         kv_lens=jnp.array([len(ids)], jnp.int32),
         page_table=jnp.arange(num_pages, dtype=jnp.int32)[None],
         cu_q_lens=jnp.array([0, len(ids)], jnp.int32),

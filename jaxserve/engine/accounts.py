@@ -94,6 +94,6 @@ class Accounts:
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
             weight_bytes=self._runner.weight_bytes(bucket) * num_steps,
-            kv_bytes=attention.num_kv_tokens * arch.kv_bytes_per_token(self._runner.kv_itemsize) // arch.num_layers,
+            kv_bytes=attention.num_kv_tokens * self._runner.kv_token_bytes // arch.num_layers,
             flops=arch.step_flops(bucket * num_steps, num_rows * num_steps, attention.num_scores),
         )

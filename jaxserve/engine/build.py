@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
+from jaxserve.engine.step import new_pool
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
@@ -104,7 +106,7 @@ def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runn
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
     backend = _select_backend(config, local_arch, kv_dtype)
-    schedule = build_schedule(config, local_arch, kv_dtype)
+    schedule = build_schedule(config, local_arch, kv_dtype, backend)
     runner = Runner(
         arch,
         params,
@@ -133,16 +135,20 @@ def _select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype)
         raise ConfigError(str(error)) from error
 
 
-def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> ScheduleConfig:
+def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> ScheduleConfig:
     """The resolved sizes; the pool from `num_pages`, else from free memory. `arch` is what a device has."""
-    num_pages = config.num_pages or _num_pages_that_fit(config, arch, kv_dtype)
+    num_pages = config.num_pages or _num_pages_that_fit(config, arch, _page_bytes(config, arch, kv_dtype, backend))
     schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
     logger.info("KV pool: %d pages of %d tokens", num_pages, schedule.page_size)
     return schedule
 
 
-def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> int:
-    page_bytes = arch.kv_bytes_per_token(kv_dtype.itemsize) * config.page_size
+def _page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
+    page = jax.eval_shape(partial(new_pool, arch, 1, config.page_size, kv_dtype=kv_dtype, backend=backend))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+
+
+def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> int:
     row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=_on_cpu())
     if _on_cpu():

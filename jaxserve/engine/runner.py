@@ -147,9 +147,10 @@ class Runner:
         return self._matrix_bytes + num_tokens * self._embedding_row_bytes
 
     @property
-    def kv_itemsize(self) -> int:
-        """Bytes of one number in the pool."""
-        return self._kv_dtype.itemsize
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
+        num_tokens = self.schedule.num_pages * self.schedule.page_size
+        return device_bytes(self.state.kv_pages) // num_tokens
 
     # Programs
 

@@ -17,7 +17,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout, StepBatch
@@ -27,7 +27,7 @@ from jaxserve.models.params import Params
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, sample, token_logprobs
 from jaxserve.sharding import shardings_between
-from pallas_kernels.ragged_paged_attention import kv_shape, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 
 PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
 
@@ -37,29 +37,35 @@ PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
 class ServeState:
     """What lives on the device between steps; donated to every step and returned by it."""
 
-    kv_pages: Shaped[Array, "..."]  # layout of the attention backend
+    kv_pages: Pages  # in the layout of the attention backend
     slots: SlotTable  # tokens, biases and stop ids of every running request
     burst_cut: Bool[Array, ""]  # whether the last burst ran fewer steps than it was to
+
+
+def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
+    """An empty pool for all layers of a model."""
+    return new_pages(
+        backend,
+        num_layers=arch.num_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        dtype=kv_dtype,
+    )
 
 
 def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str) -> ServeState:
     """The state before the first step, all zero: the pool, and what each slot remembers."""
     S = schedule.max_num_seqs
-    pool = kv_shape(
-        backend,
-        num_layers=arch.num_layers,
-        num_pages=schedule.num_pages,
-        page_size=schedule.page_size,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-    )
+    pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
     slots = SlotTable(
         token_history=jnp.zeros((S, schedule.max_model_len), jnp.int32),
         bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
     )
-    return ServeState(kv_pages=jnp.zeros(pool, kv_dtype), slots=slots, burst_cut=jnp.bool_(False))
+    return ServeState(kv_pages=pool, slots=slots, burst_cut=jnp.bool_(False))
 
 
 def abstract_state(
@@ -98,7 +104,7 @@ class StepOutput:
 class AttentionCarry:
     """Threaded through the layers: the pool, and where each row's tokens are."""
 
-    kv_pages: Shaped[Array, "..."]
+    kv_pages: Pages
     kv_lens: Int[Array, " R"]
     page_table: Int[Array, "R M"]
     cu_q_lens: Int[Array, " R1"]

@@ -80,10 +80,6 @@ class ArchConfig:
         layer = self.hidden_size * (self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads) + 3 * self.ffn_size)
         return self.num_layers * layer + (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Floating-point operations of a step: matrices over its tokens, logits of its rows, attention.
 

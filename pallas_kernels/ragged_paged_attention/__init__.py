@@ -5,8 +5,9 @@ The binary interface, the same for all backends:
 - The rows of a step are packed on one token axis T: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]`, the last of its
   sequence, at positions `kv_lens[r] - q_len .. kv_lens[r] - 1`. A row of one token is a decode, a row of many a prefill
   chunk; one step mixes them freely. A page may belong to several rows (a shared prefix).
-- The pool is one array for all layers, in a layout that belongs to the backend: make it with `kv_shape`. What moves
-  pages elsewhere goes through `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
+- The pool is one array for all layers, in a layout that belongs to the backend: make it with `new_pages`. One of int8
+  or fp8 has an array of scales beside it, one for every token and head (`QuantizedPages`). What moves pages elsewhere
+  goes through `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
   Under jit, donate the pool and pass it from layer to layer: it is then updated in place, and never copied, as long as
   each layer's keys depend on the output of the one before (in a transformer they do: it is what orders read and write).
 - T and R are static shapes, padded by the caller. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are
@@ -27,16 +28,20 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels.dispatch import AUTO, select, target_platform
 from pallas_kernels.ragged_paged_attention import mosaic_gpu, native, reference, xla
 from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
     "BACKENDS",
+    "Pages",
     "PoolDims",
     "Problem",
+    "QuantizedPages",
     "RaggedRows",
     "apply_rope",
     "from_canonical",
     "kv_shape",
+    "new_pages",
     "ragged_paged_attention",
     "select_backend",
     "to_canonical",
@@ -55,7 +60,7 @@ def ragged_paged_attention(
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    kv_pages: Float[Array, "..."],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     *,
     kv_lens: Int32[Array, "R"],
@@ -69,16 +74,16 @@ def ragged_paged_attention(
     rope: Float32[Array, "2 T half"] | None = None,
     tree_mask: Int32[Array, "T words"] | None = None,
     backend: str = AUTO,
-) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
+) -> tuple[Float[Array, "T Q H"], Pages]:
     """Writes `k` and `v` to the pages of their rows, then attends; returns the output and the updated pool.
 
     All new keys and values are written before any row attends. Scores and softmax are float32 whatever the dtypes.
 
     Args:
       q: queries; Q is a multiple of K, query head h reads kv head h // (Q / K).
-      k: new keys, cast to the dtype of the pool.
-      v: new values, cast to the dtype of the pool.
-      kv_pages: the pool, of shape `kv_shape(backend, ...)`. Consumed: donate it under jit and use the one returned.
+      k: new keys, cast to the dtype of the pool or quantized.
+      v: new values, cast to the dtype of the pool or quantized.
+      kv_pages: the pool, as `new_pages(backend, ...)` makes it. Consumed: donate it under jit and use the one returned.
       layer: the layer of the pool to use; an int or a traced scalar.
       kv_lens: tokens of each row in the pool, those of this step included.
       page_table: pages of each row; entries past `ceil(kv_lens / P)` are never followed.
@@ -106,7 +111,7 @@ def ragged_paged_attention(
     _check_rope(q, rope)
     _check_tree_mask(q, tree_mask, window)
     chosen = BACKENDS[_select_for_pool(backend, q, k, kv_pages, has_tree_mask=tree_mask is not None)]
-    _check_pool(chosen.pool_dims(kv_pages.shape), k, kv_pages, layer)
+    _check_pool(chosen, k, kv_pages, layer)
     return chosen.write_and_attend(
         q,
         k,
@@ -155,7 +160,7 @@ def select_backend(
 def kv_shape(
     backend: str, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, ...]:
-    """Shape of the pool in the layout of a named backend (see `select_backend`).
+    """Shape of the pool's numbers in the layout of a named backend (see `select_backend`).
 
     Raises:
       ValueError: the name is not that of a backend.
@@ -163,12 +168,32 @@ def kv_shape(
     return _named(backend).kv_shape(num_layers, num_pages, page_size, num_kv_heads, head_dim)
 
 
-def to_canonical(backend: str, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P KV H"]:
+def new_pages(
+    backend: str,
+    *,
+    num_layers: int,
+    num_pages: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: DTypeLike,
+) -> Pages:
+    """An empty pool of a named backend (see `select_backend`), with scales where the dtype asks for them.
+
+    Raises:
+      ValueError: the name is not that of a backend.
+    """
+    chosen, dtype, sizes = _named(backend), jnp.dtype(dtype), (num_layers, num_pages, page_size, num_kv_heads)
+    values = jnp.zeros(chosen.kv_shape(*sizes, head_dim), dtype)
+    return QuantizedPages(values, jnp.zeros(chosen.scale_shape(*sizes))) if is_quantized(dtype) else values
+
+
+def to_canonical(backend: str, kv_pages: Pages) -> Pages:
     """The pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, 2K, H]`."""
     return _named(backend).to_canonical(kv_pages)
 
 
-def from_canonical(backend: str, kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "..."]:
+def from_canonical(backend: str, kv_pages: Pages) -> Pages:
     """The pool, or any pages of it `[L, N, ...]`, from `[L, N, P, 2K, H]` to the layout of a named backend."""
     return _named(backend).from_canonical(kv_pages)
 
@@ -180,14 +205,14 @@ def _named(backend: str) -> Backend:
     return BACKENDS[backend]
 
 
-def _select_for_pool(backend: str, q: Array, k: Array, kv_pages: Array, *, has_tree_mask: bool) -> str:
+def _select_for_pool(backend: str, q: Array, k: Array, kv_pages: Pages, *, has_tree_mask: bool) -> str:
     """Selects a backend when only the pool's shape is known: its page size depends on whose layout it is."""
-    platform = target_platform()
+    platform, values = target_platform(), values_of(kv_pages)
 
     def supports(candidate: Backend) -> str | None:
-        page_size = candidate.pool_dims(kv_pages.shape).page_size
+        page_size = candidate.pool_dims(values.shape).page_size
         sizes = (q.shape[1], k.shape[1], q.shape[2], page_size)
-        problem = Problem(*sizes, kv_pages.dtype, platform, has_tree_mask)
+        problem = Problem(*sizes, values.dtype, platform, has_tree_mask)
         return candidate.supports(problem)
 
     return select("ragged_paged_attention", BACKENDS, backend, supports)
@@ -243,11 +268,21 @@ def _check_tree_mask(q: Array, tree_mask: Array | None, window: int | None) -> N
         raise ValueError("a window goes by position, which a tree_mask leaves open; give one of them")
 
 
-def _check_pool(dims: PoolDims, k: Array, kv_pages: Array, layer: int | Array) -> None:
+def _check_pool(chosen: Backend, k: Array, kv_pages: Pages, layer: int | Array) -> None:
+    values = values_of(kv_pages)
+    dims = chosen.pool_dims(values.shape)
     if (dims.num_kv_heads, dims.head_dim) != k.shape[1:]:
         raise ValueError(
             f"kv_pages holds {dims.num_kv_heads} kv heads of {dims.head_dim}, k has {k.shape[1]} of {k.shape[2]} "
-            f"(pool shape {kv_pages.shape}); make the pool with kv_shape of the same backend"
+            f"(pool shape {values.shape}); make the pool with new_pages of the same backend"
         )
+    if is_quantized(values.dtype) != isinstance(kv_pages, QuantizedPages):
+        raise ValueError(f"a pool has scales if it is one of {list(LARGEST)}, got {_form(kv_pages)}; use new_pages")
+    if isinstance(kv_pages, QuantizedPages) and kv_pages.scales.shape != (expected := chosen.scale_shape(*dims[:4])):
+        raise ValueError(f"the scales of this pool must have shape {expected}, got {kv_pages.scales.shape}")
     if isinstance(layer, int) and not 0 <= layer < dims.num_layers:
         raise ValueError(f"layer must be in [0, {dims.num_layers}), got {layer}")
+
+
+def _form(kv_pages: Pages) -> str:
+    return f"{values_of(kv_pages).dtype} with{'' if isinstance(kv_pages, QuantizedPages) else 'out'} scales"

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized, quantize
+
 
 class Inputs(NamedTuple):
     """Arguments of one call; `kv_pages` in the canonical layout `[L, N, P, 2K, H]`."""
@@ -16,7 +18,7 @@ class Inputs(NamedTuple):
     q: Float[Array, "T Q H"]
     k: Float[Array, "T K H"]
     v: Float[Array, "T K H"]
-    kv_pages: Float[Array, "L N P KV H"]
+    kv_pages: Pages
     layer: int
     kv_lens: Int32[Array, "R"]
     page_table: Int32[Array, "R M"]
@@ -90,7 +92,7 @@ class Case:
             q=jnp.asarray(rng.normal(size=(T, Q, H)), self.dtype),
             k=jnp.asarray(rng.normal(size=(T, K, H)), self.dtype),
             v=jnp.asarray(rng.normal(size=(T, K, H)), self.dtype),
-            kv_pages=jnp.asarray(self._pool(rng, page_table), self.kv_dtype),
+            kv_pages=self._stored(self._pool(rng, page_table)),
             layer=self.layer,
             kv_lens=self._pad_rows(rng, np.array(self.kv_lens)),
             page_table=jnp.asarray(page_table, jnp.int32),
@@ -142,6 +144,14 @@ class Case:
         pool[:, ~is_seen] = self.stale
         return pool
 
+    def _stored(self, pool: np.ndarray) -> Pages:
+        """The pool in its dtype; of a quantized one stale numbers have stale scales."""
+        dtype = jnp.dtype(self.kv_dtype)
+        if not is_quantized(dtype):
+            return jnp.asarray(pool, dtype)
+        values, scales = quantize(jnp.asarray(pool.reshape(-1, *pool.shape[3:]), "float32"), dtype)
+        return QuantizedPages(values.reshape(pool.shape), scales.reshape(pool.shape[:-1]))
+
     def _pad_rows(self, rng: np.random.Generator, values: np.ndarray) -> Int32[Array, "n"]:
         garbage = rng.integers(-100, 100, size=self.padding_rows)
         return jnp.asarray(np.concatenate([values, garbage]), jnp.int32)
@@ -149,6 +159,17 @@ class Case:
 
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
 _SHARING = ((1,) * 9 + (7, 1, 20, 1), (129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 135, 170, 131))
+
+_QUANTIZED = tuple(
+    replace(case, name=f"{dtype}_{case.name}", kv_dtype=dtype)
+    for dtype in LARGEST
+    for case in (
+        Case("ragged", *_RAGGED, padding_rows=2, padding_tokens=3),
+        Case("pages_of_8_rope", *_RAGGED, num_query_heads=9, num_kv_heads=3, page_size=8, has_rope=True),
+        Case("shared_prefix_window_sinks", *_SHARING, shared_pages=8, window=100, has_sinks=True),
+        Case("stale_nan", *_RAGGED, num_query_heads=8, head_dim=64, stale=float("nan")),
+    )
+)
 
 CASES: tuple[Case, ...] = (
     Case("one_row_of_one_token", (1,), (1,)),
@@ -190,6 +211,7 @@ CASES: tuple[Case, ...] = (
     Case("pages_of_256", *_RAGGED, page_size=256),
     Case("bfloat16_pool", *_RAGGED, kv_dtype="bfloat16"),
     Case("bfloat16", *_RAGGED, dtype="bfloat16", kv_dtype="bfloat16"),
+    *_QUANTIZED,
     Case("rope", *_RAGGED, has_rope=True, padding_rows=4, padding_tokens=10),
     Case("rope_one_row_decoding", (1,), (40,), has_rope=True),
     Case("rope_all_decode_ragged", (1,) * 6, (1, 15, 16, 17, 100, 130), has_rope=True),
@@ -209,7 +231,11 @@ CASES: tuple[Case, ...] = (
 )
 
 GPU_CASES: tuple[Case, ...] = (
-    *(replace(case, dtype="bfloat16", kv_dtype="bfloat16") for case in CASES if case.name not in {"rope_head_dim_12"}),
+    *(
+        replace(case, dtype="bfloat16", kv_dtype="bfloat16" if case.kv_dtype == "float32" else case.kv_dtype)
+        for case in CASES
+        if case.name != "rope_head_dim_12"
+    ),
     Case("float16", *_RAGGED, dtype="float16", kv_dtype="float16"),
     Case("head_dim_64", *_RAGGED, head_dim=64, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("head_dim_256", *_RAGGED, head_dim=256, dtype="bfloat16", kv_dtype="bfloat16"),
@@ -217,6 +243,8 @@ GPU_CASES: tuple[Case, ...] = (
     Case("group_of_16", *_RAGGED, num_query_heads=16, num_kv_heads=1, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("pages_of_64", *_RAGGED, page_size=64, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("pages_of_128", (1, 1, 90), (63, 200, 270), page_size=128, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("int8_group_of_16", *_RAGGED, 16, 1, page_size=32, dtype="bfloat16", kv_dtype="int8"),
+    Case("parts_of_many_workers", (1, 3, 1), (1500, 20, 1), 2, 1, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("tall_tiles", (1, 300, 1, 230), (70, 300, 17, 260), dtype="bfloat16", kv_dtype="bfloat16", padding_tokens=9),
     Case(
         "tall_tiles_of_wide_groups_window",

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels.ragged_paged_attention.quantized import Pages
+
 
 class PoolDims(NamedTuple):
     """The sizes of a page pool, whatever the order of its axes."""
@@ -81,15 +83,18 @@ class Backend(Protocol):
     def kv_shape(
         self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """Shape of the pool in this backend's layout."""
+        """Shape of the pool's numbers in this backend's layout."""
+
+    def scale_shape(self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, ...]:
+        """Shape of the scales of a quantized pool, which is asked for only where `supports` accepts one."""
 
     def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
         """The inverse of `kv_shape`. Raises ValueError for a shape that is none of this layout."""
 
-    def to_canonical(self, kv_pages: Float[Array, "..."]) -> Float[Array, "L N P KV H"]:
-        """The pool as `[L, N, P, 2K, H]`, K of head h at 2h and V at 2h + 1."""
+    def to_canonical(self, kv_pages: Pages) -> Pages:
+        """The pool as `[L, N, P, 2K, H]`, K of head h at 2h and V at 2h + 1; scales as `[L, N, P, 2K]`."""
 
-    def from_canonical(self, kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "..."]:
+    def from_canonical(self, kv_pages: Pages) -> Pages:
         """The inverse of `to_canonical`."""
 
     def write_and_attend(
@@ -97,7 +102,7 @@ class Backend(Protocol):
         q: Float[Array, "T Q H"],
         k: Float[Array, "T K H"],
         v: Float[Array, "T K H"],
-        kv_pages: Float[Array, "..."],
+        kv_pages: Pages,
         layer: int | Int32[Array, ""],
         rows: RaggedRows,
         *,
@@ -107,5 +112,5 @@ class Backend(Protocol):
         sinks: Float[Array, "Q"] | None,
         rope: Float32[Array, "2 T half"] | None,
         tree_mask: Int32[Array, "T words"] | None,
-    ) -> tuple[Float[Array, "T Q H"], Float[Array, "..."]]:
+    ) -> tuple[Float[Array, "T Q H"], Pages]:
         """Attention of every row, in the dtype of `q`, and the pool with this step's keys and values in their pages."""

@@ -14,11 +14,13 @@ from jaxtyping import Array, Float, Float32, Int32
 from pallas_kernels import native
 from pallas_kernels.ragged_paged_attention import xla
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 
 POOL_DTYPES = ("float32", "bfloat16")
 VECTOR = 4  # numbers of the narrowest vectors in use
 
 kv_shape = xla.kv_shape
+scale_shape = xla.scale_shape
 pool_dims = xla.pool_dims
 
 
@@ -37,16 +39,18 @@ def supports(problem: Problem) -> str | None:
     return None
 
 
-def to_canonical(kv_pages: Float[Array, "L N KV P H"]) -> Float[Array, "L N P KV H"]:
+def to_canonical(kv_pages: Pages) -> Pages:
     """The pool as `[L, N, P, 2K, H]`."""
+    assert not isinstance(kv_pages, QuantizedPages), "see supports"
     L, N, KV, P, H = kv_pages.shape
     keys = jnp.swapaxes(kv_pages[:, :, 0::2].reshape(L, N, KV // 2, H, P), 3, 4)
     pages = jnp.stack([keys, kv_pages[:, :, 1::2]], axis=3).reshape(L, N, KV, P, H)
     return jnp.swapaxes(pages, 2, 3)
 
 
-def from_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N KV P H"]:
+def from_canonical(kv_pages: Pages) -> Pages:
     """The inverse of `to_canonical`."""
+    assert not isinstance(kv_pages, QuantizedPages), "see supports"
     L, N, P, KV, H = kv_pages.shape
     pages = jnp.swapaxes(kv_pages, 2, 3)  # [L, N, 2K, P, H]
     keys = jnp.swapaxes(pages[:, :, 0::2], 3, 4).reshape(L, N, KV // 2, P, H)
@@ -57,7 +61,7 @@ def write_and_attend(
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    kv_pages: Float[Array, "L N KV P H"],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
     *,
@@ -67,12 +71,13 @@ def write_and_attend(
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
-) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
+) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotates, writes and attends in one call, the pool in place: donate it.
 
     The call takes q, k and v as one buffer: where they are slices of one, XLA puts them together at no cost, and would
     copy each to pass them one by one.
     """
+    assert not isinstance(kv_pages, QuantizedPages), "see supports"
     assert tree_mask is None, "see supports"
     shapes = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
     call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={1: 1})

@@ -9,16 +9,22 @@ from collections.abc import Iterator
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized
 
 
 def supports(problem: Problem) -> str | None:
     """Why this backend cannot run the problem; None if it can."""
-    if not jnp.issubdtype(problem.kv_dtype, jnp.floating):
-        return f"the pool must hold floating point numbers, not {problem.kv_dtype}"
-    return None
+    return unsupported_dtype(problem.kv_dtype)
+
+
+def unsupported_dtype(dtype: jnp.dtype) -> str | None:
+    """Why a pool cannot be of this dtype; None if it can."""
+    if is_quantized(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
+        return None
+    return f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(LARGEST)}, not {dtype}"
 
 
 def kv_shape(
@@ -38,12 +44,17 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
     return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)
 
 
-def to_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N P KV H"]:
+def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
+    """Shape of the scales: the canonical one, `[L, N, P, 2K]`."""
+    return (num_layers, num_pages, page_size, 2 * num_kv_heads)
+
+
+def to_canonical(kv_pages: Pages) -> Pages:
     """The pool as it is."""
     return kv_pages
 
 
-def from_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N P KV H"]:
+def from_canonical(kv_pages: Pages) -> Pages:
     """The pool as it is."""
     return kv_pages
 
@@ -52,7 +63,7 @@ def write_and_attend(
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    kv_pages: Float[Array, "L N P KV H"],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
     *,
@@ -62,7 +73,7 @@ def write_and_attend(
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
-) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
+) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotates, writes to a copy of the pool, attends."""
     dtype = q.dtype
     if rope is not None:
@@ -83,26 +94,38 @@ def _rotate(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float
 
 
 def _write_kv(
-    kv_pages: Float[Array, "L N P KV H"],
+    kv_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
-) -> Float[Array, "L N P KV H"]:
+) -> Pages:
     """A copy of the pool with the keys and values of this step in their pages."""
-    pool = np.array(kv_pages)
-    page_size = pool.shape[2]
-    new_k, new_v = np.asarray(k).astype(pool.dtype), np.asarray(v).astype(pool.dtype)
+    kv = np.stack([np.asarray(k), np.asarray(v)], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, H]
+    if not isinstance(kv_pages, QuantizedPages):
+        return _write(kv_pages, kv, layer, rows)
+    kv = kv.astype(np.float32)
+    step = np.float32(1 / LARGEST[kv_pages.values.dtype.name])
+    scales = np.maximum(np.abs(kv).max(axis=-1) * step, np.finfo(np.float32).tiny)
+    values = kv * (1 / scales)[..., None]
+    values = np.rint(values) if kv_pages.values.dtype == np.int8 else values
+    return QuantizedPages(_write(kv_pages.values, values, layer, rows), _write(kv_pages.scales, scales, layer, rows))
+
+
+def _write(
+    pages: Shaped[Array, "L N P *token"], new: np.ndarray, layer: int | Int32[Array, ""], rows: RaggedRows
+) -> Shaped[Array, "L N P *token"]:
+    pool = np.array(pages)
+    page_size, new = pool.shape[2], new.astype(pool.dtype)
     for row_id, token_id, position in _tokens(rows):
         page = int(rows.page_table[row_id, position // page_size])
-        pool[int(layer), page, position % page_size, 0::2] = new_k[token_id]
-        pool[int(layer), page, position % page_size, 1::2] = new_v[token_id]
+        pool[int(layer), page, position % page_size] = new[token_id]
     return jnp.asarray(pool)
 
 
 def _attend(
     q: Float[Array, "T Q H"],
-    kv_pages: Float[Array, "L N P KV H"],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
     *,
@@ -114,7 +137,7 @@ def _attend(
 ) -> Float[Array, "T Q H"]:
     """Attention of every query over the keys it sees; zeros for padding tokens."""
     queries = np.asarray(q).astype(np.float32)
-    pages = np.asarray(kv_pages)[int(layer)]
+    pages = _numbers(kv_pages, int(layer))
     page_table = np.asarray(rows.page_table)
     sink_logits = None if sinks is None else np.asarray(sinks).astype(np.float32)
     out = np.zeros_like(queries)
@@ -127,6 +150,14 @@ def _attend(
         k, v = _read(pages, page_table[row_id], positions)
         out[token_id] = _attend_one(queries[token_id], k, v, scale, soft_cap, sink_logits)
     return jnp.asarray(out).astype(q.dtype)
+
+
+def _numbers(kv_pages: Pages, layer: int) -> np.ndarray:
+    """What the pages of one layer stand for, `[N, P, 2K, H]`."""
+    if not isinstance(kv_pages, QuantizedPages):
+        return np.asarray(kv_pages)[layer]
+    values, scales = (np.asarray(x)[layer] for x in kv_pages)
+    return np.asarray(values.astype(np.float32) * scales[..., None])
 
 
 def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
+from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, dequantize, encode, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 DECODE_GROUP_ROWS = 16
@@ -32,9 +35,7 @@ _LOWEST = float(np.finfo(np.float32).min)
 
 def supports(problem: Problem) -> str | None:
     """Why this backend cannot run the problem; None if it can."""
-    if not jnp.issubdtype(problem.kv_dtype, jnp.floating):
-        return f"the pool must hold floating point numbers, not {problem.kv_dtype}"
-    return None
+    return reference.unsupported_dtype(problem.kv_dtype)
 
 
 def kv_shape(
@@ -54,21 +55,26 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
     return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)
 
 
-def to_canonical(kv_pages: Float[Array, "L N KV P H"]) -> Float[Array, "L N P KV H"]:
-    """The pool as `[L, N, P, 2K, H]`."""
-    return jnp.swapaxes(kv_pages, 2, 3)
+def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
+    """Shape of the scales: `[L, N, 2K, P]`."""
+    return (num_layers, num_pages, 2 * num_kv_heads, page_size)
 
 
-def from_canonical(kv_pages: Float[Array, "L N P KV H"]) -> Float[Array, "L N KV P H"]:
+def to_canonical(kv_pages: Pages) -> Pages:
+    """The pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
+    return jax.tree.map(lambda x: jnp.swapaxes(x, 2, 3), kv_pages)
+
+
+def from_canonical(kv_pages: Pages) -> Pages:
     """The inverse of `to_canonical`."""
-    return jnp.swapaxes(kv_pages, 2, 3)
+    return to_canonical(kv_pages)
 
 
 def write_and_attend(
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    kv_pages: Float[Array, "L N KV P H"],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
     *,
@@ -78,7 +84,7 @@ def write_and_attend(
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
-) -> tuple[Float[Array, "T Q H"], Float[Array, "L N KV P H"]]:
+) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotates, writes, attends; the pool is donated."""
     dtype = q.dtype
     if rope is not None:
@@ -89,18 +95,21 @@ def write_and_attend(
 
 
 def _write_kv(
-    kv_pages: Float[Array, "L N KV P H"],
+    kv_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
-) -> Float[Array, "L N KV P H"]:
+) -> Pages:
     """Writes the keys and values of this step to their pages; donates the pool, one scatter in place."""
-    T, K, H = k.shape
-    page_id, offset = rows.place(T, num_pages=kv_pages.shape[1], page_size=kv_pages.shape[3])
-    kv = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H).astype(kv_pages.dtype)
-    target = kv_pages.at[layer, page_id, :, offset]
-    return target.set(kv, mode="drop", unique_indices=True)
+    (T, K, H), (_, num_pages, _, page_size, _) = k.shape, values_of(kv_pages).shape
+    page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
+    kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
+
+    def write(pages: Shaped[Array, "L N KV P *H"], new: Shaped[Array, "T KV *H"]) -> Shaped[Array, "L N KV P *H"]:
+        return pages.at[layer, page_id, :, offset].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, kv_pages, kv)
 
 
 def _attend(attention: _Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> Float[Array, "T Q H"]:
@@ -112,7 +121,7 @@ def _attend(attention: _Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -
 class _Attention(NamedTuple):
     """What is the same for every query of the call."""
 
-    kv_pages: Float[Array, "L N KV P H"]
+    kv_pages: Pages
     layer: int | Int32[Array, ""]
     scale: float
     window: int | None
@@ -210,8 +219,8 @@ def _attend_blocks(
 ) -> Float[Array, "B X Q H"]:
     """Attention of B sequences of X queries each, a block of keys at a time; position -1 marks a query to ignore."""
     B, X, Q, H = q.shape
-    page_size = attention.kv_pages.shape[3]
-    K = attention.kv_pages.shape[2] // 2
+    _, _, num_heads, page_size, _ = values_of(attention.kv_pages).shape
+    K = num_heads // 2
     block_pages = max(1, block_tokens // page_size)
     heads_q = q.astype(jnp.float32) * attention.scale
     heads_q = heads_q.reshape(B, X, K, Q // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, X, H]
@@ -255,17 +264,21 @@ def _visible(
 
 
 def _read_pages(
-    kv_pages: Float[Array, "L N KV P H"], layer: int | Int32[Array, ""], page_id: Int32[Array, "B b"]
+    kv_pages: Pages, layer: int | Int32[Array, ""], page_id: Int32[Array, "B b"]
 ) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S H"]]:
     """Keys and values of some pages, per kv head in the order of the tokens."""
-    _, num_pages, num_heads, page_size, H = kv_pages.shape
-    B, K = page_id.shape[0], num_heads // 2
-    pages_by_head = kv_pages.reshape(-1, page_size, H)  # [L*N*2K, P, H]
+    B, (_, num_pages, num_heads, _, _) = page_id.shape[0], values_of(kv_pages).shape
+    K = num_heads // 2
     k_id = ((layer * num_pages + page_id) * num_heads)[:, None, :] + 2 * jnp.arange(K, dtype=jnp.int32)[None, :, None]
 
-    def read(head_page_id: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
+    def gather(pages: Shaped[Array, "L N KV P *H"], head_page_id: Int32[Array, "B K b"]) -> Shaped[Array, "B K S *H"]:
+        pages_by_head = pages.reshape(-1, *pages.shape[3:])  # [L*N*2K, P, ...]
         blocks = pages_by_head.at[head_page_id].get(mode="promise_in_bounds", wrap_negative_indices=False)
-        return blocks.reshape(B, K, -1, H).astype(jnp.float32)
+        return blocks.reshape(B, K, -1, *pages.shape[4:])
+
+    def read(head_page_id: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
+        found = jax.tree.map(lambda pages: gather(pages, head_page_id), kv_pages)
+        return dequantize(*found) if isinstance(found, QuantizedPages) else found.astype(jnp.float32)
 
     return read(k_id), read(k_id + 1)
 

@@ -48,7 +48,6 @@ class Served:
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
         local_arch = arch.local(config.tensor_parallel_size)
-        self.schedule = build_schedule(config, local_arch, dtype)
         self.backend = select_backend(
             num_query_heads=local_arch.num_heads,
             num_kv_heads=local_arch.num_kv_heads,
@@ -56,6 +55,7 @@ class Served:
             page_size=config.page_size,
             kv_dtype=dtype,
         )
+        self.schedule = build_schedule(config, local_arch, dtype, self.backend)
         self.num_params = arch.num_params
         self.runner = Runner(
             arch,

@@ -33,13 +33,14 @@ LLAMA_8B = {
     "dtype": "bfloat16",
 }
 BFLOAT16 = jnp.dtype("bfloat16")
+HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 
 
-def compile_step(chip, config, schedule, num_tokens, max_steps):
-    """The step of one bucket, or its burst if `max_steps` is more than one; and the bytes of the pool."""
+def compile_step(chip, config, schedule, num_tokens, max_steps, kv_dtype=BFLOAT16):
+    """The pool, and the step of one bucket, or its burst if `max_steps` is more than one."""
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
     params = build_tree(registry.param_specs(arch), lambda row: jax.ShapeDtypeStruct(row.shape, BFLOAT16))
-    state = jax.eval_shape(partial(new_state, arch, schedule, kv_dtype=BFLOAT16, backend="mosaic_gpu"))
+    state = jax.eval_shape(partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu"))
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
     if max_steps > 1:
         program = make_serve_burst(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
@@ -71,15 +72,16 @@ def compile_split_step(chip, config, schedule, num_tokens, num_devices):
 
 
 def check(pool, compiled, max_temp_bytes, num_kinds):
-    memory, program = compiled.memory_analysis(), compiled.as_text()
-    assert memory.alias_size_in_bytes >= pool.size * 2
+    memory, program, arrays = compiled.memory_analysis(), compiled.as_text(), jax.tree.leaves(pool)
+    assert memory.alias_size_in_bytes >= sum(array.size * array.dtype.itemsize for array in arrays)
     assert memory.temp_size_in_bytes <= max_temp_bytes
-    shape = ",".join(map(str, pool.shape))
-    makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", program)
-    assert makers, "the pool is in the program"
-    assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
+    for array in arrays:
+        shape = f"{HLO_NAMES[array.dtype.name]}[{','.join(map(str, array.shape))}]"
+        makers = re.findall(rf"= {re.escape(shape)}\S* ([a-z-]+)\(", program)
+        assert makers, "the pool is in the program"
+        assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
     kernels = re.findall(r'custom_call_target="mosaic_gpu_v2"', program)
-    assert len(kernels) == 2 * num_kinds * pool.shape[0], "attention and merge, once a layer and kind of tiles"
+    assert len(kernels) == 2 * num_kinds * arrays[0].shape[0], "attention and merge, once a layer and kind of tiles"
 
 
 @pytest.mark.parametrize(("num_tokens", "max_steps", "megabytes"), [(8, 1, 24), (8, 16, 24), (2048, 1, 96)])
@@ -87,6 +89,13 @@ def test_default_model(h200, num_tokens, max_steps, megabytes):
     schedule = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000)
     compiled = compile_step(h200, json.loads(DEFAULT_MODEL.read_text()), schedule, num_tokens, max_steps)
     check(*compiled, megabytes * 1e6, num_kinds=1 if num_tokens < 512 else 2)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
+def test_default_model_with_a_narrow_pool(h200, kv_dtype):
+    schedule = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000)
+    config = json.loads(DEFAULT_MODEL.read_text())
+    check(*compile_step(h200, config, schedule, 64, 1, jnp.dtype(kv_dtype)), 24e6, num_kinds=1)
 
 
 @pytest.mark.parametrize(("num_tokens", "megabytes"), [(64, 400), (2048, 1000)])

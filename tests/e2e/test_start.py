@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from conftest import SIZES
 from hypothesis import given
@@ -77,7 +78,7 @@ def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
     engine = start(**ONE_ROW | options)
     (narrow,) = generate(engine, [tokens(9, 0)], params)
     kv_dtype = options.get("kv_cache_dtype", "bfloat16")
-    assert engine._runner.state.kv_pages.dtype == kv_dtype
+    assert jax.tree.leaves(engine._runner.state.kv_pages)[0].dtype == kv_dtype
     assert engine._runner.params["embed"].dtype == options.get("dtype", "float32")
     a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (exact, narrow))
     assert a == pytest.approx(b, abs=0.1)
@@ -107,6 +108,27 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     engine = start(**ONE_ROW, dtype="bfloat16", quantization="int8")
     assert engine._runner.state.kv_pages.dtype == "bfloat16"
     assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+def test_narrow_pools(start: Start, dtype: str) -> None:
+    """What is generated depends on neither batch, cache, chunks nor preemption, and is near; tokens take few bytes."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
+    prompts = [tokens(length, length) for length in (1, 23, 9)]
+    exact, narrow = start(), start(kv_cache_dtype=dtype)
+    together = generate(narrow, prompts, params)
+    chunked = generate(start(kv_cache_dtype=dtype, max_num_batched_tokens=4, max_num_seqs=2), prompts, params)
+    for prompt, *outputs in zip(prompts, together, chunked, strict=True):
+        (cached,) = generate(narrow, [prompt], params)
+        narrow.reset_prefix_cache()
+        (alone,) = generate(narrow, [prompt], params)
+        ids = {tuple(output.outputs[0].token_ids) for output in (cached, alone, *outputs)}
+        assert len(ids) == 1
+        (reference,) = generate(exact, [prompt], params)
+        a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (reference, alone))
+        assert a == pytest.approx(b, abs=0.05)
+    per_head = exact._runner.arch.head_dim
+    assert narrow._runner.kv_token_bytes / exact._runner.kv_token_bytes == (per_head + 4) / (4 * per_head)
 
 
 def test_background_compiles_end_and_serve(llama: Path) -> None:

@@ -1,4 +1,4 @@
-"""Runs the kernels of GPUs, on a CPU in the interpreter; as a script, a small case with a bug planted: OLD NEW."""
+"""Runs the kernels of GPUs, on a CPU in the interpreter; as a script, a small case with a bug planted: CASE OLD NEW."""
 
 import contextlib
 import dataclasses
@@ -8,17 +8,19 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 
 ON_CPU = jax.default_backend() == "cpu"
-KERNEL = "pallas_kernels.ragged_paged_attention.mosaic_gpu.kernel"
+KERNELS = [f"pallas_kernels.ragged_paged_attention.mosaic_gpu.{name}" for name in ("kernel", "merge")]
 
 
 @dataclass
 class Found:
-    """What came of a case: largest errors in live outputs (over 1 + what was expected) and in the pool (relative)."""
+    """What came of a case: largest errors in live outputs, over 1 + what was expected, and in the pool, over each
+    vector's largest number."""
 
     error: float
     pool_error: float
@@ -27,7 +29,6 @@ class Found:
 
 
 def run(case):
-    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.ragged_paged_attention import mosaic_gpu, reference
@@ -35,51 +36,90 @@ def run(case):
 
     inputs = case.inputs()
     rows = RaggedRows(inputs.kv_lens, inputs.page_table, inputs.cu_q_lens, inputs.num_rows)
-    args = (inputs.q, inputs.k, inputs.v, inputs.kv_pages, inputs.layer, rows)
     options = {**case.options, "sinks": inputs.sinks, "rope": inputs.rope, "tree_mask": inputs.tree_mask}
-    expected = reference.write_and_attend(*args, **options)
+
+    def attend(backend, kv_pages):
+        return backend.write_and_attend(inputs.q, inputs.k, inputs.v, kv_pages, inputs.layer, rows, **options)
+
+    expected_out, expected_pool = attend(reference, inputs.kv_pages)
     # TMA gives zeros for tokens past the last; the interpreter gives NaN, which must not matter either.
     params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized") if ON_CPU else None
-    with mosaic_gpu.interpreted(params) if ON_CPU else contextlib.nullcontext():
-        found = jax.block_until_ready(jax.jit(functools.partial(mosaic_gpu.write_and_attend, **options))(*args))
+    with mosaic_gpu.interpreted(params) if ON_CPU else contextlib.nullcontext(), _watched() as kernels:
+        attend_here = jax.jit(functools.partial(attend, mosaic_gpu))
+        out, pool = jax.block_until_ready(attend_here(mosaic_gpu.from_canonical(inputs.kv_pages)))
     live = sum(case.q_lens)
-    (out, pool), (expected_out, expected_pool) = ([np.asarray(x, np.float32) for x in y] for y in (found, expected))
+    out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
+    pool, expected_pool = (_numbers(x) for x in (mosaic_gpu.to_canonical(pool), expected_pool))
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:live], initial=0)),
         pool_error=_relative_error(pool, expected_pool),
         is_finite=bool(np.isfinite(out).all()),
-        races=ON_CPU and interpret_pallas_call.get_races().races_found,
+        races=any(kernel.races_found for kernel in kernels),
     )
 
 
+@contextlib.contextmanager
+def _watched():
+    """What the interpreter sees of each kernel, one after the other: it keeps that of the last one alone."""
+    kernels = []
+    if not ON_CPU:
+        yield kernels
+        return
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+    kind = gpu_callbacks.GPURaceDetectionState
+
+    def watch(*args, **options):
+        kernels.append(kind(*args, **options))
+        return kernels[-1]
+
+    with mock.patch.object(gpu_callbacks, kind.__name__, watch):
+        yield kernels
+    assert len(kernels) >= 2, "attention and merge"
+
+
+def _numbers(kv_pages):
+    from pallas_kernels.ragged_paged_attention import QuantizedPages
+    from pallas_kernels.ragged_paged_attention.quantized import dequantize
+
+    return np.asarray(dequantize(*kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages, np.float32)
+
+
 def _relative_error(found, expected):
-    """Infinite where stale infinities and NaN did not stay what they were."""
+    """To the largest number of each vector; infinite where stale infinities and NaN did not stay what they were."""
     finite = np.isfinite(expected)
     if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
         return float("inf")
-    found, expected = found[finite], expected[finite]
-    return float(np.max(np.abs(found - expected) / np.maximum(np.abs(expected), 1e-6), initial=0))
+    found, expected = (np.where(finite, x, 0) for x in (found, expected))
+    largest = np.abs(expected).max(axis=-1, keepdims=True)
+    return float(np.max(np.abs(found - expected) / np.maximum(largest, 1e-6), initial=0))
 
 
-def source():
-    """Of the kernel."""
-    return Path(importlib.util.find_spec(KERNEL).origin).read_text()
+def places_of(text):
+    """The modules of the kernels that have a piece of text, once for each time."""
+    sources = {name: Path(importlib.util.find_spec(name).origin).read_text() for name in KERNELS}
+    return [name for name, source in sources.items() for _ in range(source.count(text))]
 
 
 def plant(old, new):
-    """Has the kernel be imported with a piece of its source replaced."""
-    spec = importlib.util.find_spec(KERNEL)
+    """Has the kernels be imported with the one piece `old` of their source replaced."""
+    (name,) = places_of(old)
+    spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[KERNEL] = module
-    planted = source().replace(old, new) if old else source()
-    exec(compile(planted, spec.origin, "exec"), module.__dict__)
+    sys.modules[name] = module
+    exec(compile(Path(spec.origin).read_text().replace(old, new), spec.origin, "exec"), module.__dict__)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
-    plant(*sys.argv[1:])
+    name, old, new = sys.argv[1:]
+    if old:
+        plant(old, new)
     from pallas_kernels.ragged_paged_attention.cases import Case
 
-    half = {"dtype": "bfloat16", "kv_dtype": "bfloat16"}
-    small = Case("small", (1, 20, 1), (330, 150, 420), 4, 1, 64, stale=float("nan"), **half)
-    print(json.dumps(dataclasses.asdict(run(small))))
+    lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
+    cases = {
+        "half": Case("half", *lengths, 4, 1, kv_dtype="bfloat16", **sizes),
+        "narrow": Case("narrow", *lengths, 16, 1, kv_dtype="float8_e4m3fn", **sizes),
+    }
+    print(json.dumps(dataclasses.asdict(run(cases[name]))))

@@ -17,7 +17,13 @@ from pallas_kernels.deviceless import Chip
 from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
 from pallas_kernels.ragged_paged_attention.cases import GPU_CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, MIN_TILE_TOKENS, SHARED_BYTES, Call
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BLOCK_KV,
+    MIN_SPAN,
+    MIN_TILE_TOKENS,
+    SHARED_BYTES,
+    Call,
+)
 
 needs_gpu_or_interpreter = pytest.mark.skipif(
     jax.default_backend() != "gpu" and jax.__version_info__ < (0, 11),
@@ -29,30 +35,59 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+# Rotated keys may be rounded to the neighbour, which of narrow numbers is as far away as this.
+STEPS = {"float16": 2**-10, "bfloat16": 2**-7, "int8": 1 / 127, "float8_e4m3fn": 32 / 448}
+
+
 @needs_gpu_or_interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter multiplies stale NaN too
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_matches_reference_without_races(case):
     found = interpreted.run(case)
     assert found.error <= 1e-2
-    assert found.pool_error <= (2**-7 if case.has_rope else 0)
+    assert found.pool_error <= (STEPS[case.kv_dtype] * 1.001 if case.has_rope else 0)
     assert found.is_finite
     assert not found.races
 
 
-PLANTED = {  # bug: (what is there, what is put in its place)
-    "none": ("", ""),
-    "keys are loaded over those still in use": ("plgpu.barrier_wait(shared.k_free.at[slot])", "pass"),
+PLANTED = {  # bug: (case, what is there, what is put in its place)
+    "none": ("half", "", ""),
+    "keys are loaded over those still in use": ("half", "plgpu.barrier_wait(shared.k_free.at[slot])", "pass"),
     "values are read before they are there": (
+        "half",
         "        if not masked:\n            plgpu.barrier_wait(shared.v_ready.at[slot])\n",
         "",
     ),
-    "one page too many is waited for": ("k_ready=barriers(pages, stages)", "k_ready=barriers(pages + 1, stages)"),
-    "keys are never given back": ("        plgpu.barrier_arrive(shared.k_free.at[slot])\n", ""),
-    "a query sees the key after its own": ("visible = key <= query\n", "visible = key <= query + 1\n"),
-    "stale values are not cleared": ("@pl.when(end < BLOCK_KV)", "@pl.when(end < 0)"),
-    "the last part is not merged": ("lax.div(item_end + span - 1, span)", "lax.div(item_end - 1, span)"),
-    "output leaves before it is written": ("    plgpu.commit_smem()\n    tokens = min(", "    tokens = min("),
+    "one page too many is waited for": (
+        "half",
+        "k_ready=barriers(pages, stages)",
+        "k_ready=barriers(pages + 1, stages)",
+    ),
+    "keys are never given back": ("half", "self.give_back(shared.k_free.at[slot])", "pass"),
+    "a query sees the key after its own": ("half", "visible = key <= query\n", "visible = key <= query + 1\n"),
+    "stale values are not cleared": ("half", "@pl.when(end < BLOCK_KV)", "@pl.when(end < 0)"),
+    "the last part is not merged": ("half", "lax.div(item_end + span - 1, span)", "lax.div(item_end - 1, span)"),
+    "output leaves before it is written": ("half", "    plgpu.commit_smem()\n    tokens = min(", "    tokens = min("),
+    "merged output leaves before it is written": (
+        "half",
+        "        plgpu.commit_smem()\n        token, head =",
+        "        token, head =",
+    ),
+    "none in narrow numbers": ("narrow", "", ""),
+    "narrow numbers are read before they are there": (
+        "narrow",
+        "        plgpu.barrier_wait(shared.k_ready.at[slot])\n        plgpu.barrier_wait(shared.v_ready.at[slot])\n",
+        "",
+    ),
+    "a block is widened over one still in use": ("narrow", "self.meet()  # the others may", "pass  # the others may"),
+    "a block is used before others have widened it": (
+        "narrow",
+        "v_free.at[slot])\n        self.meet()",
+        "v_free.at[slot])",
+    ),
+    "a block is given back before it is committed": ("narrow", "plgpu.commit_smem()  # so that", "pass  # so that"),
+    "keys have the scales of values": ("narrow", "at[slot, :, column + i]", "at[slot, :, column + 1 - i]"),
+    "stale narrow values are not cleared": ("narrow", "jnp.where(row < end, numbers", "jnp.where(row < 64, numbers"),
 }
 
 
@@ -60,19 +95,20 @@ PLANTED = {  # bug: (what is there, what is put in its place)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, tmp_path):
     """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
-    old, new = PLANTED[bug]
-    assert not old or interpreted.source().count(old) == 1, "there is no such place any more"
-    script = [sys.executable, str(Path(interpreted.__file__)), old, new]
+    case, old, new = PLANTED[bug]
+    assert not old or len(interpreted.places_of(old)) == 1, "there is no such place any more"
+    script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
     try:
         done = subprocess.run(script, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
     except subprocess.TimeoutExpired:
-        assert bug != "none"
+        assert old
         return
     found = interpreted.Found(**json.loads(done.stdout.splitlines()[-1])) if done.returncode == 0 else None
     is_right = found is not None and found.error <= 1e-2 and found.is_finite and not found.races
-    assert is_right == (bug == "none"), done.stdout + done.stderr
+    assert is_right == (not old), done.stdout + done.stderr
 
 
+BF16 = jnp.dtype("bfloat16")
 STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
 
 
@@ -89,7 +125,8 @@ def steps(draw):
         group=draw(st.sampled_from([1, 4, 7])),
         head_dim=draw(st.sampled_from([64, 256])),
         page_size=16,
-        dtype=jnp.dtype("bfloat16"),
+        dtype=BF16,
+        kv_dtype=BF16,
         scale=1.0,
         window=draw(st.sampled_from([None, 1, 64, 100])),
         soft_cap=None,
@@ -141,7 +178,7 @@ def _check_spans(call, workers, first_unit, num_blocks, num_units):
     assert start[0] == 0
     assert end[-1] == num_units
     lengths = end - start
-    assert lengths.max() == -(-num_units // len(lengths))
+    assert lengths.max() == min(num_units, max(-(-num_units // len(lengths)), MIN_SPAN))
     assert (np.diff(lengths) <= 0).all()
 
     def begin_of(item):
@@ -180,6 +217,7 @@ def test_serves_hopper_gpus_alone(kind, chosen):
         ({"page_size": 24}, "24"),
         ({"num_query_heads": 136}, "136/8"),
         ({"num_query_heads": 72, "head_dim": 256}, "at most 8"),
+        ({"kv_dtype": "int8", "head_dim": 256}, "heads of 256 leave no registers"),
     ],
 )
 def test_refuses_with_a_reason(changed, reason):
@@ -193,7 +231,7 @@ def test_every_stage_of_memory_fits():
     """Two blocks of keys in flight at least, in the shared memory of a multiprocessor."""
     for head_dim in mosaic_gpu.HEAD_DIMS:
         for group in range(1, 17 if head_dim <= 128 else 9):
-            call = Call(4096, 8, group, head_dim, 16, jnp.dtype("bfloat16"), 1.0, None, None, False, 0, 132, None)
+            call = Call(4096, 8, group, head_dim, 16, BF16, BF16, 1.0, None, None, False, 0, 132, None)
             for tiles in call.kinds():
                 assert tiles.stages >= 2
                 ring = 2 * tiles.stages * BLOCK_KV * head_dim * 2

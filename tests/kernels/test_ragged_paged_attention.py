@@ -13,19 +13,23 @@ from pallas_kernels import native
 from pallas_kernels.dispatch import UnsupportedBackendError
 from pallas_kernels.ragged_paged_attention import (
     BACKENDS,
+    QuantizedPages,
     from_canonical,
     kv_shape,
+    new_pages,
     ragged_paged_attention,
     select_backend,
     to_canonical,
 )
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
 from pallas_kernels.ragged_paged_attention.interface import Problem
+from pallas_kernels.ragged_paged_attention.quantized import dequantize, quantize
 
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if name != "reference" and BACKENDS[name].supports(PLAIN) is None]
 # The best instruction set serves; the others must be right as well, wherever there are any.
 OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
+QUANTIZED = ("int8", "float8_e4m3fn")
 BY_NAME = {case.name: case for case in CASES}
 
 jitted = jax.jit(
@@ -44,7 +48,7 @@ def run(case, inputs, backend):
         inputs.q,
         inputs.k,
         inputs.v,
-        jnp.array(from_canonical(backend, inputs.kv_pages)),
+        jax.tree.map(jnp.array, from_canonical(backend, inputs.kv_pages)),
         inputs.layer,
         kv_lens=inputs.kv_lens,
         page_table=inputs.page_table,
@@ -58,7 +62,7 @@ def run(case, inputs, backend):
         tree_mask=inputs.tree_mask,
         backend=backend,
     )
-    return np.asarray(out).astype(np.float32), np.asarray(to_canonical(backend, pool))
+    return np.asarray(out).astype(np.float32), jax.tree.map(np.asarray, to_canonical(backend, pool))
 
 
 def live(case, out):
@@ -67,9 +71,19 @@ def live(case, out):
 
 def assert_same_pool(case, pool, expected):
     """To the bit, but for the rounding of rotated keys."""
-    rounding = {"rtol": float(jnp.finfo(case.kv_dtype).eps), "atol": 1e-6} if case.has_rope else {"rtol": 0, "atol": 0}
+    if isinstance(pool, QuantizedPages):
+        assert_same_heads(case, pool.values, expected.values, case.kv_dtype)
+        assert_same_heads(case, pool.scales, expected.scales, "float32")
+    else:
+        assert_same_heads(case, pool, expected, case.kv_dtype)
+
+
+def assert_same_heads(case, pool, expected, dtype):
+    pool, expected = (np.asarray(x, np.float32).reshape(*x.shape[:4], -1) for x in (pool, expected))
     keys, values = slice(None, None, 2), slice(1, None, 2)
-    pool, expected = (np.asarray(x, np.float32) for x in (pool, expected))
+    rounding = {"rtol": 0, "atol": 0}
+    if case.has_rope:
+        rounding = {"rtol": 0, "atol": 1} if dtype == "int8" else {"rtol": float(jnp.finfo(dtype).eps), "atol": 1e-6}
     np.testing.assert_allclose(pool[..., keys, :], expected[..., keys, :], **rounding)
     np.testing.assert_array_equal(pool[..., values, :], expected[..., values, :])
 
@@ -90,6 +104,11 @@ def test_matches_reference(case, backend):
     if case.tree_words and backend.startswith("native"):
         with pytest.raises(UnsupportedBackendError, match=r"no tree masks; use one of \['xla', 'reference'\]"):
             run(case, case.inputs(), backend)
+        return
+    if case.kv_dtype in QUANTIZED and backend.startswith("native"):
+        sizes = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16}
+        with pytest.raises(UnsupportedBackendError, match=rf"not {case.kv_dtype}; use one of \['xla', 'reference'\]"):
+            select_backend("native", **sizes, kv_dtype=case.kv_dtype)
         return
     out, pool = run(case, case.inputs(), backend)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
@@ -408,6 +427,40 @@ def test_layout_needs_a_resolved_name():
     assert kv_shape(name, num_layers=1, num_pages=3, **sizes) == (1, 3, 4, 16, 32)
 
 
-def test_integer_pool_is_refused():
-    with pytest.raises(UnsupportedBackendError, match="the pool must hold floating point numbers, not int8"):
-        select_backend("xla", num_query_heads=4, num_kv_heads=2, head_dim=32, page_size=16, kv_dtype=jnp.dtype("int8"))
+@pytest.mark.parametrize("dtype", ["int16", "float8_e5m2"])
+def test_pool_of_another_dtype_is_refused(dtype):
+    sizes = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16}
+    with pytest.raises(UnsupportedBackendError, match=rf"the pool must hold floating point numbers .*, not {dtype}"):
+        select_backend("xla", **sizes, kv_dtype=jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_quantized_numbers_are_near(dtype):
+    """Within half a step of the largest for int8, of each number itself for fp8; zeros stay zeros."""
+    x = np.random.default_rng(0).normal(0, 10.0 ** np.arange(-3, 4), size=(50, 6, 7)).swapaxes(1, 2).astype("float32")
+    x[0] = 0
+    found = np.asarray(dequantize(*quantize(jnp.asarray(x), jnp.dtype(dtype))))
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    step = largest / 127 if dtype == "int8" else np.maximum(np.abs(x) / 8, largest / 448 / 2**9)
+    assert (np.abs(found - x) <= step * (0.5 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+@pytest.mark.parametrize("dtype", QUANTIZED)
+def test_what_is_not_finite_stays_so_when_quantized(dtype, broken):
+    x = jnp.ones((2, 3, 8)).at[1, 2, 3].set(broken)
+    found = np.asarray(dequantize(*quantize(x, jnp.dtype(dtype))))
+    assert np.isnan(found[1, 2]).all() if np.isnan(broken) else not np.isfinite(found[1, 2, 3])
+    assert np.isfinite(found[0]).all()
+
+
+@pytest.mark.usefixtures("without_jaxtyping")
+def test_scales_come_with_the_dtypes_that_need_them():
+    sizes = {"num_layers": 2, "num_pages": 9, "page_size": 16, "num_kv_heads": 2, "head_dim": 32}
+    quantized, plain = (new_pages("xla", **sizes, dtype=dtype) for dtype in ("int8", "float32"))
+    with pytest.raises(ValueError, match="got int8 without scales; use new_pages"):
+        call(kv_pages=quantized.values)
+    with pytest.raises(ValueError, match="got float32 with scales"):
+        call(kv_pages=QuantizedPages(plain, quantized.scales))
+    with pytest.raises(ValueError, match=r"scales of this pool must have shape \(2, 9, 4, 16\)"):
+        call(kv_pages=quantized._replace(scales=quantized.scales[1:]))

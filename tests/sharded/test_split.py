@@ -74,7 +74,7 @@ def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.Monk
     def num_pages(num_devices: int, *bytes_in_use: int) -> int:
         monkeypatch.setattr(jax, "local_devices", lambda: [Device(count) for count in bytes_in_use])
         config = EngineConfig(tensor_parallel_size=num_devices)
-        return build.build_schedule(config, arch.local(num_devices), jnp.dtype("float32")).num_pages
+        return build.build_schedule(config, arch.local(num_devices), jnp.dtype("float32"), "xla").num_pages
 
     alone = num_pages(1, 10**8, 5 * 10**8)
     assert num_pages(4, 0, 10**8, 0, 0, 5 * 10**8) == pytest.approx(4 * alone, rel=0.05)  # activations shrink as well

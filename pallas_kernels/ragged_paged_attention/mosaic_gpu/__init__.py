@@ -30,7 +30,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
@@ -38,26 +38,35 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MAX_PART_COLUMNS,
     MIN_TILE_TOKENS,
+    SCALES,
     WARPGROUP_ROWS,
     Call,
     Plan,
     Tiles,
     plan,
 )
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, encode, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
-__all__ = ["from_canonical", "interpreted", "kv_shape", "pool_dims", "supports", "to_canonical", "write_and_attend"]
+__all__ = [
+    "from_canonical",
+    "interpreted",
+    "kv_shape",
+    "pool_dims",
+    "scale_shape",
+    "supports",
+    "to_canonical",
+    "write_and_attend",
+]
 
-POOL_DTYPES = ("bfloat16", "float16")
+POOL_DTYPES = ("bfloat16", "float16", *LARGEST)
 HEAD_DIMS = (32, 64, 96, 128, 256)
 HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 HOPPER_CORES = 132
-INTERPRETED_CORES = 2  # few, so that every worker has something to do
+INTERPRETED_CORES = 3  # few, so that every worker has something to do
 
 kv_shape = reference.kv_shape
 pool_dims = reference.pool_dims
-to_canonical = reference.to_canonical
-from_canonical = reference.from_canonical
 
 _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
 
@@ -72,6 +81,29 @@ def interpreted(params: Any) -> Iterator[None]:
         _interpret_params.reset(token)
 
 
+def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
+    """Shape of the scales: those of a token's heads, `[L, N, P, 2K]`, filled up to a multiple of what TMA fetches."""
+    return (num_layers, num_pages, page_size, 2 * num_kv_heads + -2 * num_kv_heads % SCALES)
+
+
+def to_canonical(kv_pages: Pages) -> Pages:
+    """The pool as it is, its scales as `[L, N, P, 2K]`."""
+    if not isinstance(kv_pages, QuantizedPages):
+        return kv_pages
+    return kv_pages._replace(scales=kv_pages.scales[..., : kv_pages.values.shape[3]])
+
+
+def from_canonical(kv_pages: Pages) -> Pages:
+    """The inverse of `to_canonical`."""
+    if not isinstance(kv_pages, QuantizedPages):
+        return kv_pages
+    return kv_pages._replace(scales=_fill_up(kv_pages.scales))
+
+
+def _fill_up(scales: Float32[Array, "*token KV"]) -> Float32[Array, "*token filled"]:
+    return jnp.pad(scales, [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % SCALES)])
+
+
 def supports(problem: Problem) -> str | None:
     """Why this backend cannot run the problem; None if it can."""
     if problem.platform != "gpu" and _interpret_params.get() is None:
@@ -80,6 +112,8 @@ def supports(problem: Problem) -> str | None:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
     if problem.head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, not {problem.head_dim}"
+    if problem.kv_dtype.name in LARGEST and problem.head_dim > MAX_PART_COLUMNS:
+        return f"heads of {problem.head_dim} leave no registers to multiply numbers of {problem.kv_dtype} with scales"
     max_group = WARPGROUP_ROWS * (2 if problem.head_dim <= MAX_PART_COLUMNS else 1) // MIN_TILE_TOKENS
     if problem.num_query_heads > max_group * problem.num_kv_heads:
         return (
@@ -122,7 +156,7 @@ def write_and_attend(
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
-    kv_pages: Float[Array, "L N P KV H"],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
     *,
@@ -132,9 +166,9 @@ def write_and_attend(
     sinks: Float[Array, "Q"] | None,
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
-) -> tuple[Float[Array, "T Q H"], Float[Array, "L N P KV H"]]:
+) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotates, scatters into the donated pool, attends. Queries and the weights of values are rounded to its dtype."""
-    T, dtype = q.shape[0], q.dtype
+    T, dtype, values = q.shape[0], q.dtype, values_of(kv_pages)
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
     kv_pages = _write_kv(kv_pages, k, v, layer, rows)
@@ -143,8 +177,9 @@ def write_and_attend(
         num_kv_heads=k.shape[1],
         group=q.shape[1] // k.shape[1],
         head_dim=q.shape[2],
-        page_size=kv_pages.shape[2],
-        dtype=kv_pages.dtype,
+        page_size=values.shape[2],
+        dtype=_product_dtype(dtype, values.dtype),
+        kv_dtype=values.dtype,
         scale=scale,
         window=window,
         soft_cap=soft_cap,
@@ -158,6 +193,13 @@ def write_and_attend(
     q = jnp.pad(q.astype(call.dtype), ((0, -T % 8), (0, 0), (0, 0)))
     out = _kernel().attend(call, plans, q, kv_pages, layer, rows, sinks, tree_mask)
     return out[:T].astype(dtype), kv_pages
+
+
+def _product_dtype(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
+    """What queries, keys and values are multiplied in: the pool's numbers, or, where they are narrow, the queries'."""
+    if kv_dtype.name not in LARGEST:
+        return kv_dtype
+    return dtype if dtype == jnp.float16 else jnp.dtype(jnp.bfloat16)
 
 
 def _plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, Plan]]:
@@ -174,17 +216,23 @@ def _plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, Plan]]:
 
 
 def _write_kv(
-    kv_pages: Float[Array, "L N P KV H"],
+    kv_pages: Pages,
     k: Float[Array, "T K H"],
     v: Float[Array, "T K H"],
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
-) -> Float[Array, "L N P KV H"]:
+) -> Pages:
     """The pool with the keys and values of this step in their pages; padding tokens are dropped."""
-    T, K, H = k.shape
-    page_id, offset = rows.place(T, num_pages=kv_pages.shape[1], page_size=kv_pages.shape[2])
-    kv = jnp.stack([k, v], axis=2).reshape(T, 2 * K, H).astype(kv_pages.dtype)
-    return kv_pages.at[layer, page_id, offset].set(kv, mode="drop", unique_indices=True)
+    (T, K, H), (_, num_pages, page_size, _, _) = k.shape, values_of(kv_pages).shape
+    page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
+    kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
+    if isinstance(kv, QuantizedPages):
+        kv = kv._replace(scales=_fill_up(kv.scales))
+
+    def write(pages: Shaped[Array, "L N P *head"], new: Shaped[Array, "T *head"]) -> Shaped[Array, "L N P *head"]:
+        return pages.at[layer, page_id, offset].set(new, mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, kv_pages, kv)
 
 
 def _num_cores() -> int:

@@ -1,9 +1,8 @@
-"""The two kernels: one attends, one merges the parts of items that several workers share. See the package."""
+"""The kernel that attends, and the launch of it and of the one that merges. See the package."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,20 +15,26 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
 from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
+    MASKED,
+    Item,
+    Softmax,
+    Unmerged,
+    cast,
+    copy_tokens,
+    i32,
+    load,
+    read_item,
+    spread,
+)
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BASE_TOKEN,
     BLOCK_KV,
     END_ITEM,
-    FIRST_BLOCK,
     FIRST_ITEM,
-    FIRST_UNIT,
-    LEAD,
     MIN_TILE_TOKENS,
-    NUM_BLOCKS,
-    NUM_TOKENS,
-    PAST_LEN,
-    POSITION,
-    ROW,
+    SCALES,
     SPAN_END,
     SPAN_START,
     WARPGROUP_ROWS,
@@ -37,20 +42,19 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     Plan,
     Tiles,
 )
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 LOG2E = math.log2(math.e)
-MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
-REGISTERS = {3: (56, 224), 4: (48, 208)}  # to load and to compute, by the number of warpgroups; of two each has enough
+REGISTERS = {3: (64, 224), 4: (64, 192)}  # to load and to compute, by the number of warpgroups; of two each has enough
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
-_REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 
 
 def attend(
     call: Call,
     plans: Sequence[tuple[Tiles, Plan]],
     q: Float[Array, "padded Q H"],
-    kv_pages: Float[Array, "L N P KV H"],
+    kv_pages: Pages,
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
     sinks: Float[Array, "Q"] | None,
@@ -61,10 +65,10 @@ def attend(
     # Apart: where the layer is a constant, neither takes a program of its own in each layer.
     layer = jnp.asarray(layer, jnp.int32)[None]
     num_live_tokens = rows.cu_q_lens[rows.num_rows][None]
-    for tiles, plan in plans:
+    for number, (tiles, plan) in enumerate(plans):
         shape = (tiles.num_workers, 2, tiles.column_parts, tiles.rows)
         shapes = ((*shape, call.head_dim // tiles.column_parts), shape, shape)
-        unmerged = _Unmerged(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
+        unmerged = Unmerged(*(jax.empty_ref(jax.ShapeDtypeStruct(shape, jnp.float32)) for shape in shapes))
         _launch(
             call,
             functools.partial(_attend_kernel, call, tiles),
@@ -79,17 +83,18 @@ def attend(
             _sink_rows(call, tiles, sinks),
             _tree_rows(tiles, plan, tree_mask),
             q,
-            kv_pages,
+            values_of(kv_pages),
+            kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES)),
             out_ref,
             *unmerged,
         )
         _launch(
             call,
-            functools.partial(_merge_kernel, call, tiles),
+            functools.partial(merge.kernel, call, tiles, number == 0),
             "merge_attention_parts",
             num_blocks=tiles.num_workers,
-            num_threads=tiles.warpgroups,
-            scratch=[_out_type(call, tiles, tiles.warpgroups)],
+            num_threads=merge.WARPGROUPS,
+            scratch=merge.scratch(call, tiles),
         )(num_live_tokens, *plan, *unmerged, out_ref)
     return jax.freeze(out_ref)
 
@@ -107,55 +112,6 @@ def _launch(
     return pl.kernel(kernel, out_type=(), mesh=mesh, compiler_params=params, name=name, **interpret)
 
 
-class _Item(NamedTuple):
-    """A tile with its kv head, and the part of it that falls to one worker."""
-
-    tile: Any
-    row: Any
-    head: Any
-    base_token: Any  # of the step; the tile's own begin `lead` tokens later
-    lead: Any
-    num_tokens: Any
-    position: Any
-    past_len: Any
-    begin: Any  # first block of the part
-    end: Any  # end of its blocks
-    is_first: Any  # whether the part has the item's first block
-    is_last: Any
-
-
-def _read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> _Item:
-    def column(index: int) -> Any:
-        return tiles_ref[tile, index]
-
-    num_blocks, first_block = column(NUM_BLOCKS), column(FIRST_BLOCK)
-    first_unit = column(FIRST_UNIT) + head * num_blocks
-    begin = jnp.maximum(span_start - first_unit, 0)
-    end = jnp.minimum(span_end - first_unit, num_blocks)
-    return _Item(
-        tile=tile,
-        row=column(ROW),
-        head=head,
-        base_token=column(BASE_TOKEN),
-        lead=column(LEAD),
-        num_tokens=column(NUM_TOKENS),
-        position=column(POSITION),
-        past_len=column(PAST_LEN),
-        begin=first_block + begin,
-        end=first_block + end,
-        is_first=begin == 0,
-        is_last=end == num_blocks,
-    )
-
-
-class _Unmerged(NamedTuple):
-    """Of each worker the softmax over its part of an item that another began (0) and of one that it began (1)."""
-
-    values: Any  # f32[workers, 2, column_parts, rows, H / column_parts], weighted sums
-    max_score: Any  # f32[workers, 2, column_parts, rows]
-    denominator: Any  # f32[workers, 2, column_parts, rows]
-
-
 class _Part(NamedTuple):
     """What one warpgroup computes of a tile."""
 
@@ -169,7 +125,7 @@ class _Part(NamedTuple):
 
 
 def _part(tiles: Tiles, index: Any) -> _Part:
-    columns = _i32(tiles.column_parts)
+    columns = i32(tiles.column_parts)
     return _Part(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))
 
 
@@ -179,6 +135,9 @@ class _Shared(NamedTuple):
     q: Any  # [workers, rows, H]
     k: Any  # [workers * stages, BLOCK_KV, H]
     v: Any  # [workers * stages, column_parts, BLOCK_KV, H / column_parts]
+    scales: Any  # [workers * stages, BLOCK_KV, SCALES], those of the head's keys and values, and of its neighbours'
+    wide_k: Any  # [workers, BLOCK_KV, H], a block of keys multiplied with their scales
+    wide_v: Any
     out: Any  # [workers * warpgroups, 8 + 64, H / column_parts]
     q_ready: Any
     q_free: Any
@@ -186,7 +145,7 @@ class _Shared(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
-    tail: Any
+    meeting: Any
     p: Any  # weights of the values; in the interpreter alone, which lacks wgmma from registers
 
 
@@ -196,24 +155,33 @@ def _shared(call: Call, tiles: Tiles) -> _Shared:
     warpgroups = workers * tiles.warpgroups
 
     def matrix(*shape: int) -> Any:
-        return plgpu.SMEM(shape, call.dtype, transforms=_layout(call))
+        return plgpu.SMEM(shape, call.dtype, transforms=_layout(call, call.swizzle))
+
+    def ring(*shape: int) -> Any:
+        swizzle = call.tile_columns * call.kv_dtype.itemsize
+        return plgpu.SMEM((stages, *shape), call.kv_dtype, transforms=_layout(call, swizzle))
 
     def barriers(num_arrivals: int, num_barriers: int) -> Any:
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
+    unused = plgpu.SMEM((8,), jnp.int32)
+    wide = matrix(workers, BLOCK_KV, H) if call.is_quantized else unused
     return _Shared(
         q=matrix(workers, tiles.rows, H),
-        k=matrix(stages, BLOCK_KV, H),
-        v=matrix(stages, tiles.column_parts, BLOCK_KV, columns),
+        k=ring(BLOCK_KV, H),
+        v=ring(tiles.column_parts, BLOCK_KV, columns),
+        scales=plgpu.SMEM((stages, BLOCK_KV, SCALES), jnp.float32) if call.is_quantized else unused,
+        wide_k=wide,
+        wide_v=wide,
         out=_out_type(call, tiles, warpgroups),
         q_ready=barriers(call.group, workers),
         q_free=barriers(tiles.warpgroups, workers),
         k_ready=barriers(pages, stages),
         k_free=barriers(tiles.warpgroups, stages),
-        v_ready=barriers(pages * tiles.column_parts, stages),
+        v_ready=barriers(pages * (tiles.column_parts + call.is_quantized), stages),
         v_free=barriers(tiles.warpgroups, stages),
-        tail=barriers(tiles.warpgroups, workers),
-        p=plgpu.SMEM((8,), jnp.int32) if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
+        meeting=barriers(tiles.warpgroups, workers),
+        p=unused if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
     )
 
 
@@ -223,9 +191,9 @@ def _out_type(call: Call, tiles: Tiles, warpgroups: int) -> Any:
     return plgpu.SMEM(shape, call.dtype)
 
 
-def _layout(call: Call) -> tuple[Any, Any]:
-    """Of matrices in shared memory that wgmma reads."""
-    return plgpu.TilingTransform((8, call.swizzle // 2)), plgpu.SwizzleTransform(call.swizzle)
+def _layout(call: Call, swizzle: int) -> tuple[Any, Any]:
+    """Of matrices in shared memory that wgmma reads, or that become such."""
+    return plgpu.TilingTransform((8, call.tile_columns)), plgpu.SwizzleTransform(swizzle)
 
 
 def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Float[Array, "K rows"]:
@@ -266,7 +234,7 @@ def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
     def compute() -> None:
         if registers is not None:
             plgpu.set_max_registers(registers[1], action="increase")
-        warpgroups = _i32(tiles.warpgroups)
+        warpgroups = i32(tiles.warpgroups)
         worker(lax.div(thread, warpgroups)).compute(_part(tiles, lax.rem(thread, warpgroups)))
 
 
@@ -281,18 +249,11 @@ class _Inputs(NamedTuple):
     tree_rows: Any
     q: Any
     kv_pages: Any
+    scales: Any  # of their numbers, if they have any
     out: Any
     values: Any
     max_score: Any
     denominator: Any
-
-
-class _Softmax(NamedTuple):
-    """Of one warpgroup's rows, over the keys seen so far; scores in base 2."""
-
-    values: Any  # f32[64, H], weighted sum
-    max_score: Any  # f32[64]
-    denominator: Any  # f32[64]
 
 
 class _Worker:
@@ -304,14 +265,14 @@ class _Worker:
         self.items = (inputs.workers[index, FIRST_ITEM], inputs.workers[index, END_ITEM])
         self.span_start, self.span_end = inputs.workers[index, SPAN_START], inputs.workers[index, SPAN_END]
 
-    def item(self, index: Any) -> _Item:
-        tile = lax.div(index, _i32(self.call.num_kv_heads))
-        head = lax.rem(index, _i32(self.call.num_kv_heads))
-        return _read_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
+    def item(self, index: Any) -> Item:
+        tile = lax.div(index, i32(self.call.num_kv_heads))
+        head = lax.rem(index, i32(self.call.num_kv_heads))
+        return read_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
 
     def slot(self, block_count: Any) -> Any:
         """The part of the ring that the worker's next block is in."""
-        return self.lane * self.tiles.stages + lax.rem(block_count, _i32(self.tiles.stages))
+        return self.lane * self.tiles.stages + lax.rem(block_count, i32(self.tiles.stages))
 
     def load(self) -> None:
         """Fills the ring, one block of keys and values after the other."""
@@ -344,11 +305,13 @@ class _Worker:
                     self.load_pages(
                         page_ids, block, 2 * item.head + 1, part, shared.v.at[slot, part], shared.v_ready.at[slot]
                     )
+                if self.call.is_quantized:
+                    self.load_scales(page_ids, block, item, shared.scales.at[slot], shared.v_ready.at[slot])
                 return block_count + 1
 
             return lax.fori_loop(item.begin, item.end, load_block, block_count)
 
-        block_count = lax.fori_loop(*self.items, load_item, _i32(0))
+        block_count = lax.fori_loop(*self.items, load_item, i32(0))
 
         # What is still in flight is seen to its end.
         @pl.when(self.items[1] > self.items[0])
@@ -360,7 +323,7 @@ class _Worker:
             plgpu.barrier_wait(shared.k_free.at[self.slot(count)])
             plgpu.barrier_wait(shared.v_free.at[self.slot(count)])
 
-    def load_queries(self, item: _Item) -> None:
+    def load_queries(self, item: Item) -> None:
         """A tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
         tokens = self.tiles.tokens
 
@@ -372,26 +335,39 @@ class _Worker:
                 self.shared.q_ready.at[self.lane],
             )
 
-    def page_ids(self, item: _Item, block: Any) -> list[Any]:
+    def page_ids(self, item: Item, block: Any) -> list[Any]:
         """The pages of one block; of a page past the end, which the table may not have, the first one again."""
         size = self.call.page_size
         if size > BLOCK_KV:
-            return [self.inputs.page_table[item.row, lax.div(block, _i32(size // BLOCK_KV))]]
-        num_pages = lax.div(item.position + item.num_tokens + (size - 1), _i32(size))
+            return [self.inputs.page_table[item.row, lax.div(block, i32(size // BLOCK_KV))]]
+        num_pages = lax.div(item.position + item.num_tokens + (size - 1), i32(size))
         first = block * (BLOCK_KV // size)
         columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(BLOCK_KV // size)]
         return [self.inputs.page_table[item.row, column] for column in columns]
 
     def load_pages(self, page_ids: list[Any], block: Any, head: Any, part: int, buffer: Any, ready: Any) -> None:
         """As many columns of a head's block as the buffer has, from the part-th on."""
-        pages, size = self.inputs.kv_pages.at[self.inputs.layer[0]], self.call.page_size
-        columns = pl.ds(part * buffer.shape[1], buffer.shape[1])
+        pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(part * buffer.shape[1], buffer.shape[1])
+        self.copy_block(
+            page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, head, columns], buffer, ready
+        )
+
+    def load_scales(self, page_ids: list[Any], block: Any, item: Item, buffer: Any, ready: Any) -> None:
+        """Those of a head's keys and values, with its neighbours'."""
+        scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(_first_scale(item.head), SCALES)
+        self.copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
+
+    def copy_block(
+        self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
+    ) -> None:
+        """What `source(page, tokens)` refers to, for all tokens of a block."""
+        size = self.call.page_size
         if size > BLOCK_KV:
-            offset = lax.rem(block, _i32(size // BLOCK_KV)) * BLOCK_KV
-            plgpu.copy_gmem_to_smem(pages.at[page_ids[0], pl.ds(offset, BLOCK_KV), head, columns], buffer, ready)
+            offset = lax.rem(block, i32(size // BLOCK_KV)) * BLOCK_KV
+            plgpu.copy_gmem_to_smem(source(page_ids[0], pl.ds(offset, BLOCK_KV)), buffer, ready)
             return
         for i, page_id in enumerate(page_ids):
-            plgpu.copy_gmem_to_smem(pages.at[page_id, :, head, columns], buffer.at[pl.ds(i * size, size)], ready)
+            plgpu.copy_gmem_to_smem(source(page_id, slice(None)), buffer.at[pl.ds(i * size, size)], ready)
 
     def compute(self, part: _Part) -> None:
         """Attends with one part of each tile."""
@@ -416,22 +392,22 @@ class _Worker:
 
             return block_count + item.end - item.begin
 
-        lax.fori_loop(*self.items, compute_item, _i32(0))
+        lax.fori_loop(*self.items, compute_item, i32(0))
 
-    def attend_item(self, item: _Item, part: _Part, block_count: Any) -> _Softmax:
+    def attend_item(self, item: Item, part: _Part, block_count: Any) -> Softmax:
         """The softmax over the blocks of one item; masks only where it must."""
         call = self.call
         state = self.start(item, part)
         # Blocks that all tokens of the tile see from end to end.
         num_seen = item.past_len if call.tree_words else item.position + 1
-        full_end = jnp.clip(lax.div(num_seen, _i32(BLOCK_KV)), item.begin, item.end)
+        full_end = jnp.clip(lax.div(num_seen, i32(BLOCK_KV)), item.begin, item.end)
         full_begin = item.begin
         if call.window is not None:
             last = item.position + item.num_tokens - 1
-            first_full = lax.div(jnp.maximum(last - call.window + 1, 0) + (BLOCK_KV - 1), _i32(BLOCK_KV))
+            first_full = lax.div(jnp.maximum(last - call.window + 1, 0) + (BLOCK_KV - 1), i32(BLOCK_KV))
             full_begin = jnp.clip(first_full, item.begin, full_end)
 
-        def absorb(block: Any, state: _Softmax, masked: bool) -> _Softmax:
+        def absorb(block: Any, state: Softmax, masked: bool) -> Softmax:
             slot = self.slot(block_count + block - item.begin)
             return self.absorb_block(item, part, block, slot, state, masked)
 
@@ -440,40 +416,107 @@ class _Worker:
         state = lax.fori_loop(full_begin, full_end, functools.partial(absorb, masked=False), state)
         return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
 
-    def start(self, item: _Item, part: _Part) -> _Softmax:
+    def start(self, item: Item, part: _Part) -> Softmax:
         """The softmax before any key: empty, or holding the sinks of the rows where the item begins."""
-        max_score = _cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
-        denominator = _cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
+        max_score = cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
+        denominator = cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
         if self.call.has_sinks:
-            sinks = _load(self.inputs.sink_rows.at[item.head, part.rows], _ROWS)
+            sinks = load(self.inputs.sink_rows.at[item.head, part.rows], _ROWS)
             max_score = jnp.where(item.is_first, sinks, max_score)
             denominator = jnp.where(item.is_first, jnp.full_like(denominator, 1), denominator)
         shape = (WARPGROUP_ROWS, self.call.head_dim // self.tiles.column_parts)
-        values = _cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
-        return _Softmax(values, max_score, denominator)
+        values = cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return Softmax(values, max_score, denominator)
 
-    def absorb_block(self, item: _Item, part: _Part, block: Any, slot: Any, state: _Softmax, masked: bool) -> _Softmax:
+    def absorb_block(self, item: Item, part: _Part, block: Any, slot: Any, state: Softmax, masked: bool) -> Softmax:
         """The softmax after one more block of keys."""
-        shared, v = self.shared, self.shared.v.at[slot, part.column]
-        if masked:  # before anything else is in registers
-            plgpu.barrier_wait(shared.v_ready.at[slot])
-            self.clear_tail(item, part, block, v)
-        plgpu.barrier_wait(shared.k_ready.at[slot])
-        scores = _scores(shared.q.at[self.lane, part.rows], shared.k.at[slot])
-        plgpu.barrier_arrive(shared.k_free.at[slot])
+        shared = self.shared
+        k = self.take_keys(item, part, block, slot, masked)
+        scores = _scores(shared.q.at[self.lane, part.rows], k)
+        self.give_back(shared.k_free.at[slot])
         scores = self.scale_and_mask(scores, item, part, block, masked)
         max_score = jnp.maximum(state.max_score, scores.max(axis=1))
         rescale = jnp.exp2(state.max_score - max_score)
         weights = jnp.exp2(scores - lax.broadcast_in_dim(max_score, scores.shape, [0]))
         denominator = state.denominator * rescale + weights.sum(axis=1)
+        weights = weights.astype(self.call.dtype)
+        v = self.take_values(part, slot, masked)
         values = state.values * lax.broadcast_in_dim(rescale, state.values.shape, [0])
+        values = self.add_values(values, weights, part, v)
+        self.give_back(shared.v_free.at[slot])
+        return Softmax(values, max_score, denominator)
+
+    def take_keys(self, item: Item, part: _Part, block: Any, slot: Any, masked: bool) -> Any:
+        """Keys as they are multiplied; with values too done what must be, before anything else is in registers."""
+        shared = self.shared
+        if self.call.is_quantized:
+            self.widen_block(item, part, block, slot, masked)
+            return shared.wide_k.at[self.lane]
+        if masked:
+            plgpu.barrier_wait(shared.v_ready.at[slot])
+            self.clear_tail(item, part, block, shared.v.at[slot, part.column])
+        plgpu.barrier_wait(shared.k_ready.at[slot])
+        return shared.k.at[slot]
+
+    def take_values(self, part: _Part, slot: Any, masked: bool) -> Any:
+        """The columns of values of this part, as they are multiplied."""
+        shared = self.shared
+        if self.call.is_quantized:
+            return shared.wide_v.at[self.lane]
         if not masked:
             plgpu.barrier_wait(shared.v_ready.at[slot])
-        values = self.add_values(values, weights.astype(self.call.dtype), part, v)
-        plgpu.barrier_arrive(shared.v_free.at[slot])
-        return _Softmax(values, max_score, denominator)
+        return shared.v.at[slot, part.column]
 
-    def scale_and_mask(self, scores: Any, item: _Item, part: _Part, block: Any, masked: bool) -> Any:
+    def give_back(self, free: Any) -> None:
+        """Lets a part of the ring be loaded anew; what was widened has been given back before."""
+        if not self.call.is_quantized:
+            plgpu.barrier_arrive(free)
+
+    def widen_block(self, item: Item, part: _Part, block: Any, slot: Any, masked: bool) -> None:
+        """Multiplies keys and values with their scales, on their way from the ring to where wgmma reads them."""
+        shared, column = self.shared, 2 * item.head - _first_scale(item.head)
+        k_scales, v_scales = (shared.scales.at[slot, :, column + i] for i in range(2))
+        self.meet()  # the others may still read the last block
+        plgpu.barrier_wait(shared.k_ready.at[slot])
+        plgpu.barrier_wait(shared.v_ready.at[slot])
+        self.widen(shared.k.at[slot], k_scales, shared.wide_k.at[self.lane], part)
+        end = self.end_in(item, block) if masked else None
+        self.widen(shared.v.at[slot, part.column], v_scales, shared.wide_v.at[self.lane], part, end)
+        plgpu.commit_smem()  # so that both what was written and what was read lie behind
+        plgpu.barrier_arrive(shared.k_free.at[slot])
+        plgpu.barrier_arrive(shared.v_free.at[slot])
+        self.meet()
+
+    def widen(self, narrow: Any, scales: Any, wide: Any, part: _Part, end: Any | None = None) -> None:
+        """Numbers times scales, from the ring to `wide`, some columns by each warpgroup; zeros from row `end` on."""
+        layout, width = plgpu.Layout.WGMMA_UPCAST_2X, self.call.tile_columns
+
+        def multiply(columns: Any) -> None:
+            numbers = load(narrow.at[:, columns], layout)
+            if jnp.issubdtype(numbers.dtype, jnp.integer):
+                numbers = numbers.astype(jnp.bfloat16)  # which is exact, and for which there is a quick way
+            factors = spread(load(scales, layout.reduce(1)), numbers.shape, layout)
+            numbers = numbers.astype(jnp.float32) * factors
+            if end is not None:
+                row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout)
+                numbers = jnp.where(row < end, numbers, jnp.zeros_like(numbers))
+            wide[:, columns] = numbers.astype(self.call.dtype)
+
+        for chunk in range(wide.shape[1] // width):
+            is_own = part.index == chunk % self.tiles.warpgroups
+            pl.when(is_own)(functools.partial(multiply, pl.ds(chunk * width, width)))
+
+    def meet(self) -> None:
+        """The warpgroups of a tile wait for each other, if there are several."""
+        if self.tiles.warpgroups > 1:
+            plgpu.barrier_arrive(self.shared.meeting.at[self.lane])
+            plgpu.barrier_wait(self.shared.meeting.at[self.lane])
+
+    def end_in(self, item: Item, block: Any) -> Any:
+        """The end of the item's sequence, counted from the block's first token."""
+        return item.position + item.num_tokens - block * BLOCK_KV
+
+    def scale_and_mask(self, scores: Any, item: Item, part: _Part, block: Any, masked: bool) -> Any:
         """Scores in base 2, soft-capped; those that a query does not see are MASKED."""
         scale, soft_cap, window = self.call.scale, self.call.soft_cap, self.call.window
         if soft_cap is None:
@@ -494,20 +537,20 @@ class _Worker:
             visible &= self.in_tree(key - item.past_len, item, part)
         return jnp.where(visible, scores, MASKED)
 
-    def in_tree(self, new_id: Any, item: _Item, part: _Part) -> Any:
+    def in_tree(self, new_id: Any, item: Item, part: _Part) -> Any:
         """Which keys each query sees; `new_id` counts from the row's first new token, past ones are negative."""
         num_words = self.call.tree_words
         visible = (new_id < 0) | (new_id >= 32 * num_words)
         for i in range(num_words):
-            word = _load(self.inputs.tree_rows.at[item.tile, i, part.rows], _ROWS)
+            word = load(self.inputs.tree_rows.at[item.tile, i, part.rows], _ROWS)
             bit = lax.shift_right_logical(lax.broadcast_in_dim(word, new_id.shape, [0]), new_id & 31) & 1
             visible |= (new_id >= 32 * i) & (new_id < 32 * (i + 1)) & (bit == 1)
         return visible
 
-    def clear_tail(self, item: _Item, part: _Part, block: Any, v: Any) -> None:
+    def clear_tail(self, item: Item, part: _Part, block: Any, v: Any) -> None:
         """Zeros in place of values past the last token: a stale NaN would pass through a weight of zero."""
-        end = item.position + item.num_tokens - block * BLOCK_KV
-        width = self.call.swizzle // 2  # columns at a time, for want of registers
+        end = self.end_in(item, block)
+        width = self.call.tile_columns  # at a time, for want of registers
 
         @pl.when(end < BLOCK_KV)
         def clear() -> None:
@@ -516,13 +559,12 @@ class _Worker:
                 row = plgpu.broadcasted_iota(jnp.int32, (BLOCK_KV, width), 0, layout=plgpu.Layout.WGMMA)
                 for start in range(0, v.shape[1], width):
                     chunk = v.at[:, pl.ds(start, width)]
-                    values = _cast(chunk[...], plgpu.Layout.WGMMA)
+                    values = cast(chunk[...], plgpu.Layout.WGMMA)
                     chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
             if self.tiles.row_parts > 1:  # those who share the values wait for the one who clears
-                plgpu.barrier_arrive(self.shared.tail.at[self.lane])
-                plgpu.barrier_wait(self.shared.tail.at[self.lane])
+                self.meet()
 
     def add_values(self, values: Any, weights: Any, part: _Part, v: Any) -> Any:
         """`values + weights @ v`."""
@@ -539,6 +581,11 @@ class _Worker:
         return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
 
 
+def _first_scale(head: Any) -> Any:
+    """Of the scales that are fetched with a head's own."""
+    return lax.div(2 * head, i32(SCALES)) * SCALES
+
+
 def _scores(q: Any, k: Any) -> Any:
     def multiply(acc: Any) -> Any:
         plgpu.wgmma(acc, q, k.transpose((1, 0)))
@@ -547,115 +594,21 @@ def _scores(q: Any, k: Any) -> Any:
     return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, k.shape[0]), jnp.float32))
 
 
-def _store(call: Call, tiles: Tiles, item: _Item, part: _Part, state: _Softmax, out: Any, out_ref: Any) -> None:
-    """Writes one part to the output, by way of `out` in shared memory; live tokens only.
-
-    A copy has a static size: a ladder of powers of two makes any number of tokens.
-    """
-    denominator = jnp.where(state.denominator > 0, state.denominator, 1.0)
-    result = (state.values / lax.broadcast_in_dim(denominator, state.values.shape, [0])).astype(call.dtype)
+def _store(call: Call, tiles: Tiles, item: Item, part: _Part, state: Softmax, out: Any, out_ref: Any) -> None:
+    """Writes one part to the output, by way of `out` in shared memory; live tokens only."""
     shift = MIN_TILE_TOKENS - item.lead  # so that the first token stored is at a multiple of eight
-    out[pl.ds(shift, WARPGROUP_ROWS)] = result
+    out[pl.ds(shift, WARPGROUP_ROWS)] = state.result(plgpu.Layout.WGMMA, call.dtype)
     plgpu.commit_smem()
     tokens = min(tiles.tokens, WARPGROUP_ROWS)  # of one head in one part
-    columns = pl.ds(part.column * out.shape[1], out.shape[1])
 
     @pl.loop(0, WARPGROUP_ROWS // tokens)
     def store_head(segment: Any) -> None:
         row = part.row + segment * tokens
-        g, first = lax.div(row, _i32(tiles.tokens)), lax.rem(row, _i32(tiles.tokens))
+        g, first = lax.div(row, i32(tiles.tokens)), lax.rem(row, i32(tiles.tokens))
         begin = jnp.maximum(item.lead - first, 0)  # among this head's tokens in this part
         end = jnp.clip(item.lead + item.num_tokens - first, begin, tokens)
         num_tokens = jnp.where(g < call.group, end - begin, 0)
-        done, size = _i32(0), tokens
-        while size:
-
-            @pl.when((num_tokens & size) != 0)
-            def copy(done: Any = done, size: int = size) -> None:
-                source = out.at[pl.ds(shift + segment * tokens + begin + done, size)]
-                token = item.base_token + first + begin + done
-                plgpu.copy_smem_to_gmem(source, out_ref.at[pl.ds(token, size), item.head * call.group + g, columns])
-
-            done, size = done + (num_tokens & size), size // 2
+        token, head = item.base_token + first + begin, item.head * call.group + g
+        copy_tokens(out, shift + segment * tokens + begin, out_ref, token, head, part.column, num_tokens, tokens)
 
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _merge_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
-    """One block of threads a worker: merges the item that the worker began and others ended, if there is one."""
-    num_live_ref, tile_ref, worker_ref, values_ref, max_score_ref, denominator_ref, out_ref, shared_out = refs
-    index, part = lax.axis_index("block"), _part(tiles, lax.axis_index("thread"))
-    out = shared_out.at[part.index]
-    first_item, end_item = worker_ref[index, FIRST_ITEM], worker_ref[index, END_ITEM]
-    start, end = worker_ref[index, SPAN_START], worker_ref[index, SPAN_END]
-    last = end_item - 1
-    tile, head = lax.div(last, _i32(call.num_kv_heads)), lax.rem(last, _i32(call.num_kv_heads))
-
-    @pl.when(end_item > first_item)
-    def merge() -> None:
-        item = _read_item(tile_ref, tile, head, start, end)
-
-        @pl.when(item.is_first & ~item.is_last)
-        def merge_parts() -> None:
-            def load(worker: Any, begins: int) -> _Softmax:
-                def read(ref: Any, layout: Any) -> Any:
-                    return _load(ref.at[worker, begins, part.column, part.rows], layout)
-
-                return _Softmax(
-                    read(values_ref, plgpu.Layout.WGMMA), read(max_score_ref, _ROWS), read(denominator_ref, _ROWS)
-                )
-
-            item_end = tile_ref[tile, FIRST_UNIT] + (head + 1) * tile_ref[tile, NUM_BLOCKS]
-            span = worker_ref[0, SPAN_END]  # the first one is as long as any
-            end_worker = lax.div(item_end + span - 1, span)
-            state = lax.fori_loop(
-                index + 1, end_worker, lambda worker, state: _merge(state, load(worker, 0)), load(index, 1)
-            )
-            _store(call, tiles, item, part, state, out, out_ref)
-
-    @pl.when(part.row == 0)
-    def clear() -> None:
-        _clear_padding(call, part, num_live_ref[0] + index, tiles.num_workers, out, out_ref)
-
-
-def _clear_padding(call: Call, part: _Part, first_token: Any, stride: int, zeros: Any, out_ref: Any) -> None:
-    """Zeros for every `stride`-th token from the first one on."""
-    num_tokens, num_heads, _ = out_ref.shape
-
-    @pl.when(first_token < num_tokens)
-    def clear() -> None:
-        shape = (WARPGROUP_ROWS, zeros.shape[1])
-        zeros[pl.ds(0, WARPGROUP_ROWS)] = _cast(jnp.zeros(shape, call.dtype), plgpu.Layout.WGMMA)
-        plgpu.commit_smem()
-
-        @pl.loop(first_token, num_tokens, step=stride)
-        def clear_token(token: Any) -> None:
-            @pl.loop(0, num_heads)
-            def clear_head(head: Any) -> None:
-                target = out_ref.at[pl.ds(token, 1), head, pl.ds(part.column * zeros.shape[1], zeros.shape[1])]
-                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, 1)], target)
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _merge(a: _Softmax, b: _Softmax) -> _Softmax:
-    """The softmax over the keys of both."""
-    max_score = jnp.maximum(a.max_score, b.max_score)
-    scale_a, scale_b = jnp.exp2(a.max_score - max_score), jnp.exp2(b.max_score - max_score)
-    shape = a.values.shape
-    values = a.values * lax.broadcast_in_dim(scale_a, shape, [0]) + b.values * lax.broadcast_in_dim(scale_b, shape, [0])
-    return _Softmax(values, max_score, a.denominator * scale_a + b.denominator * scale_b)
-
-
-def _load(ref: Any, layout: Any) -> Any:
-    """From global memory to registers."""
-    index = [()] if "idx" in _REQUIRED_OF_LOAD else []  # jax 0.10 wants one
-    return plgpu.load(ref, *index, layout=layout, optimized=False)
-
-
-def _cast(x: Any, layout: Any) -> Any:
-    return plgpu.layout_cast(x, layout)
-
-
-def _i32(x: int) -> Array:
-    return jnp.asarray(x, jnp.int32)

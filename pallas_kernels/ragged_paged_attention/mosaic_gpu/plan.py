@@ -17,6 +17,8 @@ SHARED_BYTES = 232448 - 2048  # of a multiprocessor, less what barriers take
 MAX_STAGES = 4
 MAX_PART_COLUMNS = 128  # of values, in the registers of a warpgroup
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
+SCALES = 4  # of neighbouring heads, the least that is fetched from memory
+MIN_SPAN = 4  # blocks of keys: an item is not cut into more parts than it is worth
 MIN_TALL_TOKENS = 512  # steps of fewer tokens have the kernel of short tiles alone
 
 # Columns of the plan.
@@ -70,6 +72,9 @@ class Call:
     head_dim: int
     page_size: int
     dtype: jnp.dtype
+    """Of what is multiplied."""
+    kv_dtype: jnp.dtype
+    """Of the pool: `dtype`, or a narrower one that has scales."""
     scale: float
     window: int | None
     soft_cap: float | None
@@ -80,9 +85,19 @@ class Call:
     """Parameters of the interpreter; None to run on a GPU."""
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether keys and values come with scales, and are multiplied only after they have been with these."""
+        return self.kv_dtype != self.dtype
+
+    @property
     def swizzle(self) -> int:
         """Bytes of a line of shared memory: a power of two that divides a head."""
         return 64 if self.head_dim % 64 else 128
+
+    @property
+    def tile_columns(self) -> int:
+        """Numbers of such a line."""
+        return self.swizzle // 2
 
     def kinds(self) -> list[Tiles]:
         """The tiles for rows of few tokens and, in steps of many tokens, those for the others."""
@@ -98,7 +113,11 @@ class Call:
     def _tiles(self, row_parts: int, workers: int) -> Tiles:
         rows = row_parts * WARPGROUP_ROWS
         q_and_out_bytes = 2 * (2 * rows + row_parts * MIN_TILE_TOKENS) * self.head_dim
-        stages = (SHARED_BYTES // workers - q_and_out_bytes) // (2 * 2 * BLOCK_KV * self.head_dim)
+        block_bytes = 2 * BLOCK_KV * self.head_dim * 2
+        fixed_bytes, stage_bytes = q_and_out_bytes, block_bytes
+        if self.is_quantized:  # one block stands beside the ring, multiplied with its scales
+            fixed_bytes, stage_bytes = q_and_out_bytes + block_bytes, block_bytes // 2 + BLOCK_KV * 4 * SCALES
+        stages = (SHARED_BYTES // workers - fixed_bytes) // stage_bytes
         # Shared memory that leaves for the output does so from addresses that are multiples of 128: where a row of it
         # is not, a head's tokens must begin in the part that stores them.
         most_tokens = rows if 2 * self.head_dim % 128 == 0 else WARPGROUP_ROWS
@@ -156,7 +175,7 @@ def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
         tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)
         return tile * call.num_kv_heads + (unit - first_unit[tile]) // jnp.maximum(num_blocks[tile], 1)
 
-    span = _ceil_div(ends[-1], tiles.num_workers)
+    span = jnp.maximum(_ceil_div(ends[-1], tiles.num_workers), MIN_SPAN)
     start = jnp.minimum(jnp.arange(tiles.num_workers, dtype=jnp.int32) * span, ends[-1])
     end = jnp.minimum(start + span, ends[-1])
     first_item = item_of(start)

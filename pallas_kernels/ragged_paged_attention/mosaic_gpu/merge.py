@@ -1,0 +1,159 @@
+"""The second kernel: merges the parts of items that several workers share. See the package.
+
+Rows of a tile of which no token is live are not read: eight rows of one head are merged at a time, in as many
+warpgroups as there are, and of these the parts of several workers are on their way at once.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
+    MASKED,
+    Item,
+    Softmax,
+    Unmerged,
+    cast,
+    copy_tokens,
+    i32,
+    load,
+    read_item,
+    spread,
+)
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    END_ITEM,
+    FIRST_ITEM,
+    FIRST_UNIT,
+    MIN_TILE_TOKENS,
+    NUM_BLOCKS,
+    SPAN_END,
+    SPAN_START,
+    Call,
+    Tiles,
+)
+
+WARPGROUPS = 4  # of a block of threads
+IN_FLIGHT = 4  # parts that are loaded before the first of them is merged
+
+# Eight rows; a warp has eight columns of every 32.
+_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -2), -1)
+_ROWS = _LAYOUT.reduce(1)
+
+
+def scratch(call: Call, tiles: Tiles) -> list[Any]:
+    """Shared memory where output waits to be stored, with room to shift the rows."""
+    return [plgpu.SMEM((WARPGROUPS, 2 * MIN_TILE_TOKENS, call.head_dim // tiles.column_parts), call.dtype)]
+
+
+def kernel(call: Call, tiles: Tiles, clears_padding: bool, *refs: Any) -> None:
+    """One block of threads a worker: merges the item that the worker began and others ended, if there is one."""
+    num_live_ref, tile_ref, worker_ref, *unmerged, out_ref, shared_out = refs
+    index, thread = lax.axis_index("block"), lax.axis_index("thread")
+    out, span = shared_out.at[thread], worker_ref[0, SPAN_END]  # the first one is as long as any
+    last = worker_ref[index, END_ITEM] - 1
+    tile, head = lax.div(last, i32(call.num_kv_heads)), lax.rem(last, i32(call.num_kv_heads))
+
+    @pl.when(last >= worker_ref[index, FIRST_ITEM])
+    def merge() -> None:
+        item = read_item(tile_ref, tile, head, worker_ref[index, SPAN_START], worker_ref[index, SPAN_END])
+
+        @pl.when(item.is_first & ~item.is_last)
+        def merge_parts() -> None:
+            item_end = tile_ref[tile, FIRST_UNIT] + (head + 1) * tile_ref[tile, NUM_BLOCKS]
+            num_parts = lax.div(item_end + span - 1, span) - index
+            parts = functools.partial(_load_part, Unmerged(*unmerged), index)
+
+            @pl.loop(thread, tiles.column_parts * tiles.rows // MIN_TILE_TOKENS, step=WARPGROUPS)
+            def merge_rows(group: Any) -> None:
+                _merge_rows(call, tiles, item, parts, num_parts, group, out, out_ref)
+
+    if clears_padding:
+
+        @pl.when(thread == 0)
+        def clear() -> None:
+            _clear_padding(num_live_ref[0] + index, tiles, out, out_ref)
+
+
+def _merge_rows(
+    call: Call, tiles: Tiles, item: Item, parts: Any, num_parts: Any, group: Any, out: Any, out_ref: Any
+) -> None:
+    """Writes eight rows of one head, those that are live; `group` counts all eights of all parts of the columns."""
+    column, row = lax.rem(group, i32(tiles.column_parts)), lax.div(group, i32(tiles.column_parts)) * MIN_TILE_TOKENS
+    g, first = lax.div(row, i32(tiles.tokens)), lax.rem(row, i32(tiles.tokens))
+    begin = jnp.clip(item.lead - first, 0, MIN_TILE_TOKENS)  # among the eight
+    end = jnp.clip(item.lead + item.num_tokens - first, begin, MIN_TILE_TOKENS)
+    num_tokens = jnp.where(g < call.group, end - begin, 0)
+
+    @pl.when(num_tokens > 0)
+    def merge() -> None:
+        state = _merge_all(functools.partial(parts, column, row), num_parts, out.shape[1])
+        # So that the first token stored is at a multiple of eight.
+        out[pl.ds(MIN_TILE_TOKENS - begin, MIN_TILE_TOKENS)] = state.result(_LAYOUT, call.dtype)
+        plgpu.commit_smem()
+        token, head = item.base_token + first + begin, item.head * call.group + g
+        copy_tokens(out, i32(MIN_TILE_TOKENS), out_ref, token, head, column, num_tokens, MIN_TILE_TOKENS)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _load_part(unmerged: Unmerged, index: Any, column: Any, row: Any, number: Any) -> Softmax:
+    """Eight rows of a part of an item that worker `index` began: its own is the first, then come those after it."""
+    place = index + number, jnp.where(number == 0, 1, 0), column, pl.ds(row, MIN_TILE_TOKENS)
+    values, max_score, denominator = (ref.at[place] for ref in unmerged)
+    return Softmax(load(values, _LAYOUT), load(max_score, _ROWS), load(denominator, _ROWS))
+
+
+def _merge_all(part: Any, num_parts: Any, num_columns: int) -> Softmax:
+    """The softmax over the keys of all parts."""
+
+    def merge_some(batch: Any, state: Softmax) -> Softmax:
+        numbers = [batch * IN_FLIGHT + i for i in range(IN_FLIGHT)]
+        loaded = [part(jnp.minimum(number, num_parts - 1)) for number in numbers]
+        for number, new in zip(numbers, loaded, strict=True):
+            state = _merge(state, _if(number < num_parts, new))
+        return state
+
+    zeros = cast(jnp.zeros((MIN_TILE_TOKENS, num_columns), jnp.float32), _LAYOUT)
+    no_keys = cast(jnp.full((MIN_TILE_TOKENS,), MASKED, jnp.float32), _ROWS)
+    empty = Softmax(zeros, no_keys, cast(jnp.zeros((MIN_TILE_TOKENS,), jnp.float32), _ROWS))
+    return lax.fori_loop(0, lax.div(num_parts + (IN_FLIGHT - 1), i32(IN_FLIGHT)), merge_some, empty)
+
+
+def _if(condition: Any, x: Softmax) -> Softmax:
+    """Nothing, unless the condition holds: of no weight, and never above what is merged with it."""
+    max_score = jnp.where(condition, x.max_score, jnp.full_like(x.max_score, MASKED))
+    denominator = jnp.where(condition, x.denominator, jnp.zeros_like(x.denominator))
+    return Softmax(jnp.where(condition, x.values, jnp.zeros_like(x.values)), max_score, denominator)
+
+
+def _merge(a: Softmax, b: Softmax) -> Softmax:
+    """The softmax over the keys of both."""
+    max_score = jnp.maximum(a.max_score, b.max_score)
+    scale_a, scale_b = jnp.exp2(a.max_score - max_score), jnp.exp2(b.max_score - max_score)
+    shape = a.values.shape
+    values = a.values * spread(scale_a, shape, _LAYOUT) + b.values * spread(scale_b, shape, _LAYOUT)
+    return Softmax(values, max_score, a.denominator * scale_a + b.denominator * scale_b)
+
+
+def _clear_padding(first_token: Any, tiles: Tiles, zeros: Any, out_ref: Any) -> None:
+    """Zeros for every token of a worker's own from the first one on: each has its turn."""
+    num_tokens, num_heads, _ = out_ref.shape
+
+    @pl.when(first_token < num_tokens)
+    def clear() -> None:
+        zeros[pl.ds(0, MIN_TILE_TOKENS)] = cast(jnp.zeros((MIN_TILE_TOKENS, zeros.shape[1]), zeros.dtype), _LAYOUT)
+        plgpu.commit_smem()
+
+        @pl.loop(first_token, num_tokens, step=tiles.num_workers)
+        def clear_token(token: Any) -> None:
+            @pl.loop(0, num_heads * tiles.column_parts)
+            def clear_head(index: Any) -> None:
+                head, part = lax.div(index, i32(tiles.column_parts)), lax.rem(index, i32(tiles.column_parts))
+                copy_tokens(zeros, i32(0), out_ref, token, head, part, i32(1), 1)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
