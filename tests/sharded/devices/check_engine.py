@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,9 @@ from hypothesis import given, settings
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
+from jaxserve.engine.step import abstract_state
 from jaxserve.request import SamplingParams
+from jaxserve.sharding import tensor_mesh
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 
@@ -113,6 +116,18 @@ def test_each_device_has_its_share(start: Start) -> None:
         assert {shard.device.id for shard in leaf.addressable_shards} == set(range(8))
     (page,) = {shard.data.nbytes for shard in split.state.kv_pages.addressable_shards}
     assert page == whole.state.kv_pages.nbytes / 2  # one kv head of two
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_scales_of_a_narrow_pool_are_split_with_their_heads(start: Start, num_devices: int) -> None:
+    runner, mesh = start(1)._runner, tensor_mesh(num_devices)
+    options = {"kv_dtype": jnp.int8, "backend": "xla"}
+    pool = abstract_state(runner.arch, runner.schedule, mesh=mesh, **options).kv_pages
+    alone = abstract_state(runner.arch.local(num_devices), runner.schedule, **options).kv_pages
+    assert len(jax.tree.leaves(pool)) > 1
+    for leaf, own in zip(*map(jax.tree.leaves, (pool, alone)), strict=True):
+        assert leaf.sharding.shard_shape(leaf.shape) == own.shape
+        assert leaf.size == num_devices * own.size
 
 
 def test_what_is_lost_with_a_broken_step_is_made_anew(start: Start) -> None:
