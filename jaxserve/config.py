@@ -39,7 +39,8 @@ class EngineConfig:
             float32 memory; None as the numbers they are.
         kv_cache_dtype: keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32 scale for
             every token and head.
-        tensor_parallel_size: devices the model is split over; 1 in this version.
+        tensor_parallel_size: devices the model is split over, the first of those there are; it must divide the heads
+            and the width of the feed-forward layers.
         max_model_len: longest prompt plus output; None is the model's own.
         max_num_seqs: most requests in one step; None is 64 on CPU, 256 elsewhere.
         max_num_batched_tokens: token budget of one step; None is 512 on CPU, 2048 elsewhere.
@@ -118,8 +119,6 @@ class EngineConfig:
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(f"tensor_parallel_size must be 1 in this version, got {self.tensor_parallel_size}")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:

@@ -56,7 +56,7 @@ def split_time(wall_ms: float, flops: int, num_bytes: int, ceilings: Ceilings) -
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step's account, or that of the steps of one burst together."""
+    """One step's account, or that of the steps of one burst together; bytes and FLOPs are those of each device."""
 
     step_id: int
     num_steps: int  # that ran

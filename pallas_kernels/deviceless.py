@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.experimental import topologies
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh, SingleDeviceSharding
 
 _H200 = """
 gpu_device_info {
@@ -70,20 +70,30 @@ class Chip:
         return None
 
     def compile(
-        self, function: Callable[..., Any], args: Sequence[Any], donate_argnums: tuple[int, ...] = ()
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        donate_argnums: tuple[int, ...] = (),
+        mesh: Mesh | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles `function` for one chip.
+        """Compiles `function` for one chip, or for those of a mesh.
 
         Args:
           function: what `jax.jit` takes.
-          args: arrays, or their shapes and dtypes, in pytrees.
+          args: arrays, or their shapes and dtypes, in pytrees; for a mesh, their shardings over it too.
           donate_argnums: as of `jax.jit`.
+          mesh: of `devices`; None for one chip.
         """
-        sharding = SingleDeviceSharding(_one_device(self))
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tuple(args))
-        with jax.sharding.use_abstract_mesh(self.mesh()):
+        one = SingleDeviceSharding(self.devices(1)[0])
+        sharding_of = (lambda _: one) if mesh is None else (lambda x: x.sharding)
+        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), tuple(args))
+        with jax.sharding.use_abstract_mesh(self.mesh() if mesh is None else mesh.abstract_mesh):
             traced = jax.jit(function, donate_argnums=donate_argnums).trace(*shapes)
             return traced.lower(lowering_platforms=("cuda",)).compile()
+
+    def devices(self, count: int) -> list[Any]:
+        """As many of them as jax describes devices: side by side in one machine."""
+        return _devices(self, count)
 
     def mesh(self) -> AbstractMesh:
         """What kernels ask for facts of the chip while they are traced."""
@@ -96,11 +106,11 @@ class Chip:
 
 
 @functools.cache
-def _one_device(chip: Chip) -> Any:
+def _devices(chip: Chip, count: int) -> list[Any]:
     topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=chip.device_kind, topology="1x1x1", target_config=chip.target_config
+        platform="cuda", topology_name=chip.device_kind, topology=f"1x1x{count}", target_config=chip.target_config
     )
-    return topology.devices[0]
+    return list(topology.devices)
 
 
 H200 = Chip("NVIDIA H200", "gpu", 132, _H200)

@@ -4,6 +4,7 @@ import math
 import zlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,24 @@ _CONSTANTS = {"ones": 1, "zeros": 0}
 
 
 def dummy(
-    specs: Sequence[TensorRow], seed: int, dtype: jax.typing.DTypeLike, *, shardings: Shardings | None = None
+    specs: Sequence[TensorRow],
+    seed: int,
+    dtype: jax.typing.DTypeLike,
+    *,
+    shardings: Shardings | None = None,
+    transform: Callable[[Any, Array], Any] | None = None,
 ) -> Params:
     """Random parameters: each follows from `seed`, its path and its shape alone, whatever the devices.
 
-    "normal" rows are nearly normal with standard deviation 0.02; "ones" and "zeros" are constant.
+    "normal" rows are nearly normal with standard deviation 0.02; "ones" and "zeros" are constant. `transform` takes a
+    row and its array, and returns what takes its place in the tree.
     """
 
-    def leaf(row: TensorRow) -> Array:
+    def leaf(row: TensorRow) -> Any:
+        array = whole(row)
+        return array if transform is None else transform(row, array)
+
+    def whole(row: TensorRow) -> Array:
         sharding = sharding_at(shardings, row.path)
         if row.init in _CONSTANTS:
             return jnp.full(row.shape, _CONSTANTS[row.init], dtype, device=sharding)

@@ -1,5 +1,6 @@
 """A tensor on its way out of a checkpoint: whole to its devices, or slab by slab through host memory."""
 
+import dataclasses
 import mmap
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
@@ -30,17 +31,23 @@ class StoredTensor:
         dtype: what it is read in.
         sharding: where it is placed; None for the default device.
         readers: threads that read.
+        padding_rows: rows of zeros after all others.
     """
 
     parts: Sequence[NDArray[Any]]
     dtype: np.dtype
     sharding: Sharding | None
     readers: Executor
+    padding_rows: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the whole."""
-        return (sum(len(part) for part in self.parts), *self.parts[0].shape[1:])
+        return (sum(len(part) for part in self.parts) + self.padding_rows, *self.parts[0].shape[1:])
+
+    def with_parts(self, parts: Sequence[NDArray[Any]], sharding: Sharding, padding_rows: int = 0) -> "StoredTensor":
+        """Another tensor, made of slices of these parts; still none of it is read."""
+        return dataclasses.replace(self, parts=parts, sharding=sharding, padding_rows=padding_rows)
 
     def place(self) -> Array:
         """All of it, on its devices, of which each reads what it holds."""
@@ -53,7 +60,7 @@ class StoredTensor:
 
         def read(start: int) -> None:
             end = min(start + num_rows, self.shape[0])
-            slab = np.empty((end - start, *self.shape[1:]), self.dtype)
+            slab = np.zeros((end - start, *self.shape[1:]), self.dtype)
             for piece in _pieces(slab, self.parts, (slice(start, end),)):
                 _copy(piece)
             use(start, slab)

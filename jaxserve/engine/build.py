@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +19,13 @@ from jaxserve.engine.step import new_pool
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
-from jaxserve.models.params import Params, matrix_transform, stack_layers
+from jaxserve.models.params import Params, ParamSpec, check_split, matrix_transform, stack_layers
 from jaxserve.request import SamplingParams
+from jaxserve.sharding import named_sharding, tensor_mesh
 from pallas_kernels import packed_linear
 from pallas_kernels import ragged_paged_attention as attention
 from pallas_kernels.dispatch import UnsupportedBackendError
+from weights.rows import Shardings
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +66,13 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     """ConfigError for sizes that cannot work, before anything large is loaded."""
     resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=config.num_pages or 1)
+    tensor_mesh(config.tensor_parallel_size)
+    arch.local(config.tensor_parallel_size)
+    check_split(registry.param_specs(arch), config.tensor_parallel_size, config.quantization)
 
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
-    """Load the weights in the serving dtype, quantised if asked for, packed for a CPU, stacked for a scan."""
+    """Load the weights in the serving dtype: split over devices, quantised, packed for a CPU, stacked for a scan."""
     _use_compilation_cache(config)  # quantising is compiled too
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
     stored = config.quantization or dtype  # a quantisation is named after its dtype
@@ -74,11 +80,18 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
         logger.info("matrices are multiplied by XLA: %s", reason)
     transform = matrix_transform(specs, quantization=config.quantization, packed=reason is None)
     try:
-        params = weights.load(config.model_path, specs, dtype, transform=transform)
+        params = weights.load(config.model_path, specs, dtype, _shardings(config, specs), transform)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params) if scan else params
+
+
+def _shardings(config: EngineConfig, specs: Sequence[ParamSpec]) -> Shardings | None:
+    mesh = tensor_mesh(config.tensor_parallel_size)
+    if mesh is None:
+        return None
+    return {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
 
 
 def compute_dtype(config: EngineConfig, arch: ArchConfig) -> jnp.dtype:
@@ -90,10 +103,10 @@ def compute_dtype(config: EngineConfig, arch: ArchConfig) -> jnp.dtype:
 
 def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runner:
     """Size the pool, allocate the state and compile."""
-    dtype = compute_dtype(config, arch)
+    dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    backend = _select_backend(config, arch, kv_dtype)
-    schedule = build_schedule(config, arch, kv_dtype, backend)
+    backend = _select_backend(config, local_arch, kv_dtype)
+    schedule = build_schedule(config, local_arch, kv_dtype, backend)
     runner = Runner(
         arch,
         params,
@@ -102,6 +115,7 @@ def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runn
         backend=backend,
         max_burst_steps=config.max_burst_steps,
         programs_dir=_programs_dir(),
+        mesh=tensor_mesh(config.tensor_parallel_size),
     )
     runner.warm_up(config.compile_ahead)
     return runner
@@ -122,7 +136,7 @@ def _select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype)
 
 
 def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> ScheduleConfig:
-    """The resolved sizes; the pool from `num_pages`, else from free memory."""
+    """The resolved sizes; the pool from `num_pages`, else from free memory. `arch` is what a device has."""
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, _page_bytes(config, arch, kv_dtype, backend))
     schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
     logger.info("KV pool: %d pages of %d tokens", num_pages, schedule.page_size)
@@ -138,19 +152,23 @@ def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int)
     row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=_on_cpu())
     if _on_cpu():
-        budget = min(psutil.virtual_memory().total * CPU_POOL_SHARE, max_num_seqs * row_pages * page_bytes)
+        share = psutil.virtual_memory().total * CPU_POOL_SHARE / config.tensor_parallel_size
+        budget = min(share, max_num_seqs * row_pages * page_bytes)
     else:
-        stats = jax.local_devices()[0].memory_stats() or {}
-        if "bytes_limit" not in stats:
-            raise ConfigError("this device does not report its memory; set num_pages")
-        budget = stats["bytes_limit"] * config.gpu_memory_utilization - stats["bytes_in_use"]
-        budget -= _activation_bytes(config, arch)
+        devices = jax.local_devices()[: config.tensor_parallel_size]
+        budget = min(_free_bytes(config, device.memory_stats()) for device in devices) - _activation_bytes(config, arch)
     if budget < page_bytes:
         raise ConfigError(
             f"the KV pool must hold at least one page of {page_bytes} bytes, got {int(budget)} bytes free; "
             f"raise gpu_memory_utilization, lower max_num_batched_tokens, or set num_pages"
         )
     return int(budget // page_bytes)
+
+
+def _free_bytes(config: EngineConfig, stats: Mapping[str, int] | None) -> float:
+    if stats is None or "bytes_limit" not in stats:
+        raise ConfigError("this device does not report its memory; set num_pages")
+    return float(stats["bytes_limit"] * config.gpu_memory_utilization - stats["bytes_in_use"])
 
 
 def _activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:

@@ -89,7 +89,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._num_groups = 0
         self._pacer = Pacer(config.burst)
-        self._accounts = Accounts(self.arch, self._packer, self._runner)
+        self._accounts = Accounts(self.arch.local(config.tensor_parallel_size), self._packer, self._runner)
 
     # Requests
 

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -44,18 +44,23 @@ class ProgramStore:
         directory: of the files; None keeps nothing.
         facts: whatever the programs follow from besides our source, jax, its settings and the device; their `repr`
             must tell them apart.
+        devices: that they run on; None is the default one.
     """
 
-    def __init__(self, directory: Path | None, facts: Iterable[object]) -> None:
+    def __init__(
+        self, directory: Path | None, facts: Iterable[object], devices: Sequence[jax.Device] | None = None
+    ) -> None:
         self._directory = directory
-        self._facts = hashlib.sha256("\n".join(map(repr, (*_environment(), *facts))).encode()).hexdigest()
+        self._devices = devices or jax.devices()[:1]
+        facts = (*_environment(), *facts, [device.id for device in self._devices])
+        self._facts = hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
 
     def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:
         """The program called `name`: from disk, else compiled now and kept."""
         if self._directory is None:
             return compile_program()
         path = self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
-        program = _read(path)
+        program = _read(path, self._devices)
         if program is None:
             hits = _cache_hits.count
             program = compile_program()
@@ -64,9 +69,10 @@ class ProgramStore:
         return program
 
 
-def _read(path: Path) -> Compiled | None:
+def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
     try:
-        program = serialize_executable.deserialize_and_load(*pickle.loads(path.read_bytes()))
+        content, in_tree, out_tree = pickle.loads(path.read_bytes())
+        program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
         os.utime(path)  # it is in use
         return program
     except FileNotFoundError:

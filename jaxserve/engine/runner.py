@@ -13,16 +13,27 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.programs import ProgramStore
-from jaxserve.engine.step import Program, ServeState, StepOutput, make_serve_burst, make_serve_step, new_state, set_slot
+from jaxserve.engine.step import (
+    Program,
+    ServeState,
+    StepOutput,
+    abstract_state,
+    make_serve_burst,
+    make_serve_step,
+    new_state,
+    set_slot,
+)
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, step_bytes
+from jaxserve.models.params import Params, device_bytes, step_bytes
 from jaxserve.sampling import SlotTable, TokenLogprobs
+from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +73,18 @@ class StepHandle:
 
 
 class Runner:
-    """Compiled programs by bucket over one donated state."""
+    """Compiled programs by bucket over one donated state.
+
+    Args:
+        arch: of the whole model.
+        params: its weights, on the devices of `mesh` if there is one.
+        schedule: sizes of steps and pool.
+        kv_dtype: of the pool.
+        backend: of attention.
+        max_burst_steps: of one dispatch.
+        programs_dir: where compiled programs are kept; None keeps none.
+        mesh: of the devices that the model is split over; None where one device has all of it.
+    """
 
     def __init__(
         self,
@@ -74,11 +96,18 @@ class Runner:
         backend: str,
         max_burst_steps: int = 1,
         programs_dir: Path | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self.arch, self.params, self.schedule = arch, params, schedule
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
         self._max_burst_steps = max_burst_steps
+        self._mesh = mesh
+        self._num_devices = 1 if mesh is None else mesh.size
+        devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+        # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
+        # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
+        self._one_at_a_time = mesh is not None and devices[0].platform == "cpu"
         self._programs: dict[int, Compiled] = {}
         self._bursts: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
@@ -88,15 +117,21 @@ class Runner:
         self._compiled.set()
         self._compile_error: Exception | None = None
         self._matrix_bytes = step_bytes(params)
-        self._embedding_row_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params["embed"])) // arch.vocab_size
+        self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(self._num_devices).vocab_size
         self.state = self._new_state()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
         # Before jax cleans up at exit, which ends badly while it compiles or runs a step.
         atexit.register(_close, weakref.ref(self))
-        self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes))
+        self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes), devices)
 
     def _new_state(self) -> ServeState:
-        return new_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
+        arch = self.arch.spread(self._num_devices)
+        make = partial(new_state, arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
+        if self._mesh is None:
+            return make()
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
+        state: ServeState = jax.jit(make, out_shardings=shardings)()
+        return state
 
     def restore_state(self) -> None:
         """After a step that broke off: a new state, empty, if the old one was donated to it."""
@@ -104,35 +139,49 @@ class Runner:
             self.state = self._new_state()
 
     def abstract_state(self) -> ServeState:
-        """Shapes and dtypes of the device state."""
-        return jax.eval_shape(self._new_state)
+        """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
+        return abstract_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend, mesh=self._mesh)
 
     def weight_bytes(self, num_tokens: int) -> int:
-        """Bytes of weights that a step of `num_tokens` reads: matrices once, and a row of the embedding for each."""
+        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
         return self._matrix_bytes + num_tokens * self._embedding_row_bytes
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token in the pool, all layers and what scales it has included."""
+        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
         num_tokens = self.schedule.num_pages * self.schedule.page_size
-        return sum(leaf.nbytes for leaf in jax.tree.leaves(self.state.kv_pages)) // num_tokens
+        return device_bytes(self.state.kv_pages) // num_tokens
 
     # Programs
 
     def lower(self, bucket: int) -> jax.stages.Lowered:
         """The step of one bucket, traced and lowered but not compiled."""
         layout = BatchLayout.of(self.schedule, bucket)
-        return self._lower(make_serve_step(self.arch, layout, backend=self._backend), layout)
+        step = make_serve_step(self.arch, layout, backend=self._backend, num_devices=self._num_devices)
+        return self._lower(step, layout)
 
     def lower_burst(self, bucket: int) -> jax.stages.Lowered:
         """The burst of one bucket, traced and lowered but not compiled."""
         layout = BatchLayout.of(self.schedule, bucket)
-        burst = make_serve_burst(self.arch, layout, backend=self._backend, max_steps=self._max_burst_steps)
+        burst = make_serve_burst(
+            self.arch,
+            layout,
+            backend=self._backend,
+            max_steps=self._max_burst_steps,
+            num_devices=self._num_devices,
+        )
         return self._lower(burst, layout)
 
     def _lower(self, program: Program, layout: BatchLayout) -> jax.stages.Lowered:
-        blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
-        return jax.jit(program, donate_argnums=1).lower(self.params, self.abstract_state(), blob)
+        state, blob = self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
+        if self._mesh is not None:
+            specs = (specs_of(state), PartitionSpec())
+            program = over_devices(program, self._mesh, (self.params, state, blob), specs)
+        return jax.jit(program, donate_argnums=1).lower(self.params, state, blob)
+
+    def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        """What comes from the host, to every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self._mesh) if self._mesh else None)
 
     def warm_up(self, compile_ahead: str) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
@@ -184,9 +233,10 @@ class Runner:
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
-        row = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape[1:], s.dtype), state.slots)
-        slot = jax.ShapeDtypeStruct((), jnp.int32)
-        return self._get("set_slot", partial(jax.jit(set_slot, donate_argnums=0).lower, state, slot, row))
+        row = jax.tree.map(lambda s: self._operand(s.shape[1:], s.dtype), state.slots)
+        args = (state, self._operand((), jnp.int32), row)
+        program = set_slot if self._mesh is None else over_devices(set_slot, self._mesh, args, specs_of(state))
+        return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
         return self._store.get(name, lambda: lower().compile())
@@ -227,6 +277,8 @@ class Runner:
         burst: bool = False,
     ) -> StepHandle:
         """Dispatch one step or burst: one upload, one program, and the download under way."""
+        if self._one_at_a_time:
+            jax.block_until_ready(self.state)
         programs = self._bursts if burst else self._programs
         self.state, output = programs[bucket](self.params, self.state, blob)
         output.token_ids.copy_to_host_async()

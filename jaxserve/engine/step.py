@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, no_type_check
 
@@ -14,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
@@ -23,7 +25,8 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.request import MAX_LOGIT_BIAS
-from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, sample, token_logprobs
+from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, sample, token_logprobs
+from jaxserve.sharding import shardings_between
 from pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 
 PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
@@ -63,6 +66,21 @@ def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike
         stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
     )
     return ServeState(kv_pages=pool, slots=slots, burst_cut=jnp.bool_(False))
+
+
+def abstract_state(
+    arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str, mesh: Mesh | None = None
+) -> ServeState:
+    """Shapes and dtypes of the state; over the devices of a mesh, shardings too: the pool is split by its kv heads."""
+
+    def shapes(arch: ArchConfig) -> ServeState:
+        return jax.eval_shape(partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend=backend))
+
+    if mesh is None:
+        return shapes(arch)
+    whole, part = shapes(arch.spread(mesh.size)), shapes(arch.local(mesh.size))
+    shardings = shardings_between(mesh, whole, part)
+    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), whole, shardings)
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -124,25 +142,50 @@ def paged_attend(
 
 
 Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
+ReadLogprobs = Callable[[Array, Array], TokenLogprobs]  # of logits [N, V] and ids [N]
 
 
-def make_serve_step(arch: ArchConfig, layout: BatchLayout, *, backend: str) -> Program:
-    """The step of one bucket, to be jitted with `state` donated."""
-    attend = partial(paged_attend, backend=backend)
+@dataclass(frozen=True)
+class Model:
+    """What the step runs, all of it static.
+
+    Attributes:
+        arch: of the whole model, or of one device's part of it.
+        attend: attention over the pool.
+        split: how the logits lie on several devices; None where they are whole.
+    """
+
+    arch: ArchConfig
+    attend: decoder.Attend
+    split: VocabSplit | None = None
+
+    @staticmethod
+    def of(arch: ArchConfig, *, backend: str, num_devices: int = 1) -> Model:
+        """That of the whole `arch`; of its part on one of several devices, to be run in a shard_map over them all."""
+        local = arch.local(num_devices)
+        split = VocabSplit(local.tensor_axis, num_devices, arch.vocab_size) if local.tensor_axis else None
+        return Model(local, partial(paged_attend, backend=backend), split)
+
+
+def make_serve_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, num_devices: int = 1) -> Program:
+    """The step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map."""
+    model = Model.of(arch, backend=backend, num_devices=num_devices)
 
     def serve_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
-        return _step(params, state, layout.unpack(blob), arch, attend)
+        return _step(params, state, layout.unpack(blob), model)
 
     return serve_step
 
 
-def make_serve_burst(arch: ArchConfig, layout: BatchLayout, *, backend: str, max_steps: int) -> Program:
-    """Up to `max_steps` decode steps of one bucket, to be jitted with `state` donated.
+def make_serve_burst(
+    arch: ArchConfig, layout: BatchLayout, *, backend: str, max_steps: int, num_devices: int = 1
+) -> Program:
+    """Up to `max_steps` decode steps of one bucket, to be jitted as those of `make_serve_step`.
 
     Every row has one token, and pages for all steps. Ends after `num_steps` steps, or with the first stop id. One that
     `follows_burst` was planned as if that would run all its steps; if it did not, this one runs none.
     """
-    attend = partial(paged_attend, backend=backend)
+    model = Model.of(arch, backend=backend, num_devices=num_devices)
 
     def serve_burst(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
         batch = layout.unpack(blob)
@@ -155,7 +198,7 @@ def make_serve_burst(arch: ArchConfig, layout: BatchLayout, *, backend: str, max
 
         def run(carry: tuple[ServeState, Array, Array, Array]) -> tuple[ServeState, Array, Array, Array]:
             state, token_ids, step, _ = carry
-            state, out = _step(params, state, _later(batch, step), arch, attend)
+            state, out = _step(params, state, _later(batch, step), model)
             token_ids = token_ids.at[step].set(out.token_ids)
             return state, token_ids, step + 1, _any_stops(batch, out.token_ids)
 
@@ -166,22 +209,22 @@ def make_serve_burst(arch: ArchConfig, layout: BatchLayout, *, backend: str, max
     return serve_burst
 
 
-def _step(
-    params: Params, state: ServeState, batch: StepBatch, arch: ArchConfig, attend: decoder.Attend
-) -> tuple[ServeState, StepOutput]:
+def _step(params: Params, state: ServeState, batch: StepBatch, model: Model) -> tuple[ServeState, StepOutput]:
+    split = model.split
+    draw, read_logprobs = (split.sample, split.token_logprobs) if split else (sample, token_logprobs)
     row_ids, positions = locate_tokens(batch)
     token_ids = _input_ids(batch, state.slots, row_ids, positions)
     carry = AttentionCarry(state.kv_pages, batch.kv_lens, batch.page_table, batch.cu_q_lens, batch.num_rows)
-    hidden, carry = decoder.forward(params, arch, token_ids, positions, attend, carry)
+    hidden, carry = decoder.forward(params, model.arch, token_ids, positions, model.attend, carry)
     logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
     with jax.named_scope("sample"):
         rows = _sampling_rows(batch)
-        sampled = sample(logits, rows, state.slots, jax.random.key(batch.base_seed, impl="threefry2x32"))
+        sampled = draw(logits, rows, state.slots, jax.random.key(batch.base_seed, impl="threefry2x32"))
         slots = _remember(state.slots, batch, sampled)
     out = StepOutput(
         token_ids=sampled,
-        logprobs=_logprobs_if(batch.wants_logprobs, logits, sampled),
-        prompt_logprobs=_prompt_logprobs(params, batch, hidden, row_ids),
+        logprobs=_logprobs_if(batch.wants_logprobs, read_logprobs, logits, sampled),
+        prompt_logprobs=_prompt_logprobs(params, batch, read_logprobs, hidden, row_ids),
     )
     return dataclasses.replace(state, kv_pages=carry.kv_pages, slots=slots), out
 
@@ -247,11 +290,13 @@ def _remember(slots: SlotTable, batch: StepBatch, sampled: Int[Array, " R"]) -> 
     return dataclasses.replace(slots, token_history=history)
 
 
-def _logprobs_if(wanted: Int[Array, ""], logits: Float[Array, "N V"], ids: Int[Array, " N"]) -> TokenLogprobs:
-    shapes = jax.eval_shape(token_logprobs, logits, ids)
+def _logprobs_if(
+    wanted: Int[Array, ""], read_logprobs: ReadLogprobs, logits: Float[Array, "N V"], ids: Int[Array, " N"]
+) -> TokenLogprobs:
+    shapes = jax.eval_shape(read_logprobs, logits, ids)
     return lax.cond(
         wanted > 0,
-        token_logprobs,
+        read_logprobs,
         lambda _logits, _ids: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
         logits,
         ids,
@@ -261,6 +306,7 @@ def _logprobs_if(wanted: Int[Array, ""], logits: Float[Array, "N V"], ids: Int[A
 def _prompt_logprobs(
     params: Params,
     batch: StepBatch,
+    read_logprobs: ReadLogprobs,
     hidden: Float[Array, "T D"],
     row_ids: Int[Array, " T"],
 ) -> TokenLogprobs:
@@ -276,7 +322,7 @@ def _prompt_logprobs(
 
     def one(start: Any) -> TokenLogprobs:
         rows = lax.dynamic_slice_in_dim(hidden, start, block)
-        return token_logprobs(decoder.compute_logits(params, rows), lax.dynamic_slice_in_dim(following, start, block))
+        return read_logprobs(decoder.compute_logits(params, rows), lax.dynamic_slice_in_dim(following, start, block))
 
     shapes = jax.eval_shape(one, 0)
     empty = jax.tree.map(lambda s: jnp.zeros((T, *s.shape[1:]), s.dtype), shapes)

@@ -27,32 +27,57 @@ def linear(
     after: Callable[[Array], Array] | None = None,
     residual: Float[Array, "T outputs"] | None = None,
     dtype: jax.typing.DTypeLike | None = None,
+    axis: str | None = None,
 ) -> Float[Array, "T outputs"]:
     """`after(before(x) @ weight.T + bias) + residual`, accumulated in float32, in `dtype` (default: that of x).
 
     Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators take by default.
     Packed matrices go to the native kernels, all of this in one call. Those that are gated, and they alone, must have
-    `swiglu` after.
+    `swiglu` after. Along the mesh axis `axis`, if one is given, each device has some columns of the matrix, and of x:
+    the products are summed over them before the bias.
     """
     dtype = dtype or x.dtype
+    if axis is not None:
+        y = lax.psum(linear(weight, x, before=before, dtype=dtype), axis)
+        return _finish(y, bias, after, residual)
     if isinstance(weight, PackedMatrix):
         assert after is (swiglu if weight.gated else None), "a matrix is packed for what comes after its product"
         norm = None if before is None else (before.weight, before.eps)
         return packed_linear.multiply(weight, x, rms_norm=norm, bias=bias, residual=residual).astype(dtype)
     y = _multiply(weight, before(x) if before else x).astype(dtype)
-    if bias is not None:
-        y += bias[None, :].astype(dtype)
-    y = after(y) if after else y
-    return y if residual is None else residual + y
+    return _finish(y, bias, after, residual)
 
 
-def embed(table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLike) -> Float[Array, "T D"]:
-    """Rows of the embedding, clipped to those there are, in `dtype`."""
+def embed(
+    table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLike, *, axis: str | None = None
+) -> Float[Array, "T D"]:
+    """Rows of the embedding, clipped to those there are, in `dtype`.
+
+    Along the mesh axis `axis`, if one is given, each device has as many rows of the table, in order; ids beyond them
+    all have zeros.
+    """
+    if axis is not None:
+        num_rows = table.shape[0]
+        local_ids = token_ids - lax.axis_index(axis) * num_rows
+        is_here = (local_ids >= 0) & (local_ids < num_rows)
+        return lax.psum(jnp.where(is_here[:, None], embed(table, local_ids, dtype), 0), axis)
     if isinstance(table, QuantizedMatrix):
         return table.rows(token_ids).astype(dtype)
     if isinstance(table, PackedMatrix):
         return packed_linear.rows(table, token_ids).astype(dtype)
     return table.at[token_ids].get(mode="clip").astype(dtype)
+
+
+def _finish(
+    y: Float[Array, "T out"],
+    bias: Float[Array, " out"] | None,
+    after: Callable[[Array], Array] | None,
+    residual: Float[Array, "T outputs"] | None,
+) -> Float[Array, "T outputs"]:
+    if bias is not None:
+        y += bias[None, :].astype(y.dtype)
+    y = after(y) if after else y
+    return y if residual is None else residual + y
 
 
 def _multiply(weight: Float[Array, "out in"] | QuantizedMatrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:

@@ -1,15 +1,21 @@
 """ArchConfig: all that the engine needs to know of a model, whatever its family."""
 
+import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.sharding import TENSOR, held_heads
 
 
 @dataclass(frozen=True)
 class ArchConfig:
-    """Sizes and switches of a decoder-only transformer. Letters as in einsum strings: V D L Q K H F."""
+    """Sizes and switches of a decoder-only transformer. Letters as in einsum strings: V D L Q K H F.
+
+    Of a model that is split, `local` has those of one device: its V, Q, K and F.
+    """
 
     architecture: str  # Hugging Face class name
     vocab_size: int
@@ -30,6 +36,7 @@ class ArchConfig:
     qk_norm: bool = False
     eos_ids: frozenset[int] = frozenset()
     dtype: str = "float32"  # that of the checkpoint
+    tensor_axis: str | None = None  # of the mesh, where these are the sizes of one device
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -39,6 +46,33 @@ class ArchConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+
+    def local(self, num_devices: int) -> "ArchConfig":
+        """What each of `num_devices` has of the model; the last one's vocabulary is padded where it does not divide.
+
+        Raises:
+            ConfigError: query heads or ffn do not divide.
+        """
+        if num_devices == 1:
+            return self
+        for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.ffn_size)):
+            if size % num_devices:
+                raise ConfigError(
+                    f"tensor_parallel_size must divide {name}, got {num_devices} and {size}; "
+                    f"set it to a divisor of {math.gcd(self.num_heads, self.ffn_size)}"
+                )
+        return dataclasses.replace(
+            self,
+            vocab_size=-(-self.vocab_size // num_devices),
+            num_heads=self.num_heads // num_devices,
+            num_kv_heads=len(held_heads(self.num_kv_heads, 0, num_devices)),
+            ffn_size=self.ffn_size // num_devices,
+            tensor_axis=TENSOR,
+        )
+
+    def spread(self, num_devices: int) -> "ArchConfig":
+        """The model as `num_devices` hold it together: kv heads that several of them have are there as often."""
+        return dataclasses.replace(self, num_kv_heads=self.local(num_devices).num_kv_heads * num_devices)
 
     @property
     def num_params(self) -> int:

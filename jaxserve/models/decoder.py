@@ -35,9 +35,13 @@ def forward(
     attend: Attend,
     carry: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Hidden states of every token after the final norm, and the carry that attention has threaded through."""
+    """Hidden states of every token after the final norm, and the carry that attention has threaded through.
+
+    Where the model is split, `params`, `arch` and `carry` are those of one device; the hidden states are whole.
+    """
     with jax.named_scope("embed"):
-        x = embed(params["embed"], token_ids, params["final_norm"].dtype)  # the norms are never quantised
+        # in the dtype of the norms, which are never quantised
+        x = embed(params["embed"], token_ids, params["final_norm"].dtype, axis=arch.tensor_axis)
         rope = rope_table(positions, arch.rope, arch.head_dim)
     layers = params["layers"]
     if isinstance(layers, list):
@@ -70,7 +74,7 @@ def _scan_layers(
 
 
 def compute_logits(params: Params, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-    """Next-token logits in float32."""
+    """Next-token logits in float32; of a device's own part of the vocabulary where that is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
         return linear(head, hidden, dtype=jnp.float32)

@@ -97,29 +97,30 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
     attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
 
     def matrix(
-        name: str, axes: tuple[str, str], names: list[str], rows: list[int], inner: int, *, gated: bool = False
+        name: str, axes: tuple[str, str], names: list[str], rows: list[int], inner: int, **facts: Any
     ) -> ParamSpec:
         hf_names = tuple(f"{n}.weight" for n in names)
-        return ParamSpec(("layers", layer, name), (sum(rows), inner), axes, hf_names, tuple(rows), gated=gated)
+        return ParamSpec(("layers", layer, name), (sum(rows), inner), axes, hf_names, tuple(rows), **facts)
 
-    def vector(name: str, axis: str | None, names: list[str], rows: list[int], init: str) -> ParamSpec:
-        return ParamSpec(("layers", layer, name), (sum(rows),), (axis,), tuple(names), tuple(rows), init)
+    def vector(name: str, axis: str | None, names: list[str], rows: list[int], init: str, **facts: Any) -> ParamSpec:
+        return ParamSpec(("layers", layer, name), (sum(rows),), (axis,), tuple(names), tuple(rows), init, **facts)
 
     def norm(name: str, hf_name: str, size: int) -> ParamSpec:
         return vector(name, None, [f"{hf_name}.weight"], [size], "ones")
 
     qkv, qkv_rows = [f"{attn}.{x}_proj" for x in "qkv"], [q_rows, kv_rows, kv_rows]
+    heads = (arch.num_heads, arch.num_kv_heads, arch.num_kv_heads)
     gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
     specs = [
         norm("input_norm", f"model.layers.{layer}.input_layernorm", D),
-        matrix("qkv_proj", ("heads", "embed"), qkv, qkv_rows, D),
+        matrix("qkv_proj", ("heads", "embed"), qkv, qkv_rows, D, heads=heads),
         matrix("o_proj", ("embed", "heads"), [f"{attn}.o_proj"], [D], q_rows),
         norm("mlp_norm", f"model.layers.{layer}.post_attention_layernorm", D),
         matrix("gate_up_proj", ("ffn", "embed"), gate_up, [F, F], D, gated=True),
         matrix("down_proj", ("embed", "ffn"), [f"{mlp}.down_proj"], [D], F),
     ]
     if arch.qkv_bias:
-        specs.append(vector("qkv_bias", "heads", [f"{n}.bias" for n in qkv], qkv_rows, "zeros"))
+        specs.append(vector("qkv_bias", "heads", [f"{n}.bias" for n in qkv], qkv_rows, "zeros", heads=heads))
     if arch.o_bias:
         specs.append(vector("o_bias", "embed", [f"{attn}.o_proj.bias"], [D], "zeros"))
     if arch.mlp_bias:
@@ -156,14 +157,15 @@ def block(
 ) -> tuple[Float[Array, "T D"], Any]:
     """One pre-norm decoder layer: x + attention, then + SwiGLU.
 
-    `attend` rotates queries and keys by `rope`, and threads the KV pool in `carry`.
+    `attend` rotates queries and keys by `rope`, and threads the KV pool in `carry`. Where the model is split, each
+    device has some of the heads and of the ffn, and all of x.
     """
     with jax.named_scope("attention"):
         q, k, v = project_qkv(p, x, arch)
         out, carry = attend(q, k, v, rope, carry, layer, window)
-        x = linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"), residual=x)
+        x = linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"), residual=x, axis=arch.tensor_axis)
     with jax.named_scope("mlp"):
         norm = RmsNorm(p["mlp_norm"], arch.norm_eps)
         inner = linear(p["gate_up_proj"], x, p.get("gate_up_bias"), before=norm, after=swiglu)
-        x = linear(p["down_proj"], inner, p.get("down_bias"), residual=x)
+        x = linear(p["down_proj"], inner, p.get("down_bias"), residual=x, axis=arch.tensor_axis)
     return x, carry

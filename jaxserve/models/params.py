@@ -1,21 +1,25 @@
 """ParamSpec: one row per tensor. It drives shapes, sharding, random init, Hugging Face names, storage."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
+from jaxserve.errors import ConfigError
 from jaxserve.quant import QuantizedMatrix, block_size, quantize
+from jaxserve.sharding import held_heads, named_sharding, split_dimension
 from pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
 from weights import StoredTensor, host_buffer
 from weights.rows import Params, build_tree
 
-__all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "stack_layers", "step_bytes"]
+__all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "split_array", "stack_layers", "step_bytes"]
 
 _SLAB_SIZE = 64 << 10  # numbers of a matrix on their way to their final form, in each thread: they stay in its cache
 
@@ -34,6 +38,7 @@ class ParamSpec:
         hf_rows: length of axis 0 of each of them.
         init: "normal", "ones" or "zeros", for random weights.
         gated: whether SwiGLU follows the product: the first half of the rows is the gate, the second what it gates.
+        heads: of each of `hf_names`, where its rows are those of heads: a device takes whole ones.
     """
 
     path: tuple[str | int, ...]
@@ -43,11 +48,17 @@ class ParamSpec:
     hf_rows: tuple[int, ...]
     init: str = "normal"
     gated: bool = False
+    heads: tuple[int, ...] = ()
 
     @property
     def is_matrix(self) -> bool:
         """Whether activations are multiplied with it: all that may be quantised."""
         return len(self.shape) > 1
+
+    @property
+    def split_dimension(self) -> int | None:
+        """The dimension that devices share; None where each has all of the tensor."""
+        return split_dimension(self.axes)
 
 
 def matrix_transform(
@@ -57,6 +68,9 @@ def matrix_transform(
 
     What is quantised or packed goes there slab by slab: the host never holds it in another form as well.
 
+    Where a tensor comes with a NamedSharding, each device makes its own part of it; the result is of global arrays, but
+    for static facts, which are those of one part: it is for use in a shard_map.
+
     Args:
         specs: of all tensors; an embedding table that is not also the head is never multiplied, nor packed.
         quantization: of EngineConfig.
@@ -64,37 +78,97 @@ def matrix_transform(
     """
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
-    def transform(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
-        quantized = spec.is_matrix and quantization == "int8"
+    def place(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
+        block = block_size(spec.shape[1]) if spec.is_matrix and quantization == "int8" else None
         if spec.is_matrix and packed and (tied or spec.path != ("embed",)):
-            return _pack(tensor, quantized=quantized, gated=spec.gated)
-        return _quantize(tensor) if quantized else tensor.place()
+            return _pack(tensor, block=block, gated=spec.gated)
+        return _quantize(tensor, block) if block else tensor.place()
+
+    def transform(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
+        sharding = tensor.sharding
+        if not isinstance(sharding, NamedSharding) or spec.split_dimension is None:
+            return place(spec, tensor)
+        return _join([place(spec, shard) for shard in _shards(spec, tensor, sharding)], spec, sharding)
 
     return transform
 
 
-def _pack(tensor: StoredTensor, *, quantized: bool, gated: bool) -> PackedMatrix:
+def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
+    """A whole tensor, of random weights say, laid out over devices as `matrix_transform` has them read it."""
+    if spec.split_dimension == 0:
+        parts = np.split(np.arange(len(array)), np.cumsum(spec.hf_rows)[:-1])
+        shares = [np.concatenate(_share(spec, parts, index, mesh.size)) for index in range(mesh.size)]
+        missing = [len(shares[0]) - len(rows) for rows in shares]
+        rows = [np.pad(rows, (0, n), constant_values=len(array)) for rows, n in zip(shares, missing, strict=True)]
+        array = array.at[np.concatenate(rows)].get(mode="fill", fill_value=0)
+    return jax.device_put(array, named_sharding(mesh, spec.axes))
+
+
+def check_split(specs: Sequence[ParamSpec], num_devices: int, quantization: str | None) -> None:
+    """ConfigError where matrices that are split by columns would be quantised otherwise than whole."""
+    for spec in specs if quantization == "int8" else ():
+        if spec.is_matrix and spec.split_dimension == 1 and (spec.shape[1] // num_devices) % block_size(spec.shape[1]):
+            raise ConfigError(
+                f"tensor_parallel_size must leave whole blocks of {block_size(spec.shape[1])} columns to each device "
+                f"with quantization='int8', got {num_devices} for the {spec.shape[1]} columns of {spec.hf_names[0]}; "
+                f"lower it, or drop the quantization"
+            )
+
+
+def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
+    """What each device reads of a tensor; the last ones have rows of zeros where they do not divide."""
+    devices = list(sharding.mesh.devices.flat)
+    shares = [_share(spec, tensor.parts, index, len(devices)) for index in range(len(devices))]
+    num_rows = sum(map(len, shares[0]))
+    for device, parts in zip(devices, shares, strict=True):
+        yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)))
+
+
+def _share(spec: ParamSpec, parts: Sequence[NDArray[Any]], index: int, num_devices: int) -> list[NDArray[Any]]:
+    """Slices of the parts of a tensor: those of device `index`."""
+    if spec.split_dimension == 1:
+        return [np.split(part, num_devices, axis=1)[index] for part in parts]
+    if not spec.heads:
+        sizes = [-(-len(part) // num_devices) for part in parts]
+        return [part[index * size : (index + 1) * size] for part, size in zip(parts, sizes, strict=True)]
+    of_heads = [np.split(part, num_heads) for part, num_heads in zip(parts, spec.heads, strict=True)]
+    return [heads[head] for heads in of_heads for head in held_heads(len(heads), index, num_devices)]
+
+
+def _join(shards: Sequence[Any], spec: ParamSpec, sharding: NamedSharding) -> Any:
+    """One tree of global arrays from one of local arrays per device; its static facts stay those of a device."""
+
+    def join(*leaves: Array) -> Array:
+        sizes = enumerate(leaves[0].shape)
+        shape = tuple(size * len(leaves) if dim == spec.split_dimension else size for dim, size in sizes)
+        return jax.make_array_from_single_device_arrays(shape, sharding, leaves)
+
+    return jax.tree.map(join, *shards)
+
+
+def _pack(tensor: StoredTensor, *, block: int | None, gated: bool) -> PackedMatrix:
+    """Quantised in blocks where `block` gives their size."""
     N, K = tensor.shape
-    dtype, num_blocks = (np.dtype(np.int8), K // block_size(K)) if quantized else (tensor.dtype, 0)
+    dtype, num_blocks = (np.dtype(np.int8), K // block) if block else (tensor.dtype, 0)
     packer = Packer(N, K, dtype, num_blocks, gated=gated)
 
     def add(start: int, rows: NDArray[Any]) -> None:
-        packer.write(start, *(quantize(rows) if quantized else (rows,)))
+        packer.write(start, *(quantize(rows, block) if block else (rows,)))
 
     tensor.each_slab(_slab_rows(K), add)
-    return packer.matrix()
+    return packer.matrix(tensor.sharding)
 
 
-def _quantize(tensor: StoredTensor) -> QuantizedMatrix:
+def _quantize(tensor: StoredTensor, block: int) -> QuantizedMatrix:
     N, K = tensor.shape
-    q, scale = host_buffer((N, K), np.dtype(np.int8)), host_buffer((N, K // block_size(K)), np.dtype(np.float32))
+    q, scale = host_buffer((N, K), np.dtype(np.int8)), host_buffer((N, K // block), np.dtype(np.float32))
 
     def add(start: int, rows: NDArray[Any]) -> None:
         end = start + len(rows)
-        q[start:end], scale[start:end] = quantize(rows)
+        q[start:end], scale[start:end] = quantize(rows, block)
 
     tensor.each_slab(_slab_rows(K), add)
-    return QuantizedMatrix(jax.device_put(q), jax.device_put(scale))
+    return QuantizedMatrix(*(jax.device_put(array, tensor.sharding) for array in (q, scale)))
 
 
 def _slab_rows(in_size: int) -> int:
@@ -113,9 +187,14 @@ def stack_layers(params: Params) -> Params:
 
 
 def step_bytes(params: Params) -> int:
-    """Bytes of weights that a step reads: all, but for an embedding table that is not also the head."""
+    """Bytes of weights that a step reads on a device: all, but for an embedding table that is not also the head."""
     read = {name: tensors for name, tensors in params.items() if name != "embed" or "lm_head" not in params}
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(read))
+    return device_bytes(read)
+
+
+def device_bytes(tree: Any) -> int:
+    """Bytes that one device holds of a tree of arrays."""
+    return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _stack(*tensors: Array | QuantizedMatrix) -> Array | QuantizedMatrix:

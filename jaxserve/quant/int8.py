@@ -52,10 +52,15 @@ def block_size(in_size: int) -> int:
 
 @np.errstate(invalid="ignore")  # what is not finite has no int8; its scale is not finite either
 def quantize(
-    matrix: Float[np.ndarray, "out in"],
+    matrix: Float[np.ndarray, "out in"], block: int | None = None
 ) -> tuple[Int8[np.ndarray, "out in"], Float32[np.ndarray, "out blocks"]]:
-    """The nearest multiple of the block's scale for each number: off by at most half a scale. Zeros stay zero."""
-    blocks = matrix.astype(np.float32, copy=False).reshape(len(matrix), -1, block_size(matrix.shape[1]))
+    """The nearest multiple of its block's scale for each number: off by at most half a scale. Zeros stay zero.
+
+    `block` numbers of a row share a scale, by default `block_size` of them: where these are parts of rows, give that of
+    the whole.
+    """
+    block = block or block_size(matrix.shape[1])
+    blocks = matrix.astype(np.float32, copy=False).reshape(len(matrix), -1, block)
     q = np.abs(blocks)  # [out, blocks, B], worked on in place
     scale = q.max(axis=-1) / _LARGEST  # [out, blocks]
     np.divide(blocks, np.where(scale == 0, 1, scale)[..., None], out=q)

@@ -3,5 +3,6 @@
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 from jaxserve.sampling.sampler import sample
+from jaxserve.sampling.vocab_split import VocabSplit
 
-__all__ = ["SamplingRows", "SlotTable", "TokenLogprobs", "sample", "token_logprobs"]
+__all__ = ["SamplingRows", "SlotTable", "TokenLogprobs", "VocabSplit", "sample", "token_logprobs"]

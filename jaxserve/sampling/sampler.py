@@ -31,7 +31,7 @@ def sample(
     keys different bits than each key alone.
     """
     logits = adjust_logits(logits.astype(jnp.float32), rows, table)
-    most_likely = _first_argmax(logits)
+    most_likely = first_argmax(logits)
     sampled = _sampled_rows(rows)
 
     def draw() -> Int[Array, " R"]:
@@ -44,8 +44,7 @@ def sample(
 
 def adjust_logits(logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable) -> Float[Array, "R V"]:
     """Logits f32[R, V] after what may change even a greedy row's token: bias, stop-id mask, penalties."""
-    masked = rows.live & (rows.position < rows.min_position)
-    biased = rows.live & rows.use_bias
+    masked, biased = _masked_rows(rows), _biased_rows(rows)
 
     def adjust() -> Float[Array, "R V"]:
         out = lax.cond(jnp.any(biased), lambda: _add_bias(logits, rows, table, biased), lambda: logits)
@@ -99,11 +98,24 @@ def draw_tokens(weights: Float[Array, "R V"], rows: SamplingRows, base_key: PRNG
     return jnp.minimum(block * DRAW_BLOCK + within, vocab_size - 1).astype(jnp.int32)
 
 
+def takes_most_likely(rows: SamplingRows) -> Bool[Array, ""]:
+    """Whether every live row is greedy, and nothing changes its logits."""
+    return ~jnp.any(_sampled_rows(rows) | _masked_rows(rows) | _biased_rows(rows) | penalised_rows(rows))
+
+
+def _masked_rows(rows: SamplingRows) -> Bool[Array, " R"]:
+    return rows.live & (rows.position < rows.min_position)
+
+
+def _biased_rows(rows: SamplingRows) -> Bool[Array, " R"]:
+    return rows.live & rows.use_bias
+
+
 def _sampled_rows(rows: SamplingRows) -> Bool[Array, " R"]:
     return rows.live & (rows.temperature >= GREEDY_TEMPERATURE)
 
 
-def _first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
+def first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
     """The first of the largest of each row; of many rows block by block, so that all logits are read but once."""
     num_rows, vocab_size = logits.shape
     if num_rows < ARGMAX_ROWS or vocab_size % ARGMAX_BLOCK:

@@ -16,6 +16,7 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 from numpy.typing import NDArray
@@ -105,9 +106,10 @@ class Packer:
             if low < high:
                 _write_panels(panels[:, :, part], low - offset, rows[low:high])
 
-    def matrix(self) -> PackedMatrix:
-        """The packed matrix, once all rows are written; it takes the memory over."""
-        return PackedMatrix(jax.device_put(self._weights), jax.device_put(self._scales), self._num_outputs)
+    def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
+        """The packed matrix, once all rows are written, on the default device or another; it takes the memory over."""
+        weights, scales = (jax.device_put(panels, sharding) for panels in (self._weights, self._scales))
+        return PackedMatrix(weights, scales, self._num_outputs)
 
 
 def unpack(matrix: PackedMatrix) -> tuple[Shaped[Array, "N K"], Float[Array, "N blocks"]]:

@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,7 +15,9 @@ from jaxserve.config import MAX_BURST_STEPS, EngineConfig
 from jaxserve.engine.build import build_arch, build_schedule, compute_dtype
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
+from jaxserve.models.params import split_array
 from jaxserve.models.registry import param_specs
+from jaxserve.sharding import tensor_mesh
 from pallas_kernels.ragged_paged_attention import select_backend
 
 Shape = dict[str, Any]
@@ -37,22 +40,31 @@ class Served:
             config = self._engine_config(directory)
             arch = build_arch(config)
         started = time.perf_counter()
-        params = weights.dummy(param_specs(arch), 0, compute_dtype(config, arch))
+        mesh = tensor_mesh(config.tensor_parallel_size)
+        transform = None if mesh is None else partial(split_array, mesh=mesh)
+        params = weights.dummy(param_specs(arch), 0, compute_dtype(config, arch), transform=transform)
         params = jax.tree.map(lambda x: x * std_factor if x.ndim > 1 and std_factor != 1 else x, params)
         jax.block_until_ready(params)
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
+        local_arch = arch.local(config.tensor_parallel_size)
         self.backend = select_backend(
-            num_query_heads=arch.num_heads,
-            num_kv_heads=arch.num_kv_heads,
+            num_query_heads=local_arch.num_heads,
+            num_kv_heads=local_arch.num_kv_heads,
             head_dim=arch.head_dim,
             page_size=config.page_size,
             kv_dtype=dtype,
         )
-        self.schedule = build_schedule(config, arch, dtype, self.backend)
+        self.schedule = build_schedule(config, local_arch, dtype, self.backend)
         self.num_params = arch.num_params
         self.runner = Runner(
-            arch, params, self.schedule, kv_dtype=dtype, backend=self.backend, max_burst_steps=MAX_BURST_STEPS
+            arch,
+            params,
+            self.schedule,
+            kv_dtype=dtype,
+            backend=self.backend,
+            max_burst_steps=MAX_BURST_STEPS,
+            mesh=mesh,
         )
         self.compile_s = self._compile(rows)
 

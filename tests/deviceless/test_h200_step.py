@@ -8,12 +8,14 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import make_serve_burst, make_serve_step, new_state
+from jaxserve.engine.step import abstract_state, make_serve_burst, make_serve_step, new_state
 from jaxserve.models import registry
 from jaxserve.models.params import build_tree
+from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "weights" / "default" / "config.json"
 LLAMA_8B = {
@@ -45,6 +47,28 @@ def compile_step(chip, config, schedule, num_tokens, max_steps, kv_dtype=BFLOAT1
     else:
         program = make_serve_step(arch, layout, backend="mosaic_gpu")
     return state.kv_pages, chip.compile(program, (params, state, blob), donate_argnums=(1,))
+
+
+def compile_split_step(chip, config, schedule, num_tokens, num_devices):
+    """The step of one bucket over several chips; and what one of them has of the pool."""
+    arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
+    mesh = tensor_mesh(num_devices, chip.devices(num_devices))
+
+    def tensor(shape, dtype, axes):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes))
+
+    heads = arch.num_heads + 2 * arch.spread(num_devices).num_kv_heads
+    rows = {"qkv_proj": heads * arch.head_dim, "qkv_bias": heads * arch.head_dim}
+    params = build_tree(
+        registry.param_specs(arch),
+        lambda row: tensor((rows.get(row.path[-1], row.shape[0]), *row.shape[1:]), BFLOAT16, row.axes),
+    )
+    state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend="mosaic_gpu", mesh=mesh)
+    args = (params, state, tensor((layout.blob_size,), jnp.int32, ()))
+    step = make_serve_step(arch, layout, backend="mosaic_gpu", num_devices=num_devices)
+    program = over_devices(step, mesh, args, (specs_of(state), PartitionSpec()))
+    part = state.kv_pages.sharding.shard_shape(state.kv_pages.shape)
+    return jax.ShapeDtypeStruct(part, BFLOAT16), chip.compile(program, args, donate_argnums=(1,), mesh=mesh)
 
 
 def check(pool, compiled, max_temp_bytes, num_kinds):
@@ -79,3 +103,16 @@ def test_8b(h200, num_tokens, megabytes):
     schedule = ScheduleConfig(256, 2048, 8192, 16, num_pages=40_000)
     compiled = compile_step(h200, LLAMA_8B, schedule, num_tokens, 1)
     check(*compiled, megabytes * 1e6, num_kinds=1 if num_tokens < 512 else 2)
+
+
+@pytest.mark.parametrize(("num_devices", "num_tokens", "megabytes"), [(2, 64, 300), (16, 8, 100)])
+def test_layers_of_8b_over_several(h200, num_devices, num_tokens, megabytes):
+    """Each kv head of 8 on two of 16 chips. They meet twice a layer, for the embedding, and to sample in branches."""
+    schedule = ScheduleConfig(256, 2048, 8192, 16, num_pages=40_000)
+    pool, compiled = compile_split_step(h200, {**LLAMA_8B, "num_hidden_layers": 2}, schedule, num_tokens, num_devices)
+    check(pool, compiled, megabytes * 1e6, num_kinds=1)
+    program = compiled.as_text()
+    meetings = [line for line in program.splitlines() if re.search(r" all-(reduce|gather|to-all)(-start)?\(", line)]
+    in_layers = [line for line in meetings if "/cond/" not in line]
+    assert len(in_layers) == 2 * pool.shape[0] + 1
+    assert all(" all-reduce" in line for line in in_layers)

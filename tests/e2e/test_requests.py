@@ -127,7 +127,7 @@ class TestRefusals:
             {"max_num_seq": 4},
             {"dtype": "int8"},
             {"kv_cache_dtype": "fp8_e5m2"},
-            {"tensor_parallel_size": 2},
+            {"tensor_parallel_size": 99},
             {"max_num_seqs": 0},
             {"page_size": -1},
             {"num_pages": 1.5},

@@ -47,6 +47,37 @@ def make_table(num_slots, history=None, bias=None, stop_ids=()):
     )
 
 
+def any_rows(rng, num_rows):
+    """Rows that ask for everything at random, greedy and padding rows included."""
+
+    def maybe(off, values):
+        return np.where(rng.random(num_rows) < 0.5, off, values)
+
+    prompt_len = rng.integers(1, CAPACITY // 2, num_rows)
+    return make_rows(
+        num_rows,
+        seed=rng.integers(0, 2**63, num_rows),
+        temperature=maybe(0, rng.uniform(0.1, 2, num_rows)),
+        top_k=maybe(0, rng.integers(1, 50, num_rows)),
+        top_p=maybe(1, rng.uniform(0.1, 1, num_rows)),
+        min_p=maybe(0, rng.uniform(0, 0.3, num_rows)),
+        prompt_len=prompt_len,
+        position=prompt_len + rng.integers(0, CAPACITY // 2, num_rows),
+        min_position=maybe(0, CAPACITY),
+        presence_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
+        frequency_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
+        repetition_penalty=maybe(1, rng.uniform(0.5, 2, num_rows)),
+        use_bias=rng.random(num_rows) < 0.5,
+        live=rng.random(num_rows) < 0.8,
+    )
+
+
+def any_table(rng, num_slots, vocab_size):
+    """A SlotTable of random history, with some biases and stop ids."""
+    history = rng.integers(0, vocab_size, (num_slots, CAPACITY))
+    return make_table(num_slots, history, bias={1: 3.0, 7: -5.0}, stop_ids=[2, 5])
+
+
 def take_rows(rows, index):
     """The rows at `index`, in that order."""
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[np.asarray(index)]), rows)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sampling_cases import CAPACITY, make_rows, make_table, take_rows
+from sampling_cases import any_rows, any_table, make_rows, make_table, take_rows
 from scipy.stats import chisquare
 
 from jaxserve.sampling import sample
@@ -16,36 +16,6 @@ draw = jax.jit(sample)
 
 def random_logits(shape, seed=0, scale=2.0):
     return np.random.default_rng(seed).normal(scale=scale, size=shape).astype(np.float32)
-
-
-def any_rows(rng, num_rows):
-    """Rows that ask for everything at random, greedy and padding rows included."""
-
-    def maybe(off, values):
-        return np.where(rng.random(num_rows) < 0.5, off, values)
-
-    prompt_len = rng.integers(1, CAPACITY // 2, num_rows)
-    return make_rows(
-        num_rows,
-        seed=rng.integers(0, 2**63, num_rows),
-        temperature=maybe(0, rng.uniform(0.1, 2, num_rows)),
-        top_k=maybe(0, rng.integers(1, 50, num_rows)),
-        top_p=maybe(1, rng.uniform(0.1, 1, num_rows)),
-        min_p=maybe(0, rng.uniform(0, 0.3, num_rows)),
-        prompt_len=prompt_len,
-        position=prompt_len + rng.integers(0, CAPACITY // 2, num_rows),
-        min_position=maybe(0, CAPACITY),
-        presence_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
-        frequency_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
-        repetition_penalty=maybe(1, rng.uniform(0.5, 2, num_rows)),
-        use_bias=rng.random(num_rows) < 0.5,
-        live=rng.random(num_rows) < 0.8,
-    )
-
-
-def any_table(rng, num_slots, vocab_size):
-    history = rng.integers(0, vocab_size, (num_slots, CAPACITY))
-    return make_table(num_slots, history, bias={1: 3.0, 7: -5.0}, stop_ids=[2, 5])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Sampling where each device has the logits of its own part of the vocabulary.
+
+Rows that all take their most likely token exchange one candidate per device. For anything else the devices exchange
+logits so that each has some rows whole, on which sampling is the same as on one device, then the results.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
+from jaxserve.sampling.rows import SamplingRows, SlotTable
+from jaxserve.sampling.sampler import first_argmax, sample, takes_most_likely
+
+
+@dataclass(frozen=True)
+class VocabSplit:
+    """How logits [R, ceil(V / n)] lie on n devices, for use in a shard_map: token ids in order, padding at the end.
+
+    Attributes:
+        axis: of the mesh.
+        num_devices: n, along that axis.
+        vocab_size: V.
+    """
+
+    axis: str
+    num_devices: int
+    vocab_size: int
+
+    def sample(
+        self, logits: Float[Array, "R part"], rows: SamplingRows, table: SlotTable, base_key: PRNGKeyArray
+    ) -> Int[Array, " R"]:
+        """`sampling.sample` of all the logits, the same on every device."""
+        token_ids: Array = lax.cond(
+            takes_most_likely(rows),
+            lambda: self._most_likely(logits),
+            lambda: self._by_rows(lambda logits, rows: sample(logits, rows, table, base_key), logits, rows),
+        )
+        return token_ids
+
+    def token_logprobs(self, logits: Float[Array, "R part"], token_ids: Int[Array, " R"]) -> TokenLogprobs:
+        """`sampling.token_logprobs` of all the logits, the same on every device."""
+        found: TokenLogprobs = self._by_rows(token_logprobs, logits, token_ids)
+        return found
+
+    def _most_likely(self, logits: Float[Array, "R part"]) -> Int[Array, " R"]:
+        """The first of the largest: that of the first device to have one."""
+        part_size = logits.shape[1]
+        first_id = lax.axis_index(self.axis) * part_size
+        token_id = first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        logits = jnp.where(token_id < self.vocab_size, logits, -jnp.inf)
+        candidate = first_id + first_argmax(logits)
+        value = jnp.max(logits, axis=1)
+        pair = jnp.stack([lax.bitcast_convert_type(value, jnp.int32), candidate])  # [2, R]: one exchange
+        pairs = lax.all_gather(pair, self.axis)  # [n, 2, R]
+        best = jnp.argmax(lax.bitcast_convert_type(pairs[:, 0], jnp.float32), axis=0)[None, :]
+        return jnp.minimum(jnp.take_along_axis(pairs[:, 1], best, axis=0)[0], self.vocab_size - 1)
+
+    def _by_rows(self, compute: Callable[[Array, Any], Any], logits: Float[Array, "R part"], rows: Any) -> Any:
+        """`compute(logits, rows)` of all rows, each device doing some; `rows` and the result have entries per row."""
+        num_rows = logits.shape[0]
+        share = -(-num_rows // self.num_devices)
+
+        def pad(x: Array) -> Array:
+            return jnp.pad(x, [(0, share * self.num_devices - num_rows)] + [(0, 0)] * (x.ndim - 1))
+
+        def own(x: Array) -> Array:
+            return lax.dynamic_slice_in_dim(pad(x), lax.axis_index(self.axis) * share, share)
+
+        def gather(x: Array) -> Array:
+            return lax.all_gather(x, self.axis, tiled=True)[:num_rows]
+
+        whole = lax.all_to_all(pad(logits), self.axis, split_axis=0, concat_axis=1, tiled=True)
+        return jax.tree.map(gather, compute(whole[:, : self.vocab_size], jax.tree.map(own, rows)))

@@ -1,0 +1,85 @@
+"""Tensor parallelism: the mesh, and the one table from the logical axes of a tensor to the axes of the mesh.
+
+Matrices are split as in Megatron-LM (Shoeybi et al. 2019): those before attention and SwiGLU by their rows (heads,
+ffn), those after by their columns, so that a layer sums over the devices twice; embedding and head by the vocabulary.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxserve.errors import ConfigError
+
+TENSOR = "tensor"  # the mesh axis
+
+_MESH_AXES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "embed": None, None: None}
+
+
+def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+    """The mesh over the first `num_devices` of `devices`, by default of all there are; None for one device.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    devices = jax.devices() if devices is None else devices
+    if num_devices > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size must be at most the number of devices, got {num_devices} and {len(devices)}; "
+            f"lower it{_more_devices(devices)}"
+        )
+    return Mesh(np.array(devices[:num_devices]), (TENSOR,)) if num_devices > 1 else None
+
+
+def _more_devices(devices: Sequence[jax.Device]) -> str:
+    on_cpu = devices[0].platform == "cpu"
+    return ", or set XLA_FLAGS=--xla_force_host_platform_device_count for more virtual ones" if on_cpu else ""
+
+
+def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+    """Where a tensor of these logical axes lies."""
+    return NamedSharding(mesh, PartitionSpec(*(_MESH_AXES[axis] for axis in axes)))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Whole on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def split_dimension(axes: Sequence[str | None]) -> int | None:
+    """The dimension that is split of a tensor of these logical axes; None where every device has all of it."""
+    return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] == TENSOR), None)
+
+
+def shardings_between(mesh: Mesh, whole: Any, part: Any) -> Any:
+    """Of each array of a tree: the dimension in which what one device has of it is smaller is split."""
+
+    def sharding(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> NamedSharding:
+        sizes = zip(a.shape, b.shape, strict=True)
+        return NamedSharding(mesh, PartitionSpec(*(TENSOR if of_all > own else None for of_all, own in sizes)))
+
+    return jax.tree.map(sharding, whole, part)
+
+
+def specs_of(tree: Any) -> Any:
+    """The PartitionSpec of each array of a tree."""
+    return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
+
+
+def over_devices(program: Callable[..., Any], mesh: Mesh, args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
+    """A program over what one device has of `args`, as one over all of it: each device runs it on its own."""
+    # Unchecked, because native and Pallas calls do not say of their results along which axes they vary.
+    return jax.shard_map(program, mesh=mesh, in_specs=specs_of(tuple(args)), out_specs=out_specs, check_vma=False)
+
+
+def held_heads(num_heads: int, index: int, num_devices: int) -> list[int]:
+    """The heads that device `index` holds: an even share of them all.
+
+    Where they do not divide, each is held by several devices, as few as make them divide.
+    """
+    copies = math.lcm(num_heads, num_devices) // num_heads
+    share = num_heads * copies // num_devices
+    return [head // copies for head in range(index * share, (index + 1) * share)]

@@ -1,0 +1,150 @@
+"""An engine over several devices: the tokens of one device, whatever is asked for, and the program that makes them."""
+
+import copy
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runner import Runner
+from jaxserve.engine.step import abstract_state
+from jaxserve.request import SamplingParams
+from jaxserve.sharding import tensor_mesh
+from tests.checkpoints import write_checkpoint
+from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
+
+Start = Callable[..., Engine]
+
+LAYERS = 2
+SIZES: dict[str, Any] = {
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 16,
+    "page_size": 4,
+    "num_pages": 24,  # four busy rows do not fit, so that preemption is common
+    "burst": 5,
+    "compile_ahead": "minimal",
+    "forbid_compiles": True,
+    "skip_tokenizer_init": True,
+}
+COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Start an engine over some devices, or reuse it; 2 kv heads, so that 8 devices hold each four times."""
+    path = tmp_path_factory.mktemp("llama")
+    sizes = {"num_attention_heads": 8, "head_dim": 8, "num_hidden_layers": LAYERS}
+    write_checkpoint(path, "llama", attention_bias=True, mlp_bias=True, **sizes)
+    engines: dict[int, Engine] = {}
+
+    def start(num_devices: int, *, again: bool = False) -> Engine:
+        if again or num_devices not in engines:
+            engines[num_devices] = Engine(EngineConfig(str(path), tensor_parallel_size=num_devices, **SIZES))
+        engines[num_devices].reset_prefix_cache()
+        return engines[num_devices]
+
+    return start
+
+
+class TestAnyWorkload:
+    """Batches, chunks, prefix hits, preemptions, bursts and every way to sample, at once."""
+
+    @given(jobs=jobs())
+    @settings(few_but_rich, max_examples=6)
+    def test_tokens_are_those_of_one_device(self, start: Start, jobs: list[Job]) -> None:
+        expected = run(start(1), jobs)
+        for num_devices in (2, 8):
+            for output, wanted, job in zip(run(start(num_devices), jobs), expected, jobs, strict=True):
+                assert_same(output, wanted, (num_devices, job))
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_greedy_rows_go_on_through_preemption_and_bursts(start: Start, num_devices: int) -> None:
+    prompts, params = [tokens(20, n) for n in range(4)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    expected = generate(start(1), prompts, params)
+    engine = start(num_devices)
+    before = engine.stats.num_preemptions
+    for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
+        assert_same(output, wanted)
+    assert engine.stats.num_preemptions > before
+    assert engine.stats.num_steps > engine.stats.num_dispatches, "some were bursts"
+    assert engine.stats.num_compiles == 0
+
+
+@pytest.mark.parametrize(("bucket", "burst"), [(1, False), (16, False), (4, True)])
+def test_devices_meet_twice_a_layer(start: Start, bucket: int, burst: bool) -> None:
+    """And for the embedding; for the tokens they exchange candidates, or some rows' logits if more is asked for."""
+    runner = start(8)._runner
+    program = (runner.lower_burst if burst else runner.lower)(bucket).compile().as_text()
+    found = [(m[1], line) for line in program.splitlines() if (m := re.search(COLLECTIVE, line))]
+    assert sum(kind == "all-reduce" for kind, _ in found) == 1 + 2 * LAYERS
+    for kind, line in found:
+        assert (kind == "all-reduce") == ("/embed/" in line or "/jit(block)/" in line), line
+        assert kind == "all-reduce" or "/cond/" in line, "sampling has branches"
+
+
+def test_pool_is_split_and_updated_in_place(start: Start) -> None:
+    runner = copy.copy(start(2)._runner)
+    runner.schedule = dataclasses.replace(runner.schedule, num_pages=100_000)
+    pool = runner.abstract_state().kv_pages
+    local = pool.sharding.shard_shape(pool.shape)
+    assert np.prod(local) * 2 == pool.size
+    compiled = runner.lower_burst(4).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize / 2 > 50e6
+    assert memory.temp_size_in_bytes < 1e6
+    program = compiled.as_text()
+    makers = re.findall(rf"= f32\[{','.join(map(str, local))}\]\S* ([a-z-]+)\(", program)
+    assert makers, "the pool is in the program"
+    assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "all-gather", "all-to-all"} & set(makers)
+    assert ",".join(map(str, pool.shape)) not in program, "nor is it anywhere whole"
+
+
+def test_each_device_has_its_share(start: Start) -> None:
+    whole, split = (start(n)._runner for n in (1, 8))
+    assert split.weight_bytes(1) < whole.weight_bytes(1) / 4  # norms, biases and two kv heads of two are on each
+    for leaf in jax.tree.leaves((split.params, split.state)):
+        assert {shard.device.id for shard in leaf.addressable_shards} == set(range(8))
+    (page,) = {shard.data.nbytes for shard in split.state.kv_pages.addressable_shards}
+    assert page == whole.state.kv_pages.nbytes / 2  # one kv head of two
+
+
+@pytest.mark.parametrize("num_devices", [2, 8])
+def test_scales_of_a_narrow_pool_are_split_with_their_heads(start: Start, num_devices: int) -> None:
+    runner, mesh = start(1)._runner, tensor_mesh(num_devices)
+    options = {"kv_dtype": jnp.int8, "backend": "xla"}
+    pool = abstract_state(runner.arch, runner.schedule, mesh=mesh, **options).kv_pages
+    alone = abstract_state(runner.arch.local(num_devices), runner.schedule, **options).kv_pages
+    assert len(jax.tree.leaves(pool)) > 1
+    for leaf, own in zip(*map(jax.tree.leaves, (pool, alone)), strict=True):
+        assert leaf.sharding.shard_shape(leaf.shape) == own.shape
+        assert leaf.size == num_devices * own.size
+
+
+def test_what_is_lost_with_a_broken_step_is_made_anew(start: Start) -> None:
+    engine, prompts, params = start(2), [tokens(9, 1)], SamplingParams(temperature=0, max_tokens=3)
+    expected = generate(engine, prompts, params)
+    jax.tree.map(lambda leaf: leaf.delete(), engine._runner.state)
+    engine.reset_prefix_cache()
+    engine._runner.restore_state()
+    for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
+        assert_same(output, wanted)
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+    prompts, params = [tokens(9, 1)], SamplingParams(temperature=1, seed=2, max_tokens=9)
+    expected = generate(start(num_devices), prompts, params)
+    for name in ("lower", "lower_burst"):
+        monkeypatch.setattr(Runner, name, lambda *_: pytest.fail("every program is on disk"))
+    for output, wanted in zip(generate(start(num_devices, again=True), prompts, params), expected, strict=True):
+        assert_same(output, wanted)

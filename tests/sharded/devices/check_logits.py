@@ -1,0 +1,65 @@
+"""Logits of every family over any number of devices, against transformers in float32."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+import weights
+from jaxserve.models import decoder, registry
+from jaxserve.models.params import matrix_transform, stack_layers
+from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
+from pallas_kernels import packed_linear
+from tests.checkpoints import FAMILIES, reference_logits, write_checkpoint
+from tests.models.test_parity import attend
+
+PACKED = packed_linear.unsupported("float32", "cpu") is None
+SIZES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 8, "attention_bias": True, "mlp_bias": True},
+    "mistral": {"num_key_value_heads": 1},
+    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"num_key_value_heads": 4, "vocab_size": 136},
+}
+
+
+def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PACKED, stacked: bool = False) -> Any:
+    """Logits [T, V] of one sequence over n devices."""
+    arch, mesh = registry.from_hf_config(weights.read_config(path)), tensor_mesh(n)
+    assert mesh is not None
+    specs = registry.param_specs(arch)
+    shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
+    params = weights.load(path, specs, jnp.float32, shardings, matrix_transform(specs, packed=packed))
+    params = stack_layers(params) if stacked else params
+
+    def run(params: Any, token_ids: jax.Array) -> jax.Array:
+        positions = jnp.arange(len(token_ids))
+        hidden, _ = decoder.forward(params, arch.local(n), token_ids, positions, attend, jnp.int32(0))
+        return decoder.compute_logits(params, hidden)
+
+    ids = jax.device_put(token_ids, named_sharding(mesh, ()))
+    program = over_devices(run, mesh, (params, ids), PartitionSpec(None, TENSOR))
+    logits = jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})(params, ids)
+    return np.asarray(logits)[:, : arch.vocab_size]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_match_transformers(tmp_path: Path, family: str) -> None:
+    sizes = {"num_attention_heads": 8, "head_dim": 8, **SIZES[family]}
+    model = write_checkpoint(tmp_path, family, **sizes)
+    token_ids = np.random.default_rng(0).integers(0, 131, 30).astype(np.int32)
+    expected = reference_logits(model, token_ids)
+    for n, form in [(2, {}), (4, {"packed": False}), (8, {})]:
+        logits = split_logits(tmp_path, token_ids, n, **form)
+        np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+        np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
+
+
+def test_scanned_layers_are_split_as_well(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path, "llama")
+    token_ids = np.random.default_rng(0).integers(0, 131, 7).astype(np.int32)
+    logits = split_logits(tmp_path, token_ids, 2, packed=False, stacked=True)
+    np.testing.assert_allclose(logits, reference_logits(model, token_ids), rtol=0, atol=1e-4)

@@ -1,0 +1,122 @@
+"""What each device holds of the weights: the heads, ffn and vocabulary that its part of the model computes with."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import weights
+from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_transform, split_array
+from jaxserve.quant import quantize
+from jaxserve.sharding import named_sharding, tensor_mesh
+from pallas_kernels import packed_linear
+from weights import stored_tensor
+from weights.rows import leaf_at
+
+SEED = 3
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 131,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 6,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "attention_bias": True,
+    "mlp_bias": True,
+}
+FORMS: dict[str, dict[str, Any]] = {"float": {}, "int8": {"quantization": "int8"}}
+if packed_linear.unsupported("float32", "cpu") is None:
+    FORMS |= {f"packed {name}": {**form, "packed": True} for name, form in FORMS.items()}
+
+
+def build(path: Path, **overrides: Any) -> tuple[ArchConfig, list[ParamSpec]]:
+    """A checkpoint of random weights at `path`."""
+    config = {**CONFIG, **overrides}
+    arch = registry.from_hf_config(config)
+    specs = registry.param_specs(arch)
+    weights.save(path, specs, weights.dummy(specs, SEED, jnp.float32), config)
+    return arch, specs
+
+
+def load(path: Path, specs: list[ParamSpec], num_devices: int, **form: Any) -> Any:
+    mesh = tensor_mesh(num_devices)
+    shardings = None if mesh is None else {s.path: named_sharding(mesh, s.axes) for s in specs}.__getitem__
+    return weights.load(path, specs, jnp.float32, shardings, matrix_transform(specs, **form))
+
+
+def rows_of(arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray:
+    """Rows of the whole tensor that device `index` needs: its query heads and their keys, its ffn, its tokens."""
+    name, N = spec.path[-1], spec.shape[0]
+    rows = np.arange(N)
+    if name in ("qkv_proj", "qkv_bias"):
+        Q, K = arch.num_heads, arch.num_kv_heads
+        own = np.arange(Q).reshape(n, -1)[index]
+        kv = [own[j * len(own) // arch.local(n).num_kv_heads] // (Q // K) for j in range(arch.local(n).num_kv_heads)]
+        heads = np.concatenate([own, Q + np.array(kv), Q + K + np.array(kv)])
+        return rows.reshape(Q + 2 * K, -1)[heads].reshape(-1)
+    if name in ("gate_up_proj", "gate_up_bias"):
+        return rows.reshape(2, n, -1)[:, index].reshape(-1)
+    if name in ("embed", "lm_head"):
+        return rows[index * -(-N // n) : (index + 1) * -(-N // n)]
+    return rows
+
+
+def part_of(array: np.ndarray, arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray:
+    """Rows and columns of a tensor, or of its scales, that device `index` needs; zeros where it has no rows left."""
+    part = array[rows_of(arch, spec, index, n)]
+    if spec.path[-1] in ("o_proj", "down_proj"):
+        part = np.split(part, n, axis=1)[index]
+    missing = -(-len(array) // n) - len(part) if spec.path[-1] in ("embed", "lm_head") else 0
+    return np.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("n", [3, 4])  # with 4, each kv head is held by two devices, and the vocabulary is padded
+def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: int, form: str) -> None:
+    arch, specs = build(tmp_path)
+    quantized, packed = FORMS[form].get("quantization"), "packed" in form
+    check_split(specs, n, quantized)
+    whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, n, **FORMS[form])
+    for spec in specs:
+        arrays = [np.asarray(leaf_at(whole, spec.path))]
+        if quantized and spec.is_matrix:
+            arrays = list(quantize(arrays[0]))
+        for index in range(n):
+            parts = [jnp.asarray(part_of(array, arch, spec, index, n)) for array in arrays]
+            if packed and spec.is_matrix and spec.path != ("embed",):
+                parts = jax.tree.leaves(packed_linear.pack(*parts, gated=spec.gated))
+            found = [leaf.addressable_shards[index].data for leaf in jax.tree.leaves(leaf_at(split, spec.path))]
+            for a, b in zip(found, parts, strict=True):
+                np.testing.assert_array_equal(a, b, str(spec.path))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_random_weights_are_those_of_one_device(tmp_path: Path, n: int) -> None:
+    _, specs = build(tmp_path)
+    mesh, loaded = tensor_mesh(n), load(tmp_path, specs, n)
+    assert mesh is not None
+    random = weights.dummy(specs, SEED, jnp.float32, transform=partial(split_array, mesh=mesh))
+    jax.tree.map(np.testing.assert_array_equal, random, loaded)
+    assert jax.tree.map(lambda leaf: leaf.sharding, random) == jax.tree.map(lambda leaf: leaf.sharding, loaded)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_number_is_read_by_one_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
+    _, specs = build(tmp_path, vocab_size=132, tie_word_embeddings=tied)
+    whole = load(tmp_path, specs, 1)
+    copied = []
+    copy = stored_tensor._copy
+    monkeypatch.setattr(stored_tensor, "_copy", lambda piece: (copied.append(piece[1].nbytes), copy(piece)))
+    split = load(tmp_path, specs, 6)
+    assert sum(copied) == device_bytes(whole)
+    replicated = sum(4 * int(np.prod(spec.shape)) for spec in specs if spec.split_dimension is None)
+    assert device_bytes(split) == (device_bytes(whole) - replicated) // 6 + replicated
+    assert replicated < device_bytes(whole) / 100

@@ -1,0 +1,87 @@
+"""Which heads a device holds, what can be split at all, and what is said where it cannot."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import build
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.models import registry
+from jaxserve.models.params import check_split
+from jaxserve.sharding import held_heads, tensor_mesh
+from tests.checkpoints import hf_dict
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 16))
+def test_query_heads_meet_their_own_keys(num_kv_heads: int, group: int, num_devices: int) -> None:
+    """Attention on a device takes its query heads in even groups, one for each of its kv heads."""
+    num_heads = num_kv_heads * group
+    assume(num_heads % num_devices == 0)
+    copies = [head for index in range(num_devices) for head in held_heads(num_kv_heads, index, num_devices)]
+    assert copies == sorted(copies)
+    assert {copies.count(head) for head in range(num_kv_heads)} == {len(copies) // num_kv_heads}
+    for index in range(num_devices):
+        queries, keys = (held_heads(n, index, num_devices) for n in (num_heads, num_kv_heads))
+        assert len(queries) * num_devices == num_heads
+        assert [query // group for query in queries] == [k for k in keys for _ in range(len(queries) // len(keys))]
+
+
+@given(st.integers(1, 12), st.integers(1, 16))
+def test_no_more_copies_than_needed(num_heads: int, num_devices: int) -> None:
+    count = len(held_heads(num_heads, 0, num_devices)) * num_devices
+    assert not any(num_devices * n % num_heads == 0 for n in range(1, count // num_devices))
+    assert (count == num_heads) == (num_heads % num_devices == 0)
+
+
+def test_sizes_that_do_not_divide_are_refused() -> None:
+    arch = registry.from_hf_config(hf_dict("llama", num_attention_heads=8, intermediate_size=100))
+    with pytest.raises(ConfigError, match="must divide num_attention_heads, got 3 and 8"):
+        arch.local(3)
+    with pytest.raises(ConfigError, match="must divide intermediate_size, got 8 and 100; set it to a divisor of 4"):
+        arch.local(8)
+    assert arch.local(4).ffn_size == 25
+    assert arch.local(1) is arch
+
+
+def test_quantised_matrices_are_split_between_blocks() -> None:
+    specs = registry.param_specs(registry.from_hf_config(hf_dict("llama", hidden_size=256, intermediate_size=192)))
+    check_split(specs, 2, None)
+    with pytest.raises(ConfigError, match=r"whole blocks of 64 .* got 2 for the 192 columns of .*down_proj"):
+        check_split(specs, 2, "int8")
+
+
+@dataclass
+class Device:
+    """One that tells of its memory."""
+
+    bytes_in_use: int
+    bytes_limit: int = 10**9
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_in_use": self.bytes_in_use, "bytes_limit": self.bytes_limit}
+
+
+def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_on_cpu", lambda: False)
+    arch = registry.from_hf_config(hf_dict("llama", num_attention_heads=8, num_key_value_heads=4))
+
+    def num_pages(num_devices: int, *bytes_in_use: int) -> int:
+        monkeypatch.setattr(jax, "local_devices", lambda: [Device(count) for count in bytes_in_use])
+        config = EngineConfig(tensor_parallel_size=num_devices)
+        return build.build_schedule(config, arch.local(num_devices), jnp.dtype("float32"), "xla").num_pages
+
+    alone = num_pages(1, 10**8, 5 * 10**8)
+    assert num_pages(4, 0, 10**8, 0, 0, 5 * 10**8) == pytest.approx(4 * alone, rel=0.05)  # activations shrink as well
+    assert num_pages(4, 0, 0, 0, 0) > num_pages(4, 0, 0, 0, 10**8)
+
+
+def test_more_devices_than_there_are() -> None:
+    with pytest.raises(ConfigError, match=r"at most the number of devices, got 99 and \d+; .* virtual"):
+        Engine(EngineConfig(tensor_parallel_size=99, skip_tokenizer_init=True))
+    assert tensor_mesh(1) is None

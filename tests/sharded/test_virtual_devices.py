@@ -1,0 +1,18 @@
+"""Tensor parallelism over eight virtual devices: what is in `devices/` runs in a process that has them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CHECKS = sorted(str(path) for path in (Path(__file__).parent / "devices").glob("check_*.py"))
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # compiles faster
+DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
+
+
+def test_on_eight_devices() -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *CHECKS]
+    done = subprocess.run(
+        command, env={**os.environ, **DEVICES}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
