@@ -54,14 +54,23 @@ def split_dimension(axes: Sequence[str | None]) -> int | None:
     return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] == TENSOR), None)
 
 
-def shardings_between(mesh: Mesh, whole: Any, part: Any) -> Any:
-    """Of each array of a tree: the dimension in which what one device has of it is smaller is split."""
+def joined(mesh: Mesh, part: Any, larger: Any) -> Any:
+    """What the devices of a mesh have together, each of them `part`.
 
-    def sharding(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> NamedSharding:
-        sizes = zip(a.shape, b.shape, strict=True)
-        return NamedSharding(mesh, PartitionSpec(*(TENSOR if of_all > own else None for of_all, own in sizes)))
+    Args:
+        mesh: of the devices.
+        part: tree of shapes and dtypes.
+        larger: the same tree of a device that has more of it: the dimension in which an array of it is larger is the
+            one that is split. The others are whole on every device.
+    """
 
-    return jax.tree.map(sharding, whole, part)
+    def join(own: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        is_split = [a < b for a, b in zip(own.shape, more.shape, strict=True)]
+        shape = [size * mesh.size if split else size for size, split in zip(own.shape, is_split, strict=True)]
+        spec = PartitionSpec(*(TENSOR if split else None for split in is_split))
+        return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(join, part, larger)
 
 
 def specs_of(tree: Any) -> Any:

@@ -27,7 +27,6 @@ from jaxserve.engine.step import (
     abstract_state,
     make_serve_burst,
     make_serve_step,
-    new_state,
     set_slot,
 )
 from jaxserve.models.arch import ArchConfig
@@ -125,12 +124,8 @@ class Runner:
         self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes), devices)
 
     def _new_state(self) -> ServeState:
-        arch = self.arch.spread(self._num_devices)
-        make = partial(new_state, arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend)
-        if self._mesh is None:
-            return make()
-        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.abstract_state())
-        state: ServeState = jax.jit(make, out_shardings=shardings)()
+        shapes = self.abstract_state()
+        state: ServeState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
         return state
 
     def restore_state(self) -> None:

@@ -26,9 +26,10 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, sample, token_logprobs
-from jaxserve.sharding import shardings_between
+from jaxserve.sharding import joined
 from pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 
+MANY_HEADS = 4  # times as many are more, however a backend fills them up
 PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
 
 
@@ -78,9 +79,9 @@ def abstract_state(
 
     if mesh is None:
         return shapes(arch)
-    whole, part = shapes(arch.spread(mesh.size)), shapes(arch.local(mesh.size))
-    shardings = shardings_between(mesh, whole, part)
-    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), whole, shardings)
+    local = arch.local(mesh.size)
+    # A backend may fill heads up, each device its own: what there is in all follows from what one of them has.
+    return joined(mesh, shapes(local), shapes(local.times(MANY_HEADS)))
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is

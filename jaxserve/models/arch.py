@@ -70,9 +70,9 @@ class ArchConfig:
             tensor_axis=TENSOR,
         )
 
-    def spread(self, num_devices: int) -> "ArchConfig":
-        """The model as `num_devices` hold it together: kv heads that several of them have are there as often."""
-        return dataclasses.replace(self, num_kv_heads=self.local(num_devices).num_kv_heads * num_devices)
+    def times(self, factor: int) -> "ArchConfig":
+        """The same with more heads."""
+        return dataclasses.replace(self, num_heads=self.num_heads * factor, num_kv_heads=self.num_kv_heads * factor)
 
     @property
     def num_params(self) -> int:

@@ -185,7 +185,7 @@ def new_pages(
     """
     chosen, dtype, sizes = _named(backend), jnp.dtype(dtype), (num_layers, num_pages, page_size, num_kv_heads)
     values = jnp.zeros(chosen.kv_shape(*sizes, head_dim), dtype)
-    return QuantizedPages(values, jnp.zeros(chosen.scale_shape(*sizes))) if is_quantized(dtype) else values
+    return QuantizedPages(values, jnp.zeros(chosen.scale_shape(*sizes), jnp.float32)) if is_quantized(dtype) else values
 
 
 def to_canonical(backend: str, kv_pages: Pages) -> Pages:

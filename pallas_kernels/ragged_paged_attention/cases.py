@@ -243,7 +243,13 @@ GPU_CASES: tuple[Case, ...] = (
     Case("group_of_16", *_RAGGED, num_query_heads=16, num_kv_heads=1, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("pages_of_64", *_RAGGED, page_size=64, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("pages_of_128", (1, 1, 90), (63, 200, 270), page_size=128, dtype="bfloat16", kv_dtype="bfloat16"),
+    Case("parts_of_wide_heads", (1, 3, 1), (1500, 20, 1), 4, 2, 256, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("int8_group_of_16", *_RAGGED, 16, 1, page_size=32, dtype="bfloat16", kv_dtype="int8"),
+    Case("int8_pages_of_64", *_RAGGED, 14, 2, 96, 64, dtype="bfloat16", kv_dtype="int8"),
+    Case("int8_tree", *_RAGGED, tree_words=1, dtype="bfloat16", kv_dtype="int8"),
+    Case("int8_tall_tiles", (1, 300, 1, 230), (70, 300, 17, 260), padding_tokens=9, dtype="bfloat16", kv_dtype="int8"),
+    Case("fp8_pages_of_128", (1, 1, 90), (63, 200, 270), 16, 1, 128, 128, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+    Case("fp8_float16_soft_cap", *_RAGGED, soft_cap=5.0, dtype="float16", kv_dtype="float8_e4m3fn"),
     Case("parts_of_many_workers", (1, 3, 1), (1500, 20, 1), 2, 1, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("tall_tiles", (1, 300, 1, 230), (70, 300, 17, 260), dtype="bfloat16", kv_dtype="bfloat16", padding_tokens=9),
     Case(

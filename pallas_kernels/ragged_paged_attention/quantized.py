@@ -46,7 +46,7 @@ def encode(x: Float[Array, "T N H"], kv_pages: Pages) -> Pages:
 
 
 def quantize(x: Float[Array, "T N H"], dtype: jnp.dtype) -> tuple[Shaped[Array, "T N H"], Float32[Array, "T N"]]:
-    """Each vector as numbers of `dtype` and their scale. What is not finite makes the scale, and all of them, NaN."""
+    """Each vector as numbers of `dtype` and their scale; of one that is not finite all products of the two are NaN."""
     x = x.astype(jnp.float32)
     # Factors, not divisors: XLA makes factors of them here and there, which round differently.
     step = 1 / LARGEST[dtype.name]

@@ -38,7 +38,7 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
     """The inverse of `kv_shape`."""
     if len(shape) != 5 or shape[3] % 2:
         raise ValueError(
-            f"the pool of backend 'reference' must be [L, N, P, 2K, H], got shape {shape}; make it with kv_shape"
+            f"the pool of backend 'reference' must be [L, N, P, 2K, H], got shape {shape}; make it with new_pages"
         )
     num_layers, num_pages, page_size, num_heads, head_dim = shape
     return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)

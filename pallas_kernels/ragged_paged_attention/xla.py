@@ -49,7 +49,7 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
     """The inverse of `kv_shape`."""
     if len(shape) != 5 or shape[2] % 2:
         raise ValueError(
-            f"the pool of backend 'xla' must be [L, N, 2K, P, H], got shape {shape}; make it with kv_shape"
+            f"the pool of backend 'xla' must be [L, N, 2K, P, H], got shape {shape}; make it with new_pages"
         )
     num_layers, num_pages, num_heads, page_size, head_dim = shape
     return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)

@@ -49,7 +49,7 @@ def compile_step(chip, config, schedule, num_tokens, max_steps, kv_dtype=BFLOAT1
     return state.kv_pages, chip.compile(program, (params, state, blob), donate_argnums=(1,))
 
 
-def compile_split_step(chip, config, schedule, num_tokens, num_devices):
+def compile_split_step(chip, config, schedule, num_tokens, num_devices, kv_dtype):
     """The step of one bucket over several chips; and what one of them has of the pool."""
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
     mesh = tensor_mesh(num_devices, chip.devices(num_devices))
@@ -57,18 +57,18 @@ def compile_split_step(chip, config, schedule, num_tokens, num_devices):
     def tensor(shape, dtype, axes):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes))
 
-    heads = arch.num_heads + 2 * arch.spread(num_devices).num_kv_heads
+    heads = arch.num_heads + 2 * num_devices * arch.local(num_devices).num_kv_heads
     rows = {"qkv_proj": heads * arch.head_dim, "qkv_bias": heads * arch.head_dim}
     params = build_tree(
         registry.param_specs(arch),
         lambda row: tensor((rows.get(row.path[-1], row.shape[0]), *row.shape[1:]), BFLOAT16, row.axes),
     )
-    state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend="mosaic_gpu", mesh=mesh)
+    state = abstract_state(arch, schedule, kv_dtype=jnp.dtype(kv_dtype), backend="mosaic_gpu", mesh=mesh)
     args = (params, state, tensor((layout.blob_size,), jnp.int32, ()))
     step = make_serve_step(arch, layout, backend="mosaic_gpu", num_devices=num_devices)
     program = over_devices(step, mesh, args, (specs_of(state), PartitionSpec()))
-    part = state.kv_pages.sharding.shard_shape(state.kv_pages.shape)
-    return jax.ShapeDtypeStruct(part, BFLOAT16), chip.compile(program, args, donate_argnums=(1,), mesh=mesh)
+    part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), state.kv_pages)
+    return part, chip.compile(program, args, donate_argnums=(1,), mesh=mesh)
 
 
 def check(pool, compiled, max_temp_bytes, num_kinds):
@@ -105,14 +105,17 @@ def test_8b(h200, num_tokens, megabytes):
     check(*compiled, megabytes * 1e6, num_kinds=1 if num_tokens < 512 else 2)
 
 
-@pytest.mark.parametrize(("num_devices", "num_tokens", "megabytes"), [(2, 64, 300), (16, 8, 100)])
-def test_layers_of_8b_over_several(h200, num_devices, num_tokens, megabytes):
+@pytest.mark.parametrize(
+    ("num_devices", "num_tokens", "kv_dtype", "megabytes"), [(2, 64, "bfloat16", 300), (16, 8, "int8", 100)]
+)
+def test_layers_of_8b_over_several(h200, num_devices, num_tokens, kv_dtype, megabytes):
     """Each kv head of 8 on two of 16 chips. They meet twice a layer, for the embedding, and to sample in branches."""
     schedule = ScheduleConfig(256, 2048, 8192, 16, num_pages=40_000)
-    pool, compiled = compile_split_step(h200, {**LLAMA_8B, "num_hidden_layers": 2}, schedule, num_tokens, num_devices)
+    config = {**LLAMA_8B, "num_hidden_layers": 2}
+    pool, compiled = compile_split_step(h200, config, schedule, num_tokens, num_devices, kv_dtype)
     check(pool, compiled, megabytes * 1e6, num_kinds=1)
     program = compiled.as_text()
     meetings = [line for line in program.splitlines() if re.search(r" all-(reduce|gather|to-all)(-start)?\(", line)]
     in_layers = [line for line in meetings if "/cond/" not in line]
-    assert len(in_layers) == 2 * pool.shape[0] + 1
+    assert len(in_layers) == 2 * config["num_hidden_layers"] + 1
     assert all(" all-reduce" in line for line in in_layers)

@@ -112,7 +112,7 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 def test_narrow_pools(start: Start, dtype: str) -> None:
-    """What is generated depends on neither batch, cache, chunks nor preemption, and is near; tokens take few bytes."""
+    """What is generated depends on neither batch, cache nor chunks, and is near; tokens take few bytes."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     prompts = [tokens(length, length) for length in (1, 23, 9)]
     exact, narrow = start(), start(kv_cache_dtype=dtype)

@@ -226,15 +226,29 @@ def test_refuses_with_a_reason(changed, reason):
     assert select_backend(platform="gpu", **sizes) == "xla"
 
 
-def test_every_stage_of_memory_fits():
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
+def test_every_stage_of_memory_fits(kv_dtype):
     """Two blocks of keys in flight at least, in the shared memory of a multiprocessor."""
-    for head_dim in mosaic_gpu.HEAD_DIMS:
+    kv_dtype = jnp.dtype(kv_dtype)
+    for head_dim in mosaic_gpu.HEAD_DIMS if kv_dtype == BF16 else (32, 64, 96, 128):
         for group in range(1, 17 if head_dim <= 128 else 9):
-            call = Call(4096, 8, group, head_dim, 16, BF16, BF16, 1.0, None, None, False, 0, 132, None)
+            call = Call(4096, 8, group, head_dim, 16, BF16, kv_dtype, 1.0, None, None, False, 0, 132, None)
             for tiles in call.kinds():
                 assert tiles.stages >= 2
-                ring = 2 * tiles.stages * BLOCK_KV * head_dim * 2
+                ring = 2 * tiles.stages * BLOCK_KV * head_dim * kv_dtype.itemsize
+                widened = 0 if kv_dtype == BF16 else 2 * BLOCK_KV * head_dim * 2 + tiles.stages * BLOCK_KV * 16
                 q_and_out = (2 * tiles.rows + 8 * tiles.row_parts) * head_dim * 2
-                assert tiles.workers * (ring + q_and_out) <= SHARED_BYTES
+                assert tiles.workers * (ring + widened + q_and_out) <= SHARED_BYTES
                 assert tiles.tokens * group <= tiles.rows
                 assert tiles.tokens % MIN_TILE_TOKENS == 0
+
+
+def test_registers_are_there_for_all():
+    """Those that the warpgroups ask for are no more than a block of threads starts with: else they wait forever."""
+    kernel = pytest.importorskip(interpreted.KERNELS[0])
+    for num_warpgroups, (to_load, to_compute) in kernel.REGISTERS.items():
+        at_start = 65536 // (128 * num_warpgroups) // 8 * 8
+        num_loading = 2 if num_warpgroups == 4 else 1
+        asked_for = num_loading * to_load + (num_warpgroups - num_loading) * to_compute
+        assert to_load <= at_start <= to_compute
+        assert asked_for <= num_warpgroups * at_start

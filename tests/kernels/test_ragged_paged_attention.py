@@ -450,7 +450,7 @@ def test_quantized_numbers_are_near(dtype):
 def test_what_is_not_finite_stays_so_when_quantized(dtype, broken):
     x = jnp.ones((2, 3, 8)).at[1, 2, 3].set(broken)
     found = np.asarray(dequantize(*quantize(x, jnp.dtype(dtype))))
-    assert np.isnan(found[1, 2]).all() if np.isnan(broken) else not np.isfinite(found[1, 2, 3])
+    assert np.isnan(found[1, 2]).all()
     assert np.isfinite(found[0]).all()
 
 

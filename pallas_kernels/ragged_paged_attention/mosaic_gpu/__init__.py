@@ -8,10 +8,13 @@ New keys and values are scattered to their pages, in place; then one persistent 
   (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). The plan is computed on the device, from the
   lengths: steps that follow each other without the host need nothing from it.
 - An item inside one worker's span is written to the output at once. The parts of an item that several workers share
-  go to a scratch buffer of two parts a worker, and a second, small kernel merges them.
+  go to a scratch buffer of two parts a worker, and a second, small kernel merges them
+  (`merge.py`).
 - In a worker one warpgroup feeds a ring of shared memory by TMA, page by page, and one or two compute: S = Q K^T,
   online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`kernel.py`). Masks only in
   blocks that cross the diagonal, the end of the row or the edge of a window.
+- Of a quantized pool the ring holds the narrow numbers; those who compute multiply each block with its scales, on its
+  way to where wgmma reads it.
 
 Where an item is cut depends on the whole step, and so do the last bits of its output: not whether they are right.
 
@@ -167,7 +170,11 @@ def write_and_attend(
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotates, scatters into the donated pool, attends. Queries and the weights of values are rounded to its dtype."""
+    """Rotates, scatters into the donated pool, attends.
+
+    Queries and the weights of values are rounded to the pool's dtype; of a quantized one, keys and values times their
+    scales as well, all to bfloat16, or to float16 where the queries are.
+    """
     T, dtype, values = q.shape[0], q.dtype, values_of(kv_pages)
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)

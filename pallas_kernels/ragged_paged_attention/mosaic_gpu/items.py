@@ -79,7 +79,7 @@ class Softmax(NamedTuple):
     denominator: Any  # f32[rows]
 
     def result(self, layout: Any, dtype: jnp.dtype) -> Any:
-        """The weighted mean of the values; of rows that saw nothing, zeros."""
+        """The weighted mean of the values; of rows without any weight, zeros."""
         denominator = jnp.where(self.denominator > 0, self.denominator, 1.0)
         return (self.values / spread(denominator, self.values.shape, layout)).astype(dtype)
 

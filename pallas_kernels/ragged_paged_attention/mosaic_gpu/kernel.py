@@ -45,7 +45,9 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 LOG2E = math.log2(math.e)
-REGISTERS = {3: (64, 224), 4: (64, 192)}  # to load and to compute, by the number of warpgroups; of two each has enough
+# Of a thread that loads and of one that computes, by the number of warpgroups; of two each has enough. A block of
+# threads starts with as many as divide evenly, in eights, and waits forever for more.
+REGISTERS = {3: (72, 216), 4: (64, 192)}
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -84,7 +86,7 @@ def attend(
             _tree_rows(tiles, plan, tree_mask),
             q,
             values_of(kv_pages),
-            kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES)),
+            kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES), jnp.float32),
             out_ref,
             *unmerged,
         )
@@ -225,7 +227,7 @@ def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
         return _Worker(call, tiles, inputs, shared, lane, lane * tiles.num_cores + lax.axis_index("block"))
 
     @pl.when(thread >= num_compute)
-    def load() -> None:
+    def feed() -> None:
         if registers is not None:
             plgpu.set_max_registers(registers[0], action="decrease")
         worker(thread - num_compute).load()
@@ -462,6 +464,7 @@ class _Worker:
         """The columns of values of this part, as they are multiplied."""
         shared = self.shared
         if self.call.is_quantized:
+            assert self.tiles.column_parts == 1, "see supports"
             return shared.wide_v.at[self.lane]
         if not masked:
             plgpu.barrier_wait(shared.v_ready.at[slot])
@@ -479,16 +482,19 @@ class _Worker:
         self.meet()  # the others may still read the last block
         plgpu.barrier_wait(shared.k_ready.at[slot])
         plgpu.barrier_wait(shared.v_ready.at[slot])
-        self.widen(shared.k.at[slot], k_scales, shared.wide_k.at[self.lane], part)
+        self.widen(shared.k.at[slot], k_scales, shared.wide_k.at[self.lane], part, first=0)
         end = self.end_in(item, block) if masked else None
-        self.widen(shared.v.at[slot, part.column], v_scales, shared.wide_v.at[self.lane], part, end)
+        self.widen(shared.v.at[slot, part.column], v_scales, shared.wide_v.at[self.lane], part, first=1, end=end)
         plgpu.commit_smem()  # so that both what was written and what was read lie behind
         plgpu.barrier_arrive(shared.k_free.at[slot])
         plgpu.barrier_arrive(shared.v_free.at[slot])
         self.meet()
 
-    def widen(self, narrow: Any, scales: Any, wide: Any, part: _Part, end: Any | None = None) -> None:
-        """Numbers times scales, from the ring to `wide`, some columns by each warpgroup; zeros from row `end` on."""
+    def widen(self, narrow: Any, scales: Any, wide: Any, part: _Part, first: int, end: Any | None = None) -> None:
+        """Numbers times scales, from the ring to `wide`; zeros from row `end` on.
+
+        The warpgroups of a tile do some columns each, the first ones that of number `first`.
+        """
         layout, width = plgpu.Layout.WGMMA_UPCAST_2X, self.call.tile_columns
 
         def multiply(columns: Any) -> None:
@@ -503,7 +509,7 @@ class _Worker:
             wide[:, columns] = numbers.astype(self.call.dtype)
 
         for chunk in range(wide.shape[1] // width):
-            is_own = part.index == chunk % self.tiles.warpgroups
+            is_own = part.index == (chunk + first) % self.tiles.warpgroups
             pl.when(is_own)(functools.partial(multiply, pl.ds(chunk * width, width)))
 
     def meet(self) -> None:

@@ -141,7 +141,7 @@ def _merge(a: Softmax, b: Softmax) -> Softmax:
 
 
 def _clear_padding(first_token: Any, tiles: Tiles, zeros: Any, out_ref: Any) -> None:
-    """Zeros for every token of a worker's own from the first one on: each has its turn."""
+    """Zeros for the padding tokens of one worker: from its first one on, every token whose turn it is."""
     num_tokens, num_heads, _ = out_ref.shape
 
     @pl.when(first_token < num_tokens)

@@ -17,8 +17,8 @@ SHARED_BYTES = 232448 - 2048  # of a multiprocessor, less what barriers take
 MAX_STAGES = 4
 MAX_PART_COLUMNS = 128  # of values, in the registers of a warpgroup
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
-SCALES = 4  # of neighbouring heads, the least that is fetched from memory
-MIN_SPAN = 4  # blocks of keys: an item is not cut into more parts than it is worth
+SCALES = 4  # of neighbouring heads: 16 bytes, the least that TMA fetches
+MIN_SPAN = 4  # blocks of keys that a worker has at least: fewer are not worth the merge
 MIN_TALL_TOKENS = 512  # steps of fewer tokens have the kernel of short tiles alone
 
 # Columns of the plan.

@@ -119,9 +119,10 @@ def test_each_device_has_its_share(start: Start) -> None:
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
-def test_scales_of_a_narrow_pool_are_split_with_their_heads(start: Start, num_devices: int) -> None:
+@pytest.mark.parametrize("backend", ["xla", "mosaic_gpu"])
+def test_scales_of_a_narrow_pool_are_split_with_their_heads(start: Start, num_devices: int, backend: str) -> None:
     runner, mesh = start(1)._runner, tensor_mesh(num_devices)
-    options = {"kv_dtype": jnp.int8, "backend": "xla"}
+    options = {"kv_dtype": jnp.int8, "backend": backend}
     pool = abstract_state(runner.arch, runner.schedule, mesh=mesh, **options).kv_pages
     alone = abstract_state(runner.arch.local(num_devices), runner.schedule, **options).kv_pages
     assert len(jax.tree.leaves(pool)) > 1
