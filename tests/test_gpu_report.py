@@ -14,12 +14,13 @@ import pytest
 import gpu_report
 from gpu_report_parts import tables
 from gpu_report_parts.document import Document
-from gpu_report_parts.grid import FULL, Grid
+from gpu_report_parts.grid import FULL, TINY, WIDE, Grid
 from gpu_report_parts.trace import _covered
 from gpu_report_parts.transformers_engine import _stretch
 from profile_step import Span
 
 SCRIPT = Path(gpu_report.__file__)
+DECODE = {"us": 1.0, "rows": 1, "context": 1, "page_size": 16, "group": 1, "kv_dtype": WIDE}
 MACHINE = {"device": "test", "platform": "gpu", "driver": None, "versions": {"python": "3"}}
 
 
@@ -73,6 +74,22 @@ def test_tables_and_pictures_come_of_the_file_alone(dry_run: tuple[Path, dict[st
         assert heading in table
     assert {path.name for path in tmp_path.iterdir()} == {"gpu_roofline.png", "gpu_decode.png"}
     assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
+
+
+def test_narrow_pools_are_measured_beside_wide_ones(dry_run: tuple[Path, dict[str, Any], str]) -> None:
+    directory, _, printed = dry_run
+    points = Document(directory / "gpu.json", dry_run=True).points("decode")
+    by_dtype = {dtype: [p for p in points if p["kv_dtype"] == dtype] for dtype in TINY.kv_dtypes}
+    assert sum(map(len, by_dtype.values())) == len(points)
+    token_bytes = {WIDE: TINY.token_bytes}
+    token_bytes |= dict.fromkeys(TINY.kv_dtypes[1:], 2 * TINY.num_kv_heads * (TINY.head_dim + 4))  # a scale a vector
+    for dtype, found in by_dtype.items():
+        assert [(p["rows"], p["context"]) for p in found] == list(TINY.decodes())
+        for p, wide in zip(found, by_dtype[WIDE], strict=True):
+            read = p["kv_gb_per_s"] * p["us"] * 1e3
+            assert read == pytest.approx(p["rows"] * p["context"] * token_bytes[dtype])
+            assert p.get("speed_up") == (None if dtype == WIDE else wide["us"] / p["us"])
+            assert f"| {dtype} " in printed
 
 
 def test_a_dry_run_is_never_mixed_with_a_measurement(dry_run: tuple[Path, dict[str, Any], str]) -> None:
@@ -136,7 +153,7 @@ def test_what_another_machine_has_measured_is_dropped(tmp_path: Path) -> None:
 def test_fractions_follow_from_the_ceilings(tmp_path: Path) -> None:
     document = Document(tmp_path / "report.json", dry_run=False)
     document.begin("attention", "attention", MACHINE)
-    document.put("attention", "attention", "d", {"kind": "decode", "kv_gb_per_s": 3.0})
+    document.put("attention", "attention", "d", {"kind": "decode", "kv_gb_per_s": 3.0, **DECODE})
     assert "fraction_of_copy" not in document.points("decode")[0]
     document.begin("ceilings", "ceilings", MACHINE)
     for kind, rate in (("copy", 4.0), ("add", 3.9), ("read", 5.0)):
@@ -147,7 +164,7 @@ def test_fractions_follow_from_the_ceilings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("chunk", "context"), [(1, 9), (5, 5), (4, 11)])
 def test_flops_and_bytes_of_attention(chunk: int, context: int) -> None:
     grid, rows, group = Grid(num_kv_heads=2, head_dim=4), 3, 5
-    figures = grid.figures(1.0, rows=rows, chunk=chunk, context=context, group=group)
+    figures = grid.figures(1.0, rows=rows, chunk=chunk, context=context, group=group, token_bytes=grid.token_bytes)
     visible = np.tril(np.ones((context, context)))[context - chunk :].sum()
     products = 2 * (2 * 4) * visible * (2 * group) * rows  # scores and values, a multiplication and an addition each
     assert figures["tflop_per_s"] * 1e12 == pytest.approx(products)

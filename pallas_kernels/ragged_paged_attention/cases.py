@@ -9,7 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized, quantize
+from pallas_kernels.ragged_paged_attention.quantized import (
+    LARGEST,
+    Pages,
+    QuantizedPages,
+    dequantize,
+    is_quantized,
+    quantize,
+)
+
+STEPS = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7, "int8": 1 / 127, "float8_e4m3fn": 32 / 448}
+"""How far a number's neighbour is away, over the number; of narrow ones, over the largest of its vector."""
 
 
 class Inputs(NamedTuple):
@@ -70,6 +80,13 @@ class Case:
     def options(self) -> dict[str, Any]:
         """The static options of the call."""
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+
+    @property
+    def pool_tolerance(self) -> float:
+        """What `pool_error` may be: rotated keys may be rounded to the neighbour, all others are what came."""
+        if not self.has_rope:
+            return 0.0
+        return STEPS[self.kv_dtype] * (1.001 if self.kv_dtype in LARGEST else 1)  # scales are rounded, too
 
     @property
     def pages_per_row(self) -> tuple[int, ...]:
@@ -155,6 +172,26 @@ class Case:
     def _pad_rows(self, rng: np.random.Generator, values: np.ndarray) -> Int32[Array, "n"]:
         garbage = rng.integers(-100, 100, size=self.padding_rows)
         return jnp.asarray(np.concatenate([values, garbage]), jnp.int32)
+
+
+def pool_error(found: Pages, expected: Pages) -> float:
+    """The largest error in a pool `[L, N, P, 2K, H]`: of wide numbers over each, of narrow ones over their vector's
+    largest. Infinite where stale infinities and NaN did not stay what they were.
+    """
+    (numbers, stale), (right, right_stale) = (_numbers(kv_pages) for kv_pages in (found, expected))
+    if not np.array_equal(stale, right_stale, equal_nan=True):
+        return float("inf")
+    sizes = np.abs(right)
+    if isinstance(expected, QuantizedPages):
+        sizes = sizes.max(axis=-1, keepdims=True)
+    return float(np.max(np.abs(numbers - right) / np.maximum(sizes, 1e-6), initial=0))
+
+
+def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
+    """What the pages stand for, in float32: the finite numbers and the others, each with zeros for the rest."""
+    x = np.asarray(dequantize(*kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages, np.float32)
+    finite = np.isfinite(x)
+    return np.where(finite, x, 0), np.where(finite, 0, x)
 
 
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))

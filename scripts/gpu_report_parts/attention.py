@@ -1,4 +1,4 @@
-"""Ragged paged attention by itself: microseconds, bytes and FLOPs per second, over rows, context, page and group.
+"""Ragged paged attention by itself: microseconds, bytes and FLOPs per second, over rows, context, page, group, pool.
 
 A program calls the operation as a model does: layer after layer of one donated pool, each with keys that depend on the
 output of the layer before. Successive calls read other pages, so that no cache holds what they read, until all pages
@@ -7,7 +7,7 @@ have been read. Pages are in random order. Nothing is subtracted.
 
 import itertools
 from collections.abc import Iterator
-from functools import cached_property, partial
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -17,17 +17,18 @@ from jax import Array
 
 from gpu_report_parts import kernels
 from gpu_report_parts import machine as machines
-from gpu_report_parts.grid import FULL, TINY, Grid
+from gpu_report_parts.grid import FULL, TINY, WIDE, Grid
 from gpu_report_parts.points import Figures, Latest, Point, UnavailableError, effort, median_s
-from pallas_kernels.ragged_paged_attention import kv_shape, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import Pages, QuantizedPages, from_canonical, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.interface import Problem
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized, quantize
 
 machine = machines.with_jax
 
 MAX_TABLES = 64
 POOL_SHARE = 0.65  # of the memory that XLA may use
 BLOCK_PAGES = 256  # random pages, repeated throughout the pool
-DTYPE = jnp.dtype("bfloat16")
+DTYPE = jnp.dtype(WIDE)
 
 
 class Shape(NamedTuple):
@@ -35,47 +36,54 @@ class Shape(NamedTuple):
 
     group: int
     page_size: int
+    kv_dtype: str
     num_rows: int
     chunk: int  # tokens of each row
 
 
 def points(dry_run: bool) -> Iterator[Point]:
-    """Decode and prefill with the first page size and group first, then the others."""
+    """Decode and prefill with the first page size and group first, then narrow pools of these, then the others."""
     grid = TINY if dry_run else FULL
     bench = Bench(grid, dry_run)
-    for page_size, group in itertools.product(grid.page_sizes, grid.groups):
-        common = {"page_size": page_size, "group": group}
+    first, *others = itertools.product(grid.page_sizes, grid.groups)
+    wide, *narrow = grid.kv_dtypes
+    for (page_size, group), kv_dtype in [(first, wide), *((first, x) for x in narrow), *((x, wide) for x in others)]:
+        common = {"page_size": page_size, "group": group, "kv_dtype": kv_dtype}
         for rows, context in grid.decodes():
-            measure = partial(bench.measure, Shape(group, page_size, rows, 1), context)
+            measure = partial(bench.measure, Shape(group, page_size, kv_dtype, rows, 1), context)
             yield Point("decode", {"rows": rows, "context": context, **common}, measure)
-        if page_size == grid.page_sizes[0] and group in grid.prefill_groups:
+        if kv_dtype == wide and page_size == grid.page_sizes[0] and group in grid.prefill_groups:
             for chunk, context in grid.prefills():
-                measure = partial(bench.measure, Shape(group, page_size, 1, chunk), context)
+                measure = partial(bench.measure, Shape(group, page_size, kv_dtype, 1, chunk), context)
                 yield Point("prefill", {"chunk": chunk, "context": context, **common}, measure)
 
 
 class Pool:
-    """All pages of one page size; its array is donated to every call and replaced."""
+    """All pages of one page size and dtype; its arrays are donated to every call and replaced."""
 
-    def __init__(self, grid: Grid, backend: str, page_size: int) -> None:
+    def __init__(self, grid: Grid, backend: str, page_size: int, kv_dtype: str) -> None:
         self.page_size = page_size
-        block_bytes = grid.num_layers * BLOCK_PAGES * page_size * grid.token_bytes
-        self.num_pages = BLOCK_PAGES * max(1, int(_pool_bytes() // block_bytes))
-        num_layers, _, *page = kv_shape(
-            backend,
-            num_layers=grid.num_layers,
-            num_pages=self.num_pages,
-            page_size=page_size,
-            num_kv_heads=grid.num_kv_heads,
-            head_dim=grid.head_dim,
-        )
-        self.array = _filled(num_layers, self.num_pages // BLOCK_PAGES, tuple(page))
+        block = from_canonical(backend, _block(grid, page_size, kv_dtype))
+        num_blocks = max(1, int(_pool_bytes() // (grid.num_layers * _num_bytes(block))))
+        self.num_pages = num_blocks * BLOCK_PAGES
+        self.pages = _repeated(block, grid.num_layers, num_blocks)
         self._shuffled = np.random.default_rng(0).permutation(self.num_pages).astype(np.int32)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all layers, scales included."""
+        return _num_bytes(self.pages)
 
     @property
     def num_tokens(self) -> int:
         """Of one layer."""
         return self.num_pages * self.page_size
+
+    @property
+    def token_bytes(self) -> int:
+        """Of one token in one layer."""
+        num_layers = jax.tree.leaves(self.pages)[0].shape[0]
+        return self.num_bytes // (num_layers * self.num_tokens)
 
     def tables(self, num_rows: int, context: int, width: int) -> list[Array]:
         """Page tables `[num_rows, width]` that have no page in common; UnavailableError if not even one fits."""
@@ -93,26 +101,33 @@ class Bench:
 
     def __init__(self, grid: Grid, dry_run: bool) -> None:
         self._grid, self._effort = grid, effort(dry_run)
-        self._pools: Latest[int, Pool] = Latest(lambda page_size: Pool(grid, self.backend, page_size))
+        self._pools: Latest[tuple[int, str], Pool] = Latest(self._pool)
         self._programs: Latest[Shape, jax.stages.Wrapped] = Latest(self._program)
 
-    @cached_property
-    def backend(self) -> str:
-        """Of all points."""
+    def _backend(self, kv_dtype: str) -> str:
+        """Of all points with such a pool."""
         grid = self._grid
-        heads = grid.num_kv_heads * max(grid.groups)
-        platform = jax.default_backend()
-        return kernels.best(Problem(heads, grid.num_kv_heads, grid.head_dim, grid.page_sizes[0], DTYPE, platform))
+        sizes = grid.num_kv_heads * max(grid.groups), grid.num_kv_heads, grid.head_dim, grid.page_sizes[0]
+        return kernels.best(Problem(*sizes, jnp.dtype(kv_dtype), jax.default_backend()))
+
+    def _pool(self, key: tuple[int, str]) -> Pool:
+        page_size, kv_dtype = key
+        return Pool(self._grid, self._backend(kv_dtype), page_size, kv_dtype)
 
     def measure(self, shape: Shape, context: int) -> Figures:
         """Every row computes the last `chunk` tokens of its context."""
-        seconds, facts = self._seconds(shape, context)
+        pool = self._pools.get((shape.page_size, shape.kv_dtype))
+        seconds, num_tables = self._seconds(pool, shape, context)
         sizes = {"rows": shape.num_rows, "chunk": shape.chunk, "context": context, "group": shape.group}
-        return {**self._grid.figures(seconds, **sizes), **facts}
+        return {
+            **self._grid.figures(seconds, **sizes, token_bytes=pool.token_bytes),
+            "backend": self._backend(shape.kv_dtype),
+            "num_tables": num_tables,
+            "pool_gb": round(pool.num_bytes / 1e9, 3),
+        }
 
-    def _seconds(self, shape: Shape, context: int) -> tuple[float, Figures]:
-        """Of one call of the operation."""
-        pool = self._pools.get(shape.page_size)
+    def _seconds(self, pool: Pool, shape: Shape, context: int) -> tuple[float, int]:
+        """Of one call of the operation; and the number of tables that calls take turns with."""
         tables = pool.tables(shape.num_rows, context, -(-self._longest() // shape.page_size))
         program = self._programs.get(shape)
         T, K = shape.num_rows * shape.chunk, self._grid.num_kv_heads
@@ -128,25 +143,24 @@ class Bench:
         def run(count: int) -> None:
             for _ in range(count):
                 used = list(itertools.islice(rounds, tables_per_program))
-                out, pool.array = program(pool.array, q, k, v, lens, starts, used)
+                out, pool.pages = program(pool.pages, q, k, v, lens, starts, used)
             out.block_until_ready()
 
         with kernels.runnable():
-            seconds = median_s(run, self._effort) / self._grid.num_calls
-        pool_gb = pool.array.nbytes / 1e9
-        return seconds, {"backend": self.backend, "num_tables": len(tables), "pool_gb": round(pool_gb, 3)}
+            return median_s(run, self._effort) / self._grid.num_calls, len(tables)
 
     def _longest(self) -> int:
         return max(*self._grid.contexts, *self._grid.prefill_contexts)
 
     def _program(self, shape: Shape) -> jax.stages.Wrapped:
         """`num_calls` calls, over all layers of one table and then of the next."""
-        operation = jax.jit(partial(ragged_paged_attention, scale=self._grid.head_dim**-0.5, backend=self.backend))
+        backend = self._backend(shape.kv_dtype)
+        operation = jax.jit(partial(ragged_paged_attention, scale=self._grid.head_dim**-0.5, backend=backend))
         num_layers, num_calls, num_rows = self._grid.num_layers, self._grid.num_calls, jnp.int32(shape.num_rows)
 
         def program(
-            pool: Array, q: Array, k: Array, v: Array, lens: Array, starts: Array, tables: list[Array]
-        ) -> tuple[Array, Array]:
+            pool: Pages, q: Array, k: Array, v: Array, lens: Array, starts: Array, tables: list[Array]
+        ) -> tuple[Array, Pages]:
             new_k = k
             for call in range(num_calls):
                 table_id, layer = divmod(call, num_layers)
@@ -172,7 +186,23 @@ def _pool_bytes() -> float:
     return POOL_SHARE * stats.get("bytes_limit", 0)
 
 
-def _filled(num_layers: int, num_blocks: int, page: tuple[int, ...]) -> Array:
-    block = jax.random.normal(jax.random.key(7), (BLOCK_PAGES, *page), DTYPE)
-    shape = (num_layers, num_blocks, *block.shape)
-    return jax.jit(lambda b: jnp.broadcast_to(b, shape).reshape(num_layers, -1, *page))(block)
+def _block(grid: Grid, page_size: int, kv_dtype: str) -> Pages:
+    """Random pages of one layer, canonical."""
+    shape = (1, BLOCK_PAGES, page_size, 2 * grid.num_kv_heads, grid.head_dim)
+    numbers, dtype = jax.random.normal(jax.random.key(7), shape, DTYPE), jnp.dtype(kv_dtype)
+    return QuantizedPages(*quantize(numbers, dtype)) if is_quantized(dtype) else numbers.astype(dtype)
+
+
+@partial(jax.jit, static_argnums=(1, 2))
+def _repeated(block: Pages, num_layers: int, num_blocks: int) -> Pages:
+    """The same pages over and over, in every layer."""
+
+    def repeated(x: Array) -> Array:
+        _, num_pages, *page = x.shape
+        return jnp.broadcast_to(x, (num_layers, num_blocks, num_pages, *page)).reshape(num_layers, -1, *page)
+
+    return jax.tree.map(repeated, block)
+
+
+def _num_bytes(kv_pages: Pages) -> int:
+    return sum(x.nbytes for x in jax.tree.leaves(kv_pages))

@@ -7,9 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpu_report_parts.grid import WIDE
+
 Entry = dict[str, Any]
 
-FORMAT = "jaxserve-gpu-report-1"
+FORMAT = "jaxserve-gpu-report-2"
 UNMEASURED = ("failed", "unavailable")
 
 
@@ -22,7 +24,8 @@ class Document:
         if path.exists():
             self._content = json.loads(path.read_text())
             if (self._content.get("format"), self._content.get("dry_run")) != (FORMAT, dry_run):
-                raise SystemExit(f"{path} must hold a report {'of a dry run' if dry_run else 'of a GPU'}; name another")
+                what = f"{'of a dry run' if dry_run else 'of a GPU'} in the format {FORMAT}"
+                raise SystemExit(f"{path} must hold a report {what}; name another")
 
     @classmethod
     def read(cls, path: Path) -> "Document":
@@ -103,8 +106,17 @@ class Document:
         copy, gemm = self.copy_gb_per_s, self.gemm_tflop_per_s
         for point in self.points("decode", "sdpa decode", "flex decode") if copy else ():
             point["fraction_of_copy"] = point["kv_gb_per_s"] / copy
+        wide_us = {_sizes(point): point["us"] for point in self.points("decode") if point["kv_dtype"] == WIDE}
+        for point in self.points("decode"):
+            if point["kv_dtype"] != WIDE and _sizes(point) in wide_us:
+                point["speed_up"] = wide_us[_sizes(point)] / point["us"]
         for point in self.points("prefill", "sdpa prefill") if gemm else ():
             point["fraction_of_gemm"] = point["tflop_per_s"] / gemm
         for point in self.points("serve") if copy else ():
             least_ms = (point["weight_bytes"] + point["kv_bytes"]) / copy / 1e6
             point["fraction_of_bandwidth_roofline"] = least_ms / point["step_ms"]
+
+
+def _sizes(point: Entry) -> tuple[int, ...]:
+    """Of a measurement of decode, whatever its pool holds."""
+    return tuple(point[name] for name in ("rows", "context", "page_size", "group"))

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from gpu_report_parts.points import Figures
 
-ITEM_BYTES = 2  # bfloat16
+WIDE = "bfloat16"
+ITEM_BYTES = 2  # of it
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,11 @@ class Grid:
     chunks: tuple[int, ...] = (512, 2048, 8192)
     prefill_contexts: tuple[int, ...] = (8192, 32768)  # beside one as long as the chunk
     prefill_groups: tuple[int, ...] = (4, 8)
+    kv_dtypes: tuple[str, ...] = (WIDE, "int8", "float8_e4m3fn")  # all but the first for the first page size and group
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of one token in one layer."""
+        """Keys and values of one token in one layer, in bfloat16."""
         return 2 * self.num_kv_heads * self.head_dim * ITEM_BYTES
 
     def decodes(self) -> Iterator[tuple[int, int]]:
@@ -40,13 +42,16 @@ class Grid:
             yield chunk, chunk
             yield from ((chunk, context) for context in self.prefill_contexts if context > chunk)
 
-    def figures(self, seconds: float, *, rows: int, chunk: int, context: int, group: int) -> Figures:
-        """Of a call in which every row computes the last `chunk` tokens of its context, causally."""
+    def figures(self, seconds: float, *, rows: int, chunk: int, context: int, group: int, token_bytes: int) -> Figures:
+        """Of a call in which every row computes the last `chunk` tokens of its context, causally.
+
+        A token's keys and values take `token_bytes` to be read.
+        """
         pairs = chunk * (context - chunk) + chunk * (chunk + 1) // 2
         flops = 4 * self.head_dim * self.num_kv_heads * group * rows * pairs
         figures = {"us": 1e6 * seconds, "tflop_per_s": flops / seconds / 1e12}
         if chunk == 1:
-            figures["kv_gb_per_s"] = self.token_bytes * context * rows / seconds / 1e9
+            figures["kv_gb_per_s"] = token_bytes * context * rows / seconds / 1e9
         return figures
 
 

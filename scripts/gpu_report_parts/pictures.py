@@ -8,8 +8,10 @@ from typing import Any
 from gpu_report_parts.document import Document, Entry
 
 Axes = Any  # matplotlib's
+Sizes = tuple[int, int, str]
 
 _MARKERS = {"decode": "o", "serve": "^"}
+_LABELS = {"decode": "decode attention", "serve": "engine, decoding"}
 
 
 def draw(document: Document, directory: Path) -> list[str]:
@@ -43,14 +45,16 @@ def _roofline(document: Document, figure: Any) -> None:
     assert copy is not None
     assert gemm is not None
     ridge = 1e3 * gemm / copy
-    points = {kind: [_place(p) for p in document.points(kind)] for kind in ("decode", "serve")}
-    reach = [x for placed in points.values() for x, _ in placed] + [ridge]
+    series: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by marker and label
+    for p in document.points(*_MARKERS):
+        label = ", ".join(filter(None, (_LABELS[p["kind"]], p.get("kv_dtype"))))
+        series.setdefault((_MARKERS[p["kind"]], label), []).append(_place(p))
+    reach = [x for placed in series.values() for x, _ in placed] + [ridge]
     low, high = min(reach) / 3, max(reach) * 3
     roof = [low, ridge, max(high, 3 * ridge)]
     axes.loglog(roof, [min(gemm, x * copy / 1e3) for x in roof], color="black", label="copy bandwidth, matrix product")
-    for (kind, placed), label in zip(points.items(), ("decode attention", "engine, decoding"), strict=True):
-        if placed:
-            axes.loglog(*zip(*placed, strict=True), _MARKERS[kind], alpha=0.7, label=label)
+    for (marker, label), placed in series.items():
+        axes.loglog(*zip(*placed, strict=True), marker, alpha=0.7, label=label)
     axes.set(xlabel="FLOP per byte", ylabel="TFLOP/s", title=_title(document))
     axes.grid(which="both", alpha=0.2)
     axes.legend()
@@ -63,29 +67,30 @@ def _place(point: Entry) -> tuple[float, float]:
     return 1e3 * point["tflop_per_s"] / point["kv_gb_per_s"], point["tflop_per_s"]
 
 
-def _panels(points: list[Entry]) -> dict[tuple[int, int], list[Entry]]:
-    """Those of each page size and group."""
-    panels: dict[tuple[int, int], list[Entry]] = {}
+def _panels(points: list[Entry]) -> dict[Sizes, list[Entry]]:
+    """Those of each page size, group and dtype of the pool."""
+    panels: dict[Sizes, list[Entry]] = {}
     for point in points:
-        panels.setdefault((point["page_size"], point["group"]), []).append(point)
+        panels.setdefault((point["page_size"], point["group"], point["kv_dtype"]), []).append(point)
     return dict(sorted(panels.items()))
 
 
-def _heat_maps(panels: dict[tuple[int, int], list[Entry]], figure: Any) -> None:
+def _heat_maps(panels: dict[Sizes, list[Entry]], figure: Any) -> None:
     columns = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, ((page_size, group), points) in zip(columns, panels.items(), strict=True):
+    for axes, ((page_size, group, kv_dtype), points) in zip(columns, panels.items(), strict=True):
         _heat_map(axes, points)
-        axes.set_title(f"decode, share of copy: pages of {page_size}, group of {group}", fontsize=9)
+        axes.set_title(f"decode, share of copy: {kv_dtype}, pages of {page_size}, group of {group}", fontsize=9)
 
 
 def _heat_map(axes: Axes, points: list[Entry]) -> None:
-    """Rows over context; what was not measured stays white."""
+    """Rows over context; what was not measured stays white. Of narrow pools also how much faster they are."""
     rows, contexts = (sorted({p[name] for p in points}) for name in ("rows", "context"))
     grid = [[float("nan")] * len(contexts) for _ in rows]
     for p in points:
         y, x = rows.index(p["rows"]), contexts.index(p["context"])
         grid[y][x] = p["fraction_of_copy"]
-        axes.text(x, y, f"{p['fraction_of_copy']:.0%}", ha="center", va="center", fontsize=9)
+        text = f"{p['fraction_of_copy']:.0%}" + (f"\n{p['speed_up']:.2f} x" if "speed_up" in p else "")
+        axes.text(x, y, text, ha="center", va="center", fontsize=9)
     axes.imshow(grid, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto", origin="lower")
     axes.set_xticks(range(len(contexts)), contexts)
     axes.set_yticks(range(len(rows)), rows)

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from gpu_report_parts.document import Document, Entry
+from gpu_report_parts.grid import WIDE
 
 Row = Sequence[Any]
 
@@ -103,7 +104,7 @@ def _correctness(document: Document) -> str:
 
 
 def _decode(document: Document) -> str:
-    """Ours, a row per rows, context and group; beside it others on the same sizes."""
+    """Ours, a row per rows, context, group, page and pool; beside it others on the same sizes, all in bfloat16."""
     others = {
         kind: {(p["rows"], p["context"], p["group"]): p["us"] for p in document.points(kind)}
         for kind in ("sdpa decode", "flex decode")
@@ -111,10 +112,10 @@ def _decode(document: Document) -> str:
     rows = []
     for p in document.points("decode"):
         sizes = p["rows"], p["context"], p["group"]
-        rates = number(p["us"]), number(p["kv_gb_per_s"]), share(p.get("fraction_of_copy"))
-        rows.append((*sizes, p["page_size"], *rates, *(times.get(sizes) for times in others.values())))
-    header = ("rows", "context", "group", "page", "decode us", "GB/s of KV", "of copy", "SDPA us", "FlexAttention us")
-    return table(header, rows)
+        rates = p["us"], p["kv_gb_per_s"], share(p.get("fraction_of_copy")), p.get("speed_up")
+        rows.append((*sizes, p["page_size"], p["kv_dtype"], *rates, *(times.get(sizes) for times in others.values())))
+    ours = ("decode us", "GB/s of KV", "of copy", f"x {WIDE}")
+    return table(("rows", "context", "group", "page", "pool", *ours, "SDPA us", "FlexAttention us"), rows)
 
 
 def _prefill(document: Document) -> str:

@@ -64,7 +64,7 @@ def measure(
     attend = make(chunk, context)
     calls = [partial(attend, *inputs[i % copies]) for i in range(NUM_CALLS)]
     seconds = median_s(_eager(calls) if dry_run else _graph(torch, calls), effort(dry_run)) / NUM_CALLS
-    return grid.figures(seconds, rows=rows, chunk=chunk, context=context, group=group)
+    return grid.figures(seconds, rows=rows, chunk=chunk, context=context, group=group, token_bytes=grid.token_bytes)
 
 
 def _torch(dry_run: bool) -> Any:

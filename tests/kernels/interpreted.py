@@ -19,8 +19,7 @@ KERNELS = [f"pallas_kernels.ragged_paged_attention.mosaic_gpu.{name}" for name i
 
 @dataclass
 class Found:
-    """What came of a case: largest errors in live outputs, over 1 + what was expected, and in the pool, over each
-    vector's largest number."""
+    """What came of a case: the largest error in live outputs, over 1 + what was expected, and the pool's."""
 
     error: float
     pool_error: float
@@ -32,6 +31,7 @@ def run(case):
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     from pallas_kernels.ragged_paged_attention import mosaic_gpu, reference
+    from pallas_kernels.ragged_paged_attention.cases import pool_error
     from pallas_kernels.ragged_paged_attention.interface import RaggedRows
 
     inputs = case.inputs()
@@ -49,10 +49,9 @@ def run(case):
         out, pool = jax.block_until_ready(attend_here(mosaic_gpu.from_canonical(inputs.kv_pages)))
     live = sum(case.q_lens)
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
-    pool, expected_pool = (_numbers(x) for x in (mosaic_gpu.to_canonical(pool), expected_pool))
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:live], initial=0)),
-        pool_error=_relative_error(pool, expected_pool),
+        pool_error=pool_error(mosaic_gpu.to_canonical(pool), expected_pool),
         is_finite=bool(np.isfinite(out).all()),
         races=any(kernel.races_found for kernel in kernels),
     )
@@ -76,23 +75,6 @@ def _watched():
     with mock.patch.object(gpu_callbacks, kind.__name__, watch):
         yield kernels
     assert len(kernels) >= 2, "attention and merge"
-
-
-def _numbers(kv_pages):
-    from pallas_kernels.ragged_paged_attention import QuantizedPages
-    from pallas_kernels.ragged_paged_attention.quantized import dequantize
-
-    return np.asarray(dequantize(*kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages, np.float32)
-
-
-def _relative_error(found, expected):
-    """To the largest number of each vector; infinite where stale infinities and NaN did not stay what they were."""
-    finite = np.isfinite(expected)
-    if not np.array_equal(found[~finite], expected[~finite], equal_nan=True):
-        return float("inf")
-    found, expected = (np.where(finite, x, 0) for x in (found, expected))
-    largest = np.abs(expected).max(axis=-1, keepdims=True)
-    return float(np.max(np.abs(found - expected) / np.maximum(largest, 1e-6), initial=0))
 
 
 def places_of(text):

@@ -1,5 +1,7 @@
 """The kernels of Hopper GPUs: their plan of work anywhere, their values and races in the interpreter of newer jax."""
 
+import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -35,17 +37,13 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-# Rotated keys may be rounded to the neighbour, which of narrow numbers is as far away as this.
-STEPS = {"float16": 2**-10, "bfloat16": 2**-7, "int8": 1 / 127, "float8_e4m3fn": 32 / 448}
-
-
 @needs_gpu_or_interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter multiplies stale NaN too
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_matches_reference_without_races(case):
     found = interpreted.run(case)
     assert found.error <= 1e-2
-    assert found.pool_error <= (STEPS[case.kv_dtype] * 1.001 if case.has_rope else 0)
+    assert found.pool_error <= case.pool_tolerance
     assert found.is_finite
     assert not found.races
 
@@ -109,35 +107,44 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
 
 BF16 = jnp.dtype("bfloat16")
 STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
-
-
-@st.composite
-def steps(draw):
-    """Rows of any lengths, live and padding, and the sizes of a call; of few shapes, each of which is compiled."""
-    q_lens = draw(st.lists(st.one_of(st.just(1), st.integers(0, 300)), max_size=STEP_ROWS))
-    past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
-    missing = STEP_ROWS - len(q_lens)
-    garbage = draw(st.lists(st.integers(-99, 99), min_size=missing, max_size=missing))
-    call = Call(
-        num_tokens=draw(st.sampled_from([n for n in STEP_TOKENS if n >= sum(q_lens)])),
-        num_kv_heads=draw(st.integers(1, 8)),
-        group=draw(st.sampled_from([1, 4, 7])),
-        head_dim=draw(st.sampled_from([64, 256])),
+CALLS = [  # each is compiled; windows and cores go through them at paces of their own
+    Call(
+        num_tokens=num_tokens,
+        num_kv_heads=1 + i % 8,
+        group=group,
+        head_dim=head_dim,
         page_size=16,
         dtype=BF16,
         kv_dtype=BF16,
         scale=1.0,
-        window=draw(st.sampled_from([None, 1, 64, 100])),
+        window=(None, 1, 64, 100, None)[i % 5],
         soft_cap=None,
         has_sinks=False,
         tree_words=0,
-        num_cores=draw(st.sampled_from([3, 132])),
+        num_cores=(3, 132, 132)[i % 3],
         interpret=None,
     )
+    for i, (group, num_tokens, head_dim) in enumerate(itertools.product((1, 4, 7), STEP_TOKENS, (64, 256)))
+]
+
+
+@st.composite
+def steps(draw):
+    """Rows of any lengths, live and padding, and the sizes of a call."""
+    q_lens = draw(st.lists(st.one_of(st.just(1), st.integers(0, 300)), max_size=STEP_ROWS))
+    past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
+    missing = STEP_ROWS - len(q_lens)
+    garbage = draw(st.lists(st.integers(-99, 99), min_size=missing, max_size=missing))
+    call = draw(st.sampled_from([call for call in CALLS if call.num_tokens >= sum(q_lens)]))
     return call, np.array(q_lens, int), np.array(past, int), garbage
 
 
-@settings(deadline=None, max_examples=60)
+@functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def compiled_plans(call, rows):
+    return [plan for _, plan in mosaic_gpu._plans(call, rows)]
+
+
+@settings(deadline=None, max_examples=100)
 @given(steps())
 def test_plan_does_all_work_once(step):
     call, q_lens, past, garbage = step
@@ -146,7 +153,7 @@ def test_plan_does_all_work_once(step):
     kv_lens, starts = (jnp.asarray(x, jnp.int32) for x in as_rows)
     rows = RaggedRows(kv_lens, jnp.zeros((len(kv_lens), 1), jnp.int32), starts, jnp.int32(len(q_lens)))
     seen = np.zeros(call.num_tokens, int)
-    for tiles, plan in mosaic_gpu._plans(call, rows):
+    for tiles, plan in zip(call.kinds(), compiled_plans(call, rows), strict=True):
         columns = np.asarray(plan.tiles).T
         row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, past_len = columns
         assert not (base_token[num_tokens > 0] % 8).any(), "where memory is filled from"

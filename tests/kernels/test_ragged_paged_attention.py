@@ -21,9 +21,9 @@ from pallas_kernels.ragged_paged_attention import (
     select_backend,
     to_canonical,
 )
-from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
 from pallas_kernels.ragged_paged_attention.interface import Problem
-from pallas_kernels.ragged_paged_attention.quantized import dequantize, quantize
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, dequantize, quantize, values_of
 
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if name != "reference" and BACKENDS[name].supports(PLAIN) is None]
@@ -32,17 +32,22 @@ OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "na
 QUANTIZED = ("int8", "float8_e4m3fn")
 BY_NAME = {case.name: case for case in CASES}
 
-jitted = jax.jit(
-    ragged_paged_attention, static_argnames=("scale", "window", "soft_cap", "backend"), donate_argnames="kv_pages"
+compiled = functools.partial(
+    jax.jit,
+    ragged_paged_attention,
+    static_argnames=("scale", "window", "soft_cap", "backend"),
+    donate_argnames="kv_pages",
 )
+jitted = compiled()
+jitted_soon = compiled(compiler_options={"xla_backend_optimization_level": 0})  # for what is called only once
 
 
-def run(case, inputs, backend):
+def run(case, inputs, backend, jitted=jitted):
     """Output of all tokens, and the pool in canonical layout; `backend` may name an instruction set after a colon."""
     backend, _, instruction_set = backend.partition(":")
     if instruction_set:
         with native.using(instruction_set):
-            return run(case, inputs, backend)
+            return run(case, inputs, backend, jitted)
     op = ragged_paged_attention if backend == "reference" else jitted
     out, pool = op(
         inputs.q,
@@ -110,11 +115,40 @@ def test_matches_reference(case, backend):
         with pytest.raises(UnsupportedBackendError, match=rf"not {case.kv_dtype}; use one of \['xla', 'reference'\]"):
             select_backend("native", **sizes, kv_dtype=case.kv_dtype)
         return
-    out, pool = run(case, case.inputs(), backend)
+    out, pool = run(case, case.inputs(), backend, jitted_soon)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
     assert_same_pool(case, pool, expected_pool)
     assert np.isfinite(out).all()
+
+
+@pytest.mark.parametrize("name", ["rope_bfloat16", "int8_pages_of_8_rope", "float8_e4m3fn_pages_of_8_rope"])
+def test_a_pool_may_be_off_by_one_step(name):
+    case = BY_NAME[name]
+    pages = case.inputs().kv_pages
+    stored = np.asarray(values_of(pages))
+
+    def error_of(steps):
+        """With the largest number there is, of wide ones below 2, so many steps nearer to zero."""
+        largest = np.array(LARGEST.get(case.kv_dtype, 2 - 2**-7), stored.dtype)
+        changed = [stored.copy(), stored.copy()]
+        changed[0].flat[0] = largest
+        changed[1].flat[0] = (largest.view(f"i{stored.itemsize}") - steps).view(stored.dtype)
+        right, found = (
+            pages._replace(values=x) if isinstance(pages, QuantizedPages) else x for x in map(jnp.asarray, changed)
+        )
+        return pool_error(found, right)
+
+    assert error_of(0) == 0
+    assert 0 < error_of(1) <= case.pool_tolerance < error_of(2)
+
+
+def test_stale_numbers_of_a_pool_must_stay():
+    pages = jnp.array([[1.0, jnp.nan], [jnp.inf, 2.0]])
+    assert pool_error(pages, pages) == 0
+    assert pool_error(pages.at[0, 1].set(0), pages) == math.inf
+    assert pool_error(pages.at[1, 0].set(-jnp.inf), pages) == math.inf
+    assert pool_error(pages.at[1, 1].set(jnp.nan), pages) == math.inf
 
 
 @pytest.mark.parametrize("name", ["mixed", "all_decode_ragged", "shared_prefix", "group_of_4", "window_across_pages"])
