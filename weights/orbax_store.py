@@ -24,7 +24,7 @@ _STATE = "state"  # where Orbax puts a tree of arrays
 _ARRAY = "/zarr.json"  # follows the name of each array
 _CHUNK_BYTES = 1 << 20  # the least that Orbax advises
 _GROUP_BYTES = 64 << 20  # written at a time
-_CACHED_BANDS = 3  # rows of chunks that readers share
+_CACHED_BANDS = 2  # rows of chunks that readers share: with one, many chunks are read twice
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,6 +2,8 @@
 
 import json
 import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
+import tensorstore
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -23,6 +26,7 @@ from pallas_kernels import packed_linear
 from tests.checkpoints import FAMILIES, random_configs, write_checkpoint
 from weights import CheckpointError, convert, orbax_store, safetensors_store
 from weights.load import open_tensors
+from weights.stored_tensor import Part, StoredTensor
 
 TEXTS = {
     "generation_config.json": '{"eos_token_id": [2, 3]}',
@@ -165,6 +169,32 @@ def test_slices_are_those_of_numpy(tmp_path_factory: pytest.TempPathFactory, cas
         assert (tensor.shape, tensor.dtype, len(tensor)) == (array.shape, array.dtype, len(array))
         assert tensor.nbytes == array.nbytes
         assert np.asarray(tensor).tobytes() == array.tobytes()
+
+
+def bytes_read() -> int:
+    (metric,) = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for value in metric["values"])
+
+
+@pytest.mark.parametrize("shape", [(1024, 2048), (2048, 1024)])
+def test_little_more_is_read_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 64 << 10)
+    np.memmap(tmp_path / "array", np.float16, "w+", shape=shape)[:] = 1
+    mapped = np.asarray(np.memmap(tmp_path / "array", np.float16, "r", shape=shape))
+    orbax_store.write_tensors(tmp_path, {"a": mapped}, lambda _: None)
+    rows, columns = (size // 4 for size in shape)
+
+    def share_read(part: Callable[[Part], Part], use: Callable[[StoredTensor], object]) -> float:
+        tensor = part(orbax_store.open_tensors(tmp_path)["a"])
+        before = bytes_read()
+        with ThreadPoolExecutor(1) as readers:  # in order, so that what is read does not hang on time
+            use(StoredTensor([tensor], np.dtype(np.float32), None, readers))
+        return (bytes_read() - before) / mapped.nbytes
+
+    for use in (StoredTensor.place, lambda tensor: tensor.each_slab(16, lambda *_: None)):
+        assert share_read(lambda whole: whole, use) < 1.2
+        assert share_read(lambda whole: whole[rows : 2 * rows], use) < 0.4
+        assert share_read(lambda whole: whole[:, columns : 2 * columns], use) < 0.4
 
 
 # What is refused
