@@ -1,4 +1,4 @@
-"""The command line: `jaxserve generate`, `jaxserve batch` and `jaxserve bench`.
+"""The command line: `jaxserve generate`, `jaxserve batch`, `jaxserve bench` and `jaxserve convert`.
 
 Exit codes: 0 done, which a batch is with a record for every line, error records included; 2 a wrong command line or
 configuration, or a file that cannot be read or written, told in one line; 130 interrupted; 141 the reader of the output
@@ -100,6 +100,12 @@ def _parser() -> argparse.ArgumentParser:
     bench = commands.add_parser("bench", help="measure throughput, or latency under load")
     bench.set_defaults(run=_bench, on_interrupt="")
     add_bench(bench, partial(_add_engine_flags, leave_out=("tokenizer",)))
+
+    text = "write a Hugging Face checkpoint as an Orbax one, which serves as well, or the reverse"
+    convert = commands.add_parser("convert", help=text)
+    convert.set_defaults(run=_convert, on_interrupt="; nothing is left of what was written")
+    convert.add_argument("source", metavar="SRC", help="directory of a checkpoint of either form")
+    convert.add_argument("target", metavar="DST", help="directory to write, absent or empty")
     return parser
 
 
@@ -229,4 +235,19 @@ def _bench(args: argparse.Namespace) -> int:
 
     job = read_job(args)
     run_job(_load(args, skip_tokenizer_init=True).engine, job)
+    return 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    import jax  # noqa: PLC0415 - as in _load
+
+    import weights  # noqa: PLC0415 - imports jax
+    from jaxserve.models import registry  # noqa: PLC0415 - imports jax
+
+    jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile
+    try:
+        specs = registry.param_specs(registry.from_hf_config(weights.read_config(args.source)))
+        weights.convert(args.source, args.target, specs, use_tqdm=True)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
     return 0

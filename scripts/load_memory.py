@@ -4,7 +4,7 @@
 
 Without a model, one of 110.9M random numbers is written to a temporary directory, in float32 and in bfloat16. Each case
 is loaded in a process of its own, on CPU, as the engine loads it. `load_peak_mb` is the growth of its resident set from
-before to the peak: pages of the file and compiled programs count, the code of XLA itself does not. Linux only.
+before to the peak: pages of the file and compiled programs count, the code of XLA and TensorStore does not. Linux only.
 """
 
 import argparse
@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 
 import jax
 import jax.numpy as jnp
+import tensorstore  # noqa: F401 - for its code to be there before
 
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.engine.build import build_arch, build_params
@@ -27,7 +28,7 @@ from random_model import write_random_model
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a Hugging Face directory; a random one by default")
+    parser.add_argument("--model", type=Path, help="a checkpoint directory; a random one by default")
     parser.add_argument("--measure", nargs=2, metavar=("DIRECTORY", "QUANTIZATION"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:

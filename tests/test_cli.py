@@ -95,7 +95,7 @@ def test_every_flag_has_a_help() -> None:
     commands = cli._parser()._subparsers._group_actions[0].choices
     kinds = commands["bench"]._subparsers._group_actions[0].choices
     assert kinds.keys() == {"offline", "serve"}
-    for parser in (commands["generate"], commands["batch"], *kinds.values()):
+    for parser in (*(commands[name] for name in ("generate", "batch", "convert")), *kinds.values()):
         assert all(action.help for action in parser._actions)
 
 

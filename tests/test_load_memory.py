@@ -33,9 +33,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def orbax(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("orbax")
+    weights.convert(checkpoint, path, param_specs(from_hf_config(CONFIG)))
+    return path
+
+
 @pytest.mark.parametrize(("quantization", "bytes_per_weight"), [("none", 4), ("int8", 1 + 4 / 64)])
-def test_peak_is_at_most_1_3_of_the_weights(checkpoint: Path, quantization: str, bytes_per_weight: float) -> None:
-    command = [sys.executable, str(SCRIPT), "--measure", str(checkpoint), quantization]
+@pytest.mark.parametrize("form", ["checkpoint", "orbax"])
+def test_peak_is_at_most_1_3_of_the_weights(
+    request: pytest.FixtureRequest, checkpoint: Path, form: str, quantization: str, bytes_per_weight: float
+) -> None:
+    command = [sys.executable, str(SCRIPT), "--measure", str(request.getfixturevalue(form)), quantization]
     figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300).stdout)
     num_weights = (checkpoint / "model.safetensors").stat().st_size / 2
     assert figures["weights_mb"] == pytest.approx(num_weights * bytes_per_weight / 1e6, rel=0.01)

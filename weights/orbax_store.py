@@ -1,64 +1,139 @@
-"""Orbax checkpoints of a parameter tree: each process writes and reads its own shards (fast sharded restart)."""
+"""Orbax checkpoints of the tensors of a Hugging Face one, of the same names, dtypes and shapes.
 
-import os
-from collections.abc import Mapping
+They stand in a folder beside config.json. How many devices a model is served on, and in which form, says nothing about
+what is stored. Tensors lie in chunks, so that each device reads little more than its own rows and columns.
+
+They are written by Orbax, and read by TensorStore, on which it is built: slice by slice, in any thread.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path as FilePath
 from typing import Any
 
-import jax
-from jax.sharding import SingleDeviceSharding
-from orbax.checkpoint import v1 as ocp
+import numpy as np
+from numpy.typing import NDArray
 
-from weights.errors import CheckpointError, Mismatch
-from weights.rows import Params
+from weights.errors import CheckpointError
+from weights.safetensors_file import release
+from weights.stored_tensor import Tensors
+
+FOLDER = "orbax"
+_STATE = "state"  # where Orbax puts a tree of arrays
+_ARRAY = "/zarr.json"  # follows the name of each array
+_CHUNK_BYTES = 1 << 20  # the least that Orbax advises
+_GROUP_BYTES = 64 << 20  # written at a time
+_CACHED_BANDS = 2  # rows of chunks that readers share: with one, many chunks are read twice
 
 
-def save(path: str | os.PathLike[str], params: Params, metadata: Mapping[str, Any] | None = None) -> None:
-    """Write `params`, and `metadata` (what JSON can hold) beside it, atomically; an older checkpoint is replaced."""
-    ocp.save(FilePath(path).absolute(), params, overwrite=True, custom_metadata=dict(metadata or {}))
+@dataclass(frozen=True, eq=False)
+class ChunkedTensor:
+    """A tensor, or a slice of one, that is read when it becomes a numpy array.
 
-
-def restore(path: str | os.PathLike[str], abstract_params: Params) -> Params:
-    """Read the tree that `save` wrote into the shapes, dtypes and shardings of `abstract_params`.
-
-    Args:
-        path: as given to `save`.
-        abstract_params: tree of jax.ShapeDtypeStruct; leaves without a sharding go to the first device.
-
-    Raises:
-        CheckpointError: no Orbax checkpoint there, or a tree of other tensors (all named).
+    Attributes:
+        store: a tensorstore.TensorStore.
+        source: where it is stored, for messages.
     """
-    found = _shapes(_metadata(path).metadata)
-    wanted = _shapes(abstract_params)
-    Mismatch(
-        missing=[name for name in wanted if name not in found],
-        unexpected=[name for name in found if name not in wanted],
-        misshapen=[
-            f"{name} {found[name]} instead of {wanted[name]}"
-            for name in wanted
-            if name in found and found[name] != wanted[name]
-        ],
-    ).raise_if_any(path, "check that the checkpoint is of this model, in the same form (layers stacked or not)")
-    return ocp.load(FilePath(path).absolute(), jax.tree.map(_with_sharding, abstract_params))
+
+    store: Any
+    source: str
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its own, as an array has it."""
+        return tuple(self.store.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """As it is stored."""
+        return np.dtype(self.store.dtype.numpy_dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its numbers."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> "ChunkedTensor":
+        index = index if isinstance(index, tuple) else (index,)
+        bounds = [part.indices(size) for part, size in zip(index, self.shape, strict=False)]
+        view = self.store[tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)]
+        return ChunkedTensor(view.translate_to[(0,) * view.rank], self.source)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        try:
+            return np.asarray(self.store.read().result(), dtype)
+        except ValueError as error:
+            raise CheckpointError(f"{self.source} must be readable, got a fault: {error}; convert it again") from error
 
 
-def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The metadata that `save` was given; CheckpointError if there is no Orbax checkpoint."""
-    return dict(_metadata(path).custom_metadata)
+def has_weights(directory: FilePath) -> bool:
+    """Whether there is a folder that `open_tensors` reads."""
+    return (directory / FOLDER).is_dir()
 
 
-def _metadata(path: str | os.PathLike[str]) -> ocp.CheckpointMetadata[Any]:
+def open_tensors(directory: FilePath) -> Tensors:
+    """Every tensor of a checkpoint by name, none of them read yet; CheckpointError if it is damaged."""
+    folder = directory / FOLDER / _STATE
     try:
-        return ocp.metadata(FilePath(path).absolute())
-    except (OSError, ocp.errors.InvalidLayoutError, ValueError) as error:
-        raise CheckpointError(f"{path} must be an Orbax checkpoint, got a fault: {error}") from error
+        bands = [_band_bytes(tensor.store) for tensor in _open(folder, cache_bytes=0).values()]
+        return _open(folder, _CACHED_BANDS * max(bands))
+    except ValueError as error:
+        raise CheckpointError(f"{folder.parent} must be a complete Orbax checkpoint, got a fault: {error}") from error
 
 
-def _shapes(tree: Params) -> dict[str, tuple[int, ...]]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
+def write_tensors(directory: FilePath, tensors: Tensors, wrote: Callable[[int], object]) -> None:
+    """Write every tensor as it is; `wrote` is told of bytes. The folder appears when it is whole."""
+    from orbax.checkpoint import v1 as ocp  # noqa: PLC0415 - slow to import
+
+    context, path = ocp.Context(), (directory / FOLDER).absolute()
+    context.array.saving.use_compression = False
+    context.array.saving.storage_options.chunk_byte_size = _CHUNK_BYTES
+    context.memory.deepcopy_host_arrays = False
+    with context:
+        for names in _groups(tensors):
+            arrays = {name: np.asarray(tensors[name]) for name in names}
+            ocp.partial.save(path, arrays)
+            for array in arrays.values():
+                release(array)
+                wrote(array.nbytes)
+        ocp.partial.finalize(path)
 
 
-def _with_sharding(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    sharding = leaf.sharding or SingleDeviceSharding(jax.devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+def _open(folder: FilePath, cache_bytes: int) -> dict[str, ChunkedTensor]:
+    import tensorstore as ts  # noqa: PLC0415 - Hugging Face directories need none
+
+    context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}})
+    store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder.absolute()}/"}}
+    keys = [key.decode() for key in ts.KvStore.open(store, context=context).result().list().result()]
+    names = [key.removesuffix(_ARRAY) for key in keys if key.endswith(_ARRAY)]
+    if not names:
+        raise ValueError("it holds no arrays")
+    options = {"driver": "zarr3", "recheck_cached_data": False, "recheck_cached_metadata": False}
+    opened = [
+        ts.open({**options, "kvstore": {**store, "path": f"{name}/"}}, open=True, context=context) for name in names
+    ]
+    return {
+        name: ChunkedTensor(future.result(), f"{name} in {folder.parent}")
+        for name, future in zip(names, opened, strict=True)
+    }
+
+
+def _band_bytes(store: Any) -> int:
+    """Size of all the chunks in which the first rows of a tensor lie."""
+    chunk_rows = store.chunk_layout.read_chunk.shape[:1]
+    return prod((*chunk_rows, *store.shape[1:])) * store.dtype.numpy_dtype.itemsize
+
+
+def _groups(tensors: Tensors) -> Iterator[Sequence[str]]:
+    """Names in order, as many at a time as can be written at once."""
+    group: list[str] = []
+    for name, tensor in tensors.items():
+        if group and sum(tensors[other].nbytes for other in group) + tensor.nbytes > _GROUP_BYTES:
+            yield group
+            group = []
+        group.append(name)
+    yield group

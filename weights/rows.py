@@ -3,8 +3,11 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import ml_dtypes
+import numpy as np
 from jax.sharding import Sharding
 
+FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # that weights may have
 Path = tuple[str | int, ...]
 Params = dict[str, Any]  # nested dicts and lists; strings of a path are keys, integers are indices
 Shardings = Callable[[Path], Sharding] | Params

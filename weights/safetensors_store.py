@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path as FilePath
@@ -12,62 +11,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
 from weights.errors import CheckpointError, Mismatch
-from weights.rows import Params, Path, Shardings, TensorRow, build_tree, hf_shapes, leaf_at, sharding_at
+from weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
 from weights.safetensors_file import map_file, num_bytes, write_file
-from weights.stored_tensor import StoredTensor
+from weights.stored_tensor import Tensors
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}
-_NUM_READERS = 8
-
-Tensors = Mapping[str, NDArray[Any]]  # views of memory-mapped files
-Transform = Callable[[Any, StoredTensor], Any]  # of a row, of the caller's own type, and its tensor
-
-
-def load(
-    path: str | os.PathLike[str],
-    specs: Sequence[TensorRow],
-    dtype: jax.typing.DTypeLike | None = None,
-    shardings: Shardings | None = None,
-    transform: Transform | None = None,
-) -> Params:
-    """Read a Hugging Face directory into the parameter tree that `specs` describe.
-
-    Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of
-    them besides the result. Rotary inverse frequencies are ignored, and `lm_head.weight` where embeddings are tied.
-
-    Args:
-        path: directory with `model.safetensors`, or `model.safetensors.index.json` and the files it names.
-        specs: one row per tensor of the result.
-        dtype: of the result; None keeps that of the files (float32, float16 or bfloat16).
-        shardings: a function of a row's path, or a tree of them; each device reads its own slices only.
-        transform: reads a row's tensor, and returns what takes its place in the tree; by default the tensor, placed.
-
-    Raises:
-        CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
-    """
-    tensors = _open(FilePath(path))
-    _check(FilePath(path), specs, tensors)
-    previous: list[Any] = []
-
-    def leaf(row: TensorRow) -> Any:
-        parts = [tensors[name] for name in row.hf_names]
-        tensor = StoredTensor(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
-        array = tensor.place() if transform is None else transform(row, tensor)
-        # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
-        jax.block_until_ready(previous)
-        previous[:] = [array]
-        return array
-
-    with ThreadPoolExecutor(_NUM_READERS) as readers:
-        return build_tree(specs, leaf)
+_MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -91,7 +46,7 @@ def save(
     params: Params,
     hf_config: Mapping[str, Any],
     *,
-    max_shard_bytes: int = 5_000_000_000,
+    max_shard_bytes: int = _MAX_SHARD_BYTES,
 ) -> None:
     """Write `params` as a Hugging Face directory, which transformers reads.
 
@@ -111,22 +66,35 @@ def save(
     directory = FilePath(path)
     directory.mkdir(parents=True, exist_ok=True)
     tensors = _split(specs, params)
-    shards = _shards({name: part.struct for name, part in tensors.items()}, max_shard_bytes)
+    structs = {name: part.struct for name, part in tensors.items()}
     with TemporaryDirectory(prefix=".saving-", dir=directory) as temporary:
         scratch = FilePath(temporary)
-        for file, shard in shards.items():
-            write_file(scratch / file, shard, lambda name: tensors[name].read())
-        if len(shards) > 1:
-            _write_json(scratch / _INDEX, _index(shards))
-        _write_json(scratch / _CONFIG, _with_dtype(hf_config, shards))
+        _write_shards(scratch, structs, lambda name: tensors[name].read(), max_shard_bytes)
+        _write_json(scratch / _CONFIG, _with_dtype(hf_config, structs))
         _replace(scratch, directory)
+
+
+def has_weights(directory: FilePath) -> bool:
+    """Whether there are files that `open_tensors` reads."""
+    return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
+
+
+def write_tensors(directory: FilePath, tensors: Tensors, wrote: Callable[[int], object]) -> None:
+    """Write every tensor as it is, in one file or in shards with an index; `wrote` is told of bytes."""
+
+    def read(name: str) -> NDArray[Any]:
+        wrote(tensors[name].nbytes)
+        return np.asarray(tensors[name])
+
+    structs = {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    _write_shards(directory, structs, read, _MAX_SHARD_BYTES)
 
 
 # Reading
 
 
-def _open(directory: FilePath) -> Tensors:
-    """Every tensor of a checkpoint by name, none of them read yet."""
+def open_tensors(directory: FilePath) -> Tensors:
+    """Every tensor of a checkpoint by name, none of them read yet; CheckpointError if files are absent or damaged."""
     _require_directory(directory)
     if (directory / _SINGLE).is_file():
         return map_file(directory / _SINGLE)
@@ -152,7 +120,7 @@ def _require_directory(directory: FilePath) -> None:
 
 
 def _no_weights(directory: FilePath) -> str:
-    message = f"{directory} must contain {_SINGLE} or {_INDEX}, got {_listing(directory)}"
+    message = f"{directory} must contain {_SINGLE}, {_INDEX} or the folder `orbax`, got {_listing(directory)}"
     if any(f.suffix in {".bin", ".pt", ".pth"} for f in directory.iterdir()):
         message += "; convert the torch weights to safetensors: load them with transformers and save_pretrained them"
     return message
@@ -171,30 +139,6 @@ def _read_json(file: FilePath) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file} must hold a JSON object, got a {type(value).__name__}")
     return value
-
-
-def _check(directory: FilePath, specs: Sequence[TensorRow], tensors: Tensors) -> None:
-    expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
-    shared = [name for name in expected if name in tensors]
-    Mismatch(
-        missing=[name for name in expected if name not in tensors],
-        unexpected=[name for name in tensors if name not in expected and not _is_ignored(name)],
-        misshapen=[
-            f"{name} {tensors[name].shape} instead of {expected[name]}"
-            for name in shared
-            if tensors[name].shape != expected[name]
-        ],
-        mistyped=[f"{name} {tensors[name].dtype}" for name in shared if tensors[name].dtype not in _FLOATS],
-    ).raise_if_any(directory, f"check that {_CONFIG} belongs to these weights, and that they are not quantized")
-
-
-def _is_ignored(name: str) -> bool:
-    """Tensors that are computed, or that tied embeddings stand for; transformers ignores them too."""
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-
-
-def _dtype_of(parts: Sequence[NDArray[Any]], dtype: jax.typing.DTypeLike | None) -> np.dtype:
-    return jnp.dtype(jnp.result_type(*(part.dtype for part in parts)) if dtype is None else dtype)
 
 
 # Writing
@@ -229,7 +173,7 @@ def _split(specs: Sequence[TensorRow], params: Params) -> dict[str, _Part]:
             found.missing.append(name)
         elif array.shape != row.shape:
             found.misshapen.append(f"{name} {array.shape} instead of {row.shape}")
-        elif array.dtype not in _FLOATS:
+        elif array.dtype not in FLOATS:
             found.mistyped.append(f"{name} {array.dtype}")
         else:
             ends = list(accumulate(row.hf_rows))
@@ -244,6 +188,14 @@ def _leaf_or_none(params: Params, path: Path) -> Any:
         return leaf_at(params, path)
     except (KeyError, IndexError, TypeError):
         return None
+
+
+def _write_shards(directory: FilePath, structs: Shard, read: Callable[[str], NDArray[Any]], max_bytes: int) -> None:
+    shards = _shards(structs, max_bytes)
+    for file, shard in shards.items():
+        write_file(directory / file, shard, read)
+    if len(shards) > 1:
+        _write_json(directory / _INDEX, _index(shards))
 
 
 def _shards(tensors: Shard, max_bytes: int) -> dict[str, Shard]:
@@ -267,9 +219,9 @@ def _index(shards: Mapping[str, Shard]) -> dict[str, Any]:
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
-def _with_dtype(hf_config: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[str, Any]:
+def _with_dtype(hf_config: Mapping[str, Any], tensors: Shard) -> dict[str, Any]:
     """The config with the dtype of the weights, under the name of today's transformers and that of older ones."""
-    dtype = jnp.result_type(*{tensor.dtype for shard in shards.values() for tensor in shard.values()}).name
+    dtype = jnp.result_type(*{tensor.dtype for tensor in tensors.values()}).name
     return {**hf_config, "dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in hf_config else {})}
 
 

@@ -2,11 +2,11 @@
 
 import dataclasses
 import mmap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -19,7 +19,33 @@ from weights.safetensors_file import release
 _READ_BYTES = 4 << 20  # of a file at a time in each reader
 
 Index = tuple[slice, ...]
-Piece = tuple[NDArray[Any], NDArray[Any]]  # where to copy, and from where
+
+
+@runtime_checkable
+class Part(Protocol):
+    """A tensor of a checkpoint, or a slice of one, read when it is copied: a view of a mapped file, say."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its own, as an array has it."""
+
+    @property
+    def dtype(self) -> Any:
+        """As it is stored."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its numbers."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __array__(self) -> NDArray[Any]: ...
+
+
+Tensors = Mapping[str, Part]
+Piece = tuple[NDArray[Any], Part]  # where to copy, and from where
 
 
 @dataclass(frozen=True)
@@ -27,14 +53,14 @@ class StoredTensor:
     """The concatenation of tensors of a checkpoint along axis 0, none of it read yet.
 
     Attributes:
-        parts: views of memory-mapped files.
+        parts: tensors as they are stored.
         dtype: what it is read in.
         sharding: where it is placed; None for the default device.
         readers: threads that read.
         padding_rows: rows of zeros after all others.
     """
 
-    parts: Sequence[NDArray[Any]]
+    parts: Sequence[Part]
     dtype: np.dtype
     sharding: Sharding | None
     readers: Executor
@@ -45,7 +71,7 @@ class StoredTensor:
         """Of the whole."""
         return (sum(len(part) for part in self.parts) + self.padding_rows, *self.parts[0].shape[1:])
 
-    def with_parts(self, parts: Sequence[NDArray[Any]], sharding: Sharding, padding_rows: int = 0) -> "StoredTensor":
+    def with_parts(self, parts: Sequence[Part], sharding: Sharding, padding_rows: int = 0) -> "StoredTensor":
         """Another tensor, made of slices of these parts; still none of it is read."""
         return dataclasses.replace(self, parts=parts, sharding=sharding, padding_rows=padding_rows)
 
@@ -86,7 +112,7 @@ def host_buffer(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
     return np.ndarray(shape, dtype, pages)
 
 
-def _pieces(out: NDArray[Any], parts: Sequence[NDArray[Any]], index: Index) -> Iterator[Piece]:
+def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[Piece]:
     """What to copy from where to fill `out` with the slice `index` of the concatenation of `parts`."""
     offset = -(index[0].start or 0)  # row of `out` where the part at hand would begin
     for part in parts:
@@ -96,7 +122,7 @@ def _pieces(out: NDArray[Any], parts: Sequence[NDArray[Any]], index: Index) -> I
         offset += len(part)
 
 
-def _blocks(out: NDArray[Any], source: NDArray[Any]) -> Iterator[Piece]:
+def _blocks(out: NDArray[Any], source: Part) -> Iterator[Piece]:
     """Blocks of rows small enough that several threads share one tensor."""
     step = max(1, _READ_BYTES * len(source) // max(1, source.nbytes))
     for row in range(0, len(source), step):
@@ -105,5 +131,6 @@ def _blocks(out: NDArray[Any], source: NDArray[Any]) -> Iterator[Piece]:
 
 def _copy(piece: Piece) -> None:
     to, source = piece
-    np.copyto(to, source, casting="unsafe")
-    release(source)
+    np.copyto(to, np.asarray(source), casting="unsafe")
+    if isinstance(source, np.ndarray):
+        release(source)

@@ -80,7 +80,7 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
         logger.info("matrices are multiplied by XLA: %s", reason)
     transform = matrix_transform(specs, quantization=config.quantization, packed=reason is None)
     try:
-        params = weights.load(config.model_path, specs, dtype, _shardings(config, specs), transform)
+        params = weights.load(config.model_path, specs, dtype, _shardings(config, specs), transform, use_tqdm=True)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)

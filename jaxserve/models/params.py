@@ -18,6 +18,7 @@ from jaxserve.sharding import held_heads, named_sharding, split_dimension
 from pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
 from weights import StoredTensor, host_buffer
 from weights.rows import Params, build_tree
+from weights.stored_tensor import Part
 
 __all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "split_array", "stack_layers", "step_bytes"]
 
@@ -124,15 +125,21 @@ def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> I
         yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)))
 
 
-def _share(spec: ParamSpec, parts: Sequence[NDArray[Any]], index: int, num_devices: int) -> list[NDArray[Any]]:
+def _share(spec: ParamSpec, parts: Sequence[Part], index: int, num_devices: int) -> list[Part]:
     """Slices of the parts of a tensor: those of device `index`."""
     if spec.split_dimension == 1:
-        return [np.split(part, num_devices, axis=1)[index] for part in parts]
+        return [part[:, _slice(part.shape[1] // num_devices, index)] for part in parts]
     if not spec.heads:
-        sizes = [-(-len(part) // num_devices) for part in parts]
-        return [part[index * size : (index + 1) * size] for part, size in zip(parts, sizes, strict=True)]
-    of_heads = [np.split(part, num_heads) for part, num_heads in zip(parts, spec.heads, strict=True)]
-    return [heads[head] for heads in of_heads for head in held_heads(len(heads), index, num_devices)]
+        return [part[_slice(-(-len(part) // num_devices), index)] for part in parts]
+    return [
+        part[_slice(len(part) // num_heads, head)]
+        for part, num_heads in zip(parts, spec.heads, strict=True)
+        for head in held_heads(num_heads, index, num_devices)
+    ]
+
+
+def _slice(size: int, index: int) -> slice:
+    return slice(index * size, (index + 1) * size)
 
 
 def _join(shards: Sequence[Any], spec: ParamSpec, sharding: NamedSharding) -> Any:

@@ -58,10 +58,9 @@ assert max(device_reads) == largest // 2
 
 IMPORTS = """
 import sys
-import weights, weights.orbax_store
+import weights
 import jaxserve.models.registry, jaxserve.models.decoder
-assert "torch" not in sys.modules
-assert not any(name.startswith("transformers") for name in sys.modules)
+assert not any(name.partition(".")[0] in ("torch", "transformers", "orbax", "tensorstore") for name in sys.modules)
 """
 
 
@@ -81,5 +80,5 @@ def test_each_device_reads_its_own_slices(tmp_path):
     )
 
 
-def test_serving_code_does_not_import_torch():
+def test_serving_code_does_not_import_what_is_slow():
     run(IMPORTS)

@@ -1,70 +1,277 @@
-"""Orbax: the same tree back, in the form asked for, or an error that names what differs."""
+"""Orbax checkpoints: the tensors of the Hugging Face ones they were made from, to the bit, and back again."""
+
+import json
+import re
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
-from jax.sharding import SingleDeviceSharding
+import safetensors.numpy
+import tensorstore
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from orbax.checkpoint import v1 as ocp
 
-from weights import CheckpointError, orbax_store
+import weights
+from jaxserve.models import registry
+from jaxserve.models.params import ParamSpec, matrix_transform
+from pallas_kernels import packed_linear
+from tests.checkpoints import FAMILIES, random_configs, write_checkpoint
+from weights import CheckpointError, convert, orbax_store, safetensors_store
+from weights.load import open_tensors
+from weights.stored_tensor import Part, StoredTensor
 
-PARAMS = {
-    "embed": jnp.arange(12, dtype=jnp.float32).reshape(4, 3),
-    "layers": [{"w": jnp.ones((2, 3), jnp.bfloat16)}, {"w": jnp.full((2, 3), 2, jnp.bfloat16)}],
+TEXTS = {
+    "generation_config.json": '{"eos_token_id": [2, 3]}',
+    "tokenizer.json": "{}\n",
+    "tokenizer.model": "\x00\x01",
+    "chat_template.jinja": "{{ messages }}",
+    "additional_chat_templates/tool_use.jinja": "{{ tools }}",
+    "README.md": "# A model",
 }
+LEFT = {"pytorch_model.bin": "", ".gitattributes": "", "old/model.safetensors": "", "flax_model.msgpack": ""}
 
 
-def abstract(tree=PARAMS, dtype=None):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype or x.dtype), tree)
+def specs_of(path: Path) -> list[ParamSpec]:
+    return registry.param_specs(registry.from_hf_config(weights.read_config(path)))
 
 
-@pytest.fixture
-def path(tmp_path):
-    orbax_store.save(tmp_path / "params", PARAMS, {"seed": 3, "config": {"vocab_size": 4}})
-    return tmp_path / "params"
+def add_files(path: Path, texts: dict[str, str]) -> None:
+    for name, text in texts.items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_text(text)
 
 
-def assert_equal(tree, expected):
-    assert jax.tree.structure(tree) == jax.tree.structure(expected)
-    jax.tree.map(np.testing.assert_array_equal, tree, expected)
-    assert jax.tree.map(lambda x: x.dtype, tree) == jax.tree.map(lambda x: x.dtype, expected)
+def files(path: Path) -> dict[str, bytes]:
+    """Content of all files that are no weights."""
+    found = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+    return {name: data for name, data in found.items() if not re.match(r"orbax/|model.*safetensors", name)}
 
 
-def test_round_trip(path):
-    assert_equal(orbax_store.restore(path, abstract()), PARAMS)
-    assert orbax_store.read_metadata(path) == {"seed": 3, "config": {"vocab_size": 4}}
+def tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Dtype, shape and bits of all tensors of a Hugging Face directory."""
+    found = safetensors_store.open_tensors(path)
+    return {name: (str(t.dtype), t.shape, np.asarray(t).tobytes()) for name, t in found.items()}
 
 
-def test_restores_into_dtype_and_sharding(path):
-    sharding = SingleDeviceSharding(jax.devices()[0])
-    wanted = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=sharding), abstract())
-    restored = orbax_store.restore(path, wanted)
-    assert_equal(restored, jax.tree.map(lambda x: x.astype(jnp.float32), PARAMS))
-    assert all(x.sharding == sharding for x in jax.tree.leaves(restored))
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("source")
+    write_checkpoint(path, "llama", dtype="bfloat16")
+    add_files(path, TEXTS)
+    return path
 
 
-def test_save_replaces(path):
-    new = {"a": jnp.ones(3)}
-    orbax_store.save(path, new)
-    assert_equal(orbax_store.restore(path, abstract(new)), new)
-    assert orbax_store.read_metadata(path) == {}
+@pytest.fixture(scope="module")
+def orbax(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("orbax")
+    convert(source, path, specs_of(source))
+    return path
 
 
-def test_differences_are_named(path):
-    wanted = {"embed": jax.ShapeDtypeStruct((5, 3), jnp.float32), "final_norm": jax.ShapeDtypeStruct((3,), jnp.float32)}
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_is_the_same_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
+) -> None:
+    """Odd sizes, ties, biases, several files; in chunks that cut tensors, written a few at a time."""
+    monkeypatch.setattr(orbax_store, "_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 1000)
+    (sizes,) = random_configs(family, 1, seed=len(dtype))
+    there, back = tmp_path / "there", tmp_path / "back"
+    write_checkpoint(tmp_path / "hf", family, dtype=dtype, max_shard_size="30KB", **sizes)
+    add_files(tmp_path / "hf", TEXTS | LEFT)
+    specs = specs_of(tmp_path / "hf")
+    convert(tmp_path / "hf", there, specs)
+    convert(there, back, specs)
+    assert tensors(back) == tensors(tmp_path / "hf")
+    kept = {name: data for name, data in files(tmp_path / "hf").items() if name not in LEFT}
+    assert files(there) == files(back) == kept
+    assert "config.json" in kept
+    assert {f.name for f in tmp_path.iterdir()} == {"hf", "there", "back"}
+    assert not list(there.rglob("*.safetensors"))
+    assert not list(back.rglob("*orbax*"))
+
+
+def test_orbax_itself_finds_the_names_of_hugging_face(source: Path, orbax: Path) -> None:
+    loaded = ocp.load(orbax / "orbax")
+    expected = safetensors_store.open_tensors(source)
+    assert loaded.keys() == expected.keys()
+    for name, array in loaded.items():
+        assert array.dtype == expected[name].dtype
+        np.testing.assert_array_equal(array, expected[name])
+
+
+def test_what_is_not_loaded_is_kept(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "hf", "llama", tie_word_embeddings=True)
+    file = tmp_path / "hf" / "model.safetensors"
+    more = {"lm_head.weight": np.ones((131, 64), np.float32), "a.rotary_emb.inv_freq": np.arange(8.0)}
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | more, file)
+    convert(tmp_path / "hf", tmp_path / "there", specs_of(tmp_path / "hf"))
+    convert(tmp_path / "there", tmp_path / "back", specs_of(tmp_path / "hf"))
+    assert tensors(tmp_path / "back") == tensors(tmp_path / "hf")
+    assert more.keys() <= tensors(tmp_path / "back").keys()
+
+
+FORMS: list[dict[str, Any]] = [{}, {"quantization": "int8"}]
+if packed_linear.unsupported("float32", "cpu") is None:
+    FORMS += [{**form, "packed": True} for form in FORMS]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_loads_as_the_files_it_was_made_from(source: Path, orbax: Path, form: dict[str, Any], dtype: str) -> None:
+    if form.get("packed") and dtype is None:
+        pytest.skip("matrices are packed in float32")
+    specs = specs_of(source)
+    wanted, found = (
+        weights.load(path, specs, dtype and jnp.dtype(dtype), transform=matrix_transform(specs, **form))
+        for path in (source, orbax)
+    )
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for array, expected in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert array.dtype == expected.dtype
+        assert np.asarray(array).tobytes() == np.asarray(expected).tobytes()
+
+
+@st.composite
+def slices(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[slice, ...]]]:
+    """An array, and slices of slices of it as numpy takes them."""
+    shape = draw(hnp.array_shapes(max_dims=2, max_side=20))
+    dtype = draw(st.sampled_from([np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]))
+    array, taken = np.random.default_rng(0).normal(size=shape).astype(dtype), []
+    bound = st.none() | st.integers(-25, 25)
+    for _ in range(draw(st.integers(1, 3))):
+        taken.append(tuple(slice(draw(bound), draw(bound)) for _ in range(draw(st.integers(1, len(shape))))))
+    return array, taken
+
+
+@given(slices())
+@settings(deadline=None, max_examples=25)
+def test_slices_are_those_of_numpy(tmp_path_factory: pytest.TempPathFactory, case: tuple[np.ndarray, Any]) -> None:
+    array, taken = case
+    path = tmp_path_factory.mktemp("slices")
+    mapped = np.memmap(path / "array", array.dtype, "w+", shape=array.shape)
+    mapped[:] = array
+    told: list[int] = []
+    orbax_store.write_tensors(path, {"a.b": np.asarray(mapped)}, told.append)
+    assert told == [array.nbytes]
+    tensor = orbax_store.open_tensors(path)["a.b"]
+    for index in taken:
+        tensor, array = tensor[index], array[index]
+        assert (tensor.shape, tensor.dtype, len(tensor)) == (array.shape, array.dtype, len(array))
+        assert tensor.nbytes == array.nbytes
+        assert np.asarray(tensor).tobytes() == array.tobytes()
+
+
+def bytes_read() -> int:
+    (metric,) = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for value in metric["values"])
+
+
+@pytest.mark.parametrize("shape", [(1024, 2048), (2048, 1024)])
+def test_little_more_is_read_than_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: Any) -> None:
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 64 << 10)
+    np.memmap(tmp_path / "array", np.float16, "w+", shape=shape)[:] = 1
+    mapped = np.asarray(np.memmap(tmp_path / "array", np.float16, "r", shape=shape))
+    orbax_store.write_tensors(tmp_path, {"a": mapped}, lambda _: None)
+    rows, columns = (size // 4 for size in shape)
+
+    def share_read(part: Callable[[Part], Part], use: Callable[[StoredTensor], object]) -> float:
+        tensor = part(orbax_store.open_tensors(tmp_path)["a"])
+        before = bytes_read()
+        with ThreadPoolExecutor(1) as readers:  # in order, so that what is read does not hang on time
+            use(StoredTensor([tensor], np.dtype(np.float32), None, readers))
+        return (bytes_read() - before) / mapped.nbytes
+
+    for use in (StoredTensor.place, lambda tensor: tensor.each_slab(16, lambda *_: None)):
+        assert share_read(lambda whole: whole, use) < 1.2
+        assert share_read(lambda whole: whole[rows : 2 * rows], use) < 0.4
+        assert share_read(lambda whole: whole[:, columns : 2 * columns], use) < 0.4
+
+
+# What is refused
+
+
+def test_taken_places_are_refused(tmp_path: Path, source: Path, orbax: Path) -> None:
+    (tmp_path / "file").touch()
+    specs = specs_of(source)
+    for path in (source, orbax, tmp_path, tmp_path / "file"):
+        before = sorted(path.rglob("*"))
+        with pytest.raises(CheckpointError, match="must be absent or an empty directory"):
+            convert(source, path, specs)
+        assert sorted(path.rglob("*")) == before
+    with pytest.raises(CheckpointError, match="must not be inside"):
+        convert(source, source / "orbax", specs)
+
+
+def test_sources_of_neither_form_are_refused(tmp_path: Path, source: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, message in [("nowhere", "must be a local directory"), ("empty", "or the folder `orbax`")]:
+        with pytest.raises(CheckpointError, match=message):
+            convert(tmp_path / name, tmp_path / "target", specs_of(source))
+    assert [f.name for f in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize("form", ["source", "orbax"])
+def test_differences_are_named(tmp_path: Path, request: pytest.FixtureRequest, form: str) -> None:
+    path = request.getfixturevalue(form)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "attention_bias": True, "vocab_size": 130}
+    other = registry.param_specs(registry.from_hf_config(config))
     with pytest.raises(CheckpointError) as error:
-        orbax_store.restore(path, wanted)
-    for text in ("1 missing: final_norm", "2 unexpected: layers/0/w, layers/1/w", "embed (4, 3) instead of (5, 3)"):
+        convert(path, tmp_path / "target", other)
+    with pytest.raises(CheckpointError) as loading:
+        open_tensors(path, other)
+    assert str(error.value) == str(loading.value)
+    for text in (
+        "4 missing: model.layers.0.self_attn.q_proj.bias",
+        "9 unexpected: model.layers.1.",
+        "(131, 64) instead",
+    ):
         assert text in str(error.value)
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("made", [False, True])
-def test_no_checkpoint(tmp_path, made):
-    path = tmp_path / "none"
-    if made:
-        path.mkdir()
-        (path / "file").write_text("x")
-    with pytest.raises(CheckpointError, match="must be an Orbax checkpoint"):
-        orbax_store.restore(path, abstract())
-    with pytest.raises(CheckpointError, match="must be an Orbax checkpoint"):
-        orbax_store.read_metadata(path)
+@pytest.mark.parametrize("form", ["source", "orbax"])
+def test_what_is_interrupted_leaves_nothing(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """In the midst of the tensors."""
+    path, target = request.getfixturevalue(form), tmp_path / "target"
+    store = safetensors_store if form == "orbax" else orbax_store
+    write, seen = store.write_tensors, []
+
+    def interrupt(_num_bytes: int) -> None:
+        seen.append({f.name for f in tmp_path.iterdir()})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(orbax_store, "_GROUP_BYTES", 20_000)
+    monkeypatch.setattr(store, "write_tensors", lambda directory, tensors, _: write(directory, tensors, interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert(path, target, specs_of(path))
+    (names,) = seen
+    assert len(names) == 1
+    assert "target" not in names
+    assert not list(tmp_path.iterdir())
+
+
+def test_damage_is_told(tmp_path: Path, source: Path) -> None:
+    specs = specs_of(source)
+    convert(source, tmp_path / "model", specs)
+    largest = max((tmp_path / "model" / "orbax").rglob("*"), key=lambda f: f.is_file() and f.stat().st_size)
+    data = largest.read_bytes()
+    largest.write_bytes(data[: len(data) // 2])
+    with pytest.raises(CheckpointError, match="fault"):
+        weights.load(tmp_path / "model", specs)
+    for file in (tmp_path / "model" / "orbax").rglob("manifest.ocdbt"):
+        file.unlink()
+    with pytest.raises(CheckpointError, match="must be a complete Orbax checkpoint"):
+        weights.load(tmp_path / "model", specs)

@@ -16,7 +16,7 @@ from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_
 from jaxserve.quant import quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
 from pallas_kernels import packed_linear
-from weights import stored_tensor
+from weights import orbax_store, stored_tensor
 from weights.rows import leaf_at
 
 SEED = 3
@@ -120,3 +120,30 @@ def test_every_number_is_read_by_one_device(tmp_path: Path, monkeypatch: pytest.
     replicated = sum(4 * int(np.prod(spec.shape)) for spec in specs if spec.split_dimension is None)
     assert device_bytes(split) == (device_bytes(whole) - replicated) // 6 + replicated
     assert replicated < device_bytes(whole) / 100
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_orbax_checkpoint_is_the_same_on_any_mesh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """In chunks that no device's part is a multiple of."""
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 30_000)
+    _, specs = build(tmp_path / "hf", num_attention_heads=16, num_key_value_heads=4, intermediate_size=1024)
+    weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
+    for n in (1, 2, 4, 8):
+        found, wanted = (load(tmp_path / name, specs, n, **FORMS[form]) for name in ("orbax", "hf"))
+        assert jax.tree.structure(found) == jax.tree.structure(wanted)
+        for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+            assert a.sharding == b.sharding
+            for part, expected in zip(a.addressable_shards, b.addressable_shards, strict=True):
+                np.testing.assert_array_equal(part.data, expected.data)
+
+
+def test_a_device_reads_its_own_columns_of_an_orbax_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, specs = build(tmp_path / "hf", vocab_size=132)
+    weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
+    copied = []
+    copy = stored_tensor._copy
+    monkeypatch.setattr(stored_tensor, "_copy", lambda piece: (copied.append(piece[1].nbytes), copy(piece)))
+    load(tmp_path / "orbax", specs, 6)
+    assert sum(copied) == sum(4 * int(np.prod(spec.shape)) for spec in specs)

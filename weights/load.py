@@ -1,0 +1,101 @@
+"""From a checkpoint directory of either form to a parameter tree."""
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path as FilePath
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from weights import orbax_store, safetensors_store
+from weights.errors import Mismatch
+from weights.progress import progress_bar
+from weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
+from weights.stored_tensor import Part, StoredTensor, Tensors
+
+_NUM_READERS = 8
+
+Transform = Callable[[Any, StoredTensor], Any]  # of a row, of the caller's own type, and its tensor
+
+
+def load(
+    path: str | os.PathLike[str],
+    specs: Sequence[TensorRow],
+    dtype: jax.typing.DTypeLike | None = None,
+    shardings: Shardings | None = None,
+    transform: Transform | None = None,
+    *,
+    use_tqdm: bool = False,
+) -> Params:
+    """Read a checkpoint directory into the parameter tree that `specs` describe.
+
+    Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of
+    them besides the result. Rotary inverse frequencies are ignored, and `lm_head.weight` where embeddings are tied.
+
+    Args:
+        path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or as
+            `convert` writes it.
+        specs: one row per tensor of the result.
+        dtype: of the result; None keeps that of the files (float32, float16 or bfloat16).
+        shardings: a function of a row's path, or a tree of them; each device reads its own slices only.
+        transform: reads a row's tensor, and returns what takes its place in the tree; by default the tensor, placed.
+        use_tqdm: show progress in bytes where stderr is a terminal.
+
+    Raises:
+        CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
+    """
+    tensors = open_tensors(FilePath(path), specs)
+    previous: list[Any] = []
+
+    def leaf(row: TensorRow) -> Any:
+        parts = [tensors[name] for name in row.hf_names]
+        tensor = StoredTensor(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
+        array = tensor.place() if transform is None else transform(row, tensor)
+        # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
+        jax.block_until_ready(previous)
+        previous[:] = [array]
+        bar.update(sum(part.nbytes for part in parts))
+        return array
+
+    total_bytes = sum(tensors[name].nbytes for row in specs for name in row.hf_names)
+    with ThreadPoolExecutor(_NUM_READERS) as readers, progress_bar(total_bytes, "Loading", use_tqdm) as bar:
+        return build_tree(specs, leaf)
+
+
+def open_tensors(directory: FilePath, specs: Sequence[TensorRow]) -> Tensors:
+    """Every tensor of a checkpoint by name, none of them read yet; CheckpointError unless they are those of `specs`."""
+    tensors = (orbax_store if is_orbax(directory) else safetensors_store).open_tensors(directory)
+    _check(directory, specs, tensors)
+    return tensors
+
+
+def is_orbax(directory: FilePath) -> bool:
+    """Whether that is where its weights are."""
+    return orbax_store.has_weights(directory) and not safetensors_store.has_weights(directory)
+
+
+def _check(directory: FilePath, specs: Sequence[TensorRow], tensors: Tensors) -> None:
+    expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
+    shared = [name for name in expected if name in tensors]
+    Mismatch(
+        missing=[name for name in expected if name not in tensors],
+        unexpected=[name for name in tensors if name not in expected and not _is_ignored(name)],
+        misshapen=[
+            f"{name} {tensors[name].shape} instead of {expected[name]}"
+            for name in shared
+            if tensors[name].shape != expected[name]
+        ],
+        mistyped=[f"{name} {tensors[name].dtype}" for name in shared if tensors[name].dtype not in FLOATS],
+    ).raise_if_any(directory, "check that config.json belongs to these weights, and that they are not quantized")
+
+
+def _is_ignored(name: str) -> bool:
+    """Tensors that are computed, or that tied embeddings stand for; transformers ignores them too."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+
+
+def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:
+    return jnp.dtype(jnp.result_type(*(part.dtype for part in parts)) if dtype is None else dtype)
