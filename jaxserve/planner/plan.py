@@ -190,7 +190,9 @@ def make_plan(
     schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or schedule.max_pages_per_row)
     largest = decode = speed = None
     if sheet is not None:
-        compiler = StepCompiler(sheet.chip, target.num_chips, schedule, dtype, kv_dtype, backend)
+        # Of a pool as large as the memory XLA thinks that it does not fit, and looks long for what to compute again.
+        small = dataclasses.replace(schedule, num_pages=schedule.max_pages_per_row)
+        compiler = StepCompiler(sheet.chip, target.num_chips, small, dtype, kv_dtype, backend)
         largest = compiler.step_program(arch, schedule.max_num_batched_tokens)
         decode = compiler.step_program(arch, decode_bucket(schedule))
         memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))

@@ -13,14 +13,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import ServeState, abstract_state, make_serve_step
+from jaxserve.engine.step import abstract_state, make_serve_step
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree
 from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh
 from pallas_kernels.deviceless import Chip
 
-_FEW, _MORE = 2, 3  # layers of each kind; beside the first one, in which XLA may plan memory otherwise
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
 )
@@ -44,14 +43,12 @@ class StepProgram:
         num_tokens: of its token axis.
         temp_bytes: of temporaries, and of results other than the state.
         collectives: of one layer.
-        compiled_layers: of the two programs that this was found by.
         compile_s: to trace and compile them here.
     """
 
     num_tokens: int
     temp_bytes: int
     collectives: tuple[Collective, ...]
-    compiled_layers: tuple[int, int]
     compile_s: float
 
 
@@ -76,36 +73,32 @@ class StepCompiler:
     backend: str
 
     def step_program(self, arch: ArchConfig, num_tokens: int) -> StepProgram:
-        """What the step of one bucket takes, from two compiled with few layers: each further one adds the same."""
+        """What the step of one bucket takes. Where chips exchange, a second program tells which of it is a layer's."""
         started = time.perf_counter()
-        few, more = _with_layers_of_each_kind(arch, _FEW), _with_layers_of_each_kind(arch, _MORE)
-        programs = self.compile(few, num_tokens), self.compile(more, num_tokens)
-        texts = [program.as_text() or "" for program in programs]
-        compile_s = time.perf_counter() - started
-        num_added = more.num_layers - few.num_layers
-        temps, added = temp_bytes(programs[0]), temp_bytes(programs[1]) - temp_bytes(programs[0])
-        return StepProgram(
-            num_tokens=num_tokens,
-            temp_bytes=temps + added * (arch.num_layers - few.num_layers) // num_added,
-            collectives=_per_layer(collectives(texts[0]), collectives(texts[1]), num_added),
-            compiled_layers=(few.num_layers, more.num_layers),
-            compile_s=compile_s,
-        )
+        program = self.compile(arch, num_tokens)
+        exchanges = self._exchanges_per_layer(arch, program, num_tokens) if self.num_chips > 1 else ()
+        return StepProgram(num_tokens, temp_bytes(program), exchanges, time.perf_counter() - started)
+
+    def _exchanges_per_layer(
+        self, arch: ArchConfig, program: jax.stages.Compiled, num_tokens: int
+    ) -> tuple[Collective, ...]:
+        other = _of_each_kind(arch, 1)
+        if other.num_layers == arch.num_layers:
+            other = _of_each_kind(arch, 2)
+        counted = [collectives(x.as_text() or "") for x in (self.compile(other, num_tokens), program)]
+        return _per_layer(*counted, num_layers=arch.num_layers - other.num_layers)
 
     def compile(self, arch: ArchConfig, num_tokens: int) -> jax.stages.Compiled:
         """The whole step of one bucket, with the layers that `arch` has."""
         layout = BatchLayout.of(self.schedule, num_tokens)
         mesh = tensor_mesh(self.num_chips, self.chip.devices(self.num_chips))
-        params, state = abstract_params(arch, self.dtype, mesh), self.abstract_state(arch, mesh)
+        params = abstract_params(arch, self.dtype, mesh)
+        state = abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=mesh)
         args = (params, state, _tensor((layout.blob_size,), jnp.dtype("int32"), (None,), mesh))
         program = make_serve_step(arch, layout, backend=self.backend, num_devices=self.num_chips)
         if mesh is not None:
             program = over_devices(program, mesh, args, (specs_of(state), PartitionSpec()))
         return self.chip.compile(program, args, donate_argnums=(1,), mesh=mesh)
-
-    def abstract_state(self, arch: ArchConfig, mesh: Mesh | None) -> ServeState:
-        """The state of the step, as shapes."""
-        return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=mesh)
 
 
 def abstract_params(arch: ArchConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> Params:
@@ -145,18 +138,20 @@ def _array_bytes(kind: str, bits: str, sizes: str) -> int:
     return prod(int(size) for size in sizes.split(",") if size) * (8 if kind == "pred" else int(bits)) // 8
 
 
-def _per_layer(few: tuple[Collective, ...], more: tuple[Collective, ...], num_added: int) -> tuple[Collective, ...]:
-    before = {exchange.kind: exchange for exchange in few}
-    added = [_difference(exchange, before.get(exchange.kind), num_added) for exchange in more]
+def _per_layer(
+    without: tuple[Collective, ...], whole: tuple[Collective, ...], *, num_layers: int
+) -> tuple[Collective, ...]:
+    """What so many layers add to a program, each the same."""
+    others = {exchange.kind: exchange for exchange in without}
+    added = []
+    for exchange in whole:
+        other = others.get(exchange.kind, Collective(exchange.kind, 0, 0))
+        count, num_bytes = exchange.count - other.count, exchange.num_bytes - other.num_bytes
+        added.append(Collective(exchange.kind, count // num_layers, num_bytes // num_layers))
     return tuple(exchange for exchange in added if exchange.count)
 
 
-def _difference(more: Collective, few: Collective | None, num_layers: int) -> Collective:
-    count, num_bytes = (few.count, few.num_bytes) if few else (0, 0)
-    return Collective(more.kind, (more.count - count) // num_layers, (more.num_bytes - num_bytes) // num_layers)
-
-
-def _with_layers_of_each_kind(arch: ArchConfig, count: int) -> ArchConfig:
+def _of_each_kind(arch: ArchConfig, count: int) -> ArchConfig:
     """So many layers of each window there is."""
     windows = tuple(dict.fromkeys(arch.windows)) * count
     return dataclasses.replace(arch, num_layers=len(windows), windows=windows)

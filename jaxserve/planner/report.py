@@ -37,7 +37,6 @@ def build_report(plan: Plan) -> Json:
         "num_requests": plan.num_requests,
         "collectives_per_layer": plan.decode and _collectives(plan.decode),
         "collectives_per_layer_largest": plan.largest and _collectives(plan.largest),
-        "compiled_layers": plan.largest and list(plan.largest.compiled_layers),
         "compiled_tokens": [program.num_tokens for program in programs],
         "compile_s": sum(program.compile_s for program in programs) if programs else None,
         "context_len": speed and speed.context_tokens,
@@ -87,10 +86,9 @@ def _memory(plan: Plan) -> list[Row]:
 
 
 def _programs(num_layers: int, largest: StepProgram, decode: StepProgram) -> str:
-    few, more = decode.compiled_layers
     lines = [
-        f"found by compiling both steps for the target, with {few} and {more} layers for the {num_layers} of the "
-        f"model, in {largest.compile_s + decode.compile_s:.0f} s"
+        f"found by compiling both steps for the target, all {num_layers} layers, "
+        f"in {largest.compile_s + decode.compile_s:.0f} s"
     ]
     if decode.collectives:
         exchanges = f"{_exchanges(decode)} in decode, {_exchanges(largest)} in the largest step"

@@ -37,7 +37,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step_program(self: StepCompiler, arch: Any, num_tokens: int) -> StepProgram:
         sums = (Collective("all-reduce", 2, SUM_BYTES * num_tokens),) if self.num_chips > 1 else ()
-        return StepProgram(num_tokens, 100_000 * num_tokens, sums, (2, 3), 1.0)
+        return StepProgram(num_tokens, 100_000 * num_tokens, sums, 1.0)
 
     monkeypatch.setattr(StepCompiler, "step_program", step_program)
     monkeypatch.setattr(Chip, "unavailable", lambda _: None)
