@@ -1,4 +1,4 @@
-"""The command line: `jaxserve generate`, `jaxserve batch`, `jaxserve bench` and `jaxserve convert`.
+"""The command line: `jaxserve generate`, `batch`, `bench`, `convert` and `plan`.
 
 Exit codes: 0 done, which a batch is with a record for every line, error records included; 2 a wrong command line or
 configuration, or a file that cannot be read or written, told in one line; 130 interrupted; 141 the reader of the output
@@ -23,6 +23,7 @@ from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.live_stats import LiveStats
+from jaxserve.planner.flags import PLANNED, add_plan
 from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -106,6 +107,12 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert, on_interrupt="; nothing is left of what was written")
     convert.add_argument("source", metavar="SRC", help="directory of a checkpoint of either form")
     convert.add_argument("target", metavar="DST", help="directory to write, absent or empty")
+
+    text = "whether a model fits on chips that are not there, and how fast they can be at best"
+    plan = commands.add_parser("plan", help=text, description=f"Compile for a target and tell {text}.")
+    plan.set_defaults(run=_plan, on_interrupt="")
+    add_plan(plan)
+    _add_engine_flags(plan, leave_out=sorted({field.name for field in dataclasses.fields(EngineConfig)} - PLANNED))
     return parser
 
 
@@ -163,8 +170,11 @@ def _field_helps(config: type) -> dict[str, str]:
 def _load(args: argparse.Namespace, **options: Any) -> "LLM":
     from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which --help and wrong flags need not wait for
 
-    given = {name.removeprefix("engine."): v for name, v in vars(args).items() if name.startswith("engine.")}
-    return LLM(**given, **options)
+    return LLM(**_engine_options(args), **options)
+
+
+def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {name.removeprefix("engine."): v for name, v in vars(args).items() if name.startswith("engine.")}
 
 
 def _live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
@@ -250,4 +260,11 @@ def _convert(args: argparse.Namespace) -> int:
         weights.convert(args.source, args.target, specs, use_tqdm=True)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
+
+    run_plan(args, _engine_options(args))
     return 0

@@ -159,6 +159,19 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
+def gpu_memory_fraction() -> float:
+    """The share of a GPU's memory that XLA takes: 3/4 unless the user tells it otherwise."""
+    name = "XLA_CLIENT_MEM_FRACTION" if "XLA_CLIENT_MEM_FRACTION" in os.environ else "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    value = os.environ.get(name) or "0.75"
+    try:
+        fraction = float(value)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for 0.75")
+    return fraction
+
+
 def embedded_model(name: str) -> Path:
     """Directory of a checkpoint shipped with the package."""
     spec = find_spec("weights")  # found, not imported: that would load jax

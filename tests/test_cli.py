@@ -45,7 +45,15 @@ def wait_for(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["generate", "--help"], ["batch", "--help"], ["bench", "serve", "--help"], ["--version"]]
+    "arguments",
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["batch", "--help"],
+        ["bench", "serve", "--help"],
+        ["plan", "--help"],
+        ["--version"],
+    ],
 )
 def test_help_is_instant(arguments: list[str]) -> None:
     program = (
@@ -95,7 +103,7 @@ def test_every_flag_has_a_help() -> None:
     commands = cli._parser()._subparsers._group_actions[0].choices
     kinds = commands["bench"]._subparsers._group_actions[0].choices
     assert kinds.keys() == {"offline", "serve"}
-    for parser in (*(commands[name] for name in ("generate", "batch", "convert")), *kinds.values()):
+    for parser in (*(commands[name] for name in ("generate", "batch", "convert", "plan")), *kinds.values()):
         assert all(action.help for action in parser._actions)
 
 

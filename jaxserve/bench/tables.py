@@ -24,10 +24,10 @@ def render(report: Json) -> str:
     if report["kind"] == "offline" and len(runs) > 1:
         blocks.append(_rounds(runs))
     if report["kind"] == "serve" and len(runs) > 1:
-        blocks.append(_align(_sweep(runs), header=True))
+        blocks.append(align(_sweep(runs), header=True))
     else:
         run = median_run(runs)
-        blocks += [_align(_facts(run, report)), _align(_latencies(run), header=True)]
+        blocks += [align(_facts(run, report)), align(_latencies(run), header=True)]
     return "\n\n".join(blocks)
 
 
@@ -142,7 +142,7 @@ def number(value: Any) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _align(rows: Iterable[Row], *, header: bool = False) -> str:
+def align(rows: Iterable[Row], *, header: bool = False) -> str:
     """Columns of equal width: all but the first to the right under a header, to the left without."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -94,18 +94,24 @@ def _shardings(config: EngineConfig, specs: Sequence[ParamSpec]) -> Shardings | 
     return {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
 
 
-def compute_dtype(config: EngineConfig, arch: ArchConfig) -> jnp.dtype:
-    """What was asked for, else float32 on CPU and the checkpoint's elsewhere."""
+def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
+    """What was asked for, else float32 on CPU and the checkpoint's elsewhere; `on_cpu` is by default as it is here."""
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
-    return jnp.dtype("float32" if _on_cpu() else arch.dtype)
+    on_cpu = _on_cpu() if on_cpu is None else on_cpu
+    return jnp.dtype("float32" if on_cpu else arch.dtype)
+
+
+def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
+    """Of keys and values in the pool, where `dtype` is computed in."""
+    return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
 
 
 def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runner:
     """Size the pool, allocate the state and compile."""
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
-    kv_dtype = dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-    backend = _select_backend(config, local_arch, kv_dtype)
+    kv_dtype = pool_dtype(config, dtype)
+    backend = select_backend(config, local_arch, kv_dtype)
     schedule = build_schedule(config, local_arch, kv_dtype, backend)
     runner = Runner(
         arch,
@@ -121,7 +127,15 @@ def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runn
     return runner
 
 
-def _select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype) -> str:
+def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None) -> str:
+    """The attention that serves what a device has of a model; ConfigError where the one asked for cannot.
+
+    Args:
+        config: what was asked for.
+        arch: what a device has.
+        kv_dtype: of the pool.
+        platform: as of `ragged_paged_attention.select_backend`.
+    """
     try:
         return attention.select_backend(
             config.attention_backend,
@@ -130,6 +144,7 @@ def _select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype)
             head_dim=arch.head_dim,
             page_size=config.page_size,
             kv_dtype=kv_dtype,
+            platform=platform,
         )
     except UnsupportedBackendError as error:
         raise ConfigError(str(error)) from error
@@ -137,26 +152,24 @@ def _select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype)
 
 def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> ScheduleConfig:
     """The resolved sizes; the pool from `num_pages`, else from free memory. `arch` is what a device has."""
-    num_pages = config.num_pages or _num_pages_that_fit(config, arch, _page_bytes(config, arch, kv_dtype, backend))
+    num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_bytes(config, arch, kv_dtype, backend))
     schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
     logger.info("KV pool: %d pages of %d tokens", num_pages, schedule.page_size)
     return schedule
 
 
-def _page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
+def page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
+    """Of one page in the pool of a device, which has `arch` of the model."""
     page = jax.eval_shape(partial(new_pool, arch, 1, config.page_size, kv_dtype=kv_dtype, backend=backend))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
 
 def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> int:
-    row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
-    max_num_seqs, _ = default_batch(config, on_cpu=_on_cpu())
     if _on_cpu():
-        share = psutil.virtual_memory().total * CPU_POOL_SHARE / config.tensor_parallel_size
-        budget = min(share, max_num_seqs * row_pages * page_bytes)
+        budget = cpu_pool_bytes(config, arch, page_bytes)
     else:
         devices = jax.local_devices()[: config.tensor_parallel_size]
-        budget = min(_free_bytes(config, device.memory_stats()) for device in devices) - _activation_bytes(config, arch)
+        budget = min(_free_bytes(config, device.memory_stats()) for device in devices) - activation_bytes(config, arch)
     if budget < page_bytes:
         raise ConfigError(
             f"the KV pool must hold at least one page of {page_bytes} bytes, got {int(budget)} bytes free; "
@@ -165,13 +178,21 @@ def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int)
     return int(budget // page_bytes)
 
 
+def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> float:
+    """What the pool may take on a CPU: a share of the memory, no more than the requests of a step can use."""
+    row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
+    max_num_seqs, _ = default_batch(config, on_cpu=True)
+    share = psutil.virtual_memory().total * CPU_POOL_SHARE / config.tensor_parallel_size
+    return float(min(share, max_num_seqs * row_pages * page_bytes))
+
+
 def _free_bytes(config: EngineConfig, stats: Mapping[str, int] | None) -> float:
     if stats is None or "bytes_limit" not in stats:
         raise ConfigError("this device does not report its memory; set num_pages")
     return float(stats["bytes_limit"] * config.gpu_memory_utilization - stats["bytes_in_use"])
 
 
-def _activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
+def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
     seqs, tokens = default_batch(config, on_cpu=False)
     widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size

@@ -2,20 +2,17 @@
 
 import json
 import re
-from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import PartitionSpec
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import abstract_state, make_serve_burst, make_serve_step, new_state
+from jaxserve.engine.step import abstract_state, make_serve_burst, make_serve_step
 from jaxserve.models import registry
-from jaxserve.models.params import build_tree
-from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh
+from jaxserve.planner.program import StepCompiler, abstract_params
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "weights" / "default" / "config.json"
 LLAMA_8B = {
@@ -39,8 +36,8 @@ HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn"
 def compile_step(chip, config, schedule, num_tokens, max_steps, kv_dtype=BFLOAT16):
     """The pool, and the step of one bucket, or its burst if `max_steps` is more than one."""
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
-    params = build_tree(registry.param_specs(arch), lambda row: jax.ShapeDtypeStruct(row.shape, BFLOAT16))
-    state = jax.eval_shape(partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu"))
+    params = abstract_params(arch, BFLOAT16)
+    state = abstract_state(arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu")
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
     if max_steps > 1:
         program = make_serve_burst(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
@@ -51,24 +48,10 @@ def compile_step(chip, config, schedule, num_tokens, max_steps, kv_dtype=BFLOAT1
 
 def compile_split_step(chip, config, schedule, num_tokens, num_devices, kv_dtype):
     """The step of one bucket over several chips; and what one of them has of the pool."""
-    arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
-    mesh = tensor_mesh(num_devices, chip.devices(num_devices))
-
-    def tensor(shape, dtype, axes):
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes))
-
-    heads = arch.num_heads + 2 * num_devices * arch.local(num_devices).num_kv_heads
-    rows = {"qkv_proj": heads * arch.head_dim, "qkv_bias": heads * arch.head_dim}
-    params = build_tree(
-        registry.param_specs(arch),
-        lambda row: tensor((rows.get(row.path[-1], row.shape[0]), *row.shape[1:]), BFLOAT16, row.axes),
-    )
-    state = abstract_state(arch, schedule, kv_dtype=jnp.dtype(kv_dtype), backend="mosaic_gpu", mesh=mesh)
-    args = (params, state, tensor((layout.blob_size,), jnp.int32, ()))
-    step = make_serve_step(arch, layout, backend="mosaic_gpu", num_devices=num_devices)
-    program = over_devices(step, mesh, args, (specs_of(state), PartitionSpec()))
-    part = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), state.kv_pages)
-    return part, chip.compile(program, args, donate_argnums=(1,), mesh=mesh)
+    arch, kv_dtype = registry.from_hf_config(config), jnp.dtype(kv_dtype)
+    compiler = StepCompiler(chip, num_devices, schedule, BFLOAT16, kv_dtype, "mosaic_gpu")
+    part = abstract_state(arch.local(num_devices), schedule, kv_dtype=kv_dtype, backend="mosaic_gpu").kv_pages
+    return part, compiler.compile(arch, num_tokens)
 
 
 def check(pool, compiled, max_temp_bytes, num_kinds):

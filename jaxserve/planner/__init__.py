@@ -1,0 +1,1 @@
+"""Whether a model fits on chips that are not there, and how fast they can be at best."""

@@ -1,0 +1,306 @@
+"""The arithmetic of plans without any compiler of GPUs, whose steps are given; and a CPU's against its engine."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve import EngineConfig, cli
+from jaxserve.engine.build import build_arch, build_params, build_runner
+from jaxserve.errors import ConfigError
+from jaxserve.models.params import device_bytes
+from jaxserve.planner.plan import Memory, Plan, make_plan, read_model
+from jaxserve.planner.program import Collective, StepCompiler, StepProgram, collectives
+from jaxserve.planner.report import build_report, render
+from jaxserve.planner.targets import TARGETS, Target, find_target
+from pallas_kernels.deviceless import Chip
+
+PARAMS = {  # in millions, as their makers tell
+    "llama-3.1-8b": 8030,
+    "llama-3.1-70b": 70554,
+    "llama-3.1-405b": 405853,
+    "qwen3-32b": 32762,
+    "mistral-7b-v0.3": 7248,
+}
+GPUS = [target for target in TARGETS.values() if target.sheet is not None]
+SUM_BYTES = 2 * 4096 * 2  # of two sums a layer, for each token
+
+
+@pytest.fixture(autouse=True)
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 100 kB of temporaries a token, and of two sums a layer on several chips."""
+
+    def step_program(self: StepCompiler, arch: Any, num_tokens: int) -> StepProgram:
+        sums = (Collective("all-reduce", 2, SUM_BYTES * num_tokens),) if self.num_chips > 1 else ()
+        return StepProgram(num_tokens, 100_000 * num_tokens, sums, 1.0)
+
+    monkeypatch.setattr(StepCompiler, "step_program", step_program)
+    monkeypatch.setattr(Chip, "unavailable", lambda _: None)
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def plan_of(model: str, target: str | Target = "h200", **options: Any) -> Plan:
+    target = TARGETS[target] if isinstance(target, str) else target
+    return make_plan(EngineConfig(model=model, tensor_parallel_size=target.num_chips, **options), target)
+
+
+def with_memory(target: Target, memory_bytes: int) -> Target:
+    assert target.sheet is not None
+    return dataclasses.replace(target, sheet=dataclasses.replace(target.sheet, memory_bytes=memory_bytes))
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_shapes_that_come_along_have_the_parameters_they_are_known_for(name: str) -> None:
+    called, arch = read_model(name)
+    assert called == name
+    assert arch.num_params / 1e6 == pytest.approx(PARAMS[name], rel=0.001)
+    assert arch.dtype == "bfloat16"
+
+
+def test_a_config_file_and_a_directory_are_the_same_model(tmp_path: Path) -> None:
+    content = (Path(__file__).parents[2] / "weights" / "default" / "config.json").read_text()
+    for name in ("config.json", "other.json"):
+        (tmp_path / name).write_text(content)
+    archs = [read_model(str(path))[1] for path in (tmp_path, tmp_path / "config.json", tmp_path / "other.json")]
+    assert archs == [read_model(None)[1]] * 3
+
+
+@pytest.mark.parametrize(("content", "message"), [("[1]", "must hold a JSON object"), ("{", "must be JSON")])
+def test_a_file_that_is_no_config(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "bad.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_model(str(tmp_path / "bad.json"))
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"page_size": 32, "max_num_seqs": 3}])
+def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any]) -> None:
+    config = EngineConfig(compile_ahead="minimal", max_num_batched_tokens=16, **{"max_num_seqs": 8, **options})
+    plan, arch = make_plan(config, TARGETS["cpu"]), build_arch(config)
+    report, runner = build_report(plan), build_runner(config, arch, build_params(config, arch))
+    assert report["weights_bytes_per_chip"] == pytest.approx(device_bytes(runner.params), rel=0.02)
+    assert report["kv_bytes_per_chip"] == device_bytes(runner.state.kv_pages)
+    assert report["slots_bytes_per_chip"] == device_bytes(runner.state.slots)
+    assert plan.schedule == runner.schedule
+    assert plan.backend == runner._backend
+
+
+@given(
+    limit=st.integers(0, 10**12),
+    weights=st.integers(0, 10**12),
+    temp=st.integers(0, 10**11),
+    pool_limit=st.integers(-(10**12), 10**12),
+    page=st.integers(1, 10**7),
+    num_pages=st.integers(1, 10**4),
+)
+def test_what_is_missing_is_no_more_than_it_lacks(
+    limit: int, weights: int, temp: int, pool_limit: int, page: int, num_pages: int
+) -> None:
+    slots = 10**6
+    memory = Memory(limit, weights, slots, temp, pool_limit, page, request=num_pages * page)
+
+    def with_more(more: int) -> Memory:
+        return dataclasses.replace(memory, limit=limit + more, pool_limit=pool_limit + more)
+
+    beside = weights + slots + temp
+    fits = memory.num_pages >= num_pages and beside + memory.num_pages * page <= limit
+    assert fits == (not memory.missing)
+    assert fits or with_more(memory.missing - 1).missing
+    if beside + pool_limit <= limit:  # the engine keeps as much free as steps take
+        assert not with_more(memory.missing).missing
+
+
+@pytest.mark.parametrize("target", GPUS, ids=lambda target: target.name)
+@pytest.mark.parametrize("name", PARAMS)
+def test_each_chip_has_its_share(name: str, target: Target) -> None:
+    plan, (_, arch) = plan_of(name, target, max_model_len=8192), read_model(name)
+    memory, num_chips = plan.memory, target.num_chips
+    assert memory.weights == pytest.approx(2 * arch.num_params / num_chips, rel=0.001)
+    kv_token_bytes = arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim * 2
+    assert memory.page == kv_token_bytes * plan.schedule.page_size // num_chips
+    assert memory.request == kv_token_bytes * 8192 // num_chips
+    assert plan.num_requests == plan.kv_tokens // 8192
+    assert plan.fits == (memory.missing == 0) == (plan.num_requests > 0)
+    assert (plan.speed is not None) == plan.fits
+    limit = 141e9 * 0.75
+    assert memory.weights + memory.slots + memory.temp + memory.num_pages * memory.page <= limit or not plan.fits
+
+
+@pytest.mark.parametrize(
+    ("name", "smallest"),
+    [("llama-3.1-8b", "h200"), ("llama-3.1-70b", "h200x2"), ("qwen3-32b", "h200"), ("llama-3.1-405b", None)],
+)
+def test_what_fits_on_how_many(name: str, smallest: str | None) -> None:
+    fitting = [target.name for target in GPUS if plan_of(name, target, max_model_len=8192).fits]
+    assert (fitting[0] if fitting else None) == smallest
+    assert fitting == [target.name for target in GPUS][len(GPUS) - len(fitting) :]
+
+
+def test_the_last_missing_byte_makes_it_fit() -> None:
+    plan = plan_of("llama-3.1-70b", max_model_len=8192)
+    assert not plan.fits
+    assert plan.target.sheet is not None
+    memory_bytes = plan.target.sheet.memory_bytes + math.ceil(plan.memory.missing / (0.75 * 0.9))
+    assert plan_of("llama-3.1-70b", with_memory(plan.target, memory_bytes + 10), max_model_len=8192).fits
+    almost = plan_of("llama-3.1-70b", with_memory(plan.target, memory_bytes - 10), max_model_len=8192)
+    assert 0 < almost.memory.missing <= 10
+
+
+def test_more_memory_is_more_pages_and_narrow_ones_are_half_as_wide() -> None:
+    plain, narrow = (plan_of("llama-3.1-8b", kv_cache_dtype=kind).memory for kind in ("auto", "fp8"))
+    assert narrow.pool_limit == plain.pool_limit
+    assert narrow.page == plain.page * (128 + 4) / 256  # a scale for the 128 numbers of a token and head
+    pages = [plan_of("llama-3.1-8b", with_memory(TARGETS["h200"], n * 10**9)).memory.num_pages for n in (100, 120, 140)]
+    assert pages[2] - pages[1] == pytest.approx(20e9 * 0.75 * 0.9 / plain.page, abs=1)
+    assert pages[1] - pages[0] == pytest.approx(20e9 * 0.75 * 0.9 / plain.page, abs=1)
+
+
+def test_xla_takes_what_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
+    assert plan_of("llama-3.1-8b").memory.limit == 141e9 / 2
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "most")
+    with pytest.raises(ConfigError, match="XLA_PYTHON_CLIENT_MEM_FRACTION must be a number"):
+        plan_of("llama-3.1-8b")
+
+
+def test_a_decode_step_of_one_row_reads_all_weights_and_its_own_tokens() -> None:
+    plan = plan_of("llama-3.1-8b")
+    assert plan.speed is not None
+    embedding = 128256 * 4096 * 2
+    num_bytes = plan.memory.weights - embedding + 4096 * 2 + (1024 + 1) * 131072
+    assert plan.speed.step_ms[1] == pytest.approx(num_bytes / 4.8e12 * 1e3, rel=1e-6)
+
+
+def test_a_long_prompt_is_bound_by_its_products() -> None:
+    config = EngineConfig(model="llama-3.1-8b", max_num_batched_tokens=8192)
+    plan = make_plan(config, TARGETS["h200"], prompt_tokens=8192)
+    assert plan.speed is not None
+    flops = 2 * 8192 * (8030e6 - 2 * 128256 * 4096) + 4 * 32 * 4096 * 8192 * 8193 / 2 + 2 * 256 * 128256 * 4096
+    assert plan.speed.ttft_ms == pytest.approx(flops / 989.5e12 * 1e3, rel=0.001)
+
+
+def test_chunks_of_a_prompt_take_no_less_than_the_whole() -> None:
+    ttfts = []
+    for budget in (512, 2048, 8192):
+        config = EngineConfig(model="llama-3.1-8b", max_num_batched_tokens=budget)
+        speed = make_plan(config, TARGETS["h200"], prompt_tokens=8192).speed
+        assert speed is not None
+        ttfts.append(speed.ttft_ms)
+    assert ttfts == sorted(ttfts, reverse=True)
+
+
+def test_more_rows_take_longer_and_bring_more() -> None:
+    speed = plan_of("llama-3.1-8b", max_num_seqs=100).speed
+    assert speed is not None
+    assert list(speed.step_ms) == [1, 8, 32, 64, 100]
+    for figures in (speed.step_ms, speed.tokens_per_s):
+        assert list(figures.values()) == sorted(figures.values())
+
+
+def test_rows_that_do_not_fit_are_not_predicted() -> None:
+    config = EngineConfig(model="llama-3.1-8b")
+    plan = make_plan(config, TARGETS["h200"], context_tokens=100_000)
+    assert plan.speed is not None
+    assert max(plan.speed.step_ms) == plan.memory.num_pages // (100_000 // 16) < 8
+
+
+def test_exchanges_take_their_time_on_the_links() -> None:
+    slow, fast = (
+        dataclasses.replace(
+            TARGETS["h200x4"], sheet=dataclasses.replace(TARGETS["h200x4"].sheet, link_bytes_per_s=rate)
+        )
+        for rate in (1e9, math.inf)
+    )
+    times = [plan_of("llama-3.1-8b", target, max_model_len=8192).speed for target in (slow, fast)]
+    assert times[0] is not None
+    assert times[1] is not None
+    sent = 2 * 3 / 4 * SUM_BYTES * 32 * 8  # a ring of four, a layer's sums, layers, rows
+    assert times[0].step_ms[8] - times[1].step_ms[8] == pytest.approx(sent / 1e9 * 1e3)
+
+
+HLO = """
+  %all-reduce-start.1 = bf16[2048,256]{1,0} all-reduce-start(%x), channel_id=1, to_apply=%add
+  %all-reduce-done.1 = bf16[2048,256]{1,0} all-reduce-done(%all-reduce-start.1)
+  %two = (f32[8]{0}, bf16[4,2]{1,0}) all-reduce(%x, %y), channel_id=2
+  %all-gather-start = ((f32[128]{0}, s32[128]{0}), (f32[256]{0}, s32[256]{0})) all-gather-start(%x, %y), channel_id=3
+  %gather = f8e4m3fn[16,4]{1,0} all-gather(%x), channel_id=4
+  %flags = pred[10]{0} all-to-all(%x), channel_id=5
+  %use = f32[] add(%all-reduce-done.1, %two), metadata={op_name="all-reduce(x)"}
+"""
+
+
+def test_exchanges_are_counted_by_their_results() -> None:
+    assert collectives(HLO) == (
+        Collective("all-gather", 2, 256 * 8 + 64),
+        Collective("all-reduce", 2, 2048 * 256 * 2 + 8 * 4 + 8 * 2),
+        Collective("all-to-all", 1, 10),
+    )
+
+
+def test_the_report_has_all_figures_and_survives_json() -> None:
+    keys = {"fits", "weights_bytes_per_chip", "temp_bytes_per_chip", "kv_bytes_per_chip", "kv_tokens"}
+    keys |= {"collectives_per_layer", "compile_s", "step_ms", "tokens_per_s", "ttft_ms", "missing_bytes_per_chip"}
+    shown = [build_report(plan) for plan in (plan_of("llama-3.1-8b", "h200x2"), plan_of("llama-3.1-405b"))]
+    shown.append(build_report(make_plan(EngineConfig(), TARGETS["cpu"])))
+    for report in shown:
+        assert keys <= report.keys()
+        assert json.loads(json.dumps(report)).keys() == report.keys() == shown[0].keys()
+    fitting, too_large, cpu = shown
+    assert fitting["fits"]
+    assert not fitting["missing_bytes_per_chip"]
+    bucket = fitting["compiled_tokens"][1]
+    assert fitting["collectives_per_layer"] == [{"kind": "all-reduce", "count": 2, "num_bytes": SUM_BYTES * bucket}]
+    assert not too_large["fits"]
+    assert too_large["missing_bytes_per_chip"] > 700e9
+    assert too_large["ttft_ms"] is None
+    assert cpu["compile_s"] is None
+
+
+def test_the_table_says_what_is_predicted() -> None:
+    assert "predicted, not measured" in render(plan_of("llama-3.1-8b"))
+    text = render(plan_of("llama-3.1-405b"))
+    assert "does not fit: each chip lacks" in text
+    assert "predicted" not in text
+    assert "predicted" not in render(make_plan(EngineConfig(), TARGETS["cpu"]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "h300"], "target must be one of ['h200', 'h200x2', 'h200x4', 'h200x8', 'cpu'], got 'h300'"),
+        (["--target", "cpu", "--model", "llama-9"], "model must be a checkpoint directory, a config.json or one of"),
+        (["--target", "cpu", "--max-model-len", "99999"], "max_model_len must be at most"),
+        (["--target", "cpu", "--prompt-len", "0"], "prompt_len must be in [1, max_model_len], got 0 and 1024"),
+        (["--target", "cpu", "--context-len", "2000"], "context_len must be in [1, max_model_len], got 2000 and 1024"),
+        (["--target", "h200x8"], "tensor_parallel_size must divide num_attention_heads, got 8 and 4"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_in_a_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
+
+
+def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Chip, "unavailable", lambda _: "jax-cuda13-plugin is not installed")
+    with pytest.raises(ConfigError, match="to plan for h200, programs must be compiled for it, but jax-cuda13-plugin"):
+        find_target("h200")
+    assert find_target("cpu") is TARGETS["cpu"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_the_command_prints_the_plan(as_json: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--json"] if as_json else []
+    assert cli.main(["plan", "--target", "cpu", "--max-num-seqs", "4", *flags]) == 0
+    plan = make_plan(EngineConfig(max_num_seqs=4), TARGETS["cpu"])
+    shown = capsys.readouterr().out
+    assert json.loads(shown) == build_report(plan) if as_json else shown == render(plan) + "\n"
