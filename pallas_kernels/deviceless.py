@@ -6,9 +6,11 @@ matrix products are not those a chip would choose: XLA measures them there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,7 +89,8 @@ class Chip:
         one = SingleDeviceSharding(self.devices(1)[0])
         sharding_of = (lambda _: one) if mesh is None else (lambda x: x.sharding)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), tuple(args))
-        with jax.sharding.use_abstract_mesh(self.mesh() if mesh is None else mesh.abstract_mesh):
+        abstract = self.mesh() if mesh is None else mesh.abstract_mesh
+        with jax.sharding.use_abstract_mesh(abstract), _uncached():
             traced = jax.jit(function, donate_argnums=donate_argnums).trace(*shapes)
             return traced.lower(lowering_platforms=("cuda",)).compile()
 
@@ -103,6 +106,18 @@ class Chip:
         except TypeError:  # jax 0.10 has no platform there
             device = AbstractDevice(**facts)
         return AbstractMesh((1,), ("device",), axis_types=(AxisType.Auto,), abstract_device=device)
+
+
+@contextlib.contextmanager
+def _uncached() -> Iterator[None]:
+    """Keeps programs out of jax's persistent cache: without the chip, they could not be read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @functools.cache
