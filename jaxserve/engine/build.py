@@ -169,7 +169,7 @@ def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int)
         budget = cpu_pool_bytes(config, arch, page_bytes)
     else:
         devices = jax.local_devices()[: config.tensor_parallel_size]
-        budget = min(_free_bytes(config, device.memory_stats()) for device in devices) - activation_bytes(config, arch)
+        budget = min(_free_bytes(config, arch, device.memory_stats()) for device in devices)
     if budget < page_bytes:
         raise ConfigError(
             f"the KV pool must hold at least one page of {page_bytes} bytes, got {int(budget)} bytes free; "
@@ -186,10 +186,22 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> f
     return float(min(share, max_num_seqs * row_pages * page_bytes))
 
 
-def _free_bytes(config: EngineConfig, stats: Mapping[str, int] | None) -> float:
+def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int] | None) -> float:
     if stats is None or "bytes_limit" not in stats:
         raise ConfigError("this device does not report its memory; set num_pages")
-    return float(stats["bytes_limit"] * config.gpu_memory_utilization - stats["bytes_in_use"])
+    return accelerator_pool_bytes(config, arch, limit_bytes=stats["bytes_limit"], used_bytes=stats["bytes_in_use"])
+
+
+def accelerator_pool_bytes(config: EngineConfig, arch: ArchConfig, *, limit_bytes: int, used_bytes: int) -> float:
+    """What the pool may take on an accelerator that has `arch` of the model; negative where nothing is left for it.
+
+    Args:
+        config: the share of the memory that may be used.
+        arch: what a device has.
+        limit_bytes: of memory that XLA takes.
+        used_bytes: of it, by the weights above all.
+    """
+    return limit_bytes * config.gpu_memory_utilization - used_bytes - activation_bytes(config, arch)
 
 
 def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:

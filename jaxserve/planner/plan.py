@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, gpu_memory_fraction, resolve_schedule
 from jaxserve.engine.build import (
-    activation_bytes,
+    accelerator_pool_bytes,
     compute_dtype,
     cpu_pool_bytes,
     page_bytes,
@@ -241,7 +241,7 @@ def _memory(
         limit, pool_limit = None, cpu_pool_bytes(config, local, page)
     else:
         limit = int(sheet.memory_bytes * gpu_memory_fraction())
-        pool_limit = limit * config.gpu_memory_utilization - weight_bytes - activation_bytes(config, local)
+        pool_limit = accelerator_pool_bytes(config, local, limit_bytes=limit, used_bytes=weight_bytes)
     return Memory(
         limit=limit,
         weights=weight_bytes,
