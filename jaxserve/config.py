@@ -41,11 +41,13 @@ class EngineConfig:
             every token and head.
         tensor_parallel_size: devices the model is split over, the first of those there are; it must divide the heads
             and the width of the feed-forward layers.
+        data_parallel_size: replicas of the model, each on `tensor_parallel_size` devices of its own and with a pool of
+            its own; a request goes to one that has room for it, best to one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.
-        max_num_seqs: most requests in one step; None is 64 on CPU, 256 elsewhere.
-        max_num_batched_tokens: token budget of one step; None is 512 on CPU, 2048 elsewhere.
+        max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere.
+        max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere.
         page_size: tokens per page of the KV pool.
-        num_pages: size of the pool; None sizes it from free memory.
+        num_pages: size of the pool, of each replica; None sizes it from free memory.
         gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
             for weights, temporaries and the pool.
         enable_prefix_caching: share pages between requests that begin alike.
@@ -74,6 +76,7 @@ class EngineConfig:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -114,7 +117,7 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name in ("page_size", "tensor_parallel_size"):
+        for name in ("page_size", "tensor_parallel_size", "data_parallel_size"):
             _check_positive(name, getattr(self, name))
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):

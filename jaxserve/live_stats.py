@@ -5,7 +5,7 @@ import threading
 import time
 from typing import Any
 
-from jaxserve.metrics import Ceilings, EngineStats, StepStats
+from jaxserve.metrics import Ceilings, EngineStats
 
 _ERASE_TO_END = "\x1b[K"
 
@@ -16,7 +16,7 @@ class LiveStats:
     It reads the engine's counters from a thread of its own, so steps neither wait for it nor know of it.
 
     Args:
-        engine: whose `stats`, `last_step`, `schedule` and `ceilings` are read. Entering waits until it is warm:
+        engine: whose `stats`, `ceilings` and counts of rows, queue and pages are read. Entering waits until it is warm:
             ceilings measured beside compiles would be too low, and kept.
         stream: of text, where to write.
         interval_s: seconds between lines.
@@ -45,9 +45,17 @@ class LiveStats:
         before, before_s = dataclasses.replace(self._engine.stats), time.monotonic()
         while not self._stop.wait(self._interval_s):
             now, now_s = dataclasses.replace(self._engine.stats), time.monotonic()
-            num_pages = self._engine.schedule.num_pages
-            line = stats_line(now.since(before), now_s - before_s, self._engine.last_step, num_pages, self._ceilings)
-            self._write(line)
+            engine = self._engine
+            self._write(
+                stats_line(
+                    now.since(before),
+                    now_s - before_s,
+                    self._ceilings,
+                    num_rows=engine.num_running,
+                    num_waiting=engine.num_waiting,
+                    pages_share=engine.num_pages_used / engine.num_pages,
+                )
+            )
             before, before_s = now, now_s
 
     def _write(self, line: str) -> None:
@@ -57,20 +65,15 @@ class LiveStats:
 
 
 def stats_line(
-    stats: EngineStats, seconds: float, last_step: StepStats | None, num_pages: int, ceilings: Ceilings
+    stats: EngineStats, seconds: float, ceilings: Ceilings, *, num_rows: int, num_waiting: int, pages_share: float
 ) -> str:
-    """What happened in the last `seconds`: `stats` is of these alone; rows, queue and pages are of the last step."""
-    rows, waiting, pages = (
-        (last_step.num_rows, last_step.num_waiting, last_step.num_pages_used)
-        if last_step is not None and stats.num_steps
-        else (0, 0, 0)
-    )
+    """What happened in the last `seconds`, of which alone `stats` is, and what there is now."""
     parts = (
-        f"{rows} rows",
+        f"{num_rows} rows",
         f"in {stats.num_prefill_tokens / seconds:.0f} tok/s",
         f"out {stats.num_output_tokens / seconds:.0f} tok/s",
-        f"{waiting} waiting",
-        f"pages {pages / num_pages:.0%}",
+        f"{num_waiting} waiting",
+        f"pages {pages_share:.0%}",
         f"E {stats.split(ceilings).efficiency:.0%}",
     )
     return ", ".join(parts)

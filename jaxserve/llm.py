@@ -12,7 +12,8 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.engine import Engine, Prompt
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.prompt import Prompt
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.tokenizer import Tokenizer

@@ -31,7 +31,28 @@ def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -
             f"tensor_parallel_size must be at most the number of devices, got {num_devices} and {len(devices)}; "
             f"lower it{_more_devices(devices)}"
         )
-    return Mesh(np.array(devices[:num_devices]), (TENSOR,)) if num_devices > 1 else None
+    return _mesh(devices[:num_devices]) if num_devices > 1 else None
+
+
+def replica_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh | None]:
+    """The devices of each replica, taken in their order; [None] for one replica on one device.
+
+    Raises:
+        ConfigError: there are fewer devices.
+    """
+    if data_parallel_size == 1:
+        return [tensor_mesh(tensor_parallel_size)]
+    size, devices = tensor_parallel_size, jax.devices()
+    if size * data_parallel_size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size x data_parallel_size must be at most the number of devices, got {size} x "
+            f"{data_parallel_size} and {len(devices)}; lower one{_more_devices(devices)}"
+        )
+    return [_mesh(devices[first : first + size]) for first in range(0, size * data_parallel_size, size)]
+
+
+def _mesh(devices: Sequence[jax.Device]) -> Mesh:
+    return Mesh(np.array(devices), (TENSOR,))
 
 
 def _more_devices(devices: Sequence[jax.Device]) -> str:

@@ -30,10 +30,10 @@ WARM_UP_STEPS = 40
 PROMPT_LEN = 64
 LONG_PROMPT_LEN = 1024
 PARTS = {
-    "schedule": "_scheduler.schedule",
-    "pack": "_packer.pack",
-    "update": "_scheduler.update",
-    "account": "_accounts.write",
+    "schedule": "scheduler.schedule",
+    "pack": "packer.pack",
+    "update": "scheduler.update",
+    "account": "accounts.write",
 }
 
 
@@ -43,8 +43,8 @@ class Stopwatch:
     def __init__(self, engine: Engine) -> None:
         self.spent_ns = dict.fromkeys(PARTS, 0)
         for part, path in PARTS.items():
-            *owner, name = path.split(".")
-            target = getattr(engine, owner[0]) if owner else engine
+            owner, name = path.split(".")
+            target = getattr(engine.cores[0], owner)
             setattr(target, name, self._timed(part, getattr(target, name)))
 
     def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -52,11 +52,11 @@ def annotate(owner: Any, method: str, label: str) -> None:
 
 def annotate_engine(engine: Engine) -> None:
     annotate(engine, "step", "host:step")
-    annotate(engine._scheduler, "schedule", "host:schedule")
-    annotate(engine._packer, "pack", "host:pack")
-    annotate(engine._runner, "run", "host:dispatch")
-    annotate(engine._scheduler, "update", "host:update")
-    annotate(engine._accounts, "write", "host:account")
+    annotate(engine.cores[0].scheduler, "schedule", "host:schedule")
+    annotate(engine.cores[0].packer, "pack", "host:pack")
+    annotate(engine.cores[0].runner, "run", "host:dispatch")
+    annotate(engine.cores[0].scheduler, "update", "host:update")
+    annotate(engine.cores[0].accounts, "write", "host:account")
 
 
 def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.ProfileData:

@@ -48,6 +48,22 @@ class FakeEngine:
         )
 
     @property
+    def num_pages(self) -> int:
+        return self.schedule.num_pages
+
+    @property
+    def num_running(self) -> int:
+        return min(len(self.waiting), self.max_num_seqs)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting) - self.num_running
+
+    @property
+    def num_pages_used(self) -> int:
+        return self.num_running
+
+    @property
     def arch(self) -> Any:
         from jaxserve.models.arch import ArchConfig, RopeConfig  # imports jax, which most programs here do without
 

@@ -35,19 +35,28 @@ class _Ended(NamedTuple):
     num_steps: int
     device_s: float
     wall_s: float
+    end_s: float
 
 
 class Accounts:
     """Totals and the last step's account. `ended` takes the time; `write` does the sums, whenever there is time for it.
 
+    Args:
+        arch: what a device has of the model.
+        packer: of the steps.
+        runner: of the steps.
+        stats: totals since start, to which others may add too.
+
     Attributes:
-        stats: totals since start.
+        stats: as given.
         last_step: the account written last, of what ran at all.
+        last_end_s: when it ended.
     """
 
-    def __init__(self, arch: ArchConfig, packer: BatchPacker, runner: Runner) -> None:
-        self.stats = EngineStats()
+    def __init__(self, arch: ArchConfig, packer: BatchPacker, runner: Runner, stats: EngineStats) -> None:
+        self.stats = stats
         self.last_step: StepStats | None = None
+        self.last_end_s = 0.0
         self._arch, self._packer, self._runner = arch, packer, runner
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
@@ -60,7 +69,7 @@ class Accounts:
         device_s = now_s - max(step.dispatched_s, self._device_free_s)
         wall_s = now_s - max(step.dispatched_s - step.host_s, self._device_free_s)
         self._device_free_s = now_s
-        self._unwritten.append(_Ended(step, num_steps, device_s, wall_s))
+        self._unwritten.append(_Ended(step, num_steps, device_s, wall_s, now_s))
 
     def write(self, num_waiting: int) -> None:
         """Add all steps that have ended to the totals."""
@@ -69,10 +78,10 @@ class Accounts:
             account = self._account(step, num_waiting)
             self.stats.add(account)
             if account.num_steps:
-                self.last_step = account
+                self.last_step, self.last_end_s = account, step.end_s
 
     def _account(self, ended: _Ended, num_waiting: int) -> StepStats:
-        step, num_steps, device_s, wall_s = ended
+        step, num_steps, device_s, wall_s, _ = ended
         plan, bucket, arch = step.plan, step.bucket, self._arch
         work = self._packer.work(step.blob, bucket, num_steps)
         attention = attention_cost(work.start, work.num_tokens, arch.windows)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import psutil
 from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import Mesh, NamedSharding
 
 import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
@@ -21,7 +23,7 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.params import Params, ParamSpec, check_split, matrix_transform, stack_layers
 from jaxserve.request import SamplingParams
-from jaxserve.sharding import named_sharding, tensor_mesh
+from jaxserve.sharding import named_sharding, replica_meshes
 from pallas_kernels import packed_linear
 from pallas_kernels import ragged_paged_attention as attention
 from pallas_kernels.dispatch import UnsupportedBackendError
@@ -66,13 +68,60 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     """ConfigError for sizes that cannot work, before anything large is loaded."""
     resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=config.num_pages or 1)
-    tensor_mesh(config.tensor_parallel_size)
+    _meshes(config)
     arch.local(config.tensor_parallel_size)
     check_split(registry.param_specs(arch), config.tensor_parallel_size, config.quantization)
 
 
+def build_runners(config: EngineConfig, arch: ArchConfig) -> list[Runner]:
+    """One for each replica: load the weights, size the pools, allocate the states and compile."""
+    params, meshes = build_params(config, arch), _meshes(config)
+    replicas = [params, *(_copy(params, mesh) for mesh in meshes[1:] if mesh is not None)]
+    dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
+    kv_dtype = pool_dtype(config, dtype)
+    backend = select_backend(config, local_arch, kv_dtype)
+    schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes))
+    programs_dir, compiling = _programs_dir(), threading.Lock()
+    runners = [
+        Runner(
+            arch,
+            replica,
+            schedule,
+            kv_dtype=kv_dtype,
+            backend=backend,
+            max_burst_steps=config.max_burst_steps,
+            programs_dir=programs_dir,
+            compiling=compiling,
+            mesh=mesh,
+        )
+        for replica, mesh in zip(replicas, meshes, strict=True)
+    ]
+    for runner in runners:
+        runner.warm_up(config.compile_ahead)
+    return runners
+
+
+def _copy(params: Params, mesh: Mesh) -> Params:
+    """The weights on the devices of another mesh, split as they are."""
+    copied: Params = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), params)
+    return copied
+
+
+def _devices(meshes: Sequence[Mesh | None]) -> list[jax.Device]:
+    """Those of all replicas that this process can see."""
+    devices = [device for mesh in meshes for device in ([jax.devices()[0]] if mesh is None else mesh.devices.flat)]
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
+def _meshes(config: EngineConfig) -> list[Mesh | None]:
+    return replica_meshes(config.tensor_parallel_size, config.data_parallel_size)
+
+
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
-    """Load the weights in the serving dtype: split over devices, quantised, packed for a CPU, stacked for a scan."""
+    """Load the weights of the first replica in the serving dtype.
+
+    Split over its devices, quantised, packed for a CPU, stacked for a scan.
+    """
     _use_compilation_cache(config)  # quantising is compiled too
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
     stored = config.quantization or dtype  # a quantisation is named after its dtype
@@ -80,15 +129,16 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
         logger.info("matrices are multiplied by XLA: %s", reason)
     transform = matrix_transform(specs, quantization=config.quantization, packed=reason is None)
     try:
-        params = weights.load(config.model_path, specs, dtype, _shardings(config, specs), transform, use_tqdm=True)
+        params = weights.load(
+            config.model_path, specs, dtype, _shardings(_meshes(config)[0], specs), transform, use_tqdm=True
+        )
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params) if scan else params
 
 
-def _shardings(config: EngineConfig, specs: Sequence[ParamSpec]) -> Shardings | None:
-    mesh = tensor_mesh(config.tensor_parallel_size)
+def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | None:
     if mesh is None:
         return None
     return {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
@@ -105,26 +155,6 @@ def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None
 def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
     """Of keys and values in the pool, where `dtype` is computed in."""
     return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
-
-
-def build_runner(config: EngineConfig, arch: ArchConfig, params: Params) -> Runner:
-    """Size the pool, allocate the state and compile."""
-    dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
-    kv_dtype = pool_dtype(config, dtype)
-    backend = select_backend(config, local_arch, kv_dtype)
-    schedule = build_schedule(config, local_arch, kv_dtype, backend)
-    runner = Runner(
-        arch,
-        params,
-        schedule,
-        kv_dtype=kv_dtype,
-        backend=backend,
-        max_burst_steps=config.max_burst_steps,
-        programs_dir=_programs_dir(),
-        mesh=tensor_mesh(config.tensor_parallel_size),
-    )
-    runner.warm_up(config.compile_ahead)
-    return runner
 
 
 def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None) -> str:
@@ -150,9 +180,20 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
         raise ConfigError(str(error)) from error
 
 
-def build_schedule(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> ScheduleConfig:
-    """The resolved sizes; the pool from `num_pages`, else from free memory. `arch` is what a device has."""
-    num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_bytes(config, arch, kv_dtype, backend))
+def build_schedule(
+    config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str, devices: Sequence[jax.Device]
+) -> ScheduleConfig:
+    """The resolved sizes; each pool from `num_pages`, else from free memory.
+
+    Args:
+        config: what was asked for.
+        arch: what a device has.
+        kv_dtype: of the pool.
+        backend: of attention, whose layout it has.
+        devices: of all replicas; the one with the least free memory decides.
+    """
+    num_bytes = page_bytes(config, arch, kv_dtype, backend)
+    num_pages = config.num_pages or _num_pages_that_fit(config, arch, num_bytes, devices)
     schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
     logger.info("KV pool: %d pages of %d tokens", num_pages, schedule.page_size)
     return schedule
@@ -164,11 +205,10 @@ def page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, back
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
 
-def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> int:
+def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[jax.Device]) -> int:
     if _on_cpu():
         budget = cpu_pool_bytes(config, arch, page_bytes)
     else:
-        devices = jax.local_devices()[: config.tensor_parallel_size]
         budget = min(_free_bytes(config, arch, device.memory_stats()) for device in devices)
     if budget < page_bytes:
         raise ConfigError(
@@ -182,7 +222,7 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> f
     """What the pool may take on a CPU: a share of the memory, no more than the requests of a step can use."""
     row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=True)
-    share = psutil.virtual_memory().total * CPU_POOL_SHARE / config.tensor_parallel_size
+    share = psutil.virtual_memory().total * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
     return float(min(share, max_num_seqs * row_pages * page_bytes))
 
 

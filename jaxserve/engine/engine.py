@@ -3,62 +3,41 @@
 import contextlib
 import random
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from functools import cached_property
-from numbers import Integral
-
-import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.accounts import Accounts, InFlight
-from jaxserve.engine.batch import MAX_EOS_IDS, BatchPacker
-from jaxserve.engine.build import (
-    build_arch,
-    build_params,
-    build_runner,
-    build_sampling_params,
-    check_sizes,
-    compute_dtype,
-)
+from jaxserve.engine.batch import MAX_EOS_IDS
+from jaxserve.engine.build import build_arch, build_runners, build_sampling_params, check_sizes, compute_dtype
+from jaxserve.engine.core import EngineCore, Progress
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.pacer import Pacer
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.engine.prompt import Prompt, read_prompt
 from jaxserve.engine.roofline import device_ceilings
-from jaxserve.engine.runner import Runner, StepResult, compile_counter
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, object]
-
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-
-
-@dataclass(slots=True)
-class _Progress:
-    """A step that was read: the scheduler knows its tokens, the user does not."""
-
-    plan: StepPlan
-    result: StepResult
-    progressed: dict[Request, int]  # new tokens of each
+_POLL_S = 5e-5  # between looks at the devices of several replicas
 
 
 class Engine:
-    """One model behind one scheduler. Not thread-safe: one thread adds, steps and aborts.
+    """One model, in one or several replicas. Not thread-safe: one thread adds, steps and aborts.
 
     Args:
         config: what to serve and how.
-        runner: the device; built from `config` unless given.
+        runner: the device of the only replica; built from `config` unless given.
 
     Attributes:
         config: as given.
         arch: sizes of the model.
-        schedule: resolved sizes of steps and pool.
+        cores: the replicas.
+        schedule: resolved sizes of steps and pool, of each replica.
+        stats: totals since start, of all steps but those that may have ended since the last dispatch.
         tokenizer: None with `skip_tokenizer_init`.
         default_sampling_params: what the checkpoint recommends.
     """
@@ -73,23 +52,16 @@ class Engine:
         self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)
         if len(self._eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
-        self._runner = runner or build_runner(config, self.arch, build_params(config, self.arch))
-        self.schedule = s = self._runner.schedule
-        self._scheduler = Scheduler(
-            max_num_seqs=s.max_num_seqs,
-            max_num_batched_tokens=s.max_num_batched_tokens,
-            page_size=s.page_size,
-            num_pages=s.num_pages,
-            max_model_len=s.max_model_len,
-        )
-        self._packer = BatchPacker(s, config.seed)
-        self._in_flight: deque[InFlight] = deque()
+        self.stats = EngineStats()
+        runners = [runner] if runner is not None else build_runners(config, self.arch)
+        self.cores = [EngineCore(config, self.arch, r, self.stats) for r in runners]
+        self.schedule = runners[0].schedule
+        self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
+        self._core_of: dict[str, EngineCore] = {}  # by the id of each sample that a replica has
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each sample
         self._seeds = random.Random(config.seed)
         self._num_groups = 0
-        self._pacer = Pacer(config.burst)
-        self._accounts = Accounts(self.arch.local(config.tensor_parallel_size), self._packer, self._runner)
 
     # Requests
 
@@ -108,16 +80,16 @@ class Engine:
             RequestError: the request cannot be served; nothing has changed.
         """
         params = (params or self.default_sampling_params).clone()  # checked anew: the caller may have changed it
-        text, token_ids, salt = self._read_prompt(prompt, cache_salt)
+        text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
-        self._scheduler.add(requests[0])  # refuses what can never fit; then its siblings fit as well
-        for request in requests[1:]:
-            self._scheduler.add(request)
+        self.cores[0].scheduler.check_fits(requests[0])  # then its siblings fit as well, and any replica has room
         group = RequestGroup(request_id, text, requests, self.tokenizer, time.monotonic)
         self._groups[request_id] = group
         self._group_of.update({r.request_id: group for r in requests})
         self._num_groups += 1
+        self._queue.update({r.request_id: r for r in requests})
+        self._place()
         return group.output
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -127,8 +99,7 @@ class Engine:
             return None
         for request in group.requests:
             if request.request_id in self._group_of:  # one that just ended may not have been told so yet
-                self._scheduler.abort(request.request_id)
-                self._finish(request)
+                self._finish(request, FinishReason.ABORT)
         return group.output
 
     def has_unfinished(self) -> bool:
@@ -137,19 +108,25 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
-        self._scheduler.reset_prefix_cache()
+        for core in self.cores:
+            core.scheduler.reset_prefix_cache()
 
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
-        self._runner.wait_until_warm()
+        for core in self.cores:
+            core.runner.wait_until_warm()
 
     def close(self) -> None:
         """Stop compiling in the background."""
-        self._runner.close()
+        for core in self.cores:
+            core.runner.close()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a page or slot is lost or shared; for tests and audits."""
-        self._scheduler.check_integrity()
+        """Raise AssertionError if a page, slot or request is lost or shared; for tests and audits."""
+        for core in self.cores:
+            core.scheduler.check_integrity()
+        assert self._group_of.keys() == self._core_of.keys() | self._queue.keys()
+        assert not self._core_of.keys() & self._queue.keys()
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -161,52 +138,29 @@ class Engine:
         return device_ceilings(compute_dtype(self.config, self.arch))
 
     @property
-    def stats(self) -> EngineStats:
-        """Totals since start, of all steps but one that may have ended since the last dispatch."""
-        return self._accounts.stats
+    def last_step(self) -> StepStats | None:
+        """Account of the step that ended last, of any replica."""
+        return max(self.cores, key=lambda core: core.accounts.last_end_s).accounts.last_step
 
     @property
-    def last_step(self) -> StepStats | None:
-        """Account of the last of those steps."""
-        return self._accounts.last_step
+    def num_running(self) -> int:
+        """Requests that have pages and a slot."""
+        return sum(core.scheduler.num_running for core in self.cores)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have no pages and no slot, new or preempted."""
+        return len(self._queue) + sum(core.scheduler.num_waiting for core in self.cores)
 
     @property
     def num_pages_used(self) -> int:
         """Pages that running requests hold."""
-        return self._scheduler.num_pages_used
+        return sum(core.scheduler.num_pages_used for core in self.cores)
 
-    def _read_prompt(self, prompt: Prompt, cache_salt: str | None) -> tuple[str | None, TokenIds, str | None]:
-        if isinstance(prompt, Mapping):
-            if unknown := sorted(map(str, prompt.keys() - _PROMPT_KEYS)):
-                raise RequestError(f"a prompt takes the keys {sorted(_PROMPT_KEYS)}, got also {unknown}")
-            if not prompt.keys() & {"prompt", "prompt_token_ids"}:
-                raise RequestError("a prompt needs prompt or prompt_token_ids, got neither")
-            salt = prompt.get("cache_salt", cache_salt)
-            content = prompt.get("prompt_token_ids", prompt.get("prompt"))  # ids win: the text then is their source
-            text = prompt.get("prompt")
-        else:
-            content, salt, text = prompt, cache_salt, None
-        if text is not None and not isinstance(text, str):
-            raise RequestError(f"prompt must be a string, got {type(text).__name__}")
-        if salt is not None and not isinstance(salt, str):
-            raise RequestError(f"cache_salt must be a string, got {salt!r}")
-        if isinstance(content, str):
-            if self.tokenizer is None:
-                raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
-            return content, self.tokenizer.encode(content), salt
-        return text, self._read_token_ids(content), salt
-
-    def _read_token_ids(self, content: object) -> TokenIds:
-        if isinstance(content, np.ndarray):
-            content = content.tolist()
-        if not isinstance(content, Sequence) or isinstance(content, bytes):
-            raise RequestError(f"a prompt must be a string or a list of token ids, got {type(content).__name__}")
-        if set(map(type, content)) <= {int}:  # the usual case, ten times faster than looking at each
-            return list(content)
-        for position, token_id in enumerate(content):
-            if not isinstance(token_id, Integral) or isinstance(token_id, bool):
-                raise RequestError(f"token ids must be integers, got {token_id!r} at {position}")
-        return [int(token_id) for token_id in content]
+    @property
+    def num_pages(self) -> int:
+        """Pages in the pools of all replicas."""
+        return sum(core.scheduler.num_pages for core in self.cores)
 
     def _check(self, request_id: str, token_ids: TokenIds, params: SamplingParams) -> None:
         if request_id in self._groups:
@@ -257,128 +211,114 @@ class Engine:
             for index in range(params.n)
         ]
 
+    # Replicas
+
+    def _place(self) -> None:
+        """Give waiting requests, in their order, to replicas that can start them at once.
+
+        No replica is idle while a request waits that it has room for: what one could not start after all, or had to
+        preempt, comes back first. A lone replica has them all, and its scheduler the queue.
+        """
+        if len(self.cores) > 1:
+            returned = [request for core in self.cores for request in core.withdraw()]
+            for request in reversed(returned):
+                del self._core_of[request.request_id]
+                self._queue[request.request_id] = request
+                self._queue.move_to_end(request.request_id, last=False)
+        while self._queue:
+            request = next(iter(self._queue.values()))
+            if (core := self._core_for(request)) is None:
+                return
+            core.add(request)
+            self._core_of[request.request_id] = core
+            del self._queue[request.request_id]
+
+    def _core_for(self, request: Request) -> EngineCore | None:
+        """The replica that would give its first token after the least work, which cached pages save."""
+        if len(self.cores) == 1:
+            return self.cores[0]
+        free = [core for core in self.cores if core.scheduler.has_room(request)]
+        return min(free, key=lambda core: core.scheduler.work_before(request), default=None)
+
+    def _cores_to_step(self) -> list[EngineCore]:
+        """Those whose next step need not wait for the device; the first that becomes so. A lone one may wait."""
+        if len(self.cores) == 1:
+            return self.cores
+        working = [core for core in self.cores if core.has_work()]
+        while working:
+            if ready := [core for core in working if core.is_ready()]:
+                return ready
+            time.sleep(_POLL_S)
+        return []
+
     # Steps
 
     def step(self) -> list[RequestOutput]:
         """Plan and dispatch one step or burst, and collect the one before it (or this one, without `step_ahead`).
 
-        Returns the requests that progressed: cumulative outputs, final where `finished`.
+        With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
+        cumulative outputs, final where `finished`.
         """
-        known = self._read(0) if self._scheduler.must_update_first(self._max_steps()) else []
-        with self._aborting_on_failure():
-            try:
-                planned = self._plan_and_dispatch()
-            finally:  # while the device runs what was just dispatched
-                self._accounts.write(self._scheduler.num_waiting)
-                progressed = self._deliver(known)
-        known = self._read(1 if planned and self.config.step_ahead else 0)
-        with self._aborting_on_failure():
-            progressed |= self._deliver(known)
-        if not self._groups:
-            self._drop_in_flight()
-        if not self._in_flight:
-            self._accounts.write(self._scheduler.num_waiting)
+        self._place()
+        progressed: dict[str, RequestOutput] = {}
+        for core in self._cores_to_step():
+            progressed |= self._step(core)
         return list(progressed.values())
 
-    def _burst_bucket(self, plan: StepPlan) -> int | None:
-        return self._runner.burst_bucket_for(plan.num_rows)
+    def _step(self, core: EngineCore) -> dict[str, RequestOutput]:
+        known = self._read(core, 0) if core.must_read_first() else []
+        with self._aborting_on_failure(core):
+            try:
+                planned = core.dispatch()
+                self._note_admitted(planned)
+            finally:  # while the device runs what was just dispatched
+                core.accounts.write(self.num_waiting)
+                progressed = self._deliver(known)
+        keep = 1 if planned and self.config.step_ahead else 0
+        known = self._read(core, keep if len(self.cores) == 1 else max(keep, core.num_running_steps))
+        with self._aborting_on_failure(core):
+            progressed |= self._deliver(known)
+        if not core.scheduler.has_unfinished():
+            core.drop_in_flight()
+        if not core.in_flight:
+            core.accounts.write(self.num_waiting)
+        return progressed
 
-    def _max_steps(self) -> int:
-        """Steps that the next dispatch may have, as far as programs and their speed go."""
-        bucket = self._runner.burst_bucket_for(self._scheduler.num_running)
-        return 1 if bucket is None else self._pacer.max_steps(bucket)
+    def _note_admitted(self, plan: StepPlan | None) -> None:
+        for request in plan.admitted if plan is not None else ():
+            if (group := self._group_of.get(request.request_id)) is not None:
+                group.admitted(request)
 
     @contextlib.contextmanager
-    def _aborting_on_failure(self) -> Iterator[None]:
-        """End all requests when a step breaks off: plans, pages and device no longer agree on what was computed."""
+    def _aborting_on_failure(self, core: EngineCore) -> Iterator[None]:
+        """End a replica's requests when a step breaks off: plans, pages and device then differ in what was computed."""
         try:
             yield
         except BaseException:
-            for request_id in list(self._groups):
+            broken = {self._group_of[sample].output.request_id for sample, c in self._core_of.items() if c is core}
+            for request_id in broken:
                 self.abort(request_id)
-            self._in_flight.clear()
-            self._scheduler.reset_prefix_cache()
-            self._runner.restore_state()
+            core.recover()
             raise
 
-    def _plan_and_dispatch(self) -> bool:
-        started = time.monotonic()
-        plan = self._scheduler.schedule(self._max_steps())
-        if plan is None:
-            return False
-        self._in_flight.append(self._dispatch(plan, started))
-        return True
-
-    def _read(self, keep: int) -> list[_Progress]:
+    def _read(self, core: EngineCore, keep: int) -> list[Progress]:
         """Wait for all steps in flight but the last `keep`, and let the scheduler know their tokens."""
-        steps = [self._in_flight[index] for index in range(len(self._in_flight) - keep)]
-        results = [self._fetch(step) for step in steps]
-        with self._aborting_on_failure():
-            return [self._update(self._in_flight.popleft(), out) for out in results]
-
-    def _fetch(self, step: InFlight) -> StepResult:
-        """Wait for a step. Interrupted here, nothing is lost: the next call waits again."""
         try:
-            return step.handle.fetch()
+            results = core.wait(keep)
         except Exception:  # whatever the device reports; KeyboardInterrupt passes
-            with self._aborting_on_failure():
+            with self._aborting_on_failure(core):
                 raise
+        with self._aborting_on_failure(core):
+            return [core.update(result) for result in results]
 
-    def _drop_in_flight(self) -> None:
-        """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
-        while self._in_flight:
-            step = self._in_flight.popleft()
-            self._accounts.ended(step, step.plan.num_steps, time.monotonic())
-            self._scheduler.update(step.plan, *[[0] * step.plan.num_rows] * step.plan.num_steps)
-        self._pacer.pause()
-        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
-
-    def _dispatch(self, plan: StepPlan, started: float) -> InFlight:
-        compiles = compile_counter.count
-        for request in plan.admitted:
-            self._group_of[request.request_id].admitted(request)
-            if (slot_row := self._packer.pack_slot(request)) is not None:
-                self._runner.set_slot(request.slot, slot_row)
-        burst = plan.num_steps > 1
-        bucket = self._burst_bucket(plan) if burst else self._runner.bucket_for(plan.num_tokens)
-        assert bucket is not None, "bursts are planned where there is a program for them"
-        blob = self._packer.pack(plan, bucket)
-        handle = self._runner.run(
-            blob,
-            bucket,
-            wants_logprobs=plan.wants_logprobs,
-            wants_prompt_logprobs=plan.wants_prompt_logprobs,
-            burst=burst,
-        )
-        self._count_compiles(compile_counter.count - compiles)
-        now = time.monotonic()
-        return InFlight(plan, blob, handle, bucket, now - started, now)
-
-    def _count_compiles(self, count: int) -> None:
-        self.stats.num_compiles += count
-        if count and self.config.forbid_compiles:
-            raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
-
-    def _update(self, step: InFlight, out: StepResult) -> _Progress:
-        self._note_end(step, len(out.token_ids))
-        progressed = self._scheduler.update(step.plan, *out.token_ids[:, : step.plan.num_rows].tolist())
-        return _Progress(step.plan, out, progressed)
-
-    def _note_end(self, step: InFlight, num_steps: int) -> None:
-        now_s = time.monotonic()
-        self._accounts.ended(step, num_steps, now_s)
-        if num_steps:  # else its time belongs to what comes next
-            self._pacer.ended(None if step.plan.num_prefill_tokens else self._burst_bucket(step.plan), num_steps, now_s)
-
-    def _deliver(self, known: Sequence[_Progress]) -> dict[str, RequestOutput]:
+    def _deliver(self, known: Sequence[Progress]) -> dict[str, RequestOutput]:
         """Hand out what was read: text, log probabilities, ends. By the id of the request."""
         outputs: dict[str, RequestOutput] = {}
         for step in known:
             outputs |= self._deliver_step(step)
-        self.stats.num_wasted_tokens = self._scheduler.num_wasted_tokens
         return outputs
 
-    def _deliver_step(self, step: _Progress) -> dict[str, RequestOutput]:
+    def _deliver_step(self, step: Progress) -> dict[str, RequestOutput]:
         result, now_s = step.result, time.monotonic()
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
@@ -389,8 +329,10 @@ class Engine:
             if group is None:  # a stop string of a step read together with this one has ended it
                 continue
             stop = group.append(request, num_tokens, now_s, result.logprobs, row_of.get(request, -1))
-            if request.status is RequestStatus.FINISHED or stop is not None:
-                self._finish(request, stop)
+            if stop is not None:
+                self._finish(request, FinishReason.STOP, stop)
+            elif request.status is RequestStatus.FINISHED:
+                self._finish(request)
             outputs[group.output.request_id] = group.output
             num_output_tokens += num_tokens
         self.stats.num_output_tokens += num_output_tokens
@@ -405,9 +347,14 @@ class Engine:
                 group.append_prompt_logprobs(start + 1, ids, logprobs, token)
             token += count
 
-    def _finish(self, request: Request, stop_string: str | None = None) -> None:
-        if stop_string is not None:
-            self._scheduler.finish(request, FinishReason.STOP)
+    def _finish(self, request: Request, reason: FinishReason | None = None, stop_string: str | None = None) -> None:
+        """Let go of a sample that has ended, or ends now for `reason`."""
+        core = self._core_of.pop(request.request_id, None)
+        if core is None:
+            del self._queue[request.request_id]
+            request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        elif reason is not None:
+            core.finish(request, reason)
         group = self._group_of.pop(request.request_id)
         if group.finish(request, stop_string):
             del self._groups[group.output.request_id]

@@ -1,6 +1,7 @@
 """Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
 
 import atexit
+import contextlib
 import logging
 import threading
 import weakref
@@ -60,6 +61,10 @@ class StepHandle:
     wants_logprobs: bool
     wants_prompt_logprobs: bool
 
+    def is_ready(self) -> bool:
+        """Whether fetching need not wait."""
+        return bool(self.output.token_ids.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
+
     def fetch(self) -> StepResult:
         """Wait for the step and download what it was asked for."""
         out = self.output
@@ -82,7 +87,8 @@ class Runner:
         backend: of attention.
         max_burst_steps: of one dispatch.
         programs_dir: where compiled programs are kept; None keeps none.
-        mesh: of the devices that the model is split over; None where one device has all of it.
+        compiling: held by the one of several replicas that compiles: the others find its programs, where they are kept.
+        mesh: of the devices that the model is split over; None where the first device has all of it.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class Runner:
         backend: str,
         max_burst_steps: int = 1,
         programs_dir: Path | None = None,
+        compiling: contextlib.AbstractContextManager[Any] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self.arch, self.params, self.schedule = arch, params, schedule
@@ -106,10 +113,11 @@ class Runner:
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
         # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
-        self._one_at_a_time = mesh is not None and devices[0].platform == "cpu"
+        self._one_at_a_time = self._num_devices > 1 and devices[0].platform == "cpu"
         self._programs: dict[int, Compiled] = {}
         self._bursts: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
+        self._compiling = compiling or contextlib.nullcontext()
         self._closing = threading.Event()
         # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
         self._compiled = threading.Event()
@@ -234,7 +242,8 @@ class Runner:
         return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
-        return self._store.get(name, lambda: lower().compile())
+        with self._compiling:
+            return self._store.get(name, lambda: lower().compile())
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""

@@ -32,6 +32,8 @@ from jaxserve.engine.prefix_cache import PrefixCache
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, Request, RequestStatus
 
+ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much, in placement, as so many tokens of a prompt
+
 
 class Scheduler:
     """Continuous batching over a page pool: first come, first served; the last admitted is the first preempted.
@@ -102,32 +104,29 @@ class Scheduler:
                 f"request_id must be unique among unfinished requests, got {request.request_id!r} again; "
                 "use another id, or abort the request that has it"
             )
-        self._check_fits(request)
+        self.check_fits(request)
         self._requests[request.request_id] = request
         self._waiting[request.request_id] = request
 
-    def abort(self, request_id: str) -> Request | None:
-        """Ends a request in whatever state it is; None when no unfinished request has this id."""
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """Ends a request in whatever state it is; None when no unfinished request has this id.
+
+        Frees its pages and slot. Tokens of it that are still on the device will be dropped by `update()`.
+        """
         request = self._requests.get(request_id)
         if request is not None:
-            self.finish(request, FinishReason.ABORT)
+            self._end(request, reason)
         return request
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request and frees its pages and slot; does nothing if it has ended already.
+    def withdraw(self) -> list[Request]:
+        """Forgets the requests that wait and returns them in their order, for another scheduler to take.
 
-        Tokens of it that are still on the device will be dropped by `update()`.
+        Those with tokens on the device stay: what there is to compute of them is not known yet.
         """
-        if request.status is RequestStatus.FINISHED:
-            return
-        if request.status is RequestStatus.RUNNING:
-            self._stop_running(request)
-        else:
-            del self._waiting[request.request_id]
-        del self._requests[request.request_id]
-        request.status = RequestStatus.FINISHED
-        request.finish_reason = reason
-        request.num_tokens_when_preempted = 0
+        withdrawn = [request for request in self._waiting.values() if not request.num_pending_tokens]
+        for request in withdrawn:
+            del self._waiting[request.request_id], self._requests[request.request_id]
+        return withdrawn
 
     def reset_prefix_cache(self) -> None:
         """Forgets all cached content, as after a change of weights or a step that failed on the device.
@@ -136,6 +135,45 @@ class Scheduler:
         """
         self._cache.reset()
         self._unshared.update(self._running.values())
+
+    # Placement among several schedulers
+
+    def check_fits(self, request: Request) -> None:
+        """RequestError where a request could not run to its end even alone."""
+        num_prompt, max_total = request.num_prompt_tokens, request.max_total_tokens
+        if not 0 < num_prompt < max_total <= self.max_model_len:
+            raise RequestError(
+                "a prompt must have at least 1 token and fewer than max_total_tokens <= max_model_len, "
+                f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {self.max_model_len}; "
+                "shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        num_needed = self._num_pages_for(max_total - 1)  # the last token is never computed
+        if num_needed > self.num_pages:
+            raise RequestError(
+                f"a request must fit the page pool: {num_prompt} prompt tokens and up to {max_total - num_prompt} new "
+                f"ones need {num_needed} pages of {self.page_size} tokens, but there are {self.num_pages}; "
+                "lower max_tokens, shorten the prompt or raise num_pages"
+            )
+
+    def has_room(self, request: Request) -> bool:
+        """Whether the next plan could start `request` behind those that wait here, even if nothing of it is cached."""
+        waiting = [*self._waiting.values(), request]
+        num_pages = sum(self._num_pages_for(r.num_tokens) for r in waiting)
+        num_reserved = sum(map(self._can_grow, self._running.values()))
+        return (
+            len(waiting) <= len(self._free_slots)
+            and self._num_tokens_ahead() < self.max_num_batched_tokens
+            and num_pages + num_reserved <= self._cache.num_free
+        )
+
+    def work_before(self, request: Request) -> int:
+        """Tokens to compute until the first one of `request`, were it added now, and a charge for every running row."""
+        num_cached = len(self._cache.match(request)) * self.page_size if request.read_prefix_cache else 0
+        return self._num_tokens_ahead() + request.num_tokens - num_cached + ROW_CHARGE_TOKENS * self.num_running
+
+    def _num_tokens_ahead(self) -> int:
+        """Known tokens of all requests that are not computed yet."""
+        return sum(map(_num_remaining, self._requests.values()))
 
     # One step
 
@@ -400,9 +438,9 @@ class Scheduler:
         for page_hash, page in self._full_pages(request, num_known - 2):
             self._cache.register(page_hash, page)
         if request.output_token_ids[-1] in request.stop_ids and _may_stop(request):
-            self.finish(request, FinishReason.STOP)
+            self._end(request, FinishReason.STOP)
         elif num_known == request.max_total_tokens:
-            self.finish(request, FinishReason.LENGTH)
+            self._end(request, FinishReason.LENGTH)
         behind_page = ((num_known - 1) // self.page_size + 1) * self.page_size + 1
         request.review_at = min(behind_page, request.max_total_tokens) - request.num_prompt_tokens
 
@@ -422,6 +460,16 @@ class Scheduler:
         if first >= stop or request in self._unshared:
             return []
         return list(zip(self._cache.hashes(request)[first:stop], request.pages[first:stop], strict=True))
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._stop_running(request)
+        else:
+            del self._waiting[request.request_id]
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.num_tokens_when_preempted = 0
 
     def _stop_running(self, request: Request) -> None:
         del self._running[request.request_id]
@@ -448,22 +496,6 @@ class Scheduler:
 
     def _num_pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
-
-    def _check_fits(self, request: Request) -> None:
-        num_prompt, max_total = request.num_prompt_tokens, request.max_total_tokens
-        if not 0 < num_prompt < max_total <= self.max_model_len:
-            raise RequestError(
-                "a prompt must have at least 1 token and fewer than max_total_tokens <= max_model_len, "
-                f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {self.max_model_len}; "
-                "shorten the prompt, lower max_tokens or raise max_model_len"
-            )
-        num_needed = self._num_pages_for(max_total - 1)  # the last token is never computed
-        if num_needed > self.num_pages:
-            raise RequestError(
-                f"a request must fit the page pool: {num_prompt} prompt tokens and up to {max_total - num_prompt} new "
-                f"ones need {num_needed} pages of {self.page_size} tokens, but there are {self.num_pages}; "
-                "lower max_tokens, shorten the prompt or raise num_pages"
-            )
 
 
 def _in_prefill(request: Request) -> bool:

@@ -136,7 +136,7 @@ def test_a_burst_is_under_way_while_the_caller_reads_the_one_before(start: Start
     for count in (1, 6, 11, 16):
         engine.step()
         assert len(output.outputs[0].token_ids) == count
-        assert [step.plan.num_steps for step in engine._in_flight] == [BURST]
+        assert [step.plan.num_steps for step in engine.cores[0].in_flight] == [BURST]
     engine.step()
     assert output.finished
 
@@ -164,4 +164,4 @@ def test_measured_bursts(start: Start) -> None:
         (output,) = generate(engine, [tokens(3, 0)], params)
         assert_same(output, expected)
     assert engine.stats.num_dispatches - before < 3 * 60
-    assert engine._pacer._trials[1].gains
+    assert engine.cores[0].pacer._trials[1].gains

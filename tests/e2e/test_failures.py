@@ -45,7 +45,7 @@ def failing(method: Callable[..., Any], call: int, error: BaseException, *, afte
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    "part", ["_scheduler.schedule", "_packer.pack", "_runner.run", "_runner.set_slot", "_scheduler.update"]
+    "part", ["scheduler.schedule", "packer.pack", "runner.run", "runner.set_slot", "scheduler.update"]
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("device")])
 @BURST
@@ -63,7 +63,7 @@ def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     engine.reset_prefix_cache()
     owner, name = part.split(".")
     with monkeypatch.context() as patch:
-        target = getattr(engine, owner)
+        target = getattr(engine.cores[0], owner)
         patch.setattr(target, name, failing(getattr(target, name), 2, error, after=after))
         with pytest.raises(type(error)):
             generate(engine, prompts, PARAMS)
@@ -164,7 +164,7 @@ def test_a_dropped_engine_leaves_no_memory_behind(llama: Path, compile_ahead: st
     options = SIZES | {"compile_ahead": compile_ahead, "max_num_batched_tokens": 5, "max_num_seqs": 1}
     llm = LLM(str(llama), **options)
     llm.engine.wait_until_warm()
-    alive = weakref.ref(llm.engine._runner)
+    alive = weakref.ref(llm.engine.cores[0].runner)
     del llm
     gc.collect()
     assert alive() is None

@@ -21,7 +21,7 @@ Start = Callable[..., Engine]
 @pytest.mark.parametrize("burst", [False, True])
 def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
     """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
-    runner = copy.copy(start(burst=5)._runner)
+    runner = copy.copy(start(burst=5).cores[0].runner)
     runner.schedule = dataclasses.replace(runner.schedule, num_pages=50_000)
     pool = runner.abstract_state().kv_pages
     compiled = (runner.lower_burst(4) if burst else runner.lower(16)).compile()
@@ -37,7 +37,7 @@ def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
 @pytest.mark.parametrize("bucket", [1, 16])
 def test_token_history_is_not_copied(start: Start, bucket: int) -> None:
     """It grows with max_num_seqs * max_model_len, of which a step touches a few numbers."""
-    runner = start()._runner
+    runner = start().cores[0].runner
     history = runner.abstract_state().slots.token_history
     program = runner.lower(bucket).compile().as_text()
     shape = rf"s32\[{history.shape[0]},{history.shape[1]}\]"
@@ -49,8 +49,8 @@ class Twin:
     """Runs each step twice on equal states, the second time with garbage wherever the batch is padding."""
 
     def __init__(self, engine: Engine) -> None:
-        self.runner, self.schedule = engine._runner, engine.schedule
-        self.run_once = engine._runner.run
+        self.runner, self.schedule = engine.cores[0].runner, engine.schedule
+        self.run_once = engine.cores[0].runner.run
         self.rng = np.random.default_rng(0)
         self.num_padded = self.num_bursts = 0
 
@@ -101,7 +101,7 @@ class Twin:
 def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     engine = start(step_ahead=False, max_num_batched_tokens=budget)
     twin = Twin(engine)
-    monkeypatch.setattr(engine._runner, "run", twin.run)
+    monkeypatch.setattr(engine.cores[0].runner, "run", twin.run)
     params = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -120,7 +120,7 @@ def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget:
 def test_padding_of_bursts_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(step_ahead=False, burst=5)
     twin = Twin(engine)
-    monkeypatch.setattr(engine._runner, "run", twin.run)
+    monkeypatch.setattr(engine.cores[0].runner, "run", twin.run)
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=13, frequency_penalty=0.2, stop_token_ids=[9, 40])
     generate(engine, [tokens(n, n) for n in (19, 2)], params)
     assert twin.num_bursts >= 2
@@ -128,7 +128,7 @@ def test_padding_of_bursts_is_inert(start: Start, monkeypatch: pytest.MonkeyPatc
 
 def test_a_burst_behind_one_that_ended_early_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(step_ahead=False, burst=5)
-    runner, run_once, lengths = engine._runner, engine._runner.run, []
+    runner, run_once, lengths = engine.cores[0].runner, engine.cores[0].runner.run, []
 
     def run(blob: np.ndarray, bucket: int, **wants: bool) -> Any:
         handle = run_once(blob, bucket, **wants)
@@ -151,7 +151,7 @@ def test_a_burst_behind_one_that_ended_early_changes_nothing(start: Start, monke
 
 def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
     """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
-    runner = start()._runner
+    runner = start().cores[0].runner
     for bucket in (1, 16):
         program = runner.lower(bucket).compile().as_text()
         entry = program[program.index("\nENTRY ") :]

@@ -52,13 +52,13 @@ def test_a_compile_while_serving_is_noticed(start: Start, monkeypatch: pytest.Mo
     import jax
 
     engine = start()
-    run_step = engine._runner.run
+    run_step = engine.cores[0].runner.run
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
         jax.jit(lambda x: x * 3.25)(1.0)
         return run_step(*args, **kwargs)
 
-    monkeypatch.setattr(engine._runner, "run", compiling)
+    monkeypatch.setattr(engine.cores[0].runner, "run", compiling)
     engine.add_request("a", tokens(3, 0), GREEDY)
     with pytest.raises(RuntimeError, match="compiled 1 programs after warm-up"):
         engine.step()
@@ -78,8 +78,8 @@ def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
     engine = start(**ONE_ROW | options)
     (narrow,) = generate(engine, [tokens(9, 0)], params)
     kv_dtype = options.get("kv_cache_dtype", "bfloat16")
-    assert jax.tree.leaves(engine._runner.state.kv_pages)[0].dtype == kv_dtype
-    assert engine._runner.params["embed"].dtype == options.get("dtype", "float32")
+    assert jax.tree.leaves(engine.cores[0].runner.state.kv_pages)[0].dtype == kv_dtype
+    assert engine.cores[0].runner.params["embed"].dtype == options.get("dtype", "float32")
     a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (exact, narrow))
     assert a == pytest.approx(b, abs=0.1)
     assert len(narrow.outputs[0].token_ids) == 5
@@ -101,12 +101,12 @@ def test_int8_weights(start: Start) -> None:
         a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (reference, output))
         assert a == pytest.approx(b, abs=0.05)
     assert 0.25 < bytes_read / exact.last_step.weight_bytes < 0.29
-    assert narrow._runner.state.kv_pages.dtype == "float32"
+    assert narrow.cores[0].runner.state.kv_pages.dtype == "float32"
 
 
 def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     engine = start(**ONE_ROW, dtype="bfloat16", quantization="int8")
-    assert engine._runner.state.kv_pages.dtype == "bfloat16"
+    assert engine.cores[0].runner.state.kv_pages.dtype == "bfloat16"
     assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
 
 
@@ -127,8 +127,10 @@ def test_narrow_pools(start: Start, dtype: str) -> None:
         (reference,) = generate(exact, [prompt], params)
         a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (reference, alone))
         assert a == pytest.approx(b, abs=0.05)
-    per_head = exact._runner.arch.head_dim
-    assert narrow._runner.kv_token_bytes / exact._runner.kv_token_bytes == (per_head + 4) / (4 * per_head)
+    per_head = exact.cores[0].runner.arch.head_dim
+    assert narrow.cores[0].runner.kv_token_bytes / exact.cores[0].runner.kv_token_bytes == (per_head + 4) / (
+        4 * per_head
+    )
 
 
 def test_background_compiles_end_and_serve(llama: Path) -> None:
@@ -137,7 +139,7 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
     engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     early = generate(engine, [tokens(9, 0)], GREEDY)
     engine.wait_until_warm()
-    assert sorted(engine._runner._programs) == [1, 2, 3]
+    assert sorted(engine.cores[0].runner._programs) == [1, 2, 3]
     assert generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids == early[0].outputs[0].token_ids
     engine.close()
     engine.close()

@@ -155,4 +155,4 @@ def assert_close(
 
 
 def _work(engine: Engine) -> tuple[int, int]:
-    return engine._scheduler._last_updated_step_id, len(engine._in_flight)
+    return engine.cores[0].scheduler._last_updated_step_id, len(engine.cores[0].in_flight)

@@ -70,7 +70,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data):
         request = data.draw(st.sampled_from(self.requests))
         unfinished = request.status is not RequestStatus.FINISHED
-        assert self.scheduler.abort(request.request_id) is (request if unfinished else None)
+        assert self.scheduler.finish(request.request_id, FinishReason.ABORT) is (request if unfinished else None)
         self.forget_finished()
 
     @precondition(lambda self: self.requests)
@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish(self, data):
         request = data.draw(st.sampled_from(self.requests))
         reason = request.finish_reason or FinishReason.STOP
-        self.scheduler.finish(request, FinishReason.STOP)
+        self.scheduler.finish(request.request_id, FinishReason.STOP)
         assert request.finish_reason is reason
         self.forget_finished()
 
@@ -275,7 +275,7 @@ def test_no_more_requests_run_than_there_are_slots():
     loop = Loop(make_scheduler(max_num_seqs=2)).add(*(make_request(str(i), [i]) for i in range(3)))
     assert list(starts(loop.step())) == ["0", "1"]
     assert (loop.scheduler.num_running, loop.scheduler.num_waiting) == (2, 1)
-    loop.scheduler.abort("0")
+    loop.scheduler.finish("0", FinishReason.ABORT)
     assert list(starts(loop.step())) == ["1", "2"]
 
 
@@ -386,7 +386,7 @@ def test_a_preempted_request_waits_in_its_place_until_its_tokens_are_known():
         if len(loop.in_flight) == 2 and not young.num_preemptions:
             loop.update()
     loop.add(make_request("next", [3], 1))
-    loop.scheduler.abort("old")
+    loop.scheduler.finish("old", FinishReason.ABORT)
     assert young.num_pending_tokens == 1
     assert loop.schedule() is None
     while young.num_pending_tokens:
@@ -472,8 +472,8 @@ def test_finish_ends_a_request_once():
     loop.add(request)
     loop.step()
     loop.step()
-    loop.scheduler.finish(request, FinishReason.STOP)
-    loop.scheduler.finish(request, FinishReason.ABORT)
+    loop.scheduler.finish(request.request_id, FinishReason.STOP)
+    loop.scheduler.finish(request.request_id, FinishReason.ABORT)
     assert request.finish_reason is FinishReason.STOP
     assert loop.scheduler.num_pages_used == 0
     loop.drain()
@@ -487,9 +487,9 @@ def test_abort_in_any_state(num_steps):
     loop.add(request)
     for _ in range(num_steps):
         loop.step()
-    assert loop.scheduler.abort("a") is request
+    assert loop.scheduler.finish("a", FinishReason.ABORT) is request
     assert (request.status, request.finish_reason) == (RequestStatus.FINISHED, FinishReason.ABORT)
-    assert loop.scheduler.abort("a") is None
+    assert loop.scheduler.finish("a", FinishReason.ABORT) is None
     assert not loop.scheduler.has_unfinished()
     assert loop.schedule() is None
     loop.drain()
@@ -500,14 +500,14 @@ def test_an_id_can_be_used_again_while_steps_of_its_first_owner_are_in_flight():
     first, second = make_request("a", range(4), 5), make_request("a", range(4, 9), 5)
     loop.add(first)
     loop.step()
-    loop.scheduler.abort("a")
+    loop.scheduler.finish("a", FinishReason.ABORT)
     loop.add(second).drain()
     assert first.output_token_ids == []
     assert second.output_token_ids == generate_alone(second)[0]
 
 
 def test_abort_of_an_unknown_id_is_none():
-    assert make_scheduler().abort("nobody") is None
+    assert make_scheduler().finish("nobody", FinishReason.ABORT) is None
 
 
 # Refusals
@@ -568,10 +568,10 @@ def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
     random.Random(0).shuffle(ids)
     begin = time.thread_time()
     for request_id in ids[:50_000]:
-        long.abort(request_id)
+        long.finish(request_id, FinishReason.ABORT)
     half_s = time.thread_time() - begin
     for request_id in ids[50_000:]:
-        long.abort(request_id)
+        long.finish(request_id, FinishReason.ABORT)
     assert time.thread_time() - begin < 10 * half_s
     assert not long.has_unfinished()
     long.check_integrity()

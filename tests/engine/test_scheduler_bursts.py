@@ -24,7 +24,7 @@ def test_no_burst_while_someone_may_join():
     loop.step()
     loop.add(make_request("b", range(10, 15), 9))  # pages are short
     assert [loop.step().num_steps for _ in range(3)] == [1, 1, 1]
-    loop.scheduler.abort("b")
+    loop.scheduler.finish("b", FinishReason.ABORT)
     assert loop.step().num_steps == 2
 
 
@@ -101,7 +101,7 @@ def test_abort_during_a_burst():
     loop = Loop(make_scheduler(), depth=1, max_steps=4).add(make_request("a", range(4), 9), make_request("b", [1], 9))
     loop.step()
     assert loop.step().num_steps == 4
-    loop.scheduler.abort("a")
+    loop.scheduler.finish("a", FinishReason.ABORT)
     loop.scheduler.check_integrity()
     loop.drain()
     assert loop.scheduler.num_wasted_tokens == 4
@@ -132,7 +132,7 @@ def test_nothing_else_is_planned_beside_a_burst():
     for num_steps in (0, 5):
         with pytest.raises(AssertionError, match=f"4 steps cannot have run as {num_steps}"):
             scheduler.update(plan, *[[5]] * num_steps)
-    scheduler.abort("a")
+    scheduler.finish("a", FinishReason.ABORT)
     assert not scheduler.must_update_first(4)
     assert starts(scheduler.schedule(4)) == {"b": (0, 1)}
 
@@ -162,7 +162,7 @@ def test_bursts_left_behind_by_an_abort_come_to_nothing_too():
     """As after an interrupt: what follows them must not be harmed, whatever the device made of them."""
     scheduler, _, first = in_a_burst()
     second = scheduler.schedule(4)
-    scheduler.abort("a")
+    scheduler.finish("a", FinishReason.ABORT)
     newcomer = make_request("b", [2], 20)
     scheduler.add(newcomer)
     third = scheduler.schedule(4)

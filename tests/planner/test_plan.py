@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve import EngineConfig, cli
-from jaxserve.engine.build import build_arch, build_params, build_runner
+from jaxserve.engine.build import build_arch, build_runners
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import device_bytes
 from jaxserve.planner.plan import Memory, Plan, make_plan, read_model
@@ -82,7 +82,7 @@ def test_a_file_that_is_no_config(tmp_path: Path, content: str, message: str) ->
 def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any]) -> None:
     config = EngineConfig(compile_ahead="minimal", max_num_batched_tokens=16, **{"max_num_seqs": 8, **options})
     plan, arch = make_plan(config, TARGETS["cpu"]), build_arch(config)
-    report, runner = build_report(plan), build_runner(config, arch, build_params(config, arch))
+    report, runner = build_report(plan), build_runners(config, arch)[0]
     assert report["weights_bytes_per_chip"] == pytest.approx(device_bytes(runner.params), rel=0.02)
     assert report["kv_bytes_per_chip"] == device_bytes(runner.state.kv_pages)
     assert report["slots_bytes_per_chip"] == device_bytes(runner.state.slots)

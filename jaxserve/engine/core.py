@@ -1,0 +1,191 @@
+"""EngineCore: one replica of the model, from requests to token ids. It knows neither texts nor users."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from jaxserve.engine.accounts import Accounts, InFlight
+from jaxserve.engine.batch import BatchPacker
+from jaxserve.engine.pacer import Pacer
+from jaxserve.engine.runner import StepResult, compile_counter
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.metrics import EngineStats
+from jaxserve.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.plan import StepPlan
+    from jaxserve.engine.runner import Runner
+    from jaxserve.models.arch import ArchConfig
+
+
+@dataclass(slots=True)
+class Progress:
+    """A step that was read: the scheduler knows its tokens, the user does not."""
+
+    plan: StepPlan
+    result: StepResult
+    progressed: dict[Request, int]  # new tokens of each
+
+
+class EngineCore:
+    """Scheduler, packer and runner of one replica, and the steps it has in flight.
+
+    Args:
+        config: what to serve and how.
+        arch: of the whole model.
+        runner: the devices.
+        stats: totals, to which those of this replica are added.
+
+    Attributes:
+        scheduler: who computes what next.
+        packer: from plans to arrays.
+        runner: as given.
+        pacer: chooses the length of bursts.
+        accounts: what each step cost.
+        in_flight: steps and bursts that were dispatched and not read, oldest first.
+    """
+
+    def __init__(self, config: EngineConfig, arch: ArchConfig, runner: Runner, stats: EngineStats) -> None:
+        s = runner.schedule
+        self.runner = runner
+        self.scheduler = Scheduler(
+            max_num_seqs=s.max_num_seqs,
+            max_num_batched_tokens=s.max_num_batched_tokens,
+            page_size=s.page_size,
+            num_pages=s.num_pages,
+            max_model_len=s.max_model_len,
+        )
+        self.packer = BatchPacker(s, config.seed)
+        self.pacer = Pacer(config.burst)
+        self.accounts = Accounts(arch.local(config.tensor_parallel_size), self.packer, runner, stats)
+        self.in_flight: deque[InFlight] = deque()
+        self._stats = stats
+        self._most_in_flight = 2 if config.step_ahead else 1
+        self._forbid_compiles = config.forbid_compiles
+        self._is_stuck = False  # nothing can be planned before a step in flight is read
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request; RequestError where it could not run to its end even alone."""
+        self.scheduler.add(request)
+        self._is_stuck = False
+
+    def finish(self, request: Request, reason: FinishReason) -> None:
+        """End a request if it has not ended already."""
+        self.scheduler.finish(request.request_id, reason)
+        self._is_stuck = False
+
+    def withdraw(self) -> list[Request]:
+        """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
+        return self.scheduler.withdraw()
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step was not read."""
+        return bool(self.in_flight) or self.scheduler.has_unfinished()
+
+    # Steps
+
+    def is_ready(self) -> bool:
+        """Whether a step would get on without waiting for the device."""
+        if self.in_flight and self.in_flight[0].handle.is_ready():
+            return True
+        return self._may_dispatch() and not (self._is_stuck or (self.in_flight and self.must_read_first()))
+
+    def must_read_first(self) -> bool:
+        """Whether the next dispatch needs the tokens of those in flight."""
+        return self.scheduler.must_update_first(self._max_steps())
+
+    def dispatch(self) -> StepPlan | None:
+        """Plan and start the next step or burst; None where there is none, or where enough are in flight."""
+        if not self._may_dispatch():
+            return None
+        started = time.monotonic()
+        plan = self.scheduler.schedule(self._max_steps())
+        self._is_stuck = plan is None
+        if plan is not None:
+            self.in_flight.append(self._launch(plan, started))
+        return plan
+
+    def wait(self, keep: int) -> list[StepResult]:
+        """Wait for all steps in flight but the last `keep`. Interrupted, nothing is lost: they can be read again."""
+        return [self.in_flight[index].handle.fetch() for index in range(len(self.in_flight) - keep)]
+
+    @property
+    def num_running_steps(self) -> int:
+        """Steps in flight that have not ended."""
+        return sum(not step.handle.is_ready() for step in self.in_flight)
+
+    def update(self, result: StepResult) -> Progress:
+        """Let the scheduler know the tokens of the oldest step in flight."""
+        step, num_steps, now_s = self.in_flight.popleft(), len(result.token_ids), time.monotonic()
+        self.accounts.ended(step, num_steps, now_s)
+        if num_steps:  # else its time belongs to what comes next
+            bucket = None if step.plan.num_prefill_tokens else self._burst_bucket(step.plan.num_rows)
+            self.pacer.ended(bucket, num_steps, now_s)
+        token_ids = result.token_ids[:, : step.plan.num_rows].tolist()
+        return Progress(step.plan, result, self._take(step.plan, token_ids))
+
+    def drop_in_flight(self) -> None:
+        """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
+        while self.in_flight:
+            step = self.in_flight.popleft()
+            self.accounts.ended(step, step.plan.num_steps, time.monotonic())
+            self._take(step.plan, [[0] * step.plan.num_rows] * step.plan.num_steps)
+        self.pacer.pause()
+
+    def recover(self) -> None:
+        """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
+        self.in_flight.clear()
+        self.scheduler.reset_prefix_cache()
+        self.runner.restore_state()
+
+    # Parts
+
+    def _may_dispatch(self) -> bool:
+        return len(self.in_flight) < self._most_in_flight
+
+    def _burst_bucket(self, num_rows: int) -> int | None:
+        return self.runner.burst_bucket_for(num_rows)
+
+    def _max_steps(self) -> int:
+        """Steps that the next dispatch may have, as far as programs and their speed go."""
+        bucket = self._burst_bucket(self.scheduler.num_running)
+        return 1 if bucket is None else self.pacer.max_steps(bucket)
+
+    def _launch(self, plan: StepPlan, started: float) -> InFlight:
+        compiles = compile_counter.count
+        for request in plan.admitted:
+            if (slot_row := self.packer.pack_slot(request)) is not None:
+                self.runner.set_slot(request.slot, slot_row)
+        burst = plan.num_steps > 1
+        bucket = self._burst_bucket(plan.num_rows) if burst else self.runner.bucket_for(plan.num_tokens)
+        assert bucket is not None, "bursts are planned where there is a program for them"
+        blob = self.packer.pack(plan, bucket)
+        handle = self.runner.run(
+            blob,
+            bucket,
+            wants_logprobs=plan.wants_logprobs,
+            wants_prompt_logprobs=plan.wants_prompt_logprobs,
+            burst=burst,
+        )
+        self._count_compiles(compile_counter.count - compiles)
+        now = time.monotonic()
+        return InFlight(plan, blob, handle, bucket, now - started, now)
+
+    def _count_compiles(self, count: int) -> None:
+        self._stats.num_compiles += count
+        if count and self._forbid_compiles:
+            raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
+
+    def _take(self, plan: StepPlan, token_ids: Sequence[Sequence[int]]) -> dict[Request, int]:
+        wasted = self.scheduler.num_wasted_tokens
+        progressed = self.scheduler.update(plan, *token_ids)
+        self._stats.num_wasted_tokens += self.scheduler.num_wasted_tokens - wasted
+        self._is_stuck = False
+        return progressed

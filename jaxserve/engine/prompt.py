@@ -1,0 +1,52 @@
+"""What a user may give as a prompt, and the token ids it stands for."""
+
+from collections.abc import Mapping, Sequence
+from numbers import Integral
+
+import numpy as np
+
+from jaxserve.errors import RequestError
+from jaxserve.request import TokenIds
+from jaxserve.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, object]
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+
+
+def read_prompt(
+    prompt: Prompt, cache_salt: str | None, tokenizer: Tokenizer | None
+) -> tuple[str | None, TokenIds, str | None]:
+    """Text if there is one, token ids and cache salt; RequestError where it is none of what a prompt can be."""
+    if isinstance(prompt, Mapping):
+        if unknown := sorted(map(str, prompt.keys() - _PROMPT_KEYS)):
+            raise RequestError(f"a prompt takes the keys {sorted(_PROMPT_KEYS)}, got also {unknown}")
+        if not prompt.keys() & {"prompt", "prompt_token_ids"}:
+            raise RequestError("a prompt needs prompt or prompt_token_ids, got neither")
+        salt = prompt.get("cache_salt", cache_salt)
+        content = prompt.get("prompt_token_ids", prompt.get("prompt"))  # ids win: the text then is their source
+        text = prompt.get("prompt")
+    else:
+        content, salt, text = prompt, cache_salt, None
+    if text is not None and not isinstance(text, str):
+        raise RequestError(f"prompt must be a string, got {type(text).__name__}")
+    if salt is not None and not isinstance(salt, str):
+        raise RequestError(f"cache_salt must be a string, got {salt!r}")
+    if isinstance(content, str):
+        if tokenizer is None:
+            raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
+        return content, tokenizer.encode(content), salt
+    return text, _read_token_ids(content), salt
+
+
+def _read_token_ids(content: object) -> TokenIds:
+    if isinstance(content, np.ndarray):
+        content = content.tolist()
+    if not isinstance(content, Sequence) or isinstance(content, bytes):
+        raise RequestError(f"a prompt must be a string or a list of token ids, got {type(content).__name__}")
+    if set(map(type, content)) <= {int}:  # the usual case, ten times faster than looking at each
+        return list(content)
+    for position, token_id in enumerate(content):
+        if not isinstance(token_id, Integral) or isinstance(token_id, bool):
+            raise RequestError(f"token ids must be integers, got {token_id!r} at {position}")
+    return [int(token_id) for token_id in content]
