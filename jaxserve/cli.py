@@ -1,8 +1,8 @@
 """The command line: `jaxserve generate`, `batch`, `bench`, `convert` and `plan`.
 
 Exit codes: 0 done, which a batch is with a record for every line, error records included; 2 a wrong command line or
-configuration, or a file that cannot be read or written, told in one line; 130 interrupted; 141 the reader of the output
-went away.
+configuration, or a file that cannot be read or written, told in one line; 75 another process of the run was lost; 130
+interrupted; 141 the reader of the output went away.
 """
 
 import argparse
@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxserve import __version__
+from jaxserve import __version__, peers
 from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.live_stats import LiveStats
 from jaxserve.planner.flags import PLANNED, add_plan
 from jaxserve.request import SamplingParams
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 _NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}  # nothing a command could do with them
 _DIRECTORIES = {"model", "tokenizer", "compilation_cache_dir"}
 _DEFAULT_MAX_TOKENS = 256
+_PROCESS_FLAGS = {  # of distributed.initialize, in their order
+    "coordinator_address": (str, "HOST:PORT", "of process 0, where the others reach it; the port must be free there"),
+    "num_processes": (int, "INT", "how many there are"),
+    "process_id": (int, "INT", "of this one, from 0"),
+}
 _SAMPLING_FLAGS = {  # of `generate`; meanings are SamplingParams', defaults the checkpoint's
     "temperature": float,
     "top_p": float,
@@ -52,6 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, RequestError) as error:
         print(f"jaxserve: error: {error}", file=sys.stderr)
         return 2
+    except PeerLostError as error:
+        print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
+        return peers.EXIT_CODE
     except KeyboardInterrupt:
         print(f"\njaxserve: interrupted{args.on_interrupt}", file=sys.stderr)
         return 130
@@ -78,6 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "starts when all programs are compiled"
     )
     generate.add_argument("--stats", action="store_true", help=text)
+    _add_process_flags(generate)
     _add_engine_flags(generate, leave_out=("seed",))
 
     batch = commands.add_parser("batch", help="serve a file of OpenAI batch requests; the same command resumes it")
@@ -96,10 +105,12 @@ def _parser() -> argparse.ArgumentParser:
         "starts when all programs are compiled"
     )
     batch.add_argument("--stats", action="store_true", help=text)
+    _add_process_flags(batch)
     _add_engine_flags(batch)
 
     bench = commands.add_parser("bench", help="measure throughput, or latency under load")
     bench.set_defaults(run=_bench, on_interrupt="")
+    _add_process_flags(bench)
     add_bench(bench, partial(_add_engine_flags, leave_out=("tokenizer",)))
 
     text = "write a Hugging Face checkpoint as an Orbax one, which serves as well, or the reverse"
@@ -125,6 +136,15 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         text = _help(helps[name], None if name == "seed" else "the checkpoint's recommendation")
         group.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
     group.add_argument("--stop", action="append", metavar="STR", help=f"{helps['stop']}; may be repeated")
+
+
+def _add_process_flags(parser: argparse.ArgumentParser) -> None:
+    text = "the same command in every process; the first does the work, with the devices of all"
+    group = parser.add_argument_group("many processes", text)
+    text = "find out by itself, under SLURM or Open MPI and on TPU pods, what is not given of the following"
+    group.add_argument("--distributed", action="store_true", help=text)
+    for name, (kind, metavar, text) in _PROCESS_FLAGS.items():
+        group.add_argument(_flag(name), type=kind, metavar=metavar, help=text)
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
@@ -170,6 +190,10 @@ def _field_helps(config: type) -> dict[str, str]:
 def _load(args: argparse.Namespace, **options: Any) -> "LLM":
     from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which --help and wrong flags need not wait for
 
+    if args.distributed or any(getattr(args, name) is not None for name in _PROCESS_FLAGS):
+        from jaxserve import distributed  # noqa: PLC0415 - imports jax
+
+        distributed.initialize(*(getattr(args, name) for name in _PROCESS_FLAGS))
     return LLM(**_engine_options(args), **options)
 
 

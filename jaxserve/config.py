@@ -63,7 +63,7 @@ class EngineConfig:
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
         compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Whole programs take at most 1 GiB there, and each start cuts XLA's own files beside
-            them to 1 GiB (but for a directory of your own).
+            them to 1 GiB (but for a directory of your own). With many processes "auto" is off.
 
     Raises:
         ConfigError: a value is out of range or two do not fit together.

@@ -1,4 +1,4 @@
-"""The two errors a user meets. Each says what must hold, what came, and what to change."""
+"""The errors a user meets. Each says what must hold, what came, and what to change."""
 
 
 class ConfigError(ValueError):
@@ -7,3 +7,7 @@ class ConfigError(ValueError):
 
 class RequestError(ValueError):
     """One request is refused; the engine and all other requests go on."""
+
+
+class PeerLostError(RuntimeError):
+    """A process of this run is gone, and its devices with it: start the run again."""

@@ -24,6 +24,9 @@ Message = Mapping[str, Any]
 class LLM:
     """A model ready to generate.
 
+    In a run over many processes (`jaxserve.distributed.initialize`) the first one gets it. In the others this works for
+    the first one until that ends or closes its engine, and then ends the process.
+
     Args:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
@@ -42,6 +45,9 @@ class LLM:
         **options: Any,
     ) -> None:
         self.engine = Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **options))
+        if self.engine.is_follower:
+            self.engine.follow()
+            raise SystemExit(0)
         self._ids = itertools.count()
 
     def get_tokenizer(self) -> Tokenizer:

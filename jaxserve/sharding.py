@@ -22,8 +22,10 @@ _MESH_AXES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "embed": None, No
 def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
     """The mesh over the first `num_devices` of `devices`, by default of all there are; None for one device.
 
+    With many processes, over the first ones of each: all of them must take part.
+
     Raises:
-        ConfigError: there are fewer.
+        ConfigError: there are fewer, or the processes cannot have equally many.
     """
     devices = jax.devices() if devices is None else devices
     if num_devices > len(devices):
@@ -31,17 +33,30 @@ def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -
             f"tensor_parallel_size must be at most the number of devices, got {num_devices} and {len(devices)}; "
             f"lower it{_more_devices(devices)}"
         )
-    return _mesh(devices[:num_devices]) if num_devices > 1 else None
+    processes = sorted({device.process_index for device in devices})
+    if num_devices % len(processes):
+        raise ConfigError(
+            f"tensor_parallel_size must be a multiple of the number of processes, got {num_devices} and "
+            f"{len(processes)}; start fewer, or take devices of each"
+        )
+    share = num_devices // len(processes)
+    taken = [d for process in processes for d in [d for d in devices if d.process_index == process][:share]]
+    return _mesh(taken) if num_devices > 1 else None
 
 
 def replica_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh | None]:
     """The devices of each replica, taken in their order; [None] for one replica on one device.
 
     Raises:
-        ConfigError: there are fewer devices.
+        ConfigError: there are fewer devices, or they are those of many processes.
     """
     if data_parallel_size == 1:
         return [tensor_mesh(tensor_parallel_size)]
+    if jax.process_count() > 1:
+        raise ConfigError(
+            f"data_parallel_size must be 1 in a run over many processes, got {data_parallel_size} and "
+            f"{jax.process_count()} processes; spread a batch over a fleet with jaxserve batch --ray"
+        )
     size, devices = tensor_parallel_size, jax.devices()
     if size * data_parallel_size > len(devices):
         raise ConfigError(

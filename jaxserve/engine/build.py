@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.params import Params, ParamSpec, check_split, matrix_transform, stack_layers
+from jaxserve.peers import Follower, Leader
 from jaxserve.request import SamplingParams
 from jaxserve.sharding import named_sharding, replica_meshes
 from pallas_kernels import packed_linear
@@ -73,15 +73,23 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     check_split(registry.param_specs(arch), config.tensor_parallel_size, config.quantization)
 
 
-def build_runners(config: EngineConfig, arch: ArchConfig) -> list[Runner]:
-    """One for each replica: load the weights, size the pools, allocate the states and compile."""
+def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None) -> list[Runner]:
+    """One for each replica: load the weights, size the pools, allocate the states and compile.
+
+    Args:
+        config: what was asked for.
+        arch: of the whole model.
+        peers: the other processes, which build the same.
+    """
     params, meshes = build_params(config, arch), _meshes(config)
     replicas = [params, *(_copy(params, mesh) for mesh in meshes[1:] if mesh is not None)]
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, dtype)
     backend = select_backend(config, local_arch, kv_dtype)
     schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes))
-    programs_dir, compiling = _programs_dir(), threading.Lock()
+    if peers is not None:
+        schedule = dataclasses.replace(schedule, num_pages=peers.least(schedule.num_pages))
+    logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
     runners = [
         Runner(
             arch,
@@ -90,14 +98,13 @@ def build_runners(config: EngineConfig, arch: ArchConfig) -> list[Runner]:
             kv_dtype=kv_dtype,
             backend=backend,
             max_burst_steps=config.max_burst_steps,
-            programs_dir=programs_dir,
-            compiling=compiling,
+            programs_dir=_programs_dir(),
             mesh=mesh,
         )
         for replica, mesh in zip(replicas, meshes, strict=True)
     ]
-    for runner in runners:
-        runner.warm_up(config.compile_ahead)
+    for runner, before in zip(runners, [None, *runners], strict=False):
+        runner.warm_up(config.compile_ahead, before)
     return runners
 
 
@@ -194,9 +201,7 @@ def build_schedule(
     """
     num_bytes = page_bytes(config, arch, kv_dtype, backend)
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, num_bytes, devices)
-    schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
-    logger.info("KV pool: %d pages of %d tokens", num_pages, schedule.page_size)
-    return schedule
+    return resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
 
 
 def page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
@@ -255,6 +260,8 @@ def _use_compilation_cache(config: EngineConfig) -> None:
     """Keep compiled programs between starts; "auto" leaves alone what the caller has set up."""
     current = getattr(jax.config, "jax_compilation_cache_dir", None)
     wanted = str(config.cache_dir) if config.cache_dir else None
+    if jax.process_count() > 1 and config.compilation_cache_dir == "auto":
+        return  # GPUs tune kernels together while they compile: one process must not find what another lacks
     if wanted == current or (config.compilation_cache_dir == "auto" and current):
         return
     jax.config.update("jax_compilation_cache_dir", wanted)
@@ -267,7 +274,9 @@ def _use_compilation_cache(config: EngineConfig) -> None:
 
 
 def _programs_dir() -> Path | None:
-    """Where whole programs are kept: beside XLA's cache, unless that is remote (gs://...)."""
+    """Where whole programs are kept: beside XLA's cache, unless that is remote (gs://...), or of many processes."""
+    if jax.process_count() > 1:
+        return None
     cache_dir = getattr(jax.config, "jax_compilation_cache_dir", None)
     return Path(cache_dir) / "programs" if cache_dir and "://" not in cache_dir else None
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.accounts import Accounts, InFlight
 from jaxserve.engine.batch import BatchPacker
+from jaxserve.engine.lockstep import Added, CacheReset, Event, Finished, Scheduled, Updated
 from jaxserve.engine.pacer import Pacer
 from jaxserve.engine.runner import StepResult, compile_counter
 from jaxserve.engine.scheduler import Scheduler
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from jaxserve.engine.plan import StepPlan
     from jaxserve.engine.runner import Runner
     from jaxserve.models.arch import ArchConfig
+
+_STEPS_BETWEEN_DIGESTS = 16
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class EngineCore:
         arch: of the whole model.
         runner: the devices.
         stats: totals, to which those of this replica are added.
+        tell: called with everything that happens, where other processes repeat it.
 
     Attributes:
         scheduler: who computes what next.
@@ -50,7 +55,14 @@ class EngineCore:
         in_flight: steps and bursts that were dispatched and not read, oldest first.
     """
 
-    def __init__(self, config: EngineConfig, arch: ArchConfig, runner: Runner, stats: EngineStats) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        arch: ArchConfig,
+        runner: Runner,
+        stats: EngineStats,
+        tell: Callable[[Event], None] | None = None,
+    ) -> None:
         s = runner.schedule
         self.runner = runner
         self.scheduler = Scheduler(
@@ -67,6 +79,8 @@ class EngineCore:
         self._stats = stats
         self._most_in_flight = 2 if config.step_ahead else 1
         self._forbid_compiles = config.forbid_compiles
+        self._tell = tell
+        self._digest = 0  # of all that was packed
         self._is_stuck = False  # nothing can be planned before a step in flight is read
 
     # Requests
@@ -75,11 +89,18 @@ class EngineCore:
         """Queue a request; RequestError where it could not run to its end even alone."""
         self.scheduler.add(request)
         self._is_stuck = False
+        self._note(Added(request))
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
+    def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request if it has not ended already."""
-        self.scheduler.finish(request.request_id, reason)
-        self._is_stuck = False
+        if self.scheduler.finish(request_id, reason) is not None:
+            self._is_stuck = False
+            self._note(Finished(request_id, reason))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages."""
+        self.scheduler.reset_prefix_cache()
+        self._note(CacheReset())
 
     def withdraw(self) -> list[Request]:
         """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
@@ -95,26 +116,45 @@ class EngineCore:
         """Whether a step would get on without waiting for the device."""
         if self.in_flight and self.in_flight[0].handle.is_ready():
             return True
-        return self._may_dispatch() and not (self._is_stuck or (self.in_flight and self.must_read_first()))
+        return self._may_dispatch() and not (self._is_stuck or self.must_read_first())
 
     def must_read_first(self) -> bool:
-        """Whether the next dispatch needs the tokens of those in flight."""
-        return self.scheduler.must_update_first(self._max_steps())
+        """Whether the next dispatch needs the tokens of the step in flight; there is one then."""
+        return self._may_dispatch() and self.scheduler.must_update_first(self._max_steps())
 
     def dispatch(self) -> StepPlan | None:
         """Plan and start the next step or burst; None where there is none, or where enough are in flight."""
         if not self._may_dispatch():
             return None
-        started = time.monotonic()
-        plan = self.scheduler.schedule(self._max_steps())
+        started, max_steps = time.monotonic(), self._max_steps()
+        plan = self.scheduler.schedule(max_steps)
         self._is_stuck = plan is None
-        if plan is not None:
-            self.in_flight.append(self._launch(plan, started))
+        bucket = None if plan is None else self._bucket(plan)
+        digest = self._digest if plan is not None and plan.step_id % _STEPS_BETWEEN_DIGESTS == 0 else None
+        self._note(Scheduled(max_steps, bucket, digest))
+        if plan is not None and bucket is not None:
+            self._launch(plan, bucket, started)
         return plan
 
-    def wait(self, keep: int) -> list[StepResult]:
-        """Wait for all steps in flight but the last `keep`. Interrupted, nothing is lost: they can be read again."""
-        return [self.in_flight[index].handle.fetch() for index in range(len(self.in_flight) - keep)]
+    def repeat(self, event: Scheduled) -> None:
+        """Plan and start what another process did.
+
+        Raises:
+            RuntimeError: the plan is another one here.
+        """
+        plan = self.scheduler.schedule(event.max_steps)
+        if event.digest not in (None, self._digest) or (plan is None) != (event.bucket is None):
+            where = f"at {plan}" if event.digest is None else f"after {self._digest:x}, not {event.digest:x}"
+            raise RuntimeError(
+                f"its plans differ {where}; all processes must run the same versions with the same options"
+            )
+        if plan is not None and event.bucket is not None:
+            self.runner.wait_for(event.bucket, burst=plan.num_steps > 1)
+            self._launch(plan, event.bucket, time.monotonic())
+
+    def wait(self) -> StepResult:
+        """Wait for the oldest step in flight. Interrupted, nothing is lost: it can be waited for again."""
+        return self.in_flight[0].handle.fetch()
 
     @property
     def num_running_steps(self) -> int:
@@ -123,25 +163,34 @@ class EngineCore:
 
     def update(self, result: StepResult) -> Progress:
         """Let the scheduler know the tokens of the oldest step in flight."""
-        step, num_steps, now_s = self.in_flight.popleft(), len(result.token_ids), time.monotonic()
+        step, num_steps, now_s = self.in_flight[0], len(result.token_ids), time.monotonic()
         self.accounts.ended(step, num_steps, now_s)
         if num_steps:  # else its time belongs to what comes next
             bucket = None if step.plan.num_prefill_tokens else self._burst_bucket(step.plan.num_rows)
             self.pacer.ended(bucket, num_steps, now_s)
-        token_ids = result.token_ids[:, : step.plan.num_rows].tolist()
-        return Progress(step.plan, result, self._take(step.plan, token_ids))
+        return Progress(step.plan, result, self.take(result.token_ids[:, : step.plan.num_rows].tolist()))
+
+    def take(self, token_ids: list[list[int]]) -> dict[Request, int]:
+        """Let the scheduler know these tokens of the oldest step in flight: of each step that ran, of each row."""
+        self._note(Updated(token_ids))
+        wasted = self.scheduler.num_wasted_tokens
+        progressed = self.scheduler.update(self.in_flight.popleft().plan, *token_ids)
+        self._stats.num_wasted_tokens += self.scheduler.num_wasted_tokens - wasted
+        self._is_stuck = False
+        return progressed
 
     def drop_in_flight(self) -> None:
         """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
         while self.in_flight:
-            step = self.in_flight.popleft()
+            step = self.in_flight[0]
             self.accounts.ended(step, step.plan.num_steps, time.monotonic())
-            self._take(step.plan, [[0] * step.plan.num_rows] * step.plan.num_steps)
+            self.take([[0] * step.plan.num_rows] * step.plan.num_steps)
         self.pacer.pause()
 
     def recover(self) -> None:
         """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
         self.in_flight.clear()
+        self.scheduler.forget_plans()
         self.scheduler.reset_prefix_cache()
         self.runner.restore_state()
 
@@ -158,34 +207,35 @@ class EngineCore:
         bucket = self._burst_bucket(self.scheduler.num_running)
         return 1 if bucket is None else self.pacer.max_steps(bucket)
 
-    def _launch(self, plan: StepPlan, started: float) -> InFlight:
+    def _bucket(self, plan: StepPlan) -> int:
+        bucket = self._burst_bucket(plan.num_rows) if plan.num_steps > 1 else self.runner.bucket_for(plan.num_tokens)
+        assert bucket is not None, "bursts are planned where there is a program for them"
+        return bucket
+
+    def _launch(self, plan: StepPlan, bucket: int, started: float) -> None:
         compiles = compile_counter.count
         for request in plan.admitted:
             if (slot_row := self.packer.pack_slot(request)) is not None:
                 self.runner.set_slot(request.slot, slot_row)
-        burst = plan.num_steps > 1
-        bucket = self._burst_bucket(plan.num_rows) if burst else self.runner.bucket_for(plan.num_tokens)
-        assert bucket is not None, "bursts are planned where there is a program for them"
         blob = self.packer.pack(plan, bucket)
         handle = self.runner.run(
             blob,
             bucket,
             wants_logprobs=plan.wants_logprobs,
             wants_prompt_logprobs=plan.wants_prompt_logprobs,
-            burst=burst,
+            burst=plan.num_steps > 1,
         )
+        if self._tell is not None:
+            self._digest = zlib.crc32(blob.data, self._digest)
         self._count_compiles(compile_counter.count - compiles)
         now = time.monotonic()
-        return InFlight(plan, blob, handle, bucket, now - started, now)
+        self.in_flight.append(InFlight(plan, blob, handle, bucket, now - started, now))
 
     def _count_compiles(self, count: int) -> None:
         self._stats.num_compiles += count
         if count and self._forbid_compiles:
             raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
 
-    def _take(self, plan: StepPlan, token_ids: Sequence[Sequence[int]]) -> dict[Request, int]:
-        wasted = self.scheduler.num_wasted_tokens
-        progressed = self.scheduler.update(plan, *token_ids)
-        self._stats.num_wasted_tokens += self.scheduler.num_wasted_tokens - wasted
-        self._is_stuck = False
-        return progressed
+    def _note(self, event: Event) -> None:
+        if self._tell is not None:
+            self._tell(event)

@@ -2,15 +2,19 @@
 
 import contextlib
 import random
+import sys
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
 from jaxserve.config import EngineConfig
+from jaxserve.distributed import connect
 from jaxserve.engine.batch import MAX_EOS_IDS
 from jaxserve.engine.build import build_arch, build_runners, build_sampling_params, check_sizes, compute_dtype
 from jaxserve.engine.core import EngineCore, Progress
+from jaxserve.engine.lockstep import follow
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prompt import Prompt, read_prompt
@@ -18,11 +22,13 @@ from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
+from jaxserve.peers import Follower, Leader
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
 _POLL_S = 5e-5  # between looks at the devices of several replicas
+_LOSS_SHOWS_S = 2.0  # from a collective that fails to a connection that ends
 
 
 class Engine:
@@ -53,8 +59,10 @@ class Engine:
         if len(self._eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
         self.stats = EngineStats()
-        runners = [runner] if runner is not None else build_runners(config, self.arch)
-        self.cores = [EngineCore(config, self.arch, r, self.stats) for r in runners]
+        self._peers = connect() if runner is None else None
+        runners = [runner] if runner is not None else build_runners(config, self.arch, self._peers)
+        tell = self._peers.tell if self._peers is not None else None
+        self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
         self.schedule = runners[0].schedule
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
         self._core_of: dict[str, EngineCore] = {}  # by the id of each sample that a replica has
@@ -109,7 +117,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
         for core in self.cores:
-            core.scheduler.reset_prefix_cache()
+            core.reset_prefix_cache()
 
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
@@ -117,9 +125,25 @@ class Engine:
             core.runner.wait_until_warm()
 
     def close(self) -> None:
-        """Stop compiling in the background."""
+        """Stop compiling in the background, and let other processes end."""
         for core in self.cores:
             core.runner.close()
+        if isinstance(self._peers, Leader):
+            self._peers.close()
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether another process leads: all that there is to do then is to `follow`."""
+        return isinstance(self._peers, Follower)
+
+    def follow(self) -> None:
+        """Do what the leading process does, until it closes. Ends the process where that cannot go on."""
+        assert isinstance(self._peers, Follower), "the first process leads"
+        try:
+            follow(self.cores[0], self._peers.events())
+        except Exception as error:
+            traceback.print_exc()
+            self._peers.fail(str(error))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page, slot or request is lost or shared; for tests and audits."""
@@ -261,28 +285,33 @@ class Engine:
         """
         self._place()
         progressed: dict[str, RequestOutput] = {}
-        for core in self._cores_to_step():
-            progressed |= self._step(core)
+        while cores := self._cores_to_step():
+            worked = [self._step(core, progressed) for core in cores]
+            if any(worked) or len(self.cores) == 1:
+                break
         return list(progressed.values())
 
-    def _step(self, core: EngineCore) -> dict[str, RequestOutput]:
-        known = self._read(core, 0) if core.must_read_first() else []
+    def _step(self, core: EngineCore, progressed: dict[str, RequestOutput]) -> bool:
+        """One step of one replica, which adds to `progressed`; whether anything was dispatched or read."""
+        known = self._read(core) if core.must_read_first() else []
         with self._aborting_on_failure(core):
             try:
                 planned = core.dispatch()
                 self._note_admitted(planned)
             finally:  # while the device runs what was just dispatched
                 core.accounts.write(self.num_waiting)
-                progressed = self._deliver(known)
+                progressed |= self._deliver(known)
         keep = 1 if planned and self.config.step_ahead else 0
-        known = self._read(core, keep if len(self.cores) == 1 else max(keep, core.num_running_steps))
+        if len(self.cores) > 1:  # others need not wait for it
+            keep = max(keep, core.num_running_steps)
+        read = self._read(core) if len(core.in_flight) > keep else []
         with self._aborting_on_failure(core):
-            progressed |= self._deliver(known)
+            progressed |= self._deliver(read)
         if not core.scheduler.has_unfinished():
             core.drop_in_flight()
         if not core.in_flight:
             core.accounts.write(self.num_waiting)
-        return progressed
+        return bool(planned or known or read)
 
     def _note_admitted(self, plan: StepPlan | None) -> None:
         for request in plan.admitted if plan is not None else ():
@@ -298,18 +327,24 @@ class Engine:
             broken = {self._group_of[sample].output.request_id for sample, c in self._core_of.items() if c is core}
             for request_id in broken:
                 self.abort(request_id)
-            core.recover()
+            self._recover(core)
             raise
 
-    def _read(self, core: EngineCore, keep: int) -> list[Progress]:
-        """Wait for all steps in flight but the last `keep`, and let the scheduler know their tokens."""
+    def _recover(self, core: EngineCore) -> None:
+        if isinstance(self._peers, Leader):  # the others have done what this process broke off
+            self._peers.check(_LOSS_SHOWS_S)
+            self._peers.fail(str(sys.exception()))
+        core.recover()
+
+    def _read(self, core: EngineCore) -> list[Progress]:
+        """Wait for the oldest step in flight, and let the scheduler know its tokens."""
         try:
-            results = core.wait(keep)
+            result = core.wait()
         except Exception:  # whatever the device reports; KeyboardInterrupt passes
             with self._aborting_on_failure(core):
                 raise
         with self._aborting_on_failure(core):
-            return [core.update(result) for result in results]
+            return [core.update(result)]
 
     def _deliver(self, known: Sequence[Progress]) -> dict[str, RequestOutput]:
         """Hand out what was read: text, log probabilities, ends. By the id of the request."""
@@ -354,7 +389,7 @@ class Engine:
             del self._queue[request.request_id]
             request.status, request.finish_reason = RequestStatus.FINISHED, reason
         elif reason is not None:
-            core.finish(request, reason)
+            core.finish(request.request_id, reason)
         group = self._group_of.pop(request.request_id)
         if group.finish(request, stop_string):
             del self._groups[group.output.request_id]

@@ -44,7 +44,7 @@ class ProgramStore:
         directory: of the files; None keeps nothing.
         facts: whatever the programs follow from besides our source, jax, its settings and the device; their `repr`
             must tell them apart.
-        devices: that they run on; None is the default one. The programs serve others of that kind as well.
+        devices: that they run on, and on no others; None is the default one.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class ProgramStore:
     ) -> None:
         self._directory = directory
         self._devices = devices or jax.devices()[:1]
-        facts = (*_environment(), *facts, len(self._devices))
+        facts = (*_environment(), *facts, [device.id for device in self._devices])
         self._facts = hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
 
     def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:

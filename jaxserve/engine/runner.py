@@ -1,7 +1,6 @@
 """Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
 
 import atexit
-import contextlib
 import logging
 import threading
 import weakref
@@ -41,6 +40,7 @@ Compiled = Any  # jax.stages.Compiled
 _Buckets = tuple[Iterable[int], Iterable[int]]  # of steps and of bursts
 
 
+_POLL_S = 0.01
 compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")
 
 
@@ -87,7 +87,6 @@ class Runner:
         backend: of attention.
         max_burst_steps: of one dispatch.
         programs_dir: where compiled programs are kept; None keeps none.
-        compiling: held by the one of several replicas that compiles: the others find its programs, where they are kept.
         mesh: of the devices that the model is split over; None where the first device has all of it.
     """
 
@@ -101,7 +100,6 @@ class Runner:
         backend: str,
         max_burst_steps: int = 1,
         programs_dir: Path | None = None,
-        compiling: contextlib.AbstractContextManager[Any] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
         self.arch, self.params, self.schedule = arch, params, schedule
@@ -117,7 +115,6 @@ class Runner:
         self._programs: dict[int, Compiled] = {}
         self._bursts: dict[int, Compiled] = {}
         self._set_slot: Compiled = None
-        self._compiling = compiling or contextlib.nullcontext()
         self._closing = threading.Event()
         # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
         self._compiled = threading.Event()
@@ -186,8 +183,10 @@ class Runner:
         """What comes from the host, to every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self._mesh) if self._mesh else None)
 
-    def warm_up(self, compile_ahead: str) -> None:
+    def warm_up(self, compile_ahead: str, after: "Runner | None" = None) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
+
+        Where `after` has compiled all of its own: what it left in XLA's cache may serve this one too.
 
         All in a thread of its own: an interrupt while the caller's compiled would leave XLA at it with nobody to wait
         for it, and the exit would take its client away.
@@ -203,16 +202,18 @@ class Runner:
         }[compile_ahead]
         ready = threading.Event()
         self._compiled.clear()
-        threading.Thread(target=self._compile_ahead, args=(first, later, ready), daemon=True).start()
+        threading.Thread(target=self._compile_ahead, args=(first, later, ready, after), daemon=True).start()
         ready.wait()
         if self._compile_error is not None:
             raise self._compile_error
 
-    def _compile_ahead(self, first: _Buckets, later: _Buckets, ready: threading.Event) -> None:
+    def _compile_ahead(self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Runner | None") -> None:
         try:
             self._set_slot = self._compile_set_slot()
             self._compile(*first)
             ready.set()
+            if after is not None:
+                after._compiled.wait()
             self._compile(*later)
         except Exception as error:
             if ready.is_set():
@@ -242,8 +243,7 @@ class Runner:
         return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
-        with self._compiling:
-            return self._store.get(name, lambda: lower().compile())
+        return self._store.get(name, lambda: lower().compile())
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
@@ -252,6 +252,12 @@ class Runner:
     def burst_bucket_for(self, num_rows: int) -> int | None:
         """The smallest compiled bucket that can burst `num_rows` rows in decode."""
         return min((b for b in tuple(self._bursts) if b >= num_rows), default=None)
+
+    def wait_for(self, bucket: int, *, burst: bool) -> None:
+        """Block until one bucket is compiled."""
+        while bucket not in (self._bursts if burst else self._programs):
+            if self._compiled.wait(_POLL_S) and self._compile_error is not None:
+                raise self._compile_error
 
     def wait_until_warm(self) -> None:
         """Block until every bucket is compiled."""

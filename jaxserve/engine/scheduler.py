@@ -136,6 +136,10 @@ class Scheduler:
         self._cache.reset()
         self._unshared.update(self._running.values())
 
+    def forget_plans(self) -> None:
+        """Drops the plans that were not updated and never will be; their requests have all been finished."""
+        self._chain.clear()
+
     # Placement among several schedulers
 
     def check_fits(self, request: Request) -> None:

@@ -117,11 +117,13 @@ def check_split(specs: Sequence[ParamSpec], num_devices: int, quantization: str 
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
-    """What each device reads of a tensor; the last ones have rows of zeros where they do not divide."""
+    """What each device of this process reads of a tensor; the last ones have rows of zeros where they do not divide."""
     devices = list(sharding.mesh.devices.flat)
     shares = [_share(spec, tensor.parts, index, len(devices)) for index in range(len(devices))]
     num_rows = sum(map(len, shares[0]))
     for device, parts in zip(devices, shares, strict=True):
+        if device.process_index != jax.process_index():  # another process reads what is its own
+            continue
         yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)))
 
 
@@ -147,7 +149,7 @@ def _join(shards: Sequence[Any], spec: ParamSpec, sharding: NamedSharding) -> An
 
     def join(*leaves: Array) -> Array:
         sizes = enumerate(leaves[0].shape)
-        shape = tuple(size * len(leaves) if dim == spec.split_dimension else size for dim, size in sizes)
+        shape = tuple(size * sharding.mesh.size if dim == spec.split_dimension else size for dim, size in sizes)
         return jax.make_array_from_single_device_arrays(shape, sharding, leaves)
 
     return jax.tree.map(join, *shards)

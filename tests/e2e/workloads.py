@@ -154,5 +154,5 @@ def assert_close(
             )
 
 
-def _work(engine: Engine) -> tuple[int, int]:
-    return engine.cores[0].scheduler._last_updated_step_id, len(engine.cores[0].in_flight)
+def _work(engine: Engine) -> list[tuple[int, int]]:
+    return [(core.scheduler._last_updated_step_id, len(core.in_flight)) for core in engine.cores]

@@ -1,0 +1,237 @@
+"""The processes of one run: one leads, the others follow what it tells them, and none outlives another.
+
+The leader tells every follower the same things in the same order, over a connection of its own to each. All send signs
+of life. Whoever's connection ends, or who is silent for `SILENCE_S`, is lost, and with it what its devices hold: nobody
+can go on. The leader has `GRACE_S` to raise `PeerLostError` where it is called; then it ends, and so do the others,
+which have nobody to raise anything to. All with exit code `EXIT_CODE`, and naming the one that was lost.
+"""
+
+import atexit
+import contextlib
+import os
+import pickle
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any, NoReturn
+
+from jaxserve.errors import ConfigError, PeerLostError
+
+BEAT_S = 1.0  # between signs of life
+SILENCE_S = 10.0
+GRACE_S = 5.0
+CONNECT_S = 300.0
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed next time
+
+_BEAT = b""
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class _Closed:
+    """The leader has nothing more to tell."""
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A process was lost, or has failed."""
+
+    message: str
+
+
+class _Link:
+    """A connection to one other process. Sending is safe from several threads; one thread listens."""
+
+    def __init__(self, connection: "Connection[Any, Any]", name: str) -> None:
+        self.name = name
+        self._connection = connection
+        self._sending = threading.Lock()
+
+    def send(self, message: bytes) -> None:
+        """OSError if the other is gone."""
+        with self._sending:
+            self._connection.send_bytes(message)
+
+    def listen(self) -> Iterator[Any]:
+        """What the other sends; ends when it goes away or falls silent, with the reason as a _Lost."""
+        try:
+            while self._connection.poll(SILENCE_S):
+                if (message := self._connection.recv_bytes()) != _BEAT:
+                    yield pickle.loads(message)
+            reason = f"it was silent for {SILENCE_S:.0f} s"
+        except (EOFError, OSError) as error:
+            reason = f"its connection ended{f' ({error})' if str(error) else ''}"
+        yield _Lost(f"lost {self.name}: {reason}")
+
+
+def _in_background(function: Any, *args: Any) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def _exit(message: str | None = None) -> NoReturn:
+    """End now, whatever waits for the devices and however jax would like to take leave of its peers."""
+    with contextlib.suppress(Exception):
+        if message is not None:
+            print(f"jaxserve: error: {message}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(EXIT_CODE)
+
+
+class Leader:
+    """The process that is called. Waits until all others have connected.
+
+    Args:
+        listener: to which they connect, made by `listen`.
+        num_followers: how many there are.
+
+    Raises:
+        ConfigError: they did not come within `CONNECT_S`.
+    """
+
+    def __init__(self, listener: Listener, num_followers: int) -> None:
+        self._lost: PeerLostError | None = None
+        self._closing = False
+        self._told = threading.Event()  # that somebody is lost
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._links: list[_Link] = []
+        ready = threading.Event()
+        _in_background(self._accept, listener, num_followers, ready)
+        if not ready.wait(CONNECT_S):
+            raise ConfigError(
+                f"all processes must load the model, got {len(self._links)} of {num_followers} besides the first "
+                f"within {CONNECT_S:.0f} s; see what the others say"
+            )
+        for link in self._links:
+            _in_background(self._listen, link)
+        _in_background(self._beat)
+        atexit.register(self.close)
+
+    def _accept(self, listener: Listener, num_followers: int, ready: threading.Event) -> None:
+        for _ in range(num_followers):
+            connection = listener.accept()
+            self._links.append(_Link(connection, connection.recv()))
+        listener.close()
+        ready.set()
+
+    def tell(self, event: object) -> None:
+        """Send something to all followers, in the order of calls."""
+        self.check()
+        self._send(pickle.dumps(event))
+
+    def least(self, value: int) -> int:
+        """The smallest of what all processes bring; every one of them calls it at the same point."""
+        least = min([value, *(self._answers.get() for _ in self._links)])
+        self.tell(least)
+        return least
+
+    def check(self, wait_s: float = 0.0) -> None:
+        """Raise PeerLostError if a process was lost, or is found to be within `wait_s`."""
+        self._told.wait(wait_s)
+        if self._lost is not None:
+            raise self._lost
+
+    def fail(self, reason: str) -> None:
+        """Give up: this process did not do what it told the others to do."""
+        self._lose(f"process 0 failed: {reason}")
+
+    def close(self) -> None:
+        """Let the followers end; does nothing the second time."""
+        if not self._closing and self._lost is None:
+            self._closing = True
+            self._send(pickle.dumps(_Closed()))
+
+    def _send(self, message: bytes) -> None:
+        for link in self._links:
+            with contextlib.suppress(OSError):  # who listens to it finds out
+                link.send(message)
+
+    def _beat(self) -> None:
+        while not self._closing:
+            self._send(_BEAT)
+            time.sleep(BEAT_S)
+
+    def _listen(self, link: _Link) -> None:
+        for message in link.listen():
+            if isinstance(message, _Lost):
+                self._lose(message.message)
+                return
+            self._answers.put(message)
+
+    def _lose(self, message: str) -> None:
+        if self._closing or self._lost is not None:
+            return
+        self._lost = PeerLostError(message)
+        self._told.set()
+        atexit.register(_exit)  # runs before jax waits for those that are left
+        self._send(pickle.dumps(_Lost(message)))
+        _in_background(self._exit_after_grace, message)
+
+    def _exit_after_grace(self, message: str) -> NoReturn:
+        time.sleep(GRACE_S)
+        _exit(message)
+
+
+class Follower:
+    """A process that does what the leader tells it.
+
+    Args:
+        address: of the leader's listener.
+        key: that it shares with those it knows.
+        process_id: of this one.
+        host: where it runs, for messages.
+    """
+
+    def __init__(self, address: Address, key: bytes, process_id: int, host: str) -> None:
+        connection = Client(address, authkey=key)
+        connection.send(f"process {process_id} on {host}")
+        self._name = f"process {process_id} on {host}"
+        self._link = _Link(connection, f"process 0 at {address[0]}")
+        self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._is_closed = False
+        _in_background(self._listen)
+        _in_background(self._beat)
+
+    def tell(self, event: object) -> None:
+        """Nothing: the leader knows."""
+
+    def events(self) -> Iterator[Any]:
+        """What the leader tells, until it closes."""
+        while not isinstance(event := self._events.get(), _Closed):
+            yield event
+
+    def least(self, value: int) -> int:
+        """The smallest of what all processes bring; every one of them calls it at the same point."""
+        self._link.send(pickle.dumps(value))
+        return int(self._events.get())
+
+    def fail(self, reason: str) -> NoReturn:
+        """Give up: tell the leader why, and end."""
+        message = f"{self._name} failed: {reason}"
+        with contextlib.suppress(OSError):
+            self._link.send(pickle.dumps(_Lost(message)))
+        _exit(message)
+
+    def _listen(self) -> None:
+        for message in self._link.listen():
+            if isinstance(message, _Lost):
+                if not self._is_closed:
+                    _exit(message.message)
+                return
+            self._is_closed = isinstance(message, _Closed)
+            self._events.put(message)
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError):  # the listener finds out
+            while True:
+                self._link.send(_BEAT)
+                time.sleep(BEAT_S)
+
+
+def listen(host: str, key: bytes) -> Listener:
+    """Where followers connect: any free port of `host`, for those that have the key."""
+    return Listener((host, 0), backlog=64, authkey=key)

@@ -1,0 +1,165 @@
+"""Several replicas behind one engine: the tokens of one, none idle beside a waiting request, and prefixes found."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+from hypothesis import given, settings
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runner import Runner
+from jaxserve.errors import ConfigError
+from jaxserve.request import SamplingParams
+from tests.checkpoints import write_checkpoint
+from tests.e2e.workloads import Job, assert_same, busy_step, few_but_rich, generate, jobs, run, tokens
+
+Start = Callable[..., Engine]
+
+SIZES: dict[str, Any] = {
+    "max_model_len": 64,
+    "max_num_seqs": 3,
+    "max_num_batched_tokens": 16,
+    "page_size": 4,
+    "num_pages": 18,  # three busy rows do not fit, so that preemption is common
+    "burst": 5,
+    "compile_ahead": "minimal",
+    "forbid_compiles": True,
+    "skip_tokenizer_init": True,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
+    """Start an engine of some replicas on some devices each, or reuse it."""
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama")
+    engines: dict[str, Engine] = {}
+
+    def start(replicas: int = 1, devices: int = 1, *, again: bool = False, **options: Any) -> Engine:
+        key = repr((replicas, devices, options))
+        if again or key not in engines:
+            sizes = {"data_parallel_size": replicas, "tensor_parallel_size": devices}
+            engines[key] = Engine(EngineConfig(str(path), **(SIZES | sizes | options)))
+        engines[key].reset_prefix_cache()
+        return engines[key]
+
+    return start
+
+
+def finish_all(engine: Engine) -> None:
+    while engine.has_unfinished():
+        busy_step(engine)
+
+
+@given(jobs=jobs(aborts=True))
+@settings(few_but_rich, max_examples=12)
+@pytest.mark.parametrize(("replicas", "devices"), [(3, 1), (2, 2)])
+def test_tokens_are_those_of_one_replica(start: Start, jobs: list[Job], replicas: int, devices: int) -> None:
+    kept = [Job(job.prompt, job.params, job.arrival, salt=job.salt) for job in jobs]
+    expected = run(start(), kept)
+    for output, wanted, job in zip(run(start(replicas, devices), jobs), expected, jobs, strict=True):
+        if job.abort is None:
+            assert_same(output, wanted, job)
+
+
+@pytest.mark.parametrize("step_ahead", [True, False])
+def test_no_replica_idles_beside_a_waiting_request(start: Start, step_ahead: bool) -> None:
+    engine = start(3, step_ahead=step_ahead)
+    before = engine.stats.num_preemptions
+    for index in range(24):
+        params = SamplingParams(temperature=0, max_tokens=2 + 37 * (index % 5 == 0), ignore_eos=True)
+        engine.add_request(str(index), tokens(1 + index % 20, index), params)
+    while engine.has_unfinished():
+        idle, num_waiting = [core for core in engine.cores if not core.has_work()], engine.num_waiting
+        busy_step(engine)
+        num_idle = sum(not core.has_work() for core in idle)
+        assert not num_idle or num_waiting < len(idle), "a request waits, and a replica that was idle still is"
+    assert engine.stats.num_preemptions > before, "preempted requests are among those that wait"
+
+
+def test_equal_requests_are_spread_evenly(start: Start) -> None:
+    engine = start(3)
+    for index in range(6):
+        engine.add_request(str(index), tokens(5, index), GREEDY)
+    assert [core.scheduler.num_running + core.scheduler.num_waiting for core in engine.cores] == [2, 2, 2]
+    finish_all(engine)
+
+
+def test_a_request_goes_where_its_prefix_is(start: Start) -> None:
+    engine = start(3)
+    systems = [tokens(24, f"system {n}") for n in range(3)]
+    generate(engine, systems, GREEDY)  # one on each
+    before = engine.stats.num_cached_tokens
+    for round_ in range(2):
+        for index in (2, 0, 1):
+            outputs = generate(engine, [systems[index] + tokens(3, (round_, index))], GREEDY)
+            assert outputs[0].num_cached_tokens == 24
+    assert engine.stats.num_cached_tokens == before + 6 * 24
+
+
+def test_the_queue_is_first_come_first_served(start: Start) -> None:
+    engine = start(2)
+    outputs = [engine.add_request(str(n), tokens(9, n), GREEDY) for n in range(12)]
+    while engine.has_unfinished():
+        busy_step(engine)
+        have_begun = [output.metrics.scheduled_s is not None for output in outputs]
+        assert have_begun == sorted(have_begun, reverse=True)
+
+
+def test_a_broken_replica_ends_its_own_requests_alone(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(2)
+    prompts = [tokens(5, n) for n in range(4)]
+    expected = generate(engine, prompts, GREEDY)
+    outputs = [engine.add_request(str(n), prompt, GREEDY) for n, prompt in enumerate(prompts)]
+    busy_step(engine)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cores[1].runner, "run", fail)
+        with pytest.raises(MemoryError):
+            finish_all(engine)
+    finish_all(engine)
+    reasons = [output.outputs[0].finish_reason for output in outputs]
+    assert sorted(reasons) == ["abort", "abort", "length", "length"]
+    for output, wanted in zip(outputs, expected, strict=True):
+        if output.outputs[0].finish_reason != "abort":
+            assert_same(output, wanted)
+    for output, wanted in zip(generate(engine, prompts, GREEDY), expected, strict=True):
+        assert_same(output, wanted)
+
+
+def test_a_request_can_be_aborted_while_no_replica_has_room(start: Start) -> None:
+    engine = start(2)
+    outputs = [engine.add_request(str(n), tokens(9, n), GREEDY) for n in range(12)]
+    busy_step(engine)
+    engine.abort("11")
+    assert outputs[11].finished
+    assert outputs[11].outputs[0].finish_reason == "abort"
+    finish_all(engine)
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 11 + ["abort"]
+
+
+def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) -> None:
+    engine = start(2, 2)
+    for index, core in enumerate(engine.cores):
+        for leaf in jax.tree.leaves((core.runner.params, core.runner.state)):
+            assert {shard.device.id for shard in leaf.addressable_shards} == {2 * index, 2 * index + 1}
+
+
+def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [tokens(9, n) for n in range(4)]
+    expected = generate(start(2, 2), prompts, GREEDY)
+    for name in ("lower", "lower_burst"):
+        monkeypatch.setattr(Runner, name, lambda *_: pytest.fail("every program is on disk"))
+    for output, wanted in zip(generate(start(2, 2, again=True), prompts, GREEDY), expected, strict=True):
+        assert_same(output, wanted)
+
+
+def test_more_replicas_than_devices_are_refused(start: Start) -> None:
+    with pytest.raises(ConfigError, match=r"at most the number of devices, got 4 x 3 and 8"):
+        start(3, 4)
