@@ -1,5 +1,6 @@
 """What each device holds of the weights: the heads, ffn and vocabulary that its part of the model computes with."""
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,12 @@ import pytest
 import weights
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_transform, split_array
+from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_transform, split_array, unsplit
 from jaxserve.quant import quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
 from pallas_kernels import packed_linear
 from weights import orbax_store, stored_tensor
+from weights.load import open_tensors
 from weights.rows import leaf_at
 
 SEED = 3
@@ -147,3 +149,42 @@ def test_a_device_reads_its_own_columns_of_an_orbax_checkpoint(tmp_path: Path, m
     monkeypatch.setattr(stored_tensor, "_copy", lambda piece: (copied.append(piece[1].nbytes), copy(piece)))
     load(tmp_path / "orbax", specs, 6)
     assert sum(copied) == sum(4 * int(np.prod(spec.shape)) for spec in specs)
+
+
+def stored(path: Path, specs: list[ParamSpec]) -> dict[str, tuple[np.dtype, tuple[int, ...], bytes]]:
+    """Dtype, shape and bits of every tensor of a checkpoint."""
+    return {name: (t.dtype, t.shape, np.asarray(t).tobytes()) for name, t in open_tensors(path, specs).items()}
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("save", [weights.save, weights.save_orbax])
+def test_what_is_saved_from_devices_is_what_was_loaded(tmp_path: Path, save: Callable[..., None], n: int) -> None:
+    """To the bit, kv heads that several devices have and a padded vocabulary included; it loads on any mesh."""
+    _, specs = build(tmp_path / "hf")
+    save(tmp_path / "saved", specs, unsplit(specs, load(tmp_path / "hf", specs, n)), CONFIG)
+    assert stored(tmp_path / "saved", specs) == stored(tmp_path / "hf", specs)
+    assert weights.read_config(tmp_path / "saved") == weights.read_config(tmp_path / "hf")
+    for other in (1, 2, 6):
+        found, wanted = (load(tmp_path / name, specs, other) for name in ("saved", "hf"))
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+        assert jax.tree.map(lambda leaf: leaf.sharding, found) == jax.tree.map(lambda leaf: leaf.sharding, wanted)
+
+
+@pytest.mark.parametrize("save", [weights.save, weights.save_orbax])
+def test_arrays_that_are_split_in_order_are_saved_as_they_are(tmp_path: Path, save: Callable[..., None]) -> None:
+    """As a training run has them, say."""
+    _, specs = build(tmp_path / "hf", vocab_size=132)
+    mesh = tensor_mesh(4)
+    assert mesh is not None
+    shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
+    save(tmp_path / "saved", specs, weights.load(tmp_path / "hf", specs, shardings=shardings), CONFIG)
+    assert stored(tmp_path / "saved", specs) == stored(tmp_path / "hf", specs)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "float"])
+def test_matrices_in_another_form_are_not_saved(tmp_path: Path, form: str) -> None:
+    _, specs = build(tmp_path / "hf")
+    params = unsplit(specs, load(tmp_path / "hf", specs, 2, **FORMS[form]))
+    with pytest.raises(weights.CheckpointError, match=r"of an unsupported dtype: .*layers/0/qkv_proj"):
+        weights.save_orbax(tmp_path / "saved", specs, params, CONFIG)
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]
