@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
+from threading import Barrier, Semaphore
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
 import weights
 from jaxserve.models import registry
@@ -141,14 +144,47 @@ def test_an_orbax_checkpoint_is_the_same_on_any_mesh(
                 np.testing.assert_array_equal(part.data, expected.data)
 
 
-def test_a_device_reads_its_own_columns_of_an_orbax_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, specs = build(tmp_path / "hf", vocab_size=132)
+def bytes_read() -> int:
+    """By TensorStore, of files."""
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+def test_devices_together_read_an_orbax_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On however many, whether or not chunks end where their parts do; the chunks of a large model, scaled down."""
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 64 << 10)
+    _, specs = build(tmp_path / "hf", hidden_size=1024, intermediate_size=3072, vocab_size=1200)
     weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
+    num_bytes = sum(4 * int(np.prod(spec.shape)) for spec in specs)
     copied = []
     copy = stored_tensor._copy
     monkeypatch.setattr(stored_tensor, "_copy", lambda piece: (copied.append(piece[1].nbytes), copy(piece)))
-    load(tmp_path / "orbax", specs, 6)
-    assert sum(copied) == sum(4 * int(np.prod(spec.shape)) for spec in specs)
+    for n, form in product((1, 2, 6), FORMS.values()):
+        copied.clear()
+        before = bytes_read()
+        load(tmp_path / "orbax", specs, n, **form)
+        assert sum(copied) == num_bytes
+        assert num_bytes < bytes_read() - before < 1.2 * num_bytes, (n, form)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("checkpoint", ["hf", "orbax"])
+def test_threads_read_what_a_device_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, form: str
+) -> None:
+    """At once: the first two pieces, of what one device has of a matrix, wait for each other."""
+    _, specs = build(tmp_path / "hf", hidden_size=512, vocab_size=2000)
+    weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
+    copy, meeting, first = stored_tensor._copy, Barrier(2), Semaphore(2)
+
+    def copy_together(piece: stored_tensor.Piece) -> None:
+        if piece[0].ndim == 2 and first.acquire(blocking=False):
+            meeting.wait(timeout=20)
+        copy(piece)
+
+    monkeypatch.setattr(stored_tensor, "_READ_BYTES", 30_000)
+    monkeypatch.setattr(stored_tensor, "_copy", copy_together)
+    load(tmp_path / checkpoint, specs, 2, **FORMS[form])
 
 
 def stored(path: Path, specs: list[ParamSpec]) -> dict[str, tuple[np.dtype, tuple[int, ...], bytes]]:
