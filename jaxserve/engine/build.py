@@ -19,7 +19,7 @@ from jaxserve.engine.step import new_pool
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
-from jaxserve.models.params import Params, ParamSpec, check_split, matrix_transform, stack_layers
+from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
 from jaxserve.request import SamplingParams
 from jaxserve.sharding import named_sharding, tensor_mesh
 from pallas_kernels import packed_linear
@@ -68,7 +68,6 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=config.num_pages or 1)
     tensor_mesh(config.tensor_parallel_size)
     arch.local(config.tensor_parallel_size)
-    check_split(registry.param_specs(arch), config.tensor_parallel_size, config.quantization)
 
 
 def build_params(config: EngineConfig, arch: ArchConfig) -> Params:

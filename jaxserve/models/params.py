@@ -12,7 +12,6 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxserve.errors import ConfigError
 from jaxserve.quant import QuantizedMatrix, block_size, quantize
 from jaxserve.sharding import held_heads, named_sharding, split_dimension
 from pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
@@ -89,7 +88,7 @@ def matrix_transform(
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
     def place(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
-        block = block_size(spec.shape[1]) if spec.is_matrix and quantization == "int8" else None
+        block = _block(spec, tensor.shape[1]) if spec.is_matrix and quantization == "int8" else None
         if spec.is_matrix and packed and (tied or spec.path != ("embed",)):
             return _pack(tensor, block=block, gated=spec.gated)
         return _quantize(tensor, block) if block else tensor.place()
@@ -165,15 +164,10 @@ def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
     return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
 
 
-def check_split(specs: Sequence[ParamSpec], num_devices: int, quantization: str | None) -> None:
-    """ConfigError where matrices that are split by columns would be quantised otherwise than whole."""
-    for spec in specs if quantization == "int8" else ():
-        if spec.is_matrix and spec.split_dimension == 1 and (spec.shape[1] // num_devices) % block_size(spec.shape[1]):
-            raise ConfigError(
-                f"tensor_parallel_size must leave whole blocks of {block_size(spec.shape[1])} columns to each device "
-                f"with quantization='int8', got {num_devices} for the {spec.shape[1]} columns of {spec.hf_names[0]}; "
-                f"lower it, or drop the quantization"
-            )
+def _block(spec: ParamSpec, num_columns: int) -> int:
+    """How many columns share a scale, where a device has so many: as in the whole matrix, if none is cut in two."""
+    block = block_size(spec.shape[1])
+    return block_size(num_columns) if num_columns % block else block
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:

@@ -16,8 +16,8 @@ import tensorstore
 import weights
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_transform, split_array, unsplit
-from jaxserve.quant import quantize
+from jaxserve.models.params import ParamSpec, device_bytes, matrix_transform, split_array, unsplit
+from jaxserve.quant import block_size, quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
 from pallas_kernels import packed_linear
 from weights import orbax_store, stored_tensor
@@ -88,7 +88,6 @@ def part_of(array: np.ndarray, arch: ArchConfig, spec: ParamSpec, index: int, n:
 def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: int, form: str) -> None:
     arch, specs = build(tmp_path)
     quantized, packed = FORMS[form].get("quantization"), "packed" in form
-    check_split(specs, n, quantized)
     whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, n, **FORMS[form])
     for spec in specs:
         arrays = [np.asarray(leaf_at(whole, spec.path))]
@@ -101,6 +100,22 @@ def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: in
             found = [leaf.addressable_shards[index].data for leaf in jax.tree.leaves(leaf_at(split, spec.path))]
             for a, b in zip(found, parts, strict=True):
                 np.testing.assert_array_equal(a, b, str(spec.path))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "int8" in form])
+def test_blocks_that_would_be_cut_are_those_of_the_parts(tmp_path: Path, form: str) -> None:
+    """Blocks of 64 in 1152 columns, of 72 in the 288 that each of four devices has."""
+    arch, specs = build(tmp_path, intermediate_size=1152)
+    whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, 4, **FORMS[form])
+    (spec,) = (spec for spec in specs if spec.path[-1] == "down_proj")
+    assert (block_size(1152), block_size(288)) == (64, 72)
+    for index in range(4):
+        parts = list(quantize(part_of(np.asarray(leaf_at(whole, spec.path)), arch, spec, index, 4)))
+        if "packed" in form:
+            parts = jax.tree.leaves(packed_linear.pack(*map(jnp.asarray, parts)))
+        found = [leaf.addressable_shards[index].data for leaf in jax.tree.leaves(leaf_at(split, spec.path))]
+        for a, b in zip(found, parts, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("n", [3, 4])
