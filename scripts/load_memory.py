@@ -1,10 +1,14 @@
 """Peak memory of loading a checkpoint, over the size of the weights in memory.
 
-    python scripts/load_memory.py [--model DIRECTORY]
+    python scripts/load_memory.py [--model DIRECTORY] [--devices 1 3]
 
-Without a model, one of 110.9M random numbers is written to a temporary directory, in float32 and in bfloat16. Each case
-is loaded in a process of its own, on CPU, as the engine loads it. `load_peak_mb` is the growth of its resident set from
-before to the peak: pages of the file and compiled programs count, the code of XLA and TensorStore does not. Linux only.
+Without a model, one of 110.9M random numbers is written to a temporary directory, in float32 and in bfloat16, each as
+safetensors and by Orbax. Each case is loaded in a process of its own, on CPU, as the engine loads it: whole, or split
+over virtual devices. `load_peak_mb` is the growth of its resident set from before to the peak: pages of the file and
+compiled programs count, the code of XLA and TensorStore does not. Linux only.
+
+`weights_mb` is what all devices hold together, which on a CPU is memory of the host: `peak_ratio` - 1 is what loading
+takes besides. On accelerators that alone is the host's, for all of its devices, since their tensors come and go there.
 """
 
 import argparse
@@ -14,6 +18,7 @@ import platform
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -21,44 +26,61 @@ import jax
 import jax.numpy as jnp
 import tensorstore  # noqa: F401 - for its code to be there before
 
+import weights
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.engine.build import build_arch, build_params
-from random_model import write_random_model
+from jaxserve.models.params import device_bytes
+from jaxserve.models.registry import from_hf_config, param_specs
+from random_model import SMALL, write_random_model
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="a checkpoint directory; a random one by default")
-    parser.add_argument("--measure", nargs=2, metavar=("DIRECTORY", "QUANTIZATION"), help=argparse.SUPPRESS)
+    parser.add_argument("--devices", type=int, nargs="+", default=[1, 3], help="over how many; 1 and 3 by default")
+    parser.add_argument("--measure", nargs=3, metavar=("DIRECTORY", "QUANTIZATION", "DEVICES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        print(json.dumps(measure(*args.measure)))
+        directory, quantization, num_devices = args.measure
+        print(json.dumps(measure(directory, quantization, int(num_devices))))
         return
     print(json.dumps({"python": platform.python_version(), "jax": jax.__version__, "machine": platform.machine()}))
     with TemporaryDirectory() as scratch:
-        written = (write_random_model(Path(scratch) / dtype, dtype) for dtype in ("float32", "bfloat16"))
-        for directory in [args.model] if args.model else written:
-            for quantization in ("none", *QUANTIZATIONS):
-                row = {"model": directory.name, "quantization": quantization, **load_apart(directory, quantization)}
-                print(json.dumps(row), flush=True)
+        directories = [args.model] if args.model else random_models(Path(scratch))
+        for case in product(directories, ("none", *QUANTIZATIONS), args.devices):
+            directory, quantization, num_devices = case
+            row = {"model": directory.name, "quantization": quantization, "devices": num_devices, **load_apart(*case)}
+            print(json.dumps(row), flush=True)
 
 
-def load_apart(directory: Path, quantization: str) -> dict[str, float]:
+def random_models(scratch: Path) -> list[Path]:
+    """One model in two dtypes and two forms."""
+    specs = param_specs(from_hf_config(SMALL))
+    written = [write_random_model(scratch / dtype, dtype) for dtype in ("float32", "bfloat16")]
+    converted = [directory.with_name(f"{directory.name}-orbax") for directory in written]
+    for source, target in zip(written, converted, strict=True):
+        weights.convert(source, target, specs)
+    return written + converted
+
+
+def load_apart(directory: Path, quantization: str, num_devices: int) -> dict[str, float]:
     """`measure` in a fresh process, whose memory nothing else has touched."""
-    command = [sys.executable, __file__, "--measure", str(directory), quantization]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env={**os.environ, "JAX_PLATFORMS": "cpu"})
-    return json.loads(done.stdout)
+    command = [sys.executable, __file__, "--measure", str(directory), quantization, str(num_devices)]
+    flags = f"--xla_force_host_platform_device_count={num_devices}"
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, env=env).stdout)
 
 
-def measure(directory: str, quantization: str) -> dict[str, float]:
+def measure(directory: str, quantization: str, num_devices: int) -> dict[str, float]:
     """Load a checkpoint; sizes in MB."""
-    config = EngineConfig(directory, quantization=None if quantization == "none" else quantization)
+    options = {"quantization": None if quantization == "none" else quantization, "tensor_parallel_size": num_devices}
+    config = EngineConfig(directory, **options)
     arch = build_arch(config)
     jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(1)))  # what XLA takes to compile anything at all
     before = resident_bytes("VmRSS")
     params = jax.block_until_ready(build_params(config, arch))
     peak, after = resident_bytes("VmHWM") - before, resident_bytes("VmRSS") - before
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    size = num_devices * device_bytes(params)
     sizes = {"weights_mb": size / 1e6, "load_peak_mb": peak / 1e6, "after_mb": after / 1e6, "peak_ratio": peak / size}
     return {name: round(value, 3) for name, value in sizes.items()}
 

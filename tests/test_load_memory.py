@@ -1,8 +1,6 @@
 """What loading a checkpoint takes beside the weights, of a whole process: no allocator keeps anything to speak of."""
 
-import json
-import subprocess
-import sys
+from math import prod
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -10,8 +8,8 @@ import pytest
 
 import weights
 from jaxserve.models.registry import from_hf_config, param_specs
+from load_memory import load_apart
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "load_memory.py"
 CONFIG = {  # 108M parameters
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 24_000,
@@ -42,11 +40,13 @@ def orbax(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("quantization", "bytes_per_weight"), [("none", 4), ("int8", 1 + 4 / 64)])
 @pytest.mark.parametrize("form", ["checkpoint", "orbax"])
+@pytest.mark.parametrize("num_devices", [1, 4])
 def test_peak_is_at_most_1_3_of_the_weights(
-    request: pytest.FixtureRequest, checkpoint: Path, form: str, quantization: str, bytes_per_weight: float
+    request: pytest.FixtureRequest, form: str, quantization: str, bytes_per_weight: float, num_devices: int
 ) -> None:
-    command = [sys.executable, str(SCRIPT), "--measure", str(request.getfixturevalue(form)), quantization]
-    figures = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=300).stdout)
-    num_weights = (checkpoint / "model.safetensors").stat().st_size / 2
+    """On four devices too, whose weights are in the same memory: all parts together, and nothing whole beside them."""
+    directory = request.getfixturevalue(form)
+    figures = load_apart(directory, quantization, num_devices)
+    num_weights = sum(prod(spec.shape) for spec in param_specs(from_hf_config(CONFIG)))
     assert figures["weights_mb"] == pytest.approx(num_weights * bytes_per_weight / 1e6, rel=0.01)
     assert 1 < figures["peak_ratio"] < 1.3, figures

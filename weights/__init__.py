@@ -8,7 +8,8 @@ from weights.dummy import dummy
 from weights.errors import CheckpointError
 from weights.load import load
 from weights.rows import TensorRow
-from weights.safetensors_store import read_config, read_generation_config, save
+from weights.safetensors_store import read_config, read_generation_config
+from weights.save import save, save_orbax
 from weights.stored_tensor import StoredTensor, host_buffer
 
 __all__ = [
@@ -22,4 +23,5 @@ __all__ = [
     "read_config",
     "read_generation_config",
     "save",
+    "save_orbax",
 ]

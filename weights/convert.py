@@ -4,11 +4,11 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path as FilePath
-from tempfile import TemporaryDirectory
 
 from weights import orbax_store, safetensors_store
 from weights.errors import CheckpointError
 from weights.load import is_orbax, open_tensors
+from weights.new_directory import new_directory, require_free
 from weights.progress import progress_bar
 from weights.rows import TensorRow
 
@@ -26,7 +26,7 @@ def convert(
     """Write the checkpoint in `source` to `target`: as Orbax where it is safetensors, as safetensors where it is Orbax.
 
     Every tensor keeps its name, its dtype and its bits. All other files of the model are copied, so that `target`
-    serves by itself. It appears when it is whole.
+    serves by itself. It appears when it is whole; what a killed conversion has left beside it is removed.
 
     Args:
         source: a checkpoint directory of either form.
@@ -35,32 +35,21 @@ def convert(
         use_tqdm: show progress in bytes where stderr is a terminal.
 
     Raises:
-        CheckpointError: as `load`; `target` is taken, or inside `source`.
+        CheckpointError: as `load`; `target` is taken, inside `source`, or being written by another process.
         OSError: it cannot be written.
     """
-    source, target = FilePath(source), FilePath(target).absolute()
-    _require_free(target, source)
+    source, target = FilePath(source), FilePath(target)
+    require_free(target)
+    if source.absolute().resolve() in target.absolute().resolve().parents:
+        raise CheckpointError(f"{target} must not be inside {source}; choose another place")
     tensors = open_tensors(source, specs)
     store = safetensors_store if is_orbax(source) else orbax_store
-    target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        TemporaryDirectory(prefix=".converting-", dir=target.parent) as temporary,
+        new_directory(target) as scratch,
         progress_bar(sum(tensor.nbytes for tensor in tensors.values()), "Converting", use_tqdm) as bar,
     ):
-        scratch = FilePath(temporary) / target.name
-        scratch.mkdir()
         _copy_others(source, scratch)
         store.write_tensors(scratch, tensors, bar.update)
-        if target.exists():
-            target.rmdir()
-        scratch.rename(target)
-
-
-def _require_free(target: FilePath, source: FilePath) -> None:
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} must be absent or an empty directory, got something there; remove it first")
-    if source.absolute().resolve() in target.resolve().parents:
-        raise CheckpointError(f"{target} must not be inside {source}; choose another place")
 
 
 def _copy_others(source: FilePath, target: FilePath) -> None:

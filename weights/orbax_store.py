@@ -6,7 +6,7 @@ what is stored. Tensors lie in chunks, so that each device reads little more tha
 They are written by Orbax, and read by TensorStore, on which it is built: slice by slice, in any thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path as FilePath
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from weights.errors import CheckpointError
 from weights.safetensors_file import release
-from weights.stored_tensor import Tensors
+from weights.stored_tensor import Tensor, Tensors
 
 FOLDER = "orbax"
 _STATE = "state"  # where Orbax puts a tree of arrays
@@ -85,7 +85,9 @@ def open_tensors(directory: FilePath) -> Tensors:
         raise CheckpointError(f"{folder.parent} must be a complete Orbax checkpoint, got a fault: {error}") from error
 
 
-def write_tensors(directory: FilePath, tensors: Tensors, wrote: Callable[[int], object]) -> None:
+def write_tensors(
+    directory: FilePath, tensors: Mapping[str, Tensor], wrote: Callable[[int], object] = lambda _: None
+) -> None:
     """Write every tensor as it is; `wrote` is told of bytes. The folder appears when it is whole."""
     from orbax.checkpoint import v1 as ocp  # noqa: PLC0415 - slow to import
 
@@ -97,8 +99,9 @@ def write_tensors(directory: FilePath, tensors: Tensors, wrote: Callable[[int], 
         for names in _groups(tensors):
             arrays = {name: np.asarray(tensors[name]) for name in names}
             ocp.partial.save(path, arrays)
-            for array in arrays.values():
-                release(array)
+            for name, array in arrays.items():
+                if array is tensors[name]:
+                    release(array)
                 wrote(array.nbytes)
         ocp.partial.finalize(path)
 
@@ -128,7 +131,7 @@ def _band_bytes(store: Any) -> int:
     return prod((*chunk_rows, *store.shape[1:])) * store.dtype.numpy_dtype.itemsize
 
 
-def _groups(tensors: Tensors) -> Iterator[Sequence[str]]:
+def _groups(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[str]]:
     """Names in order, as many at a time as can be written at once."""
     group: list[str] = []
     for name, tensor in tensors.items():

@@ -2,27 +2,21 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from numpy.typing import NDArray
 
-from weights.errors import CheckpointError, Mismatch
-from weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
+from weights.errors import CheckpointError
 from weights.safetensors_file import map_file, num_bytes, write_file
-from weights.stored_tensor import Tensors
+from weights.stored_tensor import Tensor, Tensors
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_MAX_SHARD_BYTES = 5_000_000_000
+MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -40,46 +34,18 @@ def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _read_json(file) if file.is_file() else {}
 
 
-def save(
-    path: str | os.PathLike[str],
-    specs: Sequence[TensorRow],
-    params: Params,
-    hf_config: Mapping[str, Any],
-    *,
-    max_shard_bytes: int = _MAX_SHARD_BYTES,
-) -> None:
-    """Write `params` as a Hugging Face directory, which transformers reads.
-
-    All files are written in full before the first takes its place, and weights of an older checkpoint there are
-    then removed.
-
-    Args:
-        path: directory, created if absent; files other than config.json and model*.safetensors stay as they are.
-        specs: one row per tensor; those made of several checkpoint tensors are split again.
-        params: tree of arrays, as `load` returns it.
-        hf_config: contents of config.json; its dtype is set to that of the parameters.
-        max_shard_bytes: size above which weights go to several files; a larger tensor has one of its own.
-
-    Raises:
-        CheckpointError: `params` lacks tensors of `specs`, or has them in another shape or dtype (all named).
-    """
-    directory = FilePath(path)
-    directory.mkdir(parents=True, exist_ok=True)
-    tensors = _split(specs, params)
-    structs = {name: part.struct for name, part in tensors.items()}
-    with TemporaryDirectory(prefix=".saving-", dir=directory) as temporary:
-        scratch = FilePath(temporary)
-        _write_shards(scratch, structs, lambda name: tensors[name].read(), max_shard_bytes)
-        _write_json(scratch / _CONFIG, _with_dtype(hf_config, structs))
-        _replace(scratch, directory)
-
-
 def has_weights(directory: FilePath) -> bool:
     """Whether there are files that `open_tensors` reads."""
     return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
 
 
-def write_tensors(directory: FilePath, tensors: Tensors, wrote: Callable[[int], object]) -> None:
+def write_tensors(
+    directory: FilePath,
+    tensors: Mapping[str, Tensor],
+    wrote: Callable[[int], object] = lambda _: None,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
     """Write every tensor as it is, in one file or in shards with an index; `wrote` is told of bytes."""
 
     def read(name: str) -> NDArray[Any]:
@@ -87,7 +53,26 @@ def write_tensors(directory: FilePath, tensors: Tensors, wrote: Callable[[int], 
         return np.asarray(tensors[name])
 
     structs = {name: jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    _write_shards(directory, structs, read, _MAX_SHARD_BYTES)
+    shards = _shards(structs, max_shard_bytes)
+    for file, shard in shards.items():
+        write_file(directory / file, shard, read)
+    if len(shards) > 1:
+        _write_json(directory / _INDEX, _index(shards))
+
+
+def write_config(directory: FilePath, hf_config: Mapping[str, Any]) -> None:
+    """Write config.json."""
+    _write_json(directory / _CONFIG, hf_config)
+
+
+def replace(scratch: FilePath, directory: FilePath) -> None:
+    """Move the files of `scratch` into `directory`, and remove weights of it under other names."""
+    new = sorted(file.name for file in scratch.iterdir())
+    for name in new:
+        os.replace(scratch / name, directory / name)
+    for file in {*directory.glob("model*.safetensors"), directory / _INDEX}:
+        if file.name not in new:
+            file.unlink(missing_ok=True)
 
 
 # Reading
@@ -146,58 +131,6 @@ def _read_json(file: FilePath) -> dict[str, Any]:
 Shard = dict[str, jax.ShapeDtypeStruct]  # tensor name -> shape and dtype
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Rows `begin` to `end` of a parameter: one tensor of the checkpoint."""
-
-    array: Array
-    begin: int
-    end: int
-
-    @property
-    def struct(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((self.end - self.begin, *self.array.shape[1:]), self.array.dtype)
-
-    def read(self) -> NDArray[Any]:
-        """Copied to the host by way of a slice, since jax keeps the host copy of a whole array alive with it."""
-        return np.asarray(self.array[self.begin : self.end])
-
-
-def _split(specs: Sequence[TensorRow], params: Params) -> dict[str, _Part]:
-    """Every tensor of the checkpoint by name; CheckpointError if `params` is not what `specs` describe."""
-    found = Mismatch()
-    tensors: dict[str, _Part] = {}
-    for row in specs:
-        array, name = _leaf_or_none(params, row.path), "/".join(map(str, row.path))
-        if array is None:
-            found.missing.append(name)
-        elif array.shape != row.shape:
-            found.misshapen.append(f"{name} {array.shape} instead of {row.shape}")
-        elif array.dtype not in FLOATS:
-            found.mistyped.append(f"{name} {array.dtype}")
-        else:
-            ends = list(accumulate(row.hf_rows))
-            parts = zip(row.hf_names, row.hf_rows, ends, strict=True)
-            tensors |= {hf_name: _Part(array, end - rows, end) for hf_name, rows, end in parts}
-    found.raise_if_any("params", "save the tree that load returned, layers unstacked, in a floating dtype")
-    return tensors
-
-
-def _leaf_or_none(params: Params, path: Path) -> Any:
-    try:
-        return leaf_at(params, path)
-    except (KeyError, IndexError, TypeError):
-        return None
-
-
-def _write_shards(directory: FilePath, structs: Shard, read: Callable[[str], NDArray[Any]], max_bytes: int) -> None:
-    shards = _shards(structs, max_bytes)
-    for file, shard in shards.items():
-        write_file(directory / file, shard, read)
-    if len(shards) > 1:
-        _write_json(directory / _INDEX, _index(shards))
-
-
 def _shards(tensors: Shard, max_bytes: int) -> dict[str, Shard]:
     """File name -> its tensors, in order, each file as full as `max_bytes` allows."""
     shards: list[Shard] = [{}]
@@ -219,21 +152,5 @@ def _index(shards: Mapping[str, Shard]) -> dict[str, Any]:
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
-def _with_dtype(hf_config: Mapping[str, Any], tensors: Shard) -> dict[str, Any]:
-    """The config with the dtype of the weights, under the name of today's transformers and that of older ones."""
-    dtype = jnp.result_type(*{tensor.dtype for tensor in tensors.values()}).name
-    return {**hf_config, "dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in hf_config else {})}
-
-
 def _write_json(file: FilePath, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-
-
-def _replace(scratch: FilePath, directory: FilePath) -> None:
-    """Move the files of `scratch` into `directory`, and remove what they replace under other names."""
-    new = sorted(file.name for file in scratch.iterdir())
-    for name in new:
-        os.replace(scratch / name, directory / name)
-    for file in {*directory.glob("model*.safetensors"), directory / _INDEX}:
-        if file.name not in new:
-            file.unlink(missing_ok=True)

@@ -22,8 +22,8 @@ Index = tuple[slice, ...]
 
 
 @runtime_checkable
-class Part(Protocol):
-    """A tensor of a checkpoint, or a slice of one, read when it is copied: a view of a mapped file, say."""
+class Tensor(Protocol):
+    """Numbers that come to the host when they become a numpy array."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,11 +37,16 @@ class Part(Protocol):
     def nbytes(self) -> int:
         """Size of its numbers."""
 
+    def __array__(self) -> NDArray[Any]: ...
+
+
+@runtime_checkable
+class Part(Tensor, Protocol):
+    """A tensor of a checkpoint, or a slice of one, read when it is copied: a view of a mapped file, say."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any, /) -> Any: ...
-
-    def __array__(self) -> NDArray[Any]: ...
 
 
 Tensors = Mapping[str, Part]
@@ -110,6 +115,12 @@ def host_buffer(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
     """
     pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY)
     return np.ndarray(shape, dtype, pages)
+
+
+def host_rows(array: Any, rows: slice) -> NDArray[Any]:
+    """Rows of an array, on however many devices. jax keeps the host copy of an array that is read alive with it."""
+    part = array[rows]
+    return np.asarray(part.copy() if part is array else part)  # a slice of all of it is the array itself
 
 
 def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[Piece]:

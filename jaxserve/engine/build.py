@@ -20,7 +20,7 @@ from jaxserve.engine.step import new_pool
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
-from jaxserve.models.params import Params, ParamSpec, check_split, matrix_transform, stack_layers
+from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
 from jaxserve.peers import Follower, Leader
 from jaxserve.request import SamplingParams
 from jaxserve.sharding import named_sharding, replica_meshes
@@ -70,7 +70,6 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=config.num_pages or 1)
     _meshes(config)
     arch.local(config.tensor_parallel_size)
-    check_split(registry.param_specs(arch), config.tensor_parallel_size, config.quantization)
 
 
 def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None) -> list[Runner]:

@@ -12,15 +12,23 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxserve.errors import ConfigError
 from jaxserve.quant import QuantizedMatrix, block_size, quantize
 from jaxserve.sharding import held_heads, named_sharding, split_dimension
 from pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
 from weights import StoredTensor, host_buffer
-from weights.rows import Params, build_tree
-from weights.stored_tensor import Part
+from weights.rows import Params, build_tree, leaf_at
+from weights.stored_tensor import Part, host_rows
 
-__all__ = ["ParamSpec", "Params", "build_tree", "matrix_transform", "split_array", "stack_layers", "step_bytes"]
+__all__ = [
+    "ParamSpec",
+    "Params",
+    "build_tree",
+    "matrix_transform",
+    "split_array",
+    "stack_layers",
+    "step_bytes",
+    "unsplit",
+]
 
 _SLAB_SIZE = 64 << 10  # numbers of a matrix on their way to their final form, in each thread: they stay in its cache
 
@@ -80,7 +88,7 @@ def matrix_transform(
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
     def place(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
-        block = block_size(spec.shape[1]) if spec.is_matrix and quantization == "int8" else None
+        block = _block(spec, tensor.shape[1]) if spec.is_matrix and quantization == "int8" else None
         if spec.is_matrix and packed and (tied or spec.path != ("embed",)):
             return _pack(tensor, block=block, gated=spec.gated)
         return _quantize(tensor, block) if block else tensor.place()
@@ -97,23 +105,69 @@ def matrix_transform(
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
     """A whole tensor, of random weights say, laid out over devices as `matrix_transform` has them read it."""
     if spec.split_dimension == 0:
-        parts = np.split(np.arange(len(array)), np.cumsum(spec.hf_rows)[:-1])
-        shares = [np.concatenate(_share(spec, parts, index, mesh.size)) for index in range(mesh.size)]
-        missing = [len(shares[0]) - len(rows) for rows in shares]
-        rows = [np.pad(rows, (0, n), constant_values=len(array)) for rows, n in zip(shares, missing, strict=True)]
-        array = array.at[np.concatenate(rows)].get(mode="fill", fill_value=0)
+        array = array.at[_rows_held(spec, mesh.size)].get(mode="fill", fill_value=0)
     return jax.device_put(array, named_sharding(mesh, spec.axes))
 
 
-def check_split(specs: Sequence[ParamSpec], num_devices: int, quantization: str | None) -> None:
-    """ConfigError where matrices that are split by columns would be quantised otherwise than whole."""
-    for spec in specs if quantization == "int8" else ():
-        if spec.is_matrix and spec.split_dimension == 1 and (spec.shape[1] // num_devices) % block_size(spec.shape[1]):
-            raise ConfigError(
-                f"tensor_parallel_size must leave whole blocks of {block_size(spec.shape[1])} columns to each device "
-                f"with quantization='int8', got {num_devices} for the {spec.shape[1]} columns of {spec.hf_names[0]}; "
-                f"lower it, or drop the quantization"
-            )
+def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
+    """A tree that is laid out over devices as `matrix_transform` has it, as one that `weights.save` takes.
+
+    Nothing is moved before it is written: each tensor is then put together in host memory. What is quantised or packed
+    stays as it is, and is refused there.
+    """
+
+    def leaf(spec: ParamSpec) -> Any:
+        array = leaf_at(params, spec.path)
+        is_laid_out = isinstance(array, Array) and isinstance(array.sharding, NamedSharding)
+        return _Unsplit(spec, array) if is_laid_out and spec.split_dimension == 0 else array
+
+    return build_tree(specs, leaf)
+
+
+@dataclass(frozen=True)
+class _Unsplit:
+    """A tensor whose rows come from wherever devices have them."""
+
+    spec: ParamSpec
+    array: Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.array.dtype
+
+    def __getitem__(self, rows: slice) -> NDArray[Any]:
+        _, firsts = np.unique(_rows_held(self.spec, self.array.sharding.num_devices), return_index=True)
+        wanted = firsts[: len(self)][rows]  # where they lie in the array
+        out = np.empty((len(wanted), *self.shape[1:]), self.dtype)
+        for shard in self.array.addressable_shards:
+            low, high, _ = shard.index[0].indices(len(self.array))
+            here = (low <= wanted) & (wanted < high)
+            if here.any():
+                own = wanted[here] - low
+                first = own.min()
+                out[here] = host_rows(shard.data, slice(first, own.max() + 1))[own - first]
+        return out
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+
+def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
+    """The rows of a tensor that each device has, one device after the other; beyond the last one where it has zeros."""
+    num_rows = spec.shape[0]
+    parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
+    shares = [np.concatenate(_share(spec, parts, index, num_devices)) for index in range(num_devices)]
+    return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
+
+
+def _block(spec: ParamSpec, num_columns: int) -> int:
+    """How many columns share a scale, where a device has so many: as in the whole matrix, if none is cut in two."""
+    block = block_size(spec.shape[1])
+    return block_size(num_columns) if num_columns % block else block
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:

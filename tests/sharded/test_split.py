@@ -13,7 +13,6 @@ from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
-from jaxserve.models.params import check_split
 from jaxserve.sharding import held_heads, tensor_mesh
 from tests.checkpoints import hf_dict
 
@@ -47,13 +46,6 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
         arch.local(8)
     assert arch.local(4).ffn_size == 25
     assert arch.local(1) is arch
-
-
-def test_quantised_matrices_are_split_between_blocks() -> None:
-    specs = registry.param_specs(registry.from_hf_config(hf_dict("llama", hidden_size=256, intermediate_size=192)))
-    check_split(specs, 2, None)
-    with pytest.raises(ConfigError, match=r"whole blocks of 64 .* got 2 for the 192 columns of .*down_proj"):
-        check_split(specs, 2, "int8")
 
 
 @dataclass

@@ -2,9 +2,14 @@
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import jax
@@ -26,6 +31,7 @@ from pallas_kernels import packed_linear
 from tests.checkpoints import FAMILIES, random_configs, write_checkpoint
 from weights import CheckpointError, convert, orbax_store, safetensors_store
 from weights.load import open_tensors
+from weights.new_directory import new_directory
 from weights.stored_tensor import Part, StoredTensor
 
 TEXTS = {
@@ -121,15 +127,15 @@ def test_what_is_not_loaded_is_kept(tmp_path: Path) -> None:
 
 
 FORMS: list[dict[str, Any]] = [{}, {"quantization": "int8"}]
-if packed_linear.unsupported("float32", "cpu") is None:
-    FORMS += [{**form, "packed": True} for form in FORMS]
+CASES = [(form, dtype) for form in FORMS for dtype in (None, "float32")]
+if packed_linear.unsupported("float32", "cpu") is None:  # which is what matrices are packed in
+    CASES += [({**form, "packed": True}, "float32") for form in FORMS]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-@pytest.mark.parametrize("dtype", [None, "float32"])
-def test_loads_as_the_files_it_was_made_from(source: Path, orbax: Path, form: dict[str, Any], dtype: str) -> None:
-    if form.get("packed") and dtype is None:
-        pytest.skip("matrices are packed in float32")
+@pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)
+def test_loads_as_the_files_it_was_made_from(
+    source: Path, orbax: Path, form: dict[str, Any], dtype: str | None
+) -> None:
     specs = specs_of(source)
     wanted, found = (
         weights.load(path, specs, dtype and jnp.dtype(dtype), transform=matrix_transform(specs, **form))
@@ -257,10 +263,63 @@ def test_what_is_interrupted_leaves_nothing(
     monkeypatch.setattr(store, "write_tensors", lambda directory, tensors, _: write(directory, tensors, interrupt))
     with pytest.raises(KeyboardInterrupt):
         convert(path, target, specs_of(path))
-    (names,) = seen
-    assert len(names) == 1
-    assert "target" not in names
+    assert seen == [{".converting-target", ".converting-target.lock"}]
     assert not list(tmp_path.iterdir())
+
+
+HANGS = """
+import sys, time
+from pathlib import Path
+from weights.new_directory import new_directory
+with new_directory(Path(sys.argv[1])) as scratch:
+    (scratch / "orbax").mkdir()
+    (scratch / "orbax" / "half").touch()
+    print("written", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_kill_leaves_is_removed_by_the_next(tmp_path: Path, source: Path) -> None:
+    """And nothing of what is alive."""
+    target, command = tmp_path / "target", [sys.executable, "-c", HANGS]
+    with subprocess.Popen([*command, str(target)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "written\n"
+        left = sorted(tmp_path.rglob("*"))
+        with pytest.raises(CheckpointError, match=r"another process is writing .*target; wait"):
+            convert(source, target, specs_of(source))
+        convert(source, tmp_path / "other", specs_of(source))
+        shutil.rmtree(tmp_path / "other")
+        assert sorted(tmp_path.rglob("*")) == left
+        process.kill()
+    assert sorted(tmp_path.rglob("*")) == left
+    convert(source, target, specs_of(source))
+    assert list(tmp_path.iterdir()) == [target]
+    assert not list(target.rglob("half"))
+    open_tensors(target, specs_of(source))
+
+
+def test_of_many_at_once_one_writes(tmp_path: Path) -> None:
+    """The others are told, and none of them disturbs it."""
+    target, alone = tmp_path / "target", Lock()
+
+    def write(number: int) -> int | None:
+        try:
+            with new_directory(target) as scratch:
+                assert alone.acquire(blocking=False)
+                (scratch / "who").write_text(str(number))
+                time.sleep(0.01)
+                assert [file.name for file in scratch.iterdir()] == ["who"]
+                alone.release()
+        except CheckpointError:
+            return None
+        return number
+
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            (winner,) = {*threads.map(write, range(8))} - {None}
+            assert (target / "who").read_text() == str(winner)
+            assert list(tmp_path.iterdir()) == [target]
+            shutil.rmtree(target)
 
 
 def test_damage_is_told(tmp_path: Path, source: Path) -> None:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,12 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+import weights
+from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.step import abstract_state
+from jaxserve.models import registry
+from jaxserve.models.params import matrix_transform, unsplit
 from jaxserve.request import SamplingParams
-from jaxserve.sharding import tensor_mesh
+from jaxserve.sharding import named_sharding, tensor_mesh
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 
@@ -39,16 +44,22 @@ COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scat
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Start an engine over some devices, or reuse it; 2 kv heads, so that 8 devices hold each four times."""
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 2 kv heads, so that 8 devices hold each four times."""
     path = tmp_path_factory.mktemp("llama")
     sizes = {"num_attention_heads": 8, "head_dim": 8, "num_hidden_layers": LAYERS}
     write_checkpoint(path, "llama", attention_bias=True, mlp_bias=True, **sizes)
+    return path
+
+
+@pytest.fixture(scope="session")
+def start(model: Path) -> Start:
+    """Start an engine over some devices, or reuse it."""
     engines: dict[int, Engine] = {}
 
     def start(num_devices: int, *, again: bool = False) -> Engine:
         if again or num_devices not in engines:
-            engines[num_devices] = Engine(EngineConfig(str(path), tensor_parallel_size=num_devices, **SIZES))
+            engines[num_devices] = Engine(EngineConfig(str(model), tensor_parallel_size=num_devices, **SIZES))
         engines[num_devices].reset_prefix_cache()
         return engines[num_devices]
 
@@ -149,3 +160,20 @@ def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Runner, name, lambda *_: pytest.fail("every program is on disk"))
     for output, wanted in zip(generate(start(num_devices, again=True), prompts, params), expected, strict=True):
         assert_same(output, wanted)
+
+
+def test_what_four_devices_have_is_saved_and_served_by_any_number(start: Start, model: Path, tmp_path: Path) -> None:
+    """By Orbax, without any Hugging Face file."""
+    prompts, params = [tokens(9, 1), tokens(20, 2)], SamplingParams(temperature=1, seed=2, max_tokens=9, logprobs=2)
+    config, mesh = weights.read_config(model), tensor_mesh(4)
+    specs = registry.param_specs(registry.from_hf_config(config))
+    assert mesh is not None
+    shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
+    params_of_four = weights.load(model, specs, None, shardings, matrix_transform(specs))
+    weights.save_orbax(tmp_path / "saved", specs, unsplit(specs, params_of_four), config)
+    assert {file.name for file in (tmp_path / "saved").iterdir()} == {"config.json", "orbax"}
+    expected = generate(start(1), prompts, params)
+    for num_devices in (1, 2, 8):
+        llm = LLM(str(tmp_path / "saved"), tensor_parallel_size=num_devices, **SIZES)
+        for output, wanted in zip(generate(llm.engine, prompts, params), expected, strict=True):
+            assert_same(output, wanted, num_devices)

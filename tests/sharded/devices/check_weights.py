@@ -1,22 +1,27 @@
 """What each device holds of the weights: the heads, ffn and vocabulary that its part of the model computes with."""
 
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
+from threading import Barrier, Semaphore
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore
 
 import weights
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import ParamSpec, check_split, device_bytes, matrix_transform, split_array
-from jaxserve.quant import quantize
+from jaxserve.models.params import ParamSpec, device_bytes, matrix_transform, split_array, unsplit
+from jaxserve.quant import block_size, quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
 from pallas_kernels import packed_linear
 from weights import orbax_store, stored_tensor
+from weights.load import open_tensors
 from weights.rows import leaf_at
 
 SEED = 3
@@ -83,7 +88,6 @@ def part_of(array: np.ndarray, arch: ArchConfig, spec: ParamSpec, index: int, n:
 def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: int, form: str) -> None:
     arch, specs = build(tmp_path)
     quantized, packed = FORMS[form].get("quantization"), "packed" in form
-    check_split(specs, n, quantized)
     whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, n, **FORMS[form])
     for spec in specs:
         arrays = [np.asarray(leaf_at(whole, spec.path))]
@@ -96,6 +100,22 @@ def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: in
             found = [leaf.addressable_shards[index].data for leaf in jax.tree.leaves(leaf_at(split, spec.path))]
             for a, b in zip(found, parts, strict=True):
                 np.testing.assert_array_equal(a, b, str(spec.path))
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "int8" in form])
+def test_blocks_that_would_be_cut_are_those_of_the_parts(tmp_path: Path, form: str) -> None:
+    """Blocks of 64 in 1152 columns, of 72 in the 288 that each of four devices has."""
+    arch, specs = build(tmp_path, intermediate_size=1152)
+    whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, 4, **FORMS[form])
+    (spec,) = (spec for spec in specs if spec.path[-1] == "down_proj")
+    assert (block_size(1152), block_size(288)) == (64, 72)
+    for index in range(4):
+        parts = list(quantize(part_of(np.asarray(leaf_at(whole, spec.path)), arch, spec, index, 4)))
+        if "packed" in form:
+            parts = jax.tree.leaves(packed_linear.pack(*map(jnp.asarray, parts)))
+        found = [leaf.addressable_shards[index].data for leaf in jax.tree.leaves(leaf_at(split, spec.path))]
+        for a, b in zip(found, parts, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize("n", [3, 4])
@@ -139,11 +159,79 @@ def test_an_orbax_checkpoint_is_the_same_on_any_mesh(
                 np.testing.assert_array_equal(part.data, expected.data)
 
 
-def test_a_device_reads_its_own_columns_of_an_orbax_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, specs = build(tmp_path / "hf", vocab_size=132)
+def bytes_read() -> int:
+    """By TensorStore, of files."""
+    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
+    return sum(value["value"] for metric in metrics for value in metric["values"])
+
+
+def test_devices_together_read_an_orbax_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On however many, whether or not chunks end where their parts do; the chunks of a large model, scaled down."""
+    monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 64 << 10)
+    _, specs = build(tmp_path / "hf", hidden_size=1024, intermediate_size=3072, vocab_size=1200)
     weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
+    num_bytes = sum(4 * int(np.prod(spec.shape)) for spec in specs)
     copied = []
     copy = stored_tensor._copy
     monkeypatch.setattr(stored_tensor, "_copy", lambda piece: (copied.append(piece[1].nbytes), copy(piece)))
-    load(tmp_path / "orbax", specs, 6)
-    assert sum(copied) == sum(4 * int(np.prod(spec.shape)) for spec in specs)
+    for n, form in product((1, 2, 6), (FORMS["float"], FORMS["int8"])):
+        copied.clear()
+        before = bytes_read()
+        load(tmp_path / "orbax", specs, n, **form)
+        assert sum(copied) == num_bytes
+        assert num_bytes < bytes_read() - before < 1.2 * num_bytes, (n, form)
+
+
+@pytest.mark.parametrize("form", ["float", "int8"])  # placed whole, and slab by slab
+@pytest.mark.parametrize("checkpoint", ["hf", "orbax"])
+def test_threads_read_what_a_device_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, form: str
+) -> None:
+    """At once: the first two pieces, of what one device has of a matrix, wait for each other."""
+    _, specs = build(tmp_path / "hf", hidden_size=512, vocab_size=2000)
+    weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
+    copy, meeting, first = stored_tensor._copy, Barrier(2), Semaphore(2)
+
+    def copy_together(piece: stored_tensor.Piece) -> None:
+        if piece[0].ndim == 2 and first.acquire(blocking=False):
+            meeting.wait(timeout=20)
+        copy(piece)
+
+    monkeypatch.setattr(stored_tensor, "_READ_BYTES", 30_000)
+    monkeypatch.setattr(stored_tensor, "_copy", copy_together)
+    load(tmp_path / checkpoint, specs, 2, **FORMS[form])
+
+
+def stored(path: Path, specs: list[ParamSpec]) -> dict[str, tuple[np.dtype, tuple[int, ...], bytes]]:
+    """Dtype, shape and bits of every tensor of a checkpoint."""
+    return {name: (t.dtype, t.shape, np.asarray(t).tobytes()) for name, t in open_tensors(path, specs).items()}
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("save", [weights.save, weights.save_orbax])
+def test_what_is_saved_from_devices_is_what_was_loaded(tmp_path: Path, save: Callable[..., None], n: int) -> None:
+    """To the bit, kv heads that several devices have and a padded vocabulary included."""
+    _, specs = build(tmp_path / "hf")
+    save(tmp_path / "saved", specs, unsplit(specs, load(tmp_path / "hf", specs, n)), CONFIG)
+    assert stored(tmp_path / "saved", specs) == stored(tmp_path / "hf", specs)
+    assert weights.read_config(tmp_path / "saved") == weights.read_config(tmp_path / "hf")
+
+
+@pytest.mark.parametrize("save", [weights.save, weights.save_orbax])
+def test_arrays_that_are_split_in_order_are_saved_as_they_are(tmp_path: Path, save: Callable[..., None]) -> None:
+    """As a training run has them, say."""
+    _, specs = build(tmp_path / "hf", vocab_size=132)
+    mesh = tensor_mesh(4)
+    assert mesh is not None
+    shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
+    save(tmp_path / "saved", specs, weights.load(tmp_path / "hf", specs, shardings=shardings), CONFIG)
+    assert stored(tmp_path / "saved", specs) == stored(tmp_path / "hf", specs)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "float"])
+def test_matrices_in_another_form_are_not_saved(tmp_path: Path, form: str) -> None:
+    _, specs = build(tmp_path / "hf")
+    params = unsplit(specs, load(tmp_path / "hf", specs, 2, **FORMS[form]))
+    with pytest.raises(weights.CheckpointError, match=r"of an unsupported dtype: .*layers/0/qkv_proj"):
+        weights.save_orbax(tmp_path / "saved", specs, params, CONFIG)
+    assert [file.name for file in tmp_path.iterdir()] == ["hf"]

@@ -1,0 +1,75 @@
+"""Directories that appear whole, or not at all."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path as FilePath
+from typing import IO
+
+from weights.errors import CheckpointError
+
+
+def require_free(target: FilePath) -> None:
+    """CheckpointError where something is in the way."""
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target} must be absent or an empty directory, got something there; remove it first")
+
+
+@contextmanager
+def new_directory(target: FilePath) -> Iterator[FilePath]:
+    """A hidden directory beside `target`, which takes its place once it is filled, and vanishes if it is not.
+
+    What a kill has left of an earlier one goes first: whoever holds the lock beside it is alone.
+
+    Raises:
+        CheckpointError: `target` is taken, or another process is writing it.
+        OSError: it cannot be written.
+    """
+    target = target.absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = target.parent / f".converting-{target.name}"
+    with _locked(scratch.with_name(f"{scratch.name}.lock"), target):
+        require_free(target)
+        _remove(scratch)
+        try:
+            scratch.mkdir()
+            yield scratch
+            if target.exists():
+                target.rmdir()
+            scratch.rename(target)
+        finally:
+            _remove(scratch)
+
+
+def _remove(directory: FilePath) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+@contextmanager
+def _locked(path: FilePath, target: FilePath) -> Iterator[None]:
+    """Hold the lock of a file that is there only meanwhile; the system lets go of it when the process is killed."""
+    import fcntl  # noqa: PLC0415 - not every system has it
+
+    while True:
+        with path.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"another process is writing {target}; wait for it, or choose another place"
+                ) from None
+            if _is_at(path, file):  # unless whoever had the lock removed it as we opened it
+                try:
+                    yield
+                finally:
+                    path.unlink()
+                return
+
+
+def _is_at(path: FilePath, file: IO[bytes]) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
