@@ -178,6 +178,7 @@ def ray_address() -> str:
     To be asked before Ray is imported: it reads what is set here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls to an actor that an earlier call has ended
     if address := os.environ.get("RAY_ADDRESS"):
         return address
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what keeps Ray to loopback, on Linux too

@@ -117,13 +117,18 @@ class _RayActors:
             cause = getattr(error, "cause", None)
             if isinstance(cause, ConfigError):
                 raise cause from None
-            return index, Died(str(error).splitlines()[-1] if cause is None else repr(cause))
+            return index, Died(_brief(error) if cause is None else repr(cause))
 
     def stop(self, index: int) -> None:
         """Kill an actor and forget its calls."""
         self._calls = {call: i for call, i in self._calls.items() if i != index}
         if (actor := self._actors.pop(index, None)) is not None:
             self._ray.kill(actor)
+
+
+def _brief(error: Exception) -> str:
+    """What Ray knows of a death, without ids and advice."""
+    return str(error).splitlines()[-1].partition(" Some common causes")[0]
 
 
 class _EngineActor:
