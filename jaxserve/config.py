@@ -180,6 +180,7 @@ def ray_address() -> str:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls to an actor that an earlier call has ended
     if address := os.environ.get("RAY_ADDRESS"):
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, of half a minute each; else 20
         return address
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what keeps Ray to loopback, on Linux too
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # its own default, of which it warns where it is not said

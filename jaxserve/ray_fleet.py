@@ -6,6 +6,7 @@ Ray places the actors, carries the calls and tells who died. What then becomes o
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
 
     Args:
         num_actors: engines; None has as many as the accelerators of the cluster suffice for, or one if it has none.
-        options: of each engine: fields of EngineConfig. Paths must exist on every machine, and tokenizers here too.
+        options: of each engine: fields of EngineConfig. Its directories must be there on every machine.
 
     Raises:
         ConfigError: Ray is missing or cannot be reached, the cluster is too small, or an engine cannot start.
@@ -34,12 +35,18 @@ def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
     with _connected() as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         count, resources = plan_actors(nodes, config.tensor_parallel_size, num_actors)
-        actors = _RayActors(ray, count, resources, options)
+        actors = _RayActors(ray, count, resources, options | _absolute(options))
         try:
             yield Fleet(config, actors)
         finally:
             for index in range(count):
                 actors.stop(index)
+
+
+def _absolute(options: Mapping[str, Any]) -> dict[str, str]:
+    """The directories among the options, which actors would look for elsewhere."""
+    given = {name: options.get(name) for name in ("model", "tokenizer", "compilation_cache_dir")}
+    return {name: os.path.abspath(path) for name, path in given.items() if path not in (None, "auto")}
 
 
 def plan_actors(
@@ -83,7 +90,8 @@ def _connected() -> Iterator[Any]:
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **local)
     except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(f"cannot connect to the Ray cluster {address}: {error}; is RAY_ADDRESS right?") from error
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"cannot connect to the Ray cluster {address}; is RAY_ADDRESS right? {cause}") from error
     try:
         yield ray
     finally:

@@ -81,10 +81,13 @@ def expected(model: str, source: Path) -> dict[str, Any]:
     return records_by_id(out)
 
 
-def test_engines_killed_in_the_midst_lose_nothing(cluster: None, model: str, tmp_path: Path) -> None:
+def test_engines_killed_in_the_midst_lose_nothing(
+    cluster: None, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source, out = write_batch(tmp_path / "in.jsonl", 150), tmp_path / "out.jsonl"
+    monkeypatch.chdir(model)  # not the directory of the actors
     rng = random.Random(0)
-    with ray_fleet(2, model=model) as fleet:
+    with ray_fleet(2, model=os.curdir) as fleet:
         step, sizes = fleet.step, iter([10, 40, 80])
         target = next(sizes)
 
@@ -98,7 +101,7 @@ def test_engines_killed_in_the_midst_lose_nothing(cluster: None, model: str, tmp
         fleet.step = killing
         run_batch(fleet, source, out, use_tqdm=False)
     assert target == 1000
-    assert records_by_id(out) == expected(model, source)
+    assert records_by_id(out) == expected(os.curdir, source)
 
 
 def test_what_kills_engines_becomes_an_error_and_the_rest_is_served(
@@ -138,6 +141,19 @@ def test_configuration_errors_of_actors_are_one_line(
         assert shown.startswith(f"jaxserve: error: {message}")
         assert shown.count("\n") == 1
     assert not out.exists()
+
+
+def test_ray_address_names_the_cluster(cluster: None, model: str, tmp_path: Path) -> None:
+    import ray
+
+    source, out = write_batch(tmp_path / "in.jsonl", 20), tmp_path / "out.jsonl"
+    command = [sys.executable, fake_engine.__file__, "batch", str(source), str(out), "--model", model]
+    address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+    job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": HOOK})}
+    program = [*command, "--ray", "--ray-actors", "4"]  # more than a Ray of its own may have room for
+    subprocess.run(program, check=True, capture_output=True, env=os.environ | address | job)
+    assert records_by_id(out) == expected(model, source)
+    assert ray.cluster_resources()["CPU"] == 4
 
 
 def test_ray_is_asked_for_and_named_where_it_is_missing(
