@@ -37,7 +37,7 @@ from jaxserve.openai_format import (
     refuse_unknown,
     response_body,
 )
-from jaxserve.request import RequestOutput, brief
+from jaxserve.request import RequestFailure, RequestOutput, brief
 
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 
@@ -90,7 +90,7 @@ def run_batch(
     However it ends, `out_path` is left so that the same call goes on from there, and the engine without requests.
 
     Args:
-        engine: an `LLM` or an `Engine` that nothing else is using.
+        engine: an `LLM`, an `Engine` or a `Fleet` that nothing else is using.
         in_path: a regular file of OpenAI batch requests for /v1/completions and /v1/chat/completions.
         out_path: created, or resumed where it exists.
         seed: of the run, for requests that bring none; None takes the engine's.
@@ -224,7 +224,11 @@ class _BatchRun:
         if not self.engine.has_unfinished():
             raise RuntimeError(f"the engine lost the requests {sorted(self.in_flight)}")
         for output in self.engine.step():
-            if (prompt := self.in_flight.get(output.request_id)) is not None:
+            prompt = self.in_flight.get(output.request_id)
+            if isinstance(output, RequestFailure):
+                if prompt is not None:
+                    self._fail(prompt.line, output.error)
+            elif prompt is not None:
                 num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
                 self.completion_tokens += num_tokens - prompt.num_tokens
                 prompt.num_tokens = num_tokens

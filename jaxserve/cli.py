@@ -14,7 +14,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -105,6 +105,10 @@ def _parser() -> argparse.ArgumentParser:
         "starts when all programs are compiled"
     )
     batch.add_argument("--stats", action="store_true", help=text)
+    text = "spread the requests over engines on the Ray cluster of RAY_ADDRESS, or on a local one; needs jaxserve[ray]"
+    batch.add_argument("--ray", action="store_true", help=text)
+    text = "engines on the cluster (default: as many as its GPUs or TPUs have room for; without any, one)"
+    batch.add_argument("--ray-actors", type=int, metavar="INT", help=text)
     _add_process_flags(batch)
     _add_engine_flags(batch)
 
@@ -190,11 +194,15 @@ def _field_helps(config: type) -> dict[str, str]:
 def _load(args: argparse.Namespace, **options: Any) -> "LLM":
     from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which --help and wrong flags need not wait for
 
-    if args.distributed or any(getattr(args, name) is not None for name in _PROCESS_FLAGS):
+    if _is_distributed(args):
         from jaxserve import distributed  # noqa: PLC0415 - imports jax
 
         distributed.initialize(*(getattr(args, name) for name in _PROCESS_FLAGS))
     return LLM(**_engine_options(args), **options)
+
+
+def _is_distributed(args: argparse.Namespace) -> bool:
+    return args.distributed or any(getattr(args, name) is not None for name in _PROCESS_FLAGS)
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -251,10 +259,9 @@ def _stats(output: "RequestOutput") -> str:
 def _batch(args: argparse.Namespace) -> int:
     from jaxserve.batch_files import run_batch  # noqa: PLC0415 - locks files by fcntl, which not every system has
 
-    llm = _load(args)
-    with _live_stats(args.stats, llm):
+    with _batch_engine(args) as engine:
         names, use_tqdm = args.served_model_name, not args.stats
-        summary = run_batch(llm, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
+        summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
     resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
     print(
         f"{args.output}: {summary.num_records} records{resumed}, {summary.num_errors} errors; "
@@ -262,6 +269,26 @@ def _batch(args: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+@contextlib.contextmanager
+def _batch_engine(args: argparse.Namespace) -> Iterator[Any]:
+    """What serves a batch: one engine here, or a fleet of them on Ray."""
+    if args.ray_actors is not None and not args.ray:
+        raise ConfigError("--ray-actors needs --ray")
+    if not args.ray:
+        llm = _load(args)
+        with _live_stats(args.stats, llm):
+            yield llm
+        return
+    if args.stats:
+        raise ConfigError("--stats shows the steps of one engine, and --ray runs several; leave one of them out")
+    if _is_distributed(args):
+        raise ConfigError("--ray runs engines of one process each; leave it out, or the flags of many processes")
+    from jaxserve.ray_fleet import ray_fleet  # noqa: PLC0415 - as in _load
+
+    with ray_fleet(args.ray_actors, **_engine_options(args)) as fleet:
+        yield fleet
 
 
 def _bench(args: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """EngineConfig: everything that can be set, every check, and the one bucket function.
 
-No other file reads the environment.
+No other file reads or sets the environment.
 """
 
 from __future__ import annotations
@@ -173,6 +173,21 @@ def gpu_memory_fraction() -> float:
     if not 0 < fraction <= 1:
         raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for 0.75")
     return fraction
+
+
+def ray_address() -> str:
+    """The Ray cluster that the environment names; else "local", for one on this machine that serves loopback alone.
+
+    To be asked before Ray is imported: it reads what is set here.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls to an actor that an earlier call has ended
+    if address := os.environ.get("RAY_ADDRESS"):
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, of half a minute each; else 20
+        return address
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what keeps Ray to loopback, on Linux too
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # its own default, of which it warns where it is not said
+    return "local"
 
 
 def embedded_model(name: str) -> Path:

@@ -395,3 +395,11 @@ class RequestOutput:
     def num_cached_tokens(self) -> int:
         """Prompt tokens answered from the prefix cache."""
         return self.outputs[0].metrics.num_cached_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """The end of a request that turned out, after it was accepted, to be one that cannot be served."""
+
+    request_id: str
+    error: RequestError

@@ -60,7 +60,7 @@ def test_help_is_instant(arguments: list[str]) -> None:
         "import sys; from jaxserve.cli import main\n"
         "try: main(sys.argv[1:])\n"
         "except SystemExit as stop: assert not stop.code\n"
-        "assert not {'jax', 'numpy', 'torch', 'transformers', 'tokenizers', 'tqdm'} & sys.modules.keys()"
+        "assert not {'jax', 'numpy', 'torch', 'transformers', 'tokenizers', 'tqdm', 'ray'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", program, *arguments], check=True, stdout=subprocess.DEVNULL)
 

@@ -1,12 +1,15 @@
-"""`jaxserve batch` as a program over the real engine: killed ten times, it ends as if nothing had happened."""
+"""`jaxserve batch` as a program over the real engine: whatever is killed, it ends as if nothing had happened."""
 
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import killing
+import psutil
+import pytest
 from conftest import SIZES
 
 NUM_LINES = 120
@@ -36,17 +39,47 @@ def records(path: Path) -> dict[str, Any]:
     return found
 
 
-def test_ten_kills_lose_and_repeat_nothing(llama: Path, tmp_path: Path) -> None:
-    source, whole, killed = tmp_path / "in.jsonl", tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
+@pytest.fixture(scope="module")
+def command(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The program without its output."""
+    folder = tmp_path_factory.mktemp("batch")
+    source = folder / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in requests()))
     names = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages", "compile_ahead")
     flags = [f"--{name.replace('_', '-')}={SIZES[name]}" for name in names]
-    cache = f"--compilation-cache-dir={tmp_path / 'xla'}"
-    command = [sys.executable, "-m", "jaxserve", "batch", f"--model={llama}", *flags, cache, str(source)]
-    first = subprocess.run([*command, str(whole)], check=False, capture_output=True, text=True)
+    cache = f"--compilation-cache-dir={folder / 'xla'}"
+    return [sys.executable, "-m", "jaxserve", "batch", f"--model={llama}", *flags, cache, str(source)]
+
+
+@pytest.fixture(scope="module")
+def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of an undisturbed run."""
+    out = tmp_path_factory.mktemp("whole") / "out.jsonl"
+    first = subprocess.run([*command, str(out)], check=False, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
+    assert len(records(out)) == NUM_LINES
+    return out
+
+
+def test_ten_kills_lose_and_repeat_nothing(command: list[str], whole: Path, tmp_path: Path) -> None:
+    killed = tmp_path / "killed.jsonl"
     num_kills = killing.run_with_kills([*command, str(killed)], killed, 10, 3, most_bytes=whole.stat().st_size // 9)
     assert num_kills == 10
-    expected = records(whole)
-    assert len(expected) == NUM_LINES
-    assert records(killed) == expected
+    assert records(killed) == records(whole)
+
+
+def test_on_ray_an_engine_that_is_killed_loses_nothing(command: list[str], whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = [*command, str(out), "--ray", "--ray-actors=2"]
+    program = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not out.exists() or out.read_bytes().count(b"\n") < NUM_LINES // 8:
+        assert program.poll() is None, program.stderr.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    children = psutil.Process(program.pid).children(recursive=True)
+    next(process for process in children if process.name().startswith("ray::_EngineAct")).kill()
+    _, shown = program.communicate(timeout=120)
+    assert program.returncode == 0, shown
+    assert "of the fleet died: The actor is dead because its worker process has died" in shown
+    assert records(out) == records(whole)

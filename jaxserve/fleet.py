@@ -1,0 +1,326 @@
+"""Several engines that serve as one: which of them serves a request, and what becomes of it where that one dies.
+
+The engines run in actors, elsewhere. Each is given twice as many sequences as a step of it takes, so that its batch
+stays full while what ended is on its way; the one with the fewest comes first. Where no request waits any more, an idle
+actor takes over what waits in a busy one.
+
+An actor that dies is started again. No request is lost with it, but any of those it had may have killed it: they are
+served in two halves, each by an actor that has nothing else meanwhile. A half that ends is cleared; of one that kills
+its actor again the rest is halved. A request that was alone with MAX_LONE_DEATHS actors when they died has failed.
+"""
+
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.openai_format import BadRequestError, Prompt
+from jaxserve.request import RequestFailure, RequestOutput, SamplingParams
+from jaxserve.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_LONE_DEATHS = 3
+MAX_FAILED_STARTS = 3  # of one actor, in a row
+CALL_S = 0.05  # how long an actor serves before it tells what ended, and learns what came
+_CALLS_AHEAD = 2  # an actor finds its next call when it ends one
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """What `Engine.add_request` takes."""
+
+    request_id: str
+    prompt: Prompt
+    params: SamplingParams
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """An actor is ready to serve."""
+
+    schedule: ScheduleConfig
+    default_sampling_params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What ended in a call."""
+
+    ended: list[RequestOutput | RequestFailure]
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """An actor is gone, and with it all calls it had."""
+
+    cause: str
+
+
+@runtime_checkable
+class Actors(Protocol):
+    """What runs the engines. An actor is named by its index, whichever process it is at the time."""
+
+    count: int
+
+    def start(self, index: int) -> None:
+        """Start an actor, anew after it died; it answers `Started` or `Died`."""
+
+    def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
+        """Call `Server.serve` in an actor, after its earlier calls; it answers `Served` or `Died`."""
+
+    def wait(self) -> tuple[int, Started | Served | Died]:
+        """The next answer of any actor; ConfigError where the engine of one cannot start as configured."""
+
+
+class Server:
+    """Serves an engine in an actor.
+
+    Args:
+        engine: an `Engine` that nothing else is using.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._num_sequences: dict[str, int] = {}  # of the unfinished requests
+
+    def started(self) -> Started:
+        """What the fleet must know of the engine."""
+        return Started(self._engine.schedule, self._engine.default_sampling_params)
+
+    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:
+        """End some requests, add others, and run for CALL_S, or until one ends and there is room for another."""
+        for request_id in aborted:
+            self._engine.abort(request_id)
+            self._num_sequences.pop(request_id, None)
+        ended: list[RequestOutput | RequestFailure] = []
+        for request in added:
+            try:
+                self._add(request)
+            except RequestError as error:
+                ended.append(RequestFailure(request.request_id, RequestError(str(error))))
+        until_s = time.monotonic() + CALL_S
+        while self._engine.has_unfinished():
+            for output in self._engine.step():
+                if output.finished:
+                    del self._num_sequences[output.request_id]
+                    ended.append(output)
+            if time.monotonic() >= until_s or (ended and self._has_room()):
+                break
+        return Served(ended)
+
+    def _add(self, request: NewRequest) -> None:
+        self._engine.add_request(request.request_id, request.prompt, request.params, cache_salt=request.cache_salt)
+        self._num_sequences[request.request_id] = request.params.n
+
+    def _has_room(self) -> bool:
+        return sum(self._num_sequences.values()) < self._engine.schedule.max_num_seqs
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    request: NewRequest
+    num_lone_deaths: int = 0
+    seat: "_Seat | None" = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.request.params.n
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """An actor, as far as the fleet knows it."""
+
+    index: int
+    ready: bool = False
+    num_failed_starts: int = 0
+    num_calls: int = 0  # not answered yet
+    jobs: dict[str, _Job] = field(default_factory=dict)  # by request id, the newest last
+    num_sequences: int = 0  # of its jobs
+    has_suspects: bool = False  # takes nothing else until they have ended
+    added: list[NewRequest] = field(default_factory=list)  # for the next call
+    aborted: list[str] = field(default_factory=list)  # for the next call, where they come first
+
+    def give(self, job: _Job) -> None:
+        job.seat = self
+        self.jobs[job.request.request_id] = job
+        self.num_sequences += job.num_sequences
+        self.added.append(job.request)
+
+    def end(self, job: _Job) -> None:
+        job.seat = None
+        del self.jobs[job.request.request_id]
+        self.num_sequences -= job.num_sequences
+
+    def abort(self, job: _Job) -> None:
+        self.end(job)
+        if job.request in self.added:
+            self.added.remove(job.request)
+        else:
+            self.aborted.append(job.request.request_id)
+
+
+class Fleet:
+    """The calls of an `Engine` that a batch needs, over several of them.
+
+    Two things differ: `step` waits for an actor and returns what ended alone, and a request that an engine refuses is
+    accepted here, to come back from `step` as a RequestFailure.
+
+    Args:
+        config: of each engine.
+        actors: started here; returns when one of them is ready.
+
+    Attributes:
+        config: as given.
+        schedule: sizes of all engines together.
+        tokenizer: None with `skip_tokenizer_init`.
+        default_sampling_params: what the checkpoint recommends.
+
+    Raises:
+        ConfigError: engines cannot start; from `step` as well.
+    """
+
+    def __init__(self, config: EngineConfig, actors: Actors) -> None:
+        self.config = config
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self._actors = actors
+        self._seats = [_Seat(index) for index in range(actors.count)]
+        self._jobs: dict[str, _Job] = {}  # unfinished, by request id
+        self._queue: deque[_Job] = deque()  # in no actor; aborted ones are dropped when their turn comes
+        self._suspects: deque[list[_Job]] = deque()  # likewise; each group for an actor that has nothing else
+        for seat in self._seats:
+            actors.start(seat.index)
+        while not isinstance(first := self._wait(), Started):
+            pass
+        s, n = first.schedule, actors.count
+        self._room = 2 * s.max_num_seqs  # sequences that an actor may have
+        self._max_rows = s.max_num_seqs
+        self.default_sampling_params = first.default_sampling_params
+        self.schedule = dataclasses.replace(
+            s,
+            max_num_seqs=n * s.max_num_seqs,
+            max_num_batched_tokens=n * s.max_num_batched_tokens,
+            num_pages=n * s.num_pages,
+        )
+
+    def add_request(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None
+    ) -> None:
+        """Queue a request; `request_id` must be unique among unfinished ones."""
+        self._jobs[request_id] = job = _Job(NewRequest(request_id, prompt, params, cache_salt))
+        self._queue.append(job)
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request."""
+        job = self._jobs.pop(request_id, None)
+        if job is not None and job.seat is not None:
+            job.seat.abort(job)
+
+    def has_unfinished(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._jobs)
+
+    def step(self) -> list[RequestOutput | RequestFailure]:
+        """Give out what waits, and return what ended in the actor that answers next."""
+        ready = [seat for seat in self._seats if seat.ready]
+        self._give_suspects(ready)
+        self._give_queue(ready)
+        self._even_out(ready)
+        for seat in ready:
+            while seat.num_calls < _CALLS_AHEAD and (seat.jobs or seat.aborted):
+                self._actors.serve(seat.index, seat.aborted, seat.added)
+                seat.num_calls += 1
+                seat.aborted, seat.added = [], []
+        answer = self._wait()
+        return answer.ended if isinstance(answer, Served) else []
+
+    def _give_suspects(self, ready: Sequence[_Seat]) -> None:
+        for seat in ready:
+            if not seat.jobs:
+                seat.has_suspects = False
+            while self._suspects and not seat.jobs:
+                for job in self._suspects.popleft():
+                    if self._is_unfinished(job):
+                        seat.give(job)
+                        seat.has_suspects = True
+
+    def _give_queue(self, ready: Sequence[_Seat]) -> None:
+        while self._queue:
+            job = self._queue[0]
+            if self._is_unfinished(job):
+                free = [seat for seat in ready if self._has_room(seat, job)]
+                if not free:
+                    return
+                min(free, key=lambda seat: seat.num_sequences).give(job)
+            self._queue.popleft()
+
+    def _is_unfinished(self, job: _Job) -> bool:
+        return self._jobs.get(job.request.request_id) is job
+
+    def _has_room(self, seat: _Seat, job: _Job) -> bool:
+        fits = not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
+        return fits and not seat.has_suspects
+
+    def _even_out(self, ready: Sequence[_Seat]) -> None:
+        """Let idle actors take over what no step of a busy one can have reached: the newest, beyond its rows."""
+        for idle in [seat for seat in ready if not seat.jobs]:
+            busiest = max((s for s in ready if not s.has_suspects), key=lambda seat: seat.num_sequences)
+            for job in list(reversed(busiest.jobs.values())):
+                rest = busiest.num_sequences - job.num_sequences
+                if rest < max(self._max_rows, idle.num_sequences + job.num_sequences):
+                    break
+                busiest.abort(job)
+                idle.give(job)
+
+    def _wait(self) -> Started | Served | Died:
+        """The next answer, noted; `Served` with the ends that the caller is to know."""
+        index, answer = self._actors.wait()
+        seat = self._seats[index]
+        if isinstance(answer, Started):
+            seat.ready, seat.num_failed_starts = True, 0
+            return answer
+        if isinstance(answer, Died):
+            return Served(self._bury(seat, answer.cause))
+        seat.num_calls -= 1
+        return Served([output for output in answer.ended if self._end(seat, output.request_id)])
+
+    def _end(self, seat: _Seat, request_id: str) -> bool:
+        """Whether the request was still this actor's: it may have been aborted, or be another's by now."""
+        job = seat.jobs.get(request_id)
+        if job is not None:
+            seat.end(job)
+            del self._jobs[request_id]
+        return job is not None
+
+    def _bury(self, seat: _Seat, cause: str) -> list[RequestOutput | RequestFailure]:
+        """Start an actor again that died. Returns the request that has failed by that, if any."""
+        logger.warning("engine %d of the fleet died: %s", seat.index, cause)
+        jobs = list(seat.jobs.values())
+        seat.num_failed_starts += not seat.ready
+        self._seats[seat.index] = _Seat(seat.index, num_failed_starts=seat.num_failed_starts)
+        if seat.num_failed_starts < MAX_FAILED_STARTS:
+            self._actors.start(seat.index)
+        elif all(other.num_failed_starts == MAX_FAILED_STARTS for other in self._seats):
+            raise ConfigError(f"no engine of the fleet starts, in {MAX_FAILED_STARTS} attempts each; the last: {cause}")
+        for job in jobs:
+            job.seat = None
+        if len(jobs) == 1:
+            jobs[0].num_lone_deaths += 1
+            if jobs[0].num_lone_deaths == MAX_LONE_DEATHS:
+                return [self._failure(jobs[0], cause)]
+        middle = -(-len(jobs) // 2)
+        self._suspects.extend(half for half in (jobs[:middle], jobs[middle:]) if half)
+        return []
+
+    def _failure(self, job: _Job, cause: str) -> RequestFailure:
+        request_id = job.request.request_id
+        del self._jobs[request_id]
+        message = f"{MAX_LONE_DEATHS} engines died, each while it served this request alone; the last: {cause}"
+        return RequestFailure(request_id, BadRequestError(message, None, "engine_died", 500))

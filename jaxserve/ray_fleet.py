@@ -1,0 +1,152 @@
+"""A fleet on Ray: each engine in an actor, a process of its own, on whichever machine of a cluster has room for it.
+
+Ray places the actors, carries the calls and tells who died. What then becomes of the requests is the fleet's matter
+(`fleet.py`), so actors have no restarts and calls no retries of Ray's.
+"""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxserve.config import EngineConfig, ray_address
+from jaxserve.errors import ConfigError
+from jaxserve.fleet import Died, Fleet, NewRequest, Served, Server, Started
+
+_ACCELERATORS = ("GPU", "TPU")  # as Ray calls them
+_OBJECT_STORE_BYTES = 2**28  # of a local Ray; outputs pass through and what does not fit goes to the disk
+
+
+@contextlib.contextmanager
+def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
+    """A fleet for `run_batch`; when it is left, its actors are gone, and so is a Ray that was started for it.
+
+    Args:
+        num_actors: engines; None has as many as the accelerators of the cluster suffice for, or one if it has none.
+        options: of each engine: fields of EngineConfig. Its directories must be there on every machine.
+
+    Raises:
+        ConfigError: Ray is missing or cannot be reached, the cluster is too small, or an engine cannot start.
+    """
+    config = EngineConfig(**options)
+    if num_actors is not None and num_actors < 1:
+        raise ConfigError(f"the number of actors must be positive, got {num_actors}")
+    with _connected() as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        count, resources = plan_actors(nodes, config.tensor_parallel_size, num_actors)
+        actors = _RayActors(ray, count, resources, options | _absolute(options))
+        try:
+            yield Fleet(config, actors)
+        finally:
+            for index in range(count):
+                actors.stop(index)
+
+
+def _absolute(options: Mapping[str, Any]) -> dict[str, str]:
+    """The directories among the options, which actors would look for elsewhere."""
+    given = {name: options.get(name) for name in ("model", "tokenizer", "compilation_cache_dir")}
+    return {name: os.path.abspath(path) for name, path in given.items() if path not in (None, "auto")}
+
+
+def plan_actors(
+    nodes: Sequence[Mapping[str, float]], num_devices: int, wanted: int | None
+) -> tuple[int, dict[str, Any]]:
+    """How many actors there are to be, and what each is to ask of Ray.
+
+    Args:
+        nodes: resources of each machine, by Ray's names.
+        num_devices: that an engine takes, of one machine.
+        wanted: actors; None leaves it to the accelerators.
+
+    Raises:
+        ConfigError: they have no room.
+    """
+    kind = next((name for name in _ACCELERATORS if any(node.get(name) for node in nodes)), "CPU")
+    most = sum(int(node.get(kind, 0) // num_devices) for node in nodes)
+    count = wanted or (1 if kind == "CPU" else most)
+    if not 0 < count <= most:
+        raise ConfigError(
+            f"the cluster must have room for --ray-actors, each with tensor_parallel_size {kind}s of one machine, got "
+            f"{count} with {num_devices} each, and room for {most}; lower one of them or add machines"
+        )
+    if kind == "TPU":
+        return count, {"resources": {"TPU": num_devices}, "num_cpus": 0}
+    return count, {"num_gpus": num_devices, "num_cpus": 0} if kind == "GPU" else {"num_cpus": num_devices}
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[Any]:
+    """The ray module, connected: as it is, or to the cluster of the environment, or to a new one on this machine."""
+    address = ray_address()
+    try:
+        import ray  # noqa: PLC0415 - an extra, and slow
+    except ModuleNotFoundError as error:
+        raise ConfigError("a fleet needs Ray; pip install 'jaxserve[ray]'") from error
+    if ray.is_initialized():
+        yield ray
+        return
+    local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES} if address == "local" else {}
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"cannot connect to the Ray cluster {address}; is RAY_ADDRESS right? {cause}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+class _RayActors:
+    """`Actors` on Ray."""
+
+    def __init__(self, ray: Any, count: int, resources: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self.count = count
+        self._ray, self._options = ray, dict(options)
+        self._actor_class = ray.remote(_EngineActor).options(scheduling_strategy="SPREAD", **resources)
+        self._actors: dict[int, Any] = {}  # those alive
+        self._calls: dict[Any, int] = {}  # unanswered, oldest first: the index of the actor
+
+    def start(self, index: int) -> None:
+        self._actors[index] = actor = self._actor_class.remote()
+        self._calls[actor.start.remote(self._options)] = index
+
+    def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
+        self._calls[self._actors[index].serve.remote(aborted, added)] = index
+
+    def wait(self) -> tuple[int, Started | Served | Died]:
+        (call,), _ = self._ray.wait(list(self._calls), num_returns=1)
+        index = self._calls.pop(call)
+        try:
+            return index, self._ray.get(call)
+        except self._ray.exceptions.RayError as error:
+            self.stop(index)  # one that raised, or cannot be reached, may be alive
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ConfigError):
+                raise cause from None
+            return index, Died(_brief(error) if cause is None else repr(cause))
+
+    def stop(self, index: int) -> None:
+        """Kill an actor and forget its calls."""
+        self._calls = {call: i for call, i in self._calls.items() if i != index}
+        if (actor := self._actors.pop(index, None)) is not None:
+            self._ray.kill(actor)
+
+
+def _brief(error: Exception) -> str:
+    """What Ray knows of a death, without ids and advice."""
+    return str(error).splitlines()[-1].partition(" Some common causes")[0]
+
+
+class _EngineActor:
+    """What runs in an actor's process."""
+
+    def start(self, options: dict[str, Any]) -> Started:
+        from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does without
+
+        self._server = Server(LLM(**options).engine)
+        return self._server.started()
+
+    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:
+        return self._server.serve(aborted, added)
