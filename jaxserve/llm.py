@@ -25,7 +25,7 @@ class LLM:
     """A model ready to generate.
 
     In a run over many processes (`jaxserve.distributed.initialize`) the first one gets it. In the others this works for
-    the first one until that ends or closes its engine, and then ends the process.
+    the first one until that ends, and then ends the process.
 
     Args:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.

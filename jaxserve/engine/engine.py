@@ -9,8 +9,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+from jaxserve import distributed
 from jaxserve.config import EngineConfig
-from jaxserve.distributed import connect
 from jaxserve.engine.batch import MAX_EOS_IDS
 from jaxserve.engine.build import build_arch, build_runners, build_sampling_params, check_sizes, compute_dtype
 from jaxserve.engine.core import EngineCore, Progress
@@ -28,7 +28,6 @@ from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
 _POLL_S = 5e-5  # between looks at the devices of several replicas
-_LOSS_SHOWS_S = 2.0  # from a collective that fails to a connection that ends
 
 
 class Engine:
@@ -59,7 +58,9 @@ class Engine:
         if len(self._eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
         self.stats = EngineStats()
-        self._peers = connect() if runner is None else None
+        self._peers = distributed.peers() if runner is None else None
+        if self._peers is not None:
+            self._peers.claim()
         runners = [runner] if runner is not None else build_runners(config, self.arch, self._peers)
         tell = self._peers.tell if self._peers is not None else None
         self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
@@ -125,11 +126,9 @@ class Engine:
             core.runner.wait_until_warm()
 
     def close(self) -> None:
-        """Stop compiling in the background, and let other processes end."""
+        """Stop compiling in the background."""
         for core in self.cores:
             core.runner.close()
-        if isinstance(self._peers, Leader):
-            self._peers.close()
 
     @property
     def is_follower(self) -> bool:
@@ -137,7 +136,7 @@ class Engine:
         return isinstance(self._peers, Follower)
 
     def follow(self) -> None:
-        """Do what the leading process does, until it closes. Ends the process where that cannot go on."""
+        """Do what the leading process does, until that ends. Ends the process where that cannot go on."""
         assert isinstance(self._peers, Follower), "the first process leads"
         try:
             follow(self.cores[0], self._peers.events())
@@ -332,7 +331,6 @@ class Engine:
 
     def _recover(self, core: EngineCore) -> None:
         if isinstance(self._peers, Leader):  # the others have done what this process broke off
-            self._peers.check(_LOSS_SHOWS_S)
             self._peers.fail(str(sys.exception()))
         core.recover()
 
