@@ -15,8 +15,10 @@ def main() -> None:
     distributed.initialize(address, int(count), int(index))
     engine = LLM(model, **json.loads(options)).engine  # only the first process comes back
     results = []
-    for jobs in pickle.loads(Path(workloads).read_bytes()):
+    for weights, jobs in pickle.loads(Path(workloads).read_bytes()):
         engine.reset_prefix_cache()
+        if weights is not None:
+            engine.update_weights(weights)
         results.append(run(engine, jobs))
     Path(outputs).write_bytes(pickle.dumps((results, engine.stats)))
 
