@@ -87,7 +87,7 @@ def default_steps(h200):
     return {key: (pool, program) for (key, (pool, _)), program in zip(lowered.items(), compiled, strict=True)}
 
 
-@pytest.mark.parametrize("step", DEFAULT_STEPS)
+@pytest.mark.parametrize("step", DEFAULT_STEPS, ids=str)
 def test_default_model(default_steps, step):
     check(*default_steps[step], DEFAULT_STEPS[step] * 1e6, num_kinds=1 if step[0] < 512 else 2)
 
