@@ -18,9 +18,9 @@ from jaxserve.engine.step import abstract_state, make_serve_step
 from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree
+from jaxserve.models.params import Params, ParamSpec, build_tree, scale_block
 from jaxserve.planner.targets import Target
-from jaxserve.quant import QuantizedMatrix, block_size
+from jaxserve.quant import QuantizedMatrix
 from jaxserve.sharding import named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
 from pallas_kernels.deviceless import Chip, UnknownTopologyError, compile_all
 
@@ -148,7 +148,7 @@ def abstract_params(
         if quantization is None or not spec.is_matrix:
             return _tensor(spec.shape, dtype, spec.axes, mesh)
         num_rows, in_size = spec.shape
-        scales = (num_rows, in_size // block_size(whole[spec.path].shape[1]))
+        scales = (num_rows, in_size // scale_block(whole[spec.path], in_size))
         dtypes = (jnp.dtype(quantization), jnp.dtype("float32"))  # a quantisation is named after its dtype
         matrix: Any = [_tensor(*x, spec.axes, mesh) for x in zip((spec.shape, scales), dtypes, strict=True)]
         return QuantizedMatrix(*matrix)
