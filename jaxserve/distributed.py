@@ -6,6 +6,7 @@ Every process runs the same command or script. `initialize` comes first; then th
 
 import secrets
 import socket
+from multiprocessing import AuthenticationError
 
 import jax
 from jax._src.distributed import global_state  # jax shows neither the address nor the store in its public interface
@@ -36,13 +37,13 @@ def initialize(
     """
     try:
         jax.distributed.initialize(coordinator_address, num_processes, process_id, shutdown_timeout_seconds=SHUTDOWN_S)
-    except (ValueError, RuntimeError) as error:
+        if global_state.num_processes > 1:
+            _peers.append(_connect())
+    except (ValueError, RuntimeError, OSError, AuthenticationError) as error:
         raise ConfigError(
             f"coordinator_address, num_processes and process_id must describe this run, got {coordinator_address}, "
             f"{num_processes} and {process_id}: {error}"
         ) from error
-    if global_state.num_processes > 1:
-        _peers.append(_connect())
 
 
 def peers() -> Leader | Follower | None:
@@ -63,6 +64,6 @@ def _connect() -> Leader | Follower:
         host, port, key = client.blocking_key_value_get(_ADDRESS, int(CONNECT_S * 1e3)).split()
         return Follower((host, int(port)), bytes.fromhex(key), process_id, socket.gethostname())
     host, secret = str(global_state.coordinator_address).rsplit(":", 1)[0].strip("[]"), secrets.token_bytes(32)
-    listener = listen(host, secret)
-    client.key_value_set(_ADDRESS, f"{host} {listener.address[1]} {secret.hex()}")
-    return Leader(listener, global_state.num_processes - 1)
+    listener = listen()
+    client.key_value_set(_ADDRESS, f"{host} {listener.getsockname()[1]} {secret.hex()}")
+    return Leader(listener, secret, global_state.num_processes - 1)

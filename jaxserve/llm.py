@@ -144,8 +144,9 @@ class LLM:
         Args:
             weights: one of three. A tree of the form of `params`: its arrays are used as they are, where they have the
                 same shardings, and must not be donated to anything afterwards. Arrays by the names that they have in a
-                checkpoint, or the tree that `weights.load` returns: they are converted as a checkpoint is, and stay the
-                caller's. Or a directory; the old weights are let go before it is read, so that both never need room.
+                checkpoint, or the tree that `weights.load` returns: they are converted as a checkpoint is, while the
+                old weights are still there, and stay the caller's. Or a directory; the old weights are let go before
+                it is read, so that both never need room.
             running: what becomes of unfinished requests. "finish" completes them with the old weights first; "restart"
                 begins them again from their prompts with the new ones, and a `stream` of one ends with an error.
 

@@ -13,18 +13,21 @@ import contextlib
 import os
 import pickle
 import queue
+import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, NoReturn
 
 from jaxserve.errors import ConfigError, PeerLostError
 
 BEAT_S = 1.0  # between signs of life
-SILENCE_S = 10.0
+SILENCE_S = 20.0
 GRACE_S = 5.0
 CONNECT_S = 300.0
 LOSS_SHOWS_S = 2.0  # from a collective that fails to a connection that ends
@@ -52,7 +55,10 @@ class _Lost:
 
 
 class _Link:
-    """A connection to one other process. Sending is safe from several threads; one thread listens."""
+    """A connection to one other process. Sending is safe from several threads; one thread listens.
+
+    Neither waits for more than `SILENCE_S` within a message: whoever takes or sends nothing for so long is gone.
+    """
 
     def __init__(self, connection: "Connection[Any, Any]", name: str) -> None:
         self.name = name
@@ -60,20 +66,36 @@ class _Link:
         self._sending = threading.Lock()
 
     def send(self, message: bytes) -> None:
-        """OSError if the other is gone."""
+        """OSError if the other is gone, or takes nothing."""
         with self._sending:
             self._connection.send_bytes(message)
 
+    def beat(self) -> None:
+        """Give signs of life until the other is gone, of which whoever listens to it knows more."""
+        with contextlib.suppress(OSError):
+            while True:
+                self.send(_BEAT)
+                time.sleep(BEAT_S)
+
     def listen(self) -> Iterator[Any]:
-        """What the other sends; ends when it goes away or falls silent, with the reason as a _Lost."""
+        """What the other sends; ends when it goes away, falls silent or cannot be read, with the reason as a _Lost."""
         try:
             while self._connection.poll(SILENCE_S):
                 if (message := self._connection.recv_bytes()) != _BEAT:
                     yield pickle.loads(message)
             reason = f"it was silent for {SILENCE_S:.0f} s"
-        except (EOFError, OSError) as error:
+        except Exception as error:  # of whatever kind: a message of another version, say
             reason = f"its connection ended{f' ({error})' if str(error) else ''}"
         yield _Lost(f"lost {self.name}: {reason}")
+
+
+def _connection(endpoint: socket.socket) -> "Connection[Any, Any]":
+    endpoint.setblocking(True)
+    wait = struct.pack("ll", int(SILENCE_S), 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        endpoint.setsockopt(socket.SOL_SOCKET, option, wait)
+    endpoint.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(endpoint.detach())
 
 
 def _in_background(function: Any, *args: Any) -> None:
@@ -95,37 +117,48 @@ class Leader:
 
     Args:
         listener: to which they connect, made by `listen`.
+        key: that they have.
         num_followers: how many there are.
 
     Raises:
         ConfigError: they did not come within `CONNECT_S`.
     """
 
-    def __init__(self, listener: Listener, num_followers: int) -> None:
+    def __init__(self, listener: socket.socket, key: bytes, num_followers: int) -> None:
         self._lost: PeerLostError | None = None
         self._closing = False
         self._is_claimed = False
         self._told = threading.Event()  # that somebody is lost
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._links: list[_Link] = []
-        ready = threading.Event()
-        _in_background(self._accept, listener, num_followers, ready)
-        if not ready.wait(CONNECT_S):
+        joined: queue.SimpleQueue[_Link] = queue.SimpleQueue()
+        _in_background(self._accept, listener, key, joined)
+        deadline = time.monotonic() + CONNECT_S
+        try:
+            while len(self._links) < num_followers:
+                self._links.append(joined.get(timeout=max(0.0, deadline - time.monotonic())))
+        except queue.Empty:
             raise ConfigError(
                 f"all processes must reach the first one, got {len(self._links)} of {num_followers} others within "
                 f"{CONNECT_S:.0f} s; see what they say"
-            )
+            ) from None
+        finally:
+            listener.close()
         for link in self._links:
             _in_background(self._listen, link)
-        _in_background(self._beat)
+            _in_background(link.beat)
         atexit.register(self.close)
 
-    def _accept(self, listener: Listener, num_followers: int, ready: threading.Event) -> None:
-        for _ in range(num_followers):
-            connection = listener.accept()
-            self._links.append(_Link(connection, connection.recv()))
-        listener.close()
-        ready.set()
+    def _accept(self, listener: socket.socket, key: bytes, joined: "queue.SimpleQueue[_Link]") -> None:
+        with contextlib.suppress(OSError):  # it is closed when all have come
+            while True:
+                _in_background(self._welcome, _connection(listener.accept()[0]), key, joined)
+
+    def _welcome(self, connection: "Connection[Any, Any]", key: bytes, joined: "queue.SimpleQueue[_Link]") -> None:
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):  # a stranger
+            deliver_challenge(connection, key)
+            answer_challenge(connection, key)
+            joined.put(_Link(connection, connection.recv()))
 
     def claim(self) -> None:
         """Take the followers for an engine; ConfigError if another one has them."""
@@ -138,11 +171,11 @@ class Leader:
         self.check()
         self._send(pickle.dumps(event))
 
-    def least(self, value: int) -> int:
-        """The smallest of what all processes bring; every one of them calls it at the same point."""
-        least = min([value, *(self._answers.get() for _ in self._links)])
-        self.tell(least)
-        return least
+    def exchange(self, value: Any) -> list[Any]:
+        """What all processes bring, the leader first; every one of them calls it at the same point."""
+        values = [value, *(self._answers.get() for _ in self._links)]
+        self.tell(values)
+        return values
 
     def check(self) -> None:
         """Raise PeerLostError if a process was lost."""
@@ -163,13 +196,10 @@ class Leader:
 
     def _send(self, message: bytes) -> None:
         for link in self._links:
-            with contextlib.suppress(OSError):  # who listens to it finds out
+            try:
                 link.send(message)
-
-    def _beat(self) -> None:
-        while not self._closing:
-            self._send(_BEAT)
-            time.sleep(BEAT_S)
+            except OSError as error:
+                self._lose(f"lost {link.name}: it takes nothing any more ({error})")
 
     def _listen(self, link: _Link) -> None:
         for message in link.listen():
@@ -191,8 +221,13 @@ class Leader:
         self._lost = PeerLostError(message)
         self._told.set()
         atexit.register(_exit)  # runs before jax waits for those that are left
-        self._send(pickle.dumps(_Lost(message)))
         _in_background(self._exit_after_grace, message)
+        for link in self._links:
+            _in_background(self._tell_of_loss, link, message)
+
+    def _tell_of_loss(self, link: _Link, message: str) -> None:
+        with contextlib.suppress(OSError):
+            link.send(pickle.dumps(_Lost(message)))
 
     def _exit_after_grace(self, message: str) -> NoReturn:
         time.sleep(GRACE_S)
@@ -210,14 +245,16 @@ class Follower:
     """
 
     def __init__(self, address: Address, key: bytes, process_id: int, host: str) -> None:
-        connection = Client(address, authkey=key)
+        connection = _connection(socket.create_connection(address, timeout=CONNECT_S))
+        answer_challenge(connection, key)
+        deliver_challenge(connection, key)
         connection.send(f"process {process_id} on {host}")
         self._name = f"process {process_id} on {host}"
         self._link = _Link(connection, f"process 0 at {address[0]}")
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         _in_background(self._listen)
-        _in_background(self._beat)
+        _in_background(self._link.beat)
         atexit.register(self._leave)
 
     def claim(self) -> None:
@@ -231,13 +268,13 @@ class Follower:
         while not isinstance(event := self._events.get(), _Closed):
             yield event
 
-    def least(self, value: int) -> int:
-        """The smallest of what all processes bring; every one of them calls it at the same point."""
+    def exchange(self, value: Any) -> list[Any]:
+        """What all processes bring, the leader first; every one of them calls it at the same point."""
         self._link.send(pickle.dumps(value))
-        event = self._events.get()
-        if isinstance(event, _Closed):  # the leader could not start
+        values = self._events.get()
+        if isinstance(values, _Closed):  # the leader could not start
             sys.exit(0)
-        return int(event)
+        return list(values)
 
     def fail(self, reason: str) -> NoReturn:
         """Give up: tell the leader why, and end; or for the loss of another one, if that is why."""
@@ -264,13 +301,9 @@ class Follower:
                 self._link.send(pickle.dumps(_Left()))
             self._is_closed.wait()  # or the listener ends this process
 
-    def _beat(self) -> None:
-        with contextlib.suppress(OSError):  # the listener finds out
-            while True:
-                self._link.send(_BEAT)
-                time.sleep(BEAT_S)
 
-
-def listen(host: str, key: bytes) -> Listener:
-    """Where followers connect: any free port of `host`, for those that have the key."""
-    return Listener((host, 0), backlog=64, authkey=key)
+def listen() -> socket.socket:
+    """Where followers connect: a free port of this host, over IPv4 and, where there is it, IPv6."""
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
+    return socket.create_server(("", 0), backlog=128)

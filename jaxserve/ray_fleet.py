@@ -30,6 +30,11 @@ def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
         ConfigError: Ray is missing or cannot be reached, the cluster is too small, or an engine cannot start.
     """
     config = EngineConfig(**options)
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size must be 1 on Ray, where each actor has one replica, got {config.data_parallel_size}; "
+            f"have more actors"
+        )
     if num_actors is not None and num_actors < 1:
         raise ConfigError(f"the number of actors must be positive, got {num_actors}")
     with _connected() as ray:

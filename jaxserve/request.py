@@ -210,6 +210,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # any of these ends the output
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False where every prompt position must be computed (prompt_logprobs)
+    arrival: int = 0  # counts requests in the order in which they came
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

@@ -9,12 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import NDArray
 
 from weights import orbax_store, safetensors_store
 from weights.errors import Mismatch
 from weights.progress import progress_bar
 from weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
-from weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors
+from weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
 from weights.tree import tensors_of
 
 _NUM_READERS = 8
@@ -83,7 +84,7 @@ def assemble(
         tensors = tree
 
     def parts_of(row: TensorRow) -> list[Part]:
-        return [HeldTensor(np.asarray(tensors[name])) for name in row.hf_names]
+        return [HeldTensor(_on_host(tensors[name])) for name in row.hf_names]
 
     return _build(specs, parts_of, dtype, shardings, transform)
 
@@ -112,6 +113,10 @@ def _build(
     total_bytes = sum(part.nbytes for row in specs for part in parts_of(row)) if use_tqdm else 0
     with ThreadPoolExecutor(_NUM_READERS) as readers, progress_bar(total_bytes, "Loading", use_tqdm) as bar:
         return build_tree(specs, leaf)
+
+
+def _on_host(tensor: Tensor) -> NDArray[Any]:
+    return host_rows(tensor, slice(None)) if isinstance(tensor, jax.Array) else np.asarray(tensor)
 
 
 def check(path: str | os.PathLike[str], specs: Sequence[TensorRow]) -> None:

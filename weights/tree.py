@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.errors import Mismatch
+from weights.errors import CheckpointError, Mismatch
 from weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
 from weights.stored_tensor import Tensor, host_rows
 
@@ -52,6 +52,8 @@ def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[
             found.missing.append(name)
         elif (dtype := getattr(array, "dtype", type(array).__name__)) not in FLOATS:
             found.mistyped.append(f"{name} {dtype}")
+        elif not getattr(array, "is_fully_addressable", True):
+            raise CheckpointError(f"all of {name} must be on devices of this process, got one of several processes")
         elif array.shape != row.shape:
             found.misshapen.append(f"{name} {array.shape} instead of {row.shape}")
         else:

@@ -91,7 +91,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     backend = select_backend(config, local_arch, kv_dtype)
     schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes))
     if peers is not None:
-        schedule = dataclasses.replace(schedule, num_pages=peers.least(schedule.num_pages))
+        schedule = dataclasses.replace(schedule, num_pages=min(peers.exchange(schedule.num_pages)))
     logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
     runners = [
         Runner(
@@ -149,7 +149,7 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
         config: of the engine.
         arch: of the model.
         given: what `LLM.update_weights` takes.
-        current: weights of the first replica.
+        current: shapes, dtypes and places of the weights of the first replica.
 
     Raises:
         ConfigError: it is not of this model.

@@ -1,6 +1,7 @@
 """Engine: schedule, pack, run, update. Everything a request meets between arrival and its last token."""
 
 import contextlib
+import dataclasses
 import os
 import random
 import sys
@@ -9,6 +10,7 @@ import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from importlib.metadata import version
 
 from jaxserve import distributed
 from jaxserve.config import EngineConfig
@@ -38,6 +40,7 @@ from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
+_OWN = {"model", "tokenizer", "compilation_cache_dir"}  # options that each process may have of its own
 _POLL_S = 5e-5  # between looks at the devices of several replicas
 
 
@@ -72,6 +75,7 @@ class Engine:
         self._peers = distributed.peers() if runner is None else None
         if self._peers is not None:
             self._peers.claim()
+            self._require_same_options(self._peers)
         runners = [runner] if runner is not None else build_runners(config, self.arch, self._peers)
         tell = self._peers.tell if self._peers is not None else None
         self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
@@ -83,6 +87,18 @@ class Engine:
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each sample
         self._seeds = random.Random(config.seed)
         self._num_groups = 0
+
+    def _require_same_options(self, peers: Leader | Follower) -> None:
+        """ConfigError, in all processes, unless they have the same options and versions."""
+        own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config) if f.name not in _OWN}
+        first, *others = peers.exchange(own | {"versions of jaxserve and jax": (version("jaxserve"), version("jax"))})
+        for index, other in enumerate(others, start=1):
+            for name, value in first.items():
+                if other[name] != value:
+                    raise ConfigError(
+                        f"all processes must have the same {name}, got {value!r} in process 0 and {other[name]!r} in "
+                        f"another ({index} of those that came)"
+                    )
 
     # Requests
 
@@ -112,7 +128,8 @@ class Engine:
         self._group_of.update({r.request_id: group for r in requests})
         self._num_groups += 1
         self._queue.update({r.request_id: r for r in requests})
-        self._place()
+        if len(self.cores) == 1:
+            self._place()
         return group.output
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -146,7 +163,7 @@ class Engine:
         path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
         if self._peers is not None and path is None:
             raise ConfigError("weights must be a directory that all processes can read, got arrays of one; save them")
-        make = prepare_params(self.config, self.arch, given, self.params)
+        make = prepare_params(self.config, self.arch, given, self.cores[0].runner.param_shapes)
         progressed: dict[str, RequestOutput] = {}
         while running == "finish" and self.has_unfinished():
             progressed |= {output.request_id: output for output in self.step()}
@@ -166,16 +183,21 @@ class Engine:
         self._queue.update({r.request_id: r for r in requests})
 
     def _read_weights(self, path: str) -> None:
-        self._replace_weights(prepare_params(self.config, self.arch, path, self.params))
+        self._replace_weights(prepare_params(self.config, self.arch, path, self.cores[0].runner.param_shapes))
 
     def _replace_weights(self, make: Callable[[], Params]) -> None:
         self._has_weights = False
-        for core in self.cores:
-            core.replace_weights({})  # there may not be room for both
-        params = make()
+        try:
+            for core in self.cores:
+                core.replace_weights({})  # there may not be room for both
+            replicas = copies(make(), [core.runner.mesh for core in self.cores])
+        except BaseException:
+            for request_id in list(self._groups):
+                self.abort(request_id)
+            raise
+        for core, params in zip(self.cores, replicas, strict=True):
+            core.replace_weights(params)
         self._has_weights = True
-        for core, replica in zip(self.cores, copies(params, [core.runner.mesh for core in self.cores]), strict=True):
-            core.replace_weights(replica)
         self._place()
 
     def wait_until_warm(self) -> None:
@@ -200,7 +222,7 @@ class Engine:
             follow(self.cores[0], self._peers.events(), self._read_weights)
         except Exception as error:
             traceback.print_exc()
-            self._peers.fail(str(error))
+            self._peers.fail(repr(error))
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page, slot or request is lost or shared; for tests and audits."""
@@ -288,6 +310,7 @@ class Engine:
                 stop_ids=eos | frozenset(params.stop_token_ids or ()),
                 salt=namespace.encode(errors="surrogatepass"),
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
+                arrival=self._num_groups,
             )
             for index in range(params.n)
         ]
@@ -297,15 +320,8 @@ class Engine:
     def _place(self) -> None:
         """Give waiting requests, in their order, to replicas that can start them at once.
 
-        No replica is idle while a request waits that it has room for: what one could not start after all, or had to
-        preempt, comes back first. A lone replica has them all, and its scheduler the queue.
+        A lone replica has them all, and its scheduler the queue.
         """
-        if len(self.cores) > 1:
-            returned = [request for core in self.cores for request in core.withdraw()]
-            for request in reversed(returned):
-                del self._core_of[request.request_id]
-                self._queue[request.request_id] = request
-                self._queue.move_to_end(request.request_id, last=False)
         while self._queue:
             request = next(iter(self._queue.values()))
             if (core := self._core_for(request)) is None:
@@ -313,6 +329,14 @@ class Engine:
             core.add(request)
             self._core_of[request.request_id] = core
             del self._queue[request.request_id]
+
+    def _take_back(self) -> None:
+        """What a replica could not start after all, or had to preempt, is for whichever has room first."""
+        returned = [request for core in self.cores for request in core.withdraw()]
+        for request in sorted(returned, key=lambda request: request.arrival, reverse=True):
+            del self._core_of[request.request_id]
+            self._queue[request.request_id] = request
+            self._queue.move_to_end(request.request_id, last=False)
 
     def _core_for(self, request: Request) -> EngineCore | None:
         """The replica that would give its first token after the least work, which cached pages save."""
@@ -340,6 +364,8 @@ class Engine:
         With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
         cumulative outputs, final where `finished`.
         """
+        if len(self.cores) > 1:
+            self._take_back()
         self._place()
         progressed: dict[str, RequestOutput] = {}
         while cores := self._cores_to_step():
@@ -389,7 +415,7 @@ class Engine:
 
     def _recover(self, core: EngineCore) -> None:
         if isinstance(self._peers, Leader):  # the others have done what this process broke off
-            self._peers.fail(str(sys.exception()))
+            self._peers.fail(repr(sys.exception()))
         core.recover()
 
     def _read(self, core: EngineCore) -> list[Progress]:

@@ -168,4 +168,5 @@ def _again(request: Request) -> Request:
         stop_ids=request.stop_ids,
         salt=request.salt,
         read_prefix_cache=request.read_prefix_cache,
+        arrival=request.arrival,
     )

@@ -59,6 +59,10 @@ class PrefixCache:
         """Most pages that `match` may return."""
         return (request.num_known_tokens - 1) // self.page_size
 
+    def num_evictable(self, pages: Iterable[int]) -> int:
+        """How many of these cached pages nobody owns."""
+        return sum(page in self._evictable for page in pages)
+
     def register(self, page_hash: bytes, page: int) -> None:
         """Makes an owned page findable. If another page has the same content already, that one stays the cached one.
 

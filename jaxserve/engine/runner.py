@@ -88,6 +88,10 @@ class Runner:
         max_burst_steps: of one dispatch.
         programs_dir: where compiled programs are kept; None keeps none.
         mesh: of the devices that the model is split over; None where the first device has all of it.
+
+    Attributes:
+        params: the weights in use.
+        param_shapes: shapes, dtypes and places that they must have.
     """
 
     def __init__(
@@ -122,6 +126,8 @@ class Runner:
         self._compile_error: Exception | None = None
         self._matrix_bytes = step_bytes(params)
         self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(self._num_devices).vocab_size
+        # For programs: they may be compiled while the weights are replaced.
+        self.param_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self.state = self._new_state()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
         # Before jax cleans up at exit, which ends badly while it compiles or runs a step.
@@ -173,11 +179,13 @@ class Runner:
         return self._lower(burst, layout)
 
     def _lower(self, program: Program, layout: BatchLayout) -> jax.stages.Lowered:
-        state, blob = self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
+        params, state, blob = self.param_shapes, self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
         if self.mesh is not None:
             specs = (specs_of(state), PartitionSpec())
-            program = over_devices(program, self.mesh, (self.params, state, blob), specs)
-        return jax.jit(program, donate_argnums=1).lower(self.params, state, blob)
+            program = over_devices(program, self.mesh, (params, state, blob), specs)
+        else:
+            params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        return jax.jit(program, donate_argnums=1).lower(params, state, blob)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """What comes from the host, to every device."""
@@ -212,8 +220,8 @@ class Runner:
             self._set_slot = self._compile_set_slot()
             self._compile(*first)
             ready.set()
-            if after is not None:
-                after._compiled.wait()
+            while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
+                pass
             self._compile(*later)
         except Exception as error:
             if ready.is_set():
@@ -254,10 +262,11 @@ class Runner:
         return min((b for b in tuple(self._bursts) if b >= num_rows), default=None)
 
     def wait_for(self, bucket: int, *, burst: bool) -> None:
-        """Block until one bucket is compiled."""
-        while bucket not in (self._bursts if burst else self._programs):
-            if self._compiled.wait(_POLL_S) and self._compile_error is not None:
-                raise self._compile_error
+        """Block until one bucket is compiled; RuntimeError if it never will be."""
+        programs = self._bursts if burst else self._programs
+        while bucket not in programs:
+            if self._compiled.wait(_POLL_S) and bucket not in programs:
+                raise self._compile_error or RuntimeError(f"there is no program for {bucket} tokens here")
 
     def wait_until_warm(self) -> None:
         """Block until every bucket is compiled."""

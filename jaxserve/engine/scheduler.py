@@ -160,24 +160,34 @@ class Scheduler:
             )
 
     def has_room(self, request: Request) -> bool:
-        """Whether the next plan could start `request` behind those that wait here, even if nothing of it is cached."""
-        waiting = [*self._waiting.values(), request]
-        num_pages = sum(self._num_pages_for(r.num_tokens) for r in waiting)
-        num_reserved = sum(map(self._can_grow, self._running.values()))
-        return (
-            len(waiting) <= len(self._free_slots)
-            and self._num_tokens_ahead() < self.max_num_batched_tokens
-            and num_pages + num_reserved <= self._cache.num_free
-        )
+        """Whether the next plan could start `request` behind those that wait here."""
+        if len(self._waiting) >= len(self._free_slots) or self._num_tokens_ahead() >= self.max_num_batched_tokens:
+            return False
+        running = self._running.values()
+        num_pages = sum(max(self._num_pages_for(r.num_tokens) - len(r.pages), 0) + self._can_grow(r) for r in running)
+        num_pages += sum(map(self._num_pages_taken, [*self._waiting.values(), request]))
+        return num_pages <= self._cache.num_free
 
     def work_before(self, request: Request) -> int:
         """Tokens to compute until the first one of `request`, were it added now, and a charge for every running row."""
-        num_cached = len(self._cache.match(request)) * self.page_size if request.read_prefix_cache else 0
-        return self._num_tokens_ahead() + request.num_tokens - num_cached + ROW_CHARGE_TOKENS * self.num_running
+        return self._num_tokens_ahead() + self._num_uncached(request) + ROW_CHARGE_TOKENS * self.num_running
 
     def _num_tokens_ahead(self) -> int:
-        """Known tokens of all requests that are not computed yet."""
-        return sum(map(_num_remaining, self._requests.values()))
+        """Tokens of all requests that the next plans compute before those of one added now."""
+        running = sum(map(_num_remaining, self._running.values()))
+        return running + sum(map(self._num_uncached, self._waiting.values()))
+
+    def _num_uncached(self, request: Request) -> int:
+        return request.num_tokens - len(self._cached_pages(request)) * self.page_size
+
+    def _num_pages_taken(self, request: Request) -> int:
+        """Of the free pages, by the start of a request: those it finds cached that nobody has, and new ones."""
+        cached = self._cached_pages(request)
+        num_tokens = min(request.num_tokens, len(cached) * self.page_size + self.max_num_batched_tokens)
+        return self._cache.num_evictable(cached) + self._num_pages_for(num_tokens) - len(cached)
+
+    def _cached_pages(self, request: Request) -> list[int]:
+        return self._cache.match(request) if request.read_prefix_cache else []
 
     # One step
 
@@ -347,7 +357,7 @@ class Scheduler:
         """Starts one request with its cached pages and a first chunk; False (and no change) if it must wait a step."""
         if self._cache.num_free <= num_reserved:
             return False
-        cached = self._cache.match(request) if request.read_prefix_cache else []
+        cached = self._cached_pages(request)
         if request.read_prefix_cache and self._next_page_is_new(request, len(cached)):
             return False
         start = len(cached) * self.page_size

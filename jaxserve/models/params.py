@@ -139,6 +139,10 @@ class _Unsplit:
     def dtype(self) -> np.dtype:
         return self.array.dtype
 
+    @property
+    def is_fully_addressable(self) -> bool:
+        return self.array.is_fully_addressable
+
     def __getitem__(self, rows: slice) -> NDArray[Any]:
         _, firsts = np.unique(_rows_held(self.spec, self.array.sharding.num_devices), return_index=True)
         wanted = firsts[: len(self)][rows]  # where they lie in the array

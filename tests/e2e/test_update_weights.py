@@ -90,6 +90,18 @@ def test_tokens_are_those_of_an_engine_that_began_with_them(
     assert engine.stats.num_compiles == 0
 
 
+def test_programs_may_be_compiled_meanwhile(start: Start, llama: Path, other: Path) -> None:
+    expected = generate(start(model=str(other)), PROMPTS, GREEDY)
+    options = SIZES | {"compile_ahead": "background", "burst": 4, "compilation_cache_dir": None, "page_size": 8}
+    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **options))
+    for _ in range(5):
+        engine.update_weights(llama)
+        engine.update_weights(other)
+    engine.wait_until_warm()
+    for output, wanted in zip(generate(engine, PROMPTS, GREEDY), expected, strict=True):
+        assert_same(output, wanted)
+
+
 def test_arrays_that_lie_where_they_have_to_are_not_copied(swapped: Start, other: Path) -> None:
     engine = swapped()
     given = served_tree(other, engine)

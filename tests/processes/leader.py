@@ -1,11 +1,16 @@
-"""One of several processes: `leader.py ADDRESS COUNT ID MODEL WORKLOADS OUTPUTS OPTIONS`. The first does the work."""
+"""One of several processes: `leader.py ADDRESS COUNT ID MODEL WORKLOADS OUTPUTS OPTIONS`. The first does the work.
+
+With the option `strays` the process packs something else than what it plans.
+"""
 
 import json
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 from jaxserve import LLM, distributed
+from jaxserve.engine.batch import BatchPacker
 from tests.e2e.workloads import run
 
 
@@ -13,7 +18,10 @@ def main() -> None:
     """Run each list of jobs from an empty cache, and write down what came of it and of what the engine counts."""
     address, count, index, model, workloads, outputs, options = sys.argv[1:]
     distributed.initialize(address, int(count), int(index))
-    engine = LLM(model, **json.loads(options)).engine  # only the first process comes back
+    given = json.loads(options)
+    if given.pop("strays", False):
+        BatchPacker.pack = straying(BatchPacker.pack)
+    engine = LLM(model, **given).engine  # only the first process comes back
     results = []
     for weights, jobs in pickle.loads(Path(workloads).read_bytes()):
         engine.reset_prefix_cache()
@@ -21,6 +29,17 @@ def main() -> None:
             engine.update_weights(weights)
         results.append(run(engine, jobs))
     Path(outputs).write_bytes(pickle.dumps((results, engine.stats)))
+
+
+def straying(pack: Any) -> Any:
+    """Another base seed in every step."""
+
+    def packed(*args: Any) -> Any:
+        blob = pack(*args)
+        blob[0] += 1
+        return blob
+
+    return packed
 
 
 main()

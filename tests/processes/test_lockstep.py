@@ -72,10 +72,9 @@ def start_leader(
 
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 2)])
 def test_tokens_are_those_of_one_process(
-    tmp_path: Path, model: Path, workloads: list[Workload], count: int, devices: int
+    tmp_path: Path, model: Path, to_run: Path, workloads: list[Workload], count: int, devices: int
 ) -> None:
-    to_run, outputs = tmp_path / "workloads", tmp_path / "outputs"
-    to_run.write_bytes(pickle.dumps([workload[:2] for workload in workloads]))
+    outputs = tmp_path / "outputs"
     options = SIZES | {"tensor_parallel_size": count * devices, "forbid_compiles": True}
     for code, output in join(start_leader(count, devices, model, to_run, outputs, [options])):
         assert code == 0, output
@@ -90,13 +89,25 @@ def test_tokens_are_those_of_one_process(
     assert stats.num_cached_tokens > 0
 
 
-def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path, workloads: list[Workload]) -> None:
-    """Of the same sizes, but for another base seed: nothing differs but what is packed."""
-    to_run = tmp_path / "workloads"
-    to_run.write_bytes(pickle.dumps([workload[:2] for workload in workloads]))
-    options = [SIZES | {"tensor_parallel_size": 2, "seed": seed} for seed in (0, 1)]
+@pytest.fixture
+def to_run(tmp_path: Path, workloads: list[Workload]) -> Path:
+    path = tmp_path / "workloads"
+    path.write_bytes(pickle.dumps([workload[:2] for workload in workloads]))
+    return path
+
+
+def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path, to_run: Path) -> None:
+    common = SIZES | {"tensor_parallel_size": 2}
+    options = [common, common | {"strays": True}]
     (leader_code, leader), (code, follower) = join(start_leader(2, 1, model, to_run, tmp_path / "outputs", options))
     assert code == leader_code == 75
     assert "process 1 on" in leader
     assert "its plans differ" in leader
     assert "its plans differ" in follower
+
+
+def test_processes_of_other_options_are_refused(tmp_path: Path, model: Path, to_run: Path) -> None:
+    options = [SIZES | {"tensor_parallel_size": 2, "max_num_batched_tokens": tokens} for tokens in (16, 8)]
+    for code, output in join(start_leader(2, 1, model, to_run, tmp_path / "outputs", options)):
+        assert code == 1, "an error that nobody caught"
+        assert "all processes must have the same max_num_batched_tokens, got 16 in process 0 and 8 in another" in output

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.request import SamplingParams
 from tests.checkpoints import write_checkpoint
@@ -84,9 +85,26 @@ def test_no_replica_idles_beside_a_waiting_request(start: Start, step_ahead: boo
 def test_equal_requests_are_spread_evenly(start: Start) -> None:
     engine = start(3)
     for index in range(6):
-        engine.add_request(str(index), tokens(5, index), GREEDY)
-    assert [core.scheduler.num_running + core.scheduler.num_waiting for core in engine.cores] == [2, 2, 2]
+        engine.add_request(str(index), tokens(3, index), GREEDY)
+    busy_step(engine)
+    assert [core.scheduler.num_running for core in engine.cores] == [2, 2, 2]
     finish_all(engine)
+
+
+def test_a_long_queue_costs_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, looks = start(2), []
+    has_room = Scheduler.has_room
+    monkeypatch.setattr(Scheduler, "has_room", lambda *args: looks.append(args) or has_room(*args))
+    for index in range(2000):
+        engine.add_request(str(index), tokens(9, index), GREEDY)
+    assert not looks
+    for _ in range(20):
+        looks.clear()
+        busy_step(engine)
+        assert len(looks) <= 2 * (1 + 6), "of those that are started, and of one that is not"
+    for index in range(2000):
+        engine.abort(str(index))
+    engine.step()
 
 
 def test_a_request_goes_where_its_prefix_is(start: Start) -> None:
