@@ -1,7 +1,7 @@
 """Compiling for chips that are not there: any machine can check what a program becomes on an accelerator.
 
-The result is a compiled program with its HLO, `memory_analysis()` and the assembler's report. It cannot be run, and its
-matrix products are not those a chip would choose: XLA measures them there.
+The result is a compiled program with its HLO, `memory_analysis()` and, for GPUs, the assembler's report. It cannot be
+run, and its matrix products are not those a GPU would choose: XLA measures them there.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import contextlib
 import functools
 import importlib.util
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,22 +49,26 @@ device_description_str: "NVIDIA H200"
 
 @dataclass(frozen=True)
 class Chip:
-    """An accelerator as the compiler knows it.
+    """An accelerator as the compiler knows it, and its name for a device of it.
 
     Attributes:
-        device_kind: what jax calls it.
+        device_kind: what jax calls a device.
         platform: "gpu" or "tpu".
-        num_cores: multiprocessors.
-        target_config: XLA's description of the chip.
+        num_cores: multiprocessors of a GPU, TensorCores that a TPU's device has.
+        topology_name: of several of them, which a shape completes: "1x1x4" of GPUs, "2x4" of TPUs, say.
+        options: of such a topology; XLA's description of a GPU.
     """
 
     device_kind: str
     platform: str
     num_cores: int
-    target_config: str
+    topology_name: str
+    options: tuple[tuple[str, str], ...] = ()
 
     def unavailable(self) -> str | None:
         """Why nothing can be compiled for it here; None if it can."""
+        if self.platform == "tpu":
+            return None if importlib.util.find_spec("libtpu") else "libtpu is not installed"
         plugins = importlib.util.find_spec("jax_plugins")
         if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
             return (
@@ -78,7 +84,17 @@ class Chip:
         donate_argnums: tuple[int, ...] = (),
         mesh: Mesh | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles `function` for one chip, or for those of a mesh.
+        """Compiles `function`: `lower` and `compile_all` of one."""
+        return compile_all([self.lower(function, args, donate_argnums, mesh)])[0]
+
+    def lower(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        donate_argnums: tuple[int, ...] = (),
+        mesh: Mesh | None = None,
+    ) -> jax.stages.Lowered:
+        """Traces and lowers `function` for one chip, or for those of a mesh.
 
         Args:
           function: what `jax.jit` takes.
@@ -86,17 +102,21 @@ class Chip:
           donate_argnums: as of `jax.jit`.
           mesh: of `devices`; None for one chip.
         """
-        one = SingleDeviceSharding(self.devices(1)[0])
+        one = SingleDeviceSharding(self.devices("1x1x1")[0])
         sharding_of = (lambda _: one) if mesh is None else (lambda x: x.sharding)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), tuple(args))
         abstract = self.mesh() if mesh is None else mesh.abstract_mesh
-        with jax.sharding.use_abstract_mesh(abstract), _uncached():
+        with jax.sharding.use_abstract_mesh(abstract):
             traced = jax.jit(function, donate_argnums=donate_argnums).trace(*shapes)
-            return traced.lower(lowering_platforms=("cuda",)).compile()
+            return traced.lower(lowering_platforms=("cuda" if self.platform == "gpu" else "tpu",))
 
-    def devices(self, count: int) -> list[Any]:
-        """As many of them as jax describes devices: side by side in one machine."""
-        return _devices(self, count)
+    def devices(self, shape: str) -> list[Any]:
+        """What jax calls devices of chips side by side, as many in each direction as `shape` says.
+
+        Raises:
+          ValueError: there is no such arrangement.
+        """
+        return _devices(self, shape)
 
     def mesh(self) -> AbstractMesh:
         """What kernels ask for facts of the chip while they are traced."""
@@ -120,12 +140,40 @@ def _uncached() -> Iterator[None]:
         jax.config.update(name, before)
 
 
+def compile_all(programs: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+    """Compiles programs for chips that are not there side by side: a compiler keeps hardly more than one core busy."""
+    with _uncached(), ThreadPoolExecutor(len(programs)) as pool:
+        return list(pool.map(lambda program: program.compile(), programs))
+
+
 @functools.cache
-def _devices(chip: Chip, count: int) -> list[Any]:
-    topology = topologies.get_topology_desc(
-        platform="cuda", topology_name=chip.device_kind, topology=f"1x1x{count}", target_config=chip.target_config
-    )
+def _devices(chip: Chip, shape: str) -> list[Any]:
+    options = dict(chip.options)
+    if chip.platform == "gpu":
+        topology = topologies.get_topology_desc(
+            platform="cuda", topology_name=chip.topology_name, topology=shape, **options
+        )
+        return list(topology.devices)
+    for name, value in _LIBTPU.items():
+        os.environ.setdefault(name, value)
+    sizes = [min(2, int(size)) for size in shape.split("x")][:2]
+    topology_name = f"{chip.topology_name}:{shape}"
+    try:
+        topology = topologies.get_topology_desc(topology_name, "tpu", chips_per_host_bounds=(*sizes, 1), **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise ValueError(f"libtpu has no topology {topology_name}: {error}") from error
     return list(topology.devices)
 
 
-H200 = Chip("NVIDIA H200", "gpu", 132, _H200)
+_LIBTPU = {  # what it is told, which is not to touch any TPU: neither to look for one nor to keep others from it
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+H200 = Chip("NVIDIA H200", "gpu", 132, "NVIDIA H200", (("target_config", _H200),))
+TPU_V4 = Chip("TPU v4", "tpu", 2, "v4", (("chip_config_name", "megacore"),))
+TPU_V5E = Chip("TPU v5 lite", "tpu", 1, "v5e")
+TPU_V5P = Chip("TPU v5", "tpu", 2, "v5p")
+TPU_V6E = Chip("TPU v6 lite", "tpu", 1, "v6e")
+TPU7X = Chip("TPU7x", "tpu", 1, "tpu7x")  # a device is half a chip

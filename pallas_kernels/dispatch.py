@@ -52,7 +52,8 @@ def target_platform() -> str:
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return jax.default_backend()
-    return "gpu" if "NVIDIA" in device.device_kind else device.device_kind.split()[0].lower()
+    kind = device.device_kind
+    return "gpu" if "NVIDIA" in kind else "tpu" if kind.startswith("TPU") else kind.lower()
 
 
 def _select_best(op: str, backends: Mapping[str, B], supports: Callable[[B], str | None]) -> str:

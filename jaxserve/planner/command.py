@@ -2,13 +2,20 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
+import jax
+
 from jaxserve.config import EngineConfig
-from jaxserve.planner.plan import make_plan
-from jaxserve.planner.report import build_report, render
-from jaxserve.planner.targets import find_target
+from jaxserve.errors import ConfigError
+from jaxserve.planner.pictures import check_plot, draw_capacity
+from jaxserve.planner.plan import Plan, make_plan, read_model
+from jaxserve.planner.report import build_report, build_sweep_report, render, render_sweep
+from jaxserve.planner.sweep import read_prices, sweep
+from jaxserve.planner.targets import SWEPT, Target, find_target
 
 
 def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
@@ -17,7 +24,37 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Non
     Raises:
         ConfigError: the target, the model or an option is not one that can be planned with.
     """
-    target = find_target(args.target)
-    config = EngineConfig(model=args.model, tensor_parallel_size=target.num_chips, **engine_options)
-    plan = make_plan(config, target, prompt_tokens=args.prompt_len, context_tokens=args.context_len)
-    print(json.dumps(build_report(plan), indent=2) if args.json else render(plan))
+    jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile
+    if args.prices is not None and args.sweep is None:
+        raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
+    if args.plot is not None:
+        check_plot(args.plot)
+    make = partial(_plan, args=args, engine_options=engine_options)
+    if args.sweep is None:
+        plan = make(args.target)
+        plans = [plan]
+        print(json.dumps(build_report(plan), indent=2) if args.json else render(plan))
+    else:
+        plans = _sweep(args, make)
+    if args.plot is not None:
+        draw_capacity([plan for plan in plans if plan.fits], args.plot)
+
+
+def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
+    target = find_target(name)
+    config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
+    sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}
+    return make_plan(config, target, **sizes)
+
+
+def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
+    prices = read_prices(args.prices) if args.prices is not None else {}
+    read_model(args.model)  # what is wrong with it is wrong on every target
+
+    def make_aloud(target: Target) -> Plan:
+        print(f"planning for {target.name}", file=sys.stderr, flush=True)
+        return make(target.name)
+
+    candidates = list(sweep(args.sweep or SWEPT, make_aloud, prices=prices, batch=args.batch))
+    print(json.dumps(build_sweep_report(candidates), indent=2) if args.json else render_sweep(candidates))
+    return [candidate.plan for candidate in candidates if candidate.plan is not None]

@@ -10,6 +10,7 @@ PLANNED = {  # engine options that change what is planned
     "max_num_batched_tokens",
     "max_num_seqs",
     "page_size",
+    "quantization",
 }
 
 
@@ -17,10 +18,22 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     """Add what is planned, and for what."""
     text = "a checkpoint's directory, a config.json alone, or the name of shapes that come along, as llama-3.1-8b"
     plan.add_argument("--model", metavar="DIR|FILE|NAME", help=f"{text} (default: the model in the package)")
-    text = "h200, h200x2, h200x4 or h200x8, over which the model is split, or cpu, the one of this machine"
-    plan.add_argument("--target", required=True, metavar="NAME", help=text)
+    where = plan.add_mutually_exclusive_group(required=True)
+    text = (
+        "h200 or h200x2 to h200x8, a TPU with how many chips lie in each direction, as v5e:4x4, v6e:2x4, v4:2x2x1, "
+        "v5p:2x2x2 or tpu7x:2x2x1, over which the model is split, or cpu, the one of this machine"
+    )
+    where.add_argument("--target", metavar="NAME", help=text)
+    text = "compare targets: those that are named, or else a choice of all kinds"
+    where.add_argument("--sweep", nargs="*", metavar="NAME", help=text)
+    text = "of a sweep: dollars per chip and hour, a TOML file with lines as v6e = 2.7"
+    plan.add_argument("--prices", metavar="FILE", help=text)
     text = "tokens of the prompt whose time to first token is predicted (default: 1024, or max_model_len)"
     plan.add_argument("--prompt-len", type=int, metavar="INT", help=text)
     text = "tokens that each row has whose decode steps are predicted (default: 1024, or max_model_len)"
     plan.add_argument("--context-len", type=int, metavar="INT", help=text)
+    text = "rows of a decode step that is predicted beside the usual ones, and compared in a sweep"
+    plan.add_argument("--batch", type=int, metavar="INT", help=text)
+    text = "draw how many requests fit, by their length, as a PNG (needs the extra bench)"
+    plan.add_argument("--plot", metavar="FILE", help=text)
     plan.add_argument("--json", action="store_true", help="print all figures as JSON instead")

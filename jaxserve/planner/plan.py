@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import weights
-from jaxserve.config import EngineConfig, ScheduleConfig, gpu_memory_fraction, resolve_schedule
+from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
 from jaxserve.engine.build import (
     accelerator_pool_bytes,
     compute_dtype,
@@ -25,7 +26,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.metrics import Ceilings
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.planner.program import StepCompiler, StepProgram
+from jaxserve.models.params import Params, check_split
+from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params, tree_bytes
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
 
@@ -36,7 +38,7 @@ _TOKENS = 1024  # of prompts and contexts that are predicted, where the model se
 
 @dataclass(frozen=True)
 class Memory:
-    """What lies on one chip, in bytes.
+    """What lies on one chip, in bytes; or on a part of it that jax calls a device.
 
     Attributes:
         limit: that XLA takes; None on a CPU, where only the pool is bounded.
@@ -71,6 +73,11 @@ class Memory:
             lacking = max(lacking, self.weights + self.slots + self.temp + pool - self.limit)
         return max(0, lacking)
 
+    def times(self, count: int) -> "Memory":
+        """On so many devices that are one chip."""
+        sizes: dict[str, Any] = {name: size and count * size for name, size in dataclasses.asdict(self).items()}
+        return Memory(**sizes)
+
 
 @dataclass(frozen=True)
 class Speed:
@@ -100,12 +107,15 @@ class Plan:
         target: the chips.
         num_layers: of the model.
         dtype: of weights and activations.
+        quantization: of the weights.
         kv_dtype: of the pool.
         backend: of attention.
         schedule: sizes of steps and pool; of a model that does not fit, the pool has one request of max_model_len.
         memory: of one chip.
-        largest: the step of most tokens; None on a CPU, for which nothing is compiled.
-        decode: the step of max_num_seqs rows in decode; None on a CPU.
+        largest: the step of most tokens, on one device; None where nothing is compiled: on a CPU, and for chips on
+            which not even the weights and one request fit.
+        decode: the step of max_num_seqs rows in decode, where that is compiled.
+        compile_s: to trace and compile them here.
         speed: None on a CPU, and of what does not fit.
     """
 
@@ -113,13 +123,15 @@ class Plan:
     target: Target
     num_layers: int
     dtype: str
+    quantization: str | None
     kv_dtype: str
     backend: str
     schedule: ScheduleConfig
     memory: Memory
-    largest: StepProgram | None
-    decode: StepProgram | None
-    speed: Speed | None
+    largest: StepProgram | None = None
+    decode: StepProgram | None = None
+    compile_s: float | None = None
+    speed: Speed | None = None
 
     @property
     def fits(self) -> bool:
@@ -134,7 +146,11 @@ class Plan:
     @property
     def num_requests(self) -> int:
         """Of max_model_len that fit in the pool at the same time."""
-        return self.memory.num_pages // self.schedule.max_pages_per_row
+        return self.capacity(self.schedule.max_model_len)
+
+    def capacity(self, num_tokens: int) -> int:
+        """Requests of so many tokens that fit in the pool at the same time."""
+        return self.memory.num_pages // -(-num_tokens // self.schedule.page_size)
 
 
 def read_model(name: str | None) -> tuple[str, ArchConfig]:
@@ -165,7 +181,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def make_plan(
-    config: EngineConfig, target: Target, *, prompt_tokens: int | None = None, context_tokens: int | None = None
+    config: EngineConfig,
+    target: Target,
+    *,
+    prompt_tokens: int | None = None,
+    context_tokens: int | None = None,
+    batch: int | None = None,
 ) -> Plan:
     """Sizes everything as the engine does on the target, and compiles its steps for that.
 
@@ -174,33 +195,40 @@ def make_plan(
         target: the chips, over all of which the model is split.
         prompt_tokens: of the prompt whose TTFT is predicted.
         context_tokens: of the rows whose decode steps are predicted.
+        batch: rows of a decode step that is predicted beside the usual ones.
 
     Raises:
-        ConfigError: the model, or a size, is not one that the engine takes on this target.
+        ConfigError: the model, or a size, is not one that the engine takes on this target, or its steps cannot be
+            compiled.
     """
     name, arch = read_model(config.model)
-    sheet, local = target.sheet, arch.local(target.num_chips)
+    sheet, local = target.sheet, arch.local(target.num_devices)
+    check_split(registry.param_specs(arch), target.num_devices, config.quantization)
     dtype = compute_dtype(config, arch, on_cpu=sheet is None)
     kv_dtype = pool_dtype(config, dtype)
     backend = _backend(config, sheet, local, kv_dtype)
     schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=sheet is None, num_pages=1)
-    prompt_tokens = _predicted_tokens("prompt_len", prompt_tokens, schedule)
-    context_tokens = _predicted_tokens("context_len", context_tokens, schedule)
-    memory = _memory(config, sheet, local, dtype, schedule, kv_dtype=kv_dtype, backend=backend)
+    prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
+    context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
+    batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
+    params = abstract_params(arch, dtype, config.quantization, target.num_devices)
+    memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
     schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or schedule.max_pages_per_row)
-    largest = decode = speed = None
-    if sheet is not None:
-        # Of a pool as large as the memory XLA thinks that it does not fit, and looks long for what to compute again.
-        small = dataclasses.replace(schedule, num_pages=schedule.max_pages_per_row)
-        compiler = StepCompiler(sheet.chip, target.num_chips, small, dtype, kv_dtype, backend)
-        largest = compiler.step_program(arch, schedule.max_num_batched_tokens)
-        decode = compiler.step_program(arch, decode_bucket(schedule))
-        memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))
-        if not memory.missing:
-            roofline = _roofline(target.num_chips, sheet, local, dtype, memory, schedule, largest)
-            speed = _speed(roofline, memory.num_pages, prompt_tokens, context_tokens)
-    names = (name, target, arch.num_layers, dtype.name, kv_dtype.name, backend)
-    return Plan(*names, schedule, memory, largest, decode, speed)
+    names = (name, target, arch.num_layers, dtype.name, config.quantization, kv_dtype.name, backend, schedule)
+    if sheet is None or memory.missing:
+        return Plan(*names, memory.times(target.devices_per_chip))
+    # Of a pool as large as the memory XLA thinks that it does not fit, and looks long for what to compute again.
+    small = dataclasses.replace(schedule, num_pages=schedule.max_pages_per_row)
+    started = time.perf_counter()
+    compiler = StepCompiler(target, small, dtype, kv_dtype, backend, config.quantization)
+    largest, decode = compiler.step_programs(arch, (schedule.max_num_batched_tokens, decode_bucket(schedule)))
+    compile_s = time.perf_counter() - started
+    memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))
+    speed = None
+    if not memory.missing:
+        roofline = _roofline(target, sheet, local, dtype, params, memory, schedule, largest)
+        speed = _speed(roofline, memory.num_pages, prompt_tokens, context_tokens, batch)
+    return Plan(*names, memory.times(target.devices_per_chip), largest, decode, compile_s, speed)
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:
@@ -215,11 +243,11 @@ def _backend(config: EngineConfig, sheet: DataSheet | None, local: ArchConfig, k
         return select_backend(config, local, kv_dtype)
 
 
-def _predicted_tokens(name: str, given: int | None, schedule: ScheduleConfig) -> int:
+def _predicted(name: str, given: int | None, limit_name: str, limit: int) -> int:
     if given is None:
-        return min(_TOKENS, schedule.max_model_len)
-    if not 0 < given <= schedule.max_model_len:
-        raise ConfigError(f"{name} must be in [1, max_model_len], got {given} and {schedule.max_model_len}")
+        return min(_TOKENS, limit)
+    if not 0 < given <= limit:
+        raise ConfigError(f"{name} must be in [1, {limit_name}], got {given} and {limit}")
     return given
 
 
@@ -227,25 +255,24 @@ def _memory(
     config: EngineConfig,
     sheet: DataSheet | None,
     local: ArchConfig,
-    dtype: jnp.dtype,
+    weight_bytes: int,
     schedule: ScheduleConfig,
     *,
     kv_dtype: jnp.dtype,
     backend: str,
 ) -> Memory:
-    """All but the temporaries, for which steps must be compiled."""
+    """Of a device, all but the temporaries, for which steps must be compiled."""
     page = page_bytes(config, local, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
-    weight_bytes = sum(math.prod(spec.shape) for spec in registry.param_specs(local)) * dtype.itemsize
     if sheet is None:
         limit, pool_limit = None, cpu_pool_bytes(config, local, page)
     else:
-        limit = int(sheet.memory_bytes * gpu_memory_fraction())
+        limit = sheet.limit_bytes
         pool_limit = accelerator_pool_bytes(config, local, limit_bytes=limit, used_bytes=weight_bytes)
     return Memory(
         limit=limit,
         weights=weight_bytes,
-        slots=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.slots)),
+        slots=tree_bytes(state.slots),
         temp=0,
         pool_limit=math.floor(pool_limit),
         page=page,
@@ -254,34 +281,35 @@ def _memory(
 
 
 def _roofline(
-    num_chips: int,
+    target: Target,
     sheet: DataSheet,
     local: ArchConfig,
     dtype: jnp.dtype,
+    params: Params,
     memory: Memory,
     schedule: ScheduleConfig,
     program: StepProgram,
 ) -> Roofline:
-    embedding_row_bytes = local.hidden_size * dtype.itemsize
-    unread = 0 if local.tied_embeddings else local.vocab_size * embedding_row_bytes
+    embedding_bytes = tree_bytes(params["embed"])
+    share = 1 / target.devices_per_chip
     return Roofline(
         arch=local,
         schedule=schedule,
-        ceilings=Ceilings(sheet.flops_per_s[dtype.name], sheet.bytes_per_s),
-        link_bytes_per_s=sheet.link_bytes_per_s,
-        num_chips=num_chips,
-        matrix_bytes=memory.weights - unread,
-        embedding_row_bytes=embedding_row_bytes,
+        ceilings=Ceilings(share * sheet.flops_per_s[dtype.name], share * sheet.bytes_per_s),
+        link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
+        num_chips=target.num_chips,
+        matrix_bytes=memory.weights - (0 if local.tied_embeddings else embedding_bytes),
+        embedding_row_bytes=embedding_bytes // local.vocab_size,
         kv_token_bytes=memory.page // schedule.page_size,
         collectives=program.collectives,
         collective_tokens=program.num_tokens,
     )
 
 
-def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_tokens: int) -> Speed:
+def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int) -> Speed:
     schedule = roofline.schedule
     most = min(schedule.max_num_seqs, num_pages // -(-context_tokens // schedule.page_size))
-    rows = sorted({count for count in (*_ROWS, most) if count <= most})
+    rows = sorted({count for count in (*_ROWS, batch, most) if count <= most})
     step_ms = {count: roofline.decode_ms(count, context_tokens) for count in rows}
     return Speed(
         context_tokens=context_tokens,

@@ -1,29 +1,33 @@
 """serve_step compiled for chips that are not there, and what its program tells."""
 
-import dataclasses
 import re
-import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.step import abstract_state, make_serve_step
-from jaxserve.models import registry
+from jaxserve.errors import ConfigError
+from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree
-from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh
-from pallas_kernels.deviceless import Chip
+from jaxserve.planner.targets import Target
+from jaxserve.quant import QuantizedMatrix, block_size
+from jaxserve.sharding import named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
+from pallas_kernels.deviceless import Chip, compile_all
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
 )
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
+_IN_LAYER = re.compile(r'op_name="[^"]*/(attention|mlp)/')  # the scopes of a block
 
 
 @dataclass(frozen=True)
@@ -37,81 +41,127 @@ class Collective:
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What the program of a step takes on one chip.
+    """What the program of a step takes on one device.
 
     Attributes:
         num_tokens: of its token axis.
         temp_bytes: of temporaries, and of results other than the state.
         collectives: of one layer.
-        compile_s: to trace and compile them here.
+        estimate_ms: what the compiler itself expects it to take; None where it does not say.
     """
 
     num_tokens: int
     temp_bytes: int
     collectives: tuple[Collective, ...]
-    compile_s: float
+    estimate_ms: float | None = None
 
 
 @dataclass(frozen=True)
 class StepCompiler:
-    """Compiles steps from shapes alone.
+    """Compiles steps for a target as the engine does there, from shapes alone.
 
     Attributes:
-        chip: that they are for.
-        num_chips: that the model is split over.
+        target: that they are for.
         schedule: sizes of steps and pool.
         dtype: of weights and activations.
         kv_dtype: of the pool.
         backend: of attention.
+        quantization: of the weights.
     """
 
-    chip: Chip
-    num_chips: int
+    target: Target
     schedule: ScheduleConfig
     dtype: jnp.dtype
     kv_dtype: jnp.dtype
     backend: str
+    quantization: str | None = None
 
-    def step_program(self, arch: ArchConfig, num_tokens: int) -> StepProgram:
-        """What the step of one bucket takes. Where chips exchange, a second program tells which of it is a layer's."""
-        started = time.perf_counter()
-        program = self.compile(arch, num_tokens)
-        exchanges = self._exchanges_per_layer(arch, program, num_tokens) if self.num_chips > 1 else ()
-        return StepProgram(num_tokens, temp_bytes(program), exchanges, time.perf_counter() - started)
+    def step_programs(self, arch: ArchConfig, buckets: Sequence[int]) -> list[StepProgram]:
+        """What the steps of some buckets take.
 
-    def _exchanges_per_layer(
-        self, arch: ArchConfig, program: jax.stages.Compiled, num_tokens: int
-    ) -> tuple[Collective, ...]:
-        other = _of_each_kind(arch, 1)
-        if other.num_layers == arch.num_layers:
-            other = _of_each_kind(arch, 2)
-        counted = [collectives(x.as_text() or "") for x in (self.compile(other, num_tokens), program)]
-        return _per_layer(*counted, num_layers=arch.num_layers - other.num_layers)
+        Raises:
+            ConfigError: they cannot be compiled.
+        """
+        num_copies = 1 if self._is_scanned(arch) else arch.num_layers
+        return [
+            StepProgram(
+                num_tokens,
+                temp_bytes(program),
+                layer_collectives(program.as_text() or "", num_copies) if self.target.num_devices > 1 else (),
+                estimate_ms(program),
+            )
+            for num_tokens, program in zip(buckets, self.compile(arch, buckets), strict=True)
+        ]
 
-    def compile(self, arch: ArchConfig, num_tokens: int) -> jax.stages.Compiled:
-        """The whole step of one bucket, with the layers that `arch` has."""
-        layout = BatchLayout.of(self.schedule, num_tokens)
-        mesh = tensor_mesh(self.num_chips, self.chip.devices(self.num_chips))
-        params = abstract_params(arch, self.dtype, mesh)
+    def compile(self, arch: ArchConfig, buckets: Sequence[int]) -> list[jax.stages.Compiled]:
+        """The whole steps of some buckets, with the layers that `arch` has.
+
+        Raises:
+            ConfigError: they cannot be compiled.
+        """
+        try:
+            return compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
+        except (ValueError, jax.errors.JaxRuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"steps cannot be compiled for {self.target.name}: {reason}") from error
+
+    def _lower(self, arch: ArchConfig, num_tokens: int) -> jax.stages.Lowered:
+        layout, chip, num_devices = BatchLayout.of(self.schedule, num_tokens), self._chip, self.target.num_devices
+        mesh = tensor_mesh(num_devices, chip.devices(self.target.topology))
+        params = abstract_params(
+            arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=self._is_scanned(arch)
+        )
         state = abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=mesh)
-        args = (params, state, _tensor((layout.blob_size,), jnp.dtype("int32"), (None,), mesh))
-        program = make_serve_step(arch, layout, backend=self.backend, num_devices=self.num_chips)
+        blob = _tensor((layout.blob_size,), jnp.dtype("int32"), (None,), mesh)
+        program = make_serve_step(arch, layout, backend=self.backend, num_devices=num_devices)
         if mesh is not None:
-            program = over_devices(program, mesh, args, (specs_of(state), PartitionSpec()))
-        return self.chip.compile(program, args, donate_argnums=(1,), mesh=mesh)
+            program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
+        return chip.lower(program, (params, state, blob), donate_argnums=(1,), mesh=mesh)
+
+    def _is_scanned(self, arch: ArchConfig) -> bool:
+        return self._chip.platform == "tpu" and decoder.can_scan(arch)
+
+    @property
+    def _chip(self) -> Chip:
+        assert self.target.sheet is not None, "there is nothing to compile for a CPU"
+        return self.target.sheet.chip
 
 
-def abstract_params(arch: ArchConfig, dtype: jnp.dtype, mesh: Mesh | None = None) -> Params:
-    """Shapes of the weights; over the devices of a mesh, shardings too."""
-    num_devices = 1 if mesh is None else mesh.size
+def abstract_params(
+    arch: ArchConfig,
+    dtype: jnp.dtype,
+    quantization: str | None = None,
+    num_devices: int = 1,
+    mesh: Mesh | None = None,
+    *,
+    is_stacked: bool = False,
+) -> Params:
+    """Shapes of the weights: of what one of several devices holds or, over a mesh of them, of all with shardings."""
+    whole = {spec.path: spec for spec in registry.param_specs(arch)}
 
-    def tensor(spec: ParamSpec) -> jax.ShapeDtypeStruct:
-        parts = [num_devices if dim == spec.split_dimension else 1 for dim in range(len(spec.shape))]
-        shape = tuple(size * count for size, count in zip(spec.shape, parts, strict=True))
-        return _tensor(shape, dtype, spec.axes, mesh)
+    def tensor(spec: ParamSpec) -> jax.ShapeDtypeStruct | QuantizedMatrix:
+        if quantization is None or not spec.is_matrix:
+            return _tensor(spec.shape, dtype, spec.axes, mesh)
+        num_rows, in_size = spec.shape
+        scales = (num_rows, in_size // block_size(whole[spec.path].shape[1]))
+        dtypes = (jnp.dtype(quantization), jnp.dtype("float32"))  # a quantisation is named after its dtype
+        matrix: Any = [_tensor(*x, spec.axes, mesh) for x in zip((spec.shape, scales), dtypes, strict=True)]
+        return QuantizedMatrix(*matrix)
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
-    return params
+    return {**params, "layers": jax.tree.map(_stacked, *params["layers"])} if is_stacked else params
+
+
+def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    first, sharding = leaves[0], leaves[0].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=sharding)
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of arrays by their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:
@@ -138,26 +188,24 @@ def _array_bytes(kind: str, bits: str, sizes: str) -> int:
     return prod(int(size) for size in sizes.split(",") if size) * (8 if kind == "pred" else int(bits)) // 8
 
 
-def _per_layer(
-    without: tuple[Collective, ...], whole: tuple[Collective, ...], *, num_layers: int
-) -> tuple[Collective, ...]:
-    """What so many layers add to a program, each the same."""
-    others = {exchange.kind: exchange for exchange in without}
-    added = []
-    for exchange in whole:
-        other = others.get(exchange.kind, Collective(exchange.kind, 0, 0))
-        count, num_bytes = exchange.count - other.count, exchange.num_bytes - other.num_bytes
-        added.append(Collective(exchange.kind, count // num_layers, num_bytes // num_layers))
-    return tuple(exchange for exchange in added if exchange.count)
+def layer_collectives(program: str, num_copies: int) -> tuple[Collective, ...]:
+    """Those of one layer in the text of a compiled program, which has so many layers one behind the other."""
+    in_layers = "\n".join(line for line in program.splitlines() if _IN_LAYER.search(line))
+    return tuple(Collective(x.kind, x.count // num_copies, x.num_bytes // num_copies) for x in collectives(in_layers))
 
 
-def _of_each_kind(arch: ArchConfig, count: int) -> ArchConfig:
-    """So many layers of each window there is."""
-    windows = tuple(dict.fromkeys(arch.windows)) * count
-    return dataclasses.replace(arch, num_layers=len(windows), windows=windows)
+def estimate_ms(program: jax.stages.Compiled) -> float | None:
+    """What the compiler expects; it has been seen to expect less than nothing."""
+    seconds = (program.cost_analysis() or {}).get("optimal_seconds", 0)
+    return seconds * 1e3 if seconds > 0 else None
 
 
 def _tensor(
-    shape: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...], mesh: Mesh | None
+    part: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...], mesh: Mesh | None
 ) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes) if mesh else None)
+    """What one device has of it, or all of a mesh together."""
+    if mesh is None:
+        return jax.ShapeDtypeStruct(part, dtype)
+    split = split_dimension(axes)
+    shape = tuple(size * mesh.size if dim == split else size for dim, size in enumerate(part))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes))

@@ -1,11 +1,13 @@
-"""A plan as JSON and as text. Keys carry their units."""
+"""Plans as JSON and as text. Keys carry their units."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from jaxserve.bench.tables import Row, align, number
 from jaxserve.planner.plan import Plan, Speed
 from jaxserve.planner.program import StepProgram
+from jaxserve.planner.sweep import Candidate, cheapest
 
 Json = dict[str, Any]
 
@@ -18,7 +20,9 @@ def build_report(plan: Plan) -> Json:
         "model": plan.model,
         "target": plan.target.name,
         "num_chips": plan.target.num_chips,
+        "num_devices": plan.target.num_devices,
         "dtype": plan.dtype,
+        "quantization": plan.quantization,
         "kv_dtype": plan.kv_dtype,
         "attention_backend": plan.backend,
         "max_model_len": schedule.max_model_len,
@@ -30,21 +34,34 @@ def build_report(plan: Plan) -> Json:
         "limit_bytes_per_chip": memory.limit,
         "weights_bytes_per_chip": memory.weights,
         "slots_bytes_per_chip": memory.slots,
-        "temp_bytes_per_chip": plan.largest and plan.largest.temp_bytes,
-        "decode_temp_bytes_per_chip": plan.decode and plan.decode.temp_bytes,
+        "temp_bytes_per_chip": plan.largest and _temp_bytes(plan, plan.largest),
+        "decode_temp_bytes_per_chip": plan.decode and _temp_bytes(plan, plan.decode),
         "kv_bytes_per_chip": memory.num_pages * memory.page,
         "kv_tokens": plan.kv_tokens,
         "num_requests": plan.num_requests,
         "collectives_per_layer": plan.decode and _collectives(plan.decode),
         "collectives_per_layer_largest": plan.largest and _collectives(plan.largest),
         "compiled_tokens": [program.num_tokens for program in programs],
-        "compile_s": sum(program.compile_s for program in programs) if programs else None,
+        "compile_s": plan.compile_s,
+        "compiler_estimate_ms": [program.estimate_ms for program in programs],
         "context_len": speed and speed.context_tokens,
         "step_ms": speed and speed.step_ms,
         "tokens_per_s": speed and speed.tokens_per_s,
         "prompt_len": speed and speed.prompt_tokens,
         "ttft_ms": speed and speed.ttft_ms,
+        "capacity": capacity_curve(plan),
     }
+
+
+def capacity_curve(plan: Plan) -> dict[int, int]:
+    """Requests that fit in the pool at the same time, by their length in tokens."""
+    longest = plan.schedule.max_model_len
+    lengths = {length for power in range(7, longest.bit_length()) if (length := 1 << power) <= longest} | {longest}
+    return {length: plan.capacity(length) for length in sorted(lengths)}
+
+
+def _temp_bytes(plan: Plan, program: StepProgram) -> int:
+    return program.temp_bytes * plan.target.devices_per_chip
 
 
 def _collectives(program: StepProgram) -> list[Json]:
@@ -55,17 +72,18 @@ def render(plan: Plan) -> str:
     """The same for people."""
     blocks = [_header(plan), align(_memory(plan))]
     if plan.largest is not None and plan.decode is not None:
-        blocks.append(_programs(plan.num_layers, plan.largest, plan.decode))
+        blocks.append(_programs(plan, plan.largest, plan.decode))
     if plan.speed is not None:
-        blocks += [_speed_header(plan.speed), align(_steps(plan.speed), header=True)]
+        blocks += [_speed_header(plan, plan.speed), align(_steps(plan.speed), header=True)]
     return "\n\n".join(blocks)
 
 
 def _header(plan: Plan) -> str:
     schedule = plan.schedule
     verdict = "fits" if plan.fits else f"does not fit: each chip lacks {_gb(plan.memory.missing)}"
+    stored = f"{plan.dtype}, weights in {plan.quantization}," if plan.quantization else plan.dtype
     return (
-        f"{plan.model} in {plan.dtype} on {plan.target.name}: {verdict}\n"
+        f"{plan.model} in {stored} on {plan.target.name}: {verdict}\n"
         f"requests of up to {schedule.max_model_len} tokens, {schedule.max_num_seqs} of them in a step of up to "
         f"{schedule.max_num_batched_tokens} tokens"
     )
@@ -78,18 +96,16 @@ def _memory(plan: Plan) -> list[Row]:
         rows.append(("memory XLA takes", f"{_gb(memory.limit)} of {_gb(sheet.memory_bytes)} on each chip"))
     rows += [("weights", _gb(memory.weights)), ("slots of requests", _gb(memory.slots))]
     if plan.largest is not None and plan.decode is not None:
-        rows.append(("temporaries", f"{_gb(plan.largest.temp_bytes)} in a step of {plan.largest.num_tokens} tokens"))
-        rows.append(("", f"{_gb(plan.decode.temp_bytes)} with {plan.schedule.max_num_seqs} rows in decode"))
+        largest, decode = (_gb(_temp_bytes(plan, program)) for program in (plan.largest, plan.decode))
+        rows.append(("temporaries", f"{largest} in a step of {plan.largest.num_tokens} tokens"))
+        rows.append(("", f"{decode} with {plan.schedule.max_num_seqs} rows in decode"))
     rows.append(("keys and values", f"{_gb(memory.num_pages * memory.page)} in {plan.kv_dtype}"))
     rows.append(("", f"{plan.kv_tokens} tokens, {plan.num_requests} requests of full length"))
     return rows
 
 
-def _programs(num_layers: int, largest: StepProgram, decode: StepProgram) -> str:
-    lines = [
-        f"found by compiling both steps for the target, all {num_layers} layers, "
-        f"in {largest.compile_s + decode.compile_s:.0f} s"
-    ]
+def _programs(plan: Plan, largest: StepProgram, decode: StepProgram) -> str:
+    lines = [f"found by compiling both steps for the target, all {plan.num_layers} layers, in {plan.compile_s:.0f} s"]
     if decode.collectives:
         exchanges = f"{_exchanges(decode)} in decode, {_exchanges(largest)} in the largest step"
         lines.append(f"between the chips, per layer: {exchanges}")
@@ -100,17 +116,67 @@ def _exchanges(program: StepProgram) -> str:
     return ", ".join(f"{x.count} {x.kind} ({x.num_bytes / 1e6:.3g} MB)" for x in program.collectives)
 
 
-def _speed_header(speed: Speed) -> str:
-    return (
-        "predicted, not measured: no step is faster than the data sheet's bandwidth, FLOP/s and links allow\n"
+def _speed_header(plan: Plan, speed: Speed) -> str:
+    lines = ["predicted, not measured: no step is faster than the data sheet's bandwidth, FLOP/s and links allow"]
+    for program in (plan.largest, plan.decode):
+        if program is not None and program.estimate_ms is not None:
+            lines.append(
+                f"the compiler's own estimate of a step of {program.num_tokens} tokens, without what their contexts "
+                f"add: {number(program.estimate_ms)} ms"
+            )
+    lines.append(
         f"TTFT of {speed.prompt_tokens} tokens alone {number(speed.ttft_ms)} ms; "
         f"decode after {speed.context_tokens} tokens a row:"
     )
+    return "\n".join(lines)
 
 
 def _steps(speed: Speed) -> list[Row]:
     rows = [(str(count), number(ms), number(speed.tokens_per_s[count])) for count, ms in speed.step_ms.items()]
     return [("rows", "ms a step", "tokens/s"), *rows]
+
+
+def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
+    """The plans of a sweep, or why there is none, and the cheapest."""
+    best = cheapest(candidates)
+    targets = [
+        {
+            **(build_report(x.plan) if x.plan else {"target": x.target.name, "reason": x.reason}),
+            "usd_per_hour": x.usd_per_hour,
+            "usd_per_million_tokens": x.usd_per_million_tokens,
+        }
+        for x in candidates
+    ]
+    return {"targets": targets, "cheapest": best and best.target.name}
+
+
+def render_sweep(candidates: Sequence[Candidate]) -> str:
+    """The same for people."""
+    header = ("target", "fits", "weights", "KV tokens", "requests", "TTFT ms", "rows", "ms a step", "tokens/s")
+    blocks = [align([(*header, "$/hour", "$/M tokens"), *map(_compared, candidates)], header=True)]
+    if any(x.plan and x.plan.speed for x in candidates):
+        blocks.append("TTFT, ms a step and what follows from them are predicted from data sheets, not measured")
+    blocks += [f"{x.target.name}: {x.reason}" for x in candidates if x.reason is not None]
+    if (best := cheapest(candidates)) is not None:
+        blocks.append(f"cheapest that fits: {best.target.name}, ${best.usd_per_hour:.2f} an hour")
+    return "\n\n".join(blocks)
+
+
+def _compared(candidate: Candidate) -> Row:
+    plan = candidate.plan
+    if plan is None:
+        return (candidate.target.name, "?", *[""] * 9)
+    verdict = "yes" if plan.fits else f"lacks {_gb(plan.memory.missing)}"
+    figures = (candidate.target.name, verdict, _gb(plan.memory.weights), str(plan.kv_tokens), str(plan.num_requests))
+    if (speed := plan.speed) is None:
+        return (*figures, *[""] * 4, _usd(candidate.usd_per_hour), "")
+    rows = candidate.num_rows
+    speeds = (number(speed.ttft_ms), str(rows), number(speed.step_ms[rows]), number(speed.tokens_per_s[rows]))
+    return (*figures, *speeds, _usd(candidate.usd_per_hour), _usd(candidate.usd_per_million_tokens))
+
+
+def _usd(price: float | None) -> str:
+    return "" if price is None else f"{price:.2f}"
 
 
 def _gb(num_bytes: int) -> str:

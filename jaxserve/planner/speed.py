@@ -19,14 +19,14 @@ class Roofline:
     Launches, latencies, host work and whatever a kernel leaves unused come on top.
 
     Attributes:
-        arch: what one chip has of the model.
+        arch: what one device has of the model.
         schedule: sizes of steps.
-        ceilings: of one chip.
-        link_bytes_per_s: between them, in one direction.
+        ceilings: of one device.
+        link_bytes_per_s: from a chip to the others, in one direction.
         num_chips: that the model is split over.
-        matrix_bytes: of weights that every step reads, on one chip.
+        matrix_bytes: of weights that every step reads, on one device.
         embedding_row_bytes: of what each token of a step reads besides.
-        kv_token_bytes: of one token in the pool of one chip, all layers.
+        kv_token_bytes: of one token in the pool of one device, all layers.
         collectives: of one layer.
         collective_tokens: of the step that these were counted in.
     """
@@ -62,7 +62,9 @@ class Roofline:
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
 
     def _exchange_ms(self, num_tokens: int) -> float:
-        """Of a ring: each chip sends all parts but one, of a sum twice."""
+        """Of rings over all links: each chip sends all parts but one, of a sum twice."""
+        if self.num_chips == 1:
+            return 0.0  # parts of a chip meet within it
         share = (self.num_chips - 1) / self.num_chips
         sent = sum((2 if x.kind == "all-reduce" else 1) * share * x.num_bytes for x in self.collectives)
         return sent * self.arch.num_layers * num_tokens / self.collective_tokens / self.link_bytes_per_s * 1e3

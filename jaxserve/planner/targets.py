@@ -1,10 +1,13 @@
-"""What can be planned for: chips by their data sheets, and how many of them."""
+"""What can be planned for: chips by their data sheets, and how they are arranged."""
 
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from jaxserve.config import gpu_memory_fraction
 from jaxserve.errors import ConfigError
-from pallas_kernels.deviceless import H200, Chip
+from pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 
 
 @dataclass(frozen=True)
@@ -13,10 +16,13 @@ class DataSheet:
 
     Attributes:
         chip: that programs are compiled for.
-        memory_bytes: of one chip.
+        memory_bytes: of one chip; of a TPU, those that its compiler says are there for programs.
         bytes_per_s: of its memory.
         flops_per_s: of dense matrix products, by dtype.
-        link_bytes_per_s: from one chip to the others, in one direction.
+        link_bytes_per_s: of a link to a neighbour, or to what connects all chips, in one direction.
+        extra: of this package that brings the compiler.
+        directions: in which the chips of a shape lie side by side.
+        devices_per_chip: jax may call a part of a chip a device.
     """
 
     chip: Chip
@@ -24,15 +30,57 @@ class DataSheet:
     bytes_per_s: float
     flops_per_s: Mapping[str, float]
     link_bytes_per_s: float
+    extra: str
+    directions: int = 1
+    devices_per_chip: int = 1
+
+    @property
+    def limit_bytes(self) -> int:
+        """Memory of one device that XLA takes."""
+        share = 1.0 if self.chip.platform == "tpu" else gpu_memory_fraction()
+        return int(self.memory_bytes * share) // self.devices_per_chip
 
 
 @dataclass(frozen=True)
 class Target:
-    """Chips of one kind in one machine; `sheet` is None for the CPU of this one."""
+    """Chips of one kind; `sheet` is None for the CPU of this machine.
+
+    Attributes:
+        name: as the user says it.
+        kind: of the chips, by which prices go.
+        sheet: of one of them.
+        shape: how many lie in each direction.
+    """
 
     name: str
+    kind: str
     sheet: DataSheet | None
-    num_chips: int = 1
+    shape: tuple[int, ...] = (1,)
+
+    @property
+    def num_chips(self) -> int:
+        """Of them all."""
+        return math.prod(self.shape)
+
+    @property
+    def num_devices(self) -> int:
+        """What jax calls devices, over which the model is split."""
+        return self.num_chips * self.devices_per_chip
+
+    @property
+    def devices_per_chip(self) -> int:
+        """Of them."""
+        return self.sheet.devices_per_chip if self.sheet else 1
+
+    @property
+    def num_links(self) -> int:
+        """From each chip to others: one in a direction, two where four or more may be closed to a ring."""
+        return sum(min(2, size // 2) if self.sheet and self.sheet.directions > 1 else 1 for size in self.shape)
+
+    @property
+    def topology(self) -> str:
+        """The shape as `Chip.devices` takes it."""
+        return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
 
 
 # NVIDIA H200 data sheet, SXM: 141 GB, 4.8 TB/s; dense, half of the figures with sparsity: 989.5 TFLOP/s in bfloat16 and
@@ -43,16 +91,73 @@ _H200 = DataSheet(
     bytes_per_s=4.8e12,
     flops_per_s={"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12},
     link_bytes_per_s=450e9,
+    extra="cuda",
 )
 
-TARGETS: Mapping[str, Target] = {
-    target.name: target
-    for target in (
-        Target("h200", _H200),
-        *(Target(f"h200x{count}", _H200, count) for count in (2, 4, 8)),
-        Target("cpu", None),
+
+def _tpu(
+    chip: Chip, gib: float, gb_per_s: int, tflops: int, link_gb_per_s: int, directions: int, devices_per_chip: int = 1
+) -> DataSheet:
+    """Figures of a chip; exact float32 is six products in bfloat16."""
+    return DataSheet(
+        chip=chip,
+        memory_bytes=int(gib * 2**30),
+        bytes_per_s=gb_per_s * 1e9,
+        flops_per_s={"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "float32": tflops * 1e12 / 6},
+        link_bytes_per_s=link_gb_per_s * 1e9,
+        extra="tpu",
+        directions=directions,
+        devices_per_chip=devices_per_chip,
     )
+
+
+# Google Cloud's documentation of each generation, but for the memory, of which the compiler tells what is left to
+# programs: bandwidth and bfloat16 of a chip; between chips it tells the bandwidth of all links in both directions
+# together, four links of v5e and v6e, six of the others.
+_TPUS = {
+    "v4": _tpu(TPU_V4, gib=30.75, gb_per_s=1200, tflops=275, link_gb_per_s=50, directions=3),
+    "v5e": _tpu(TPU_V5E, gib=15.75, gb_per_s=819, tflops=197, link_gb_per_s=50, directions=2),
+    "v5p": _tpu(TPU_V5P, gib=95.74, gb_per_s=2765, tflops=459, link_gb_per_s=100, directions=3),
+    "v6e": _tpu(TPU_V6E, gib=31.25, gb_per_s=1638, tflops=918, link_gb_per_s=100, directions=2),
+    "tpu7x": _tpu(
+        TPU7X, gib=2 * 94.75, gb_per_s=7380, tflops=2307, link_gb_per_s=100, directions=3, devices_per_chip=2
+    ),
 }
+KINDS = ("h200", *_TPUS)
+_GPUS = re.compile(r"h200(?:x([1-8]))?")
+_TPU_SHAPE = re.compile(rf"({'|'.join(_TPUS)}):([1-9]\d*(?:x[1-9]\d*)+)")
+
+SWEPT = (
+    *("h200", "h200x2", "h200x4", "h200x8"),
+    *("v4:2x2x1", "v4:2x2x2"),
+    *("v5e:1x1", "v5e:2x2", "v5e:2x4", "v5e:4x4"),
+    *("v5p:1x1x1", "v5p:2x2x1", "v5p:2x2x2"),
+    *("v6e:1x1", "v6e:2x2", "v6e:2x4", "v6e:4x4"),
+    *("tpu7x:1x1x1", "tpu7x:2x2x1"),
+)
+"""Names that a sweep compares if none are given."""
+
+
+def parse_target(name: str) -> Target:
+    """The target of this name, whether or not there is a compiler for it here.
+
+    Raises:
+        ConfigError: it is not the name of one.
+    """
+    if name == "cpu":
+        return Target(name, name, None)
+    if match := _GPUS.fullmatch(name):
+        return Target(name, "h200", _H200, (int(match[1] or 1),))
+    if (match := _TPU_SHAPE.fullmatch(name)) is None:
+        raise ConfigError(
+            f"target must be cpu, h200, h200x2 to h200x8, or one of {list(_TPUS)} with how many chips lie in each "
+            f"direction, as v6e:2x4, got {name!r}"
+        )
+    sheet, shape = _TPUS[match[1]], tuple(map(int, match[2].split("x")))
+    if len(shape) != sheet.directions:
+        example = f"{match[1]}:{'x'.join('221'[: sheet.directions])}"
+        raise ConfigError(f"{match[1]} must have chips in {sheet.directions} directions, as {example}, got {name!r}")
+    return Target(name, match[1], sheet, shape)
 
 
 def find_target(name: str) -> Target:
@@ -61,9 +166,10 @@ def find_target(name: str) -> Target:
     Raises:
         ConfigError: there is none, or nothing can be compiled for it here.
     """
-    if name not in TARGETS:
-        raise ConfigError(f"target must be one of {list(TARGETS)}, got {name!r}")
-    target = TARGETS[name]
+    target = parse_target(name)
     if target.sheet is not None and (reason := target.sheet.chip.unavailable()) is not None:
-        raise ConfigError(f"to plan for {name}, programs must be compiled for it, but {reason}")
+        raise ConfigError(
+            f"to plan for {name}, programs must be compiled for it, but {reason}; "
+            f"pip install 'jaxserve[{target.sheet.extra}]'"
+        )
     return target

@@ -106,8 +106,12 @@ def _write_kv(
     page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
     kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
 
+    # Each head is placed on its own: for all heads of a token at once, XLA:TPU wants them side by side in memory, and
+    # copies the whole pool from that layout to the one that is read.
+    place = (page_id[:, None], jnp.arange(2 * K)[None, :], offset[:, None])
+
     def write(pages: Shaped[Array, "L N KV P *H"], new: Shaped[Array, "T KV *H"]) -> Shaped[Array, "L N KV P *H"]:
-        return pages.at[layer, page_id, :, offset].set(new, mode="drop", unique_indices=True)
+        return pages.at[layer, *place].set(new, mode="drop", unique_indices=True)
 
     return jax.tree.map(write, kv_pages, kv)
 

@@ -1,0 +1,34 @@
+"""How many requests fit on targets, by their length: a picture by matplotlib where it is installed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.bench import pictures
+from jaxserve.errors import ConfigError
+from jaxserve.planner.plan import Plan
+from jaxserve.planner.report import capacity_curve
+
+
+def check_plot(path: str) -> None:
+    """ConfigError where no picture could be drawn there, before anything is compiled."""
+    if (reason := pictures.reason_missing()) is not None:
+        raise ConfigError(reason)
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"plot must be a file in a directory that exists, got {path!r}")
+
+
+def draw_capacity(plans: Sequence[Plan], path: str) -> None:
+    """Write the capacity curves of plans as one PNG; those that do not fit have none."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot there is no global state
+
+    figure = Figure(figsize=(7.0, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for plan in plans:
+        lengths, counts = zip(*((x, y) for x, y in capacity_curve(plan).items() if y), strict=True)
+        axes.plot(lengths, counts, marker=".", label=plan.target.name)
+    axes.set(xscale="log", yscale="log", xlabel="tokens per request", ylabel="requests in the pool at the same time")
+    axes.set_title(f"{plans[0].model} in {plans[0].dtype}" if plans else "nothing fits", fontsize=10)
+    axes.grid(alpha=0.3)
+    if plans:
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=120, format="png")
