@@ -26,7 +26,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.metrics import Ceilings
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, check_split
+from jaxserve.models.params import Params
 from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params, tree_bytes
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
@@ -203,7 +203,6 @@ def make_plan(
     """
     name, arch = read_model(config.model)
     sheet, local = target.sheet, arch.local(target.num_devices)
-    check_split(registry.param_specs(arch), target.num_devices, config.quantization)
     dtype = compute_dtype(config, arch, on_cpu=sheet is None)
     kv_dtype = pool_dtype(config, dtype)
     backend = _backend(config, sheet, local, kv_dtype)

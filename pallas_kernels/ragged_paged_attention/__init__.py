@@ -26,7 +26,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.dispatch import AUTO, select, target_platform
-from pallas_kernels.ragged_paged_attention import mosaic_gpu, native, reference, xla
+from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, reference, xla
 from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
@@ -49,6 +49,7 @@ __all__ = [
 
 BACKENDS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu,
+    "mosaic_tpu": mosaic_tpu,
     "native": native,
     "xla": xla,
     "reference": reference,
