@@ -36,6 +36,7 @@ from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, R
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     ALIGNED_TOKENS,
     LANES,
+    MAX_PAGE_BYTES,
     MAX_PAGE_TOKENS,
     PAGE_IDS,
     SUBLANES,
@@ -44,6 +45,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Plan,
     choose_blocks,
     make_plan,
+    token_bytes,
 )
 from pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
@@ -94,6 +96,9 @@ def supports(problem: Problem) -> str | None:
             f"page_size must be a power of two from {slab} to {MAX_PAGE_TOKENS} in a pool of {problem.kv_dtype}, "
             f"not {problem.page_size}"
         )
+    page_bytes = problem.page_size * token_bytes(problem.num_kv_heads, problem.head_dim, problem.kv_dtype)
+    if page_bytes > MAX_PAGE_BYTES:
+        return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; make page_size smaller"
     return _unavailable()
 
 

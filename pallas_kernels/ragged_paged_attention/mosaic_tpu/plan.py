@@ -16,8 +16,11 @@ SUBLANES = 8  # 32-bit rows of such a tile
 ALIGNED_TOKENS = 16  # a tile of queries begins at a multiple of these: the rows of a memory tile of 16-bit numbers
 PAGE_IDS = 128  # that are fetched at once, the least there is
 MAX_PAGE_TOKENS = 256
+SLOTS = 3  # units in memory
+MAX_PAGE_BYTES = 3 * 2**20  # so that units of one page fit into the least memory of a chip that is served
 UNIT_BYTES = 4 * 2**20  # of keys and values that are fetched together: enough to hide what it takes to ask for them
 UNIT_DOTS = 32  # products of a unit of lanes: more take long to compile
+LANE_KEYS = 1024  # of a lane in a unit, at most
 TILE_KEYS = 512
 TILE_ROWS = 512  # of a matrix of queries
 
@@ -25,6 +28,11 @@ TILE_ROWS = 512  # of a matrix of queries
 PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)
 ROW, KV_LEN, FIRST_BLOCK, NUM_LANE_COLUMNS = range(4)
 TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, PAST_LEN, NUM_TILE_COLUMNS = range(9)
+
+
+def token_bytes(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
+    """Of a token's keys and values, as they lie in memory."""
+    return num_kv_heads * _up(2 * head_dim, LANES) * kv_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,7 @@ class Call:
     @property
     def token_bytes(self) -> int:
         """Of a token's keys and values, as they lie in memory."""
-        return self.num_kv_heads * _up(2 * self.head_dim, LANES) * self.kv_dtype.itemsize
+        return token_bytes(self.num_kv_heads, self.head_dim, self.kv_dtype)
 
 
 @dataclass(frozen=True)
@@ -109,7 +117,7 @@ def choose_blocks(call: Call) -> Blocks:
     """
     if call.interpret is not None:  # small, so that short rows have several
         kinds = (ALIGNED_TOKENS, 2 * ALIGNED_TOKENS) if call.num_tokens > 2 * ALIGNED_TOKENS else (ALIGNED_TOKENS,)
-        return Blocks(2, max(1, 32 // call.page_size), kinds, max(1, 64 // call.page_size), 3, 2)
+        return Blocks(2, max(1, 32 // call.page_size), kinds, max(1, 64 // call.page_size), SLOTS, 2)
     for divisor in (1, 2, 4, 8, 16, 32):
         blocks = _blocks(call, divisor)
         if max(_lane_bytes(call, blocks), _tile_bytes(call, blocks), _write_bytes(call, blocks)) <= call.vmem_bytes:
@@ -122,16 +130,17 @@ def choose_blocks(call: Call) -> Blocks:
 
 def _blocks(call: Call, divisor: int) -> Blocks:
     unit_tokens = max(1, UNIT_BYTES // divisor // call.token_bytes)
-    lanes = max(1, min(SUBLANES, UNIT_DOTS // call.num_kv_heads, call.num_rows))
-    lane_tokens = min(1024, max(LANES, _power_of_two(unit_tokens // lanes)))
+    most_lanes = unit_tokens // max(LANES, call.page_size)
+    lanes = max(1, min(SUBLANES, UNIT_DOTS // call.num_kv_heads, call.num_rows, most_lanes))
+    lane_tokens = min(LANE_KEYS, _power_of_two(unit_tokens // lanes))
     tall = max(ALIGNED_TOKENS, min(LANES, _power_of_two(TILE_ROWS // min(call.group, 4))) // divisor)
     short_only = call.num_tokens <= 2 * ALIGNED_TOKENS or tall == ALIGNED_TOKENS
     return Blocks(
         lanes=lanes,
         lane_pages=max(1, min(lane_tokens // call.page_size, PAGE_IDS)),
         tile_tokens=(ALIGNED_TOKENS,) if short_only else (ALIGNED_TOKENS, tall),
-        tile_pages=max(1, max(LANES, min(TILE_KEYS // divisor, _power_of_two(unit_tokens))) // call.page_size),
-        slots=3,
+        tile_pages=max(1, min(TILE_KEYS // divisor, _power_of_two(unit_tokens)) // call.page_size),
+        slots=SLOTS,
         writes=max(2, 8 // divisor),
     )
 

@@ -1,6 +1,8 @@
 """The kernel of TPUs: its plan of work, and its values and races in the interpreter."""
 
+import dataclasses
 import functools
+import itertools
 import json
 import subprocess
 import sys
@@ -223,6 +225,7 @@ def test_serves_tpus():
         ({"page_size": 8}, "from 16 to 256"),
         ({"page_size": 48}, "not 48"),
         ({"page_size": 512}, "not 512"),
+        ({"page_size": 256, "num_kv_heads": 32, "kv_dtype": "float32"}, "at most 3145728 bytes, not 8388608"),
     ],
 )
 def test_refuses_with_a_reason_on_tpu(changed, reason):
@@ -230,3 +233,27 @@ def test_refuses_with_a_reason_on_tpu(changed, reason):
     problem = Problem(*(sizes[name] for name in SERVED if name != "kv_dtype"), jnp.dtype(sizes["kv_dtype"]), "tpu")
     assert reason in BACKENDS["mosaic_tpu"].supports(problem)
     assert select_backend(platform="tpu", **sizes) == "xla"
+
+
+@pytest.mark.parametrize("vmem_bytes", [2**24, 2**25])
+def test_blocks_fit_the_memory(vmem_bytes):
+    """A quarter of that of a chip with the least, and of others; page ids of a block come with one copy."""
+    for num_kv_heads, group, head_dim, page_size, dtype in itertools.product(
+        (1, 3, 8, 32), (1, 4, 8), (64, 128, 256), (16, 256), ("bfloat16", "float32")
+    ):
+        problem = Problem(num_kv_heads * group, num_kv_heads, head_dim, page_size, jnp.dtype(dtype), "tpu")
+        if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.supports(problem) is not None:
+            continue
+        sizes = {"num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
+        call = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes)
+        blocks = planning.choose_blocks(call)
+        taken = [planning._lane_bytes, planning._tile_bytes, planning._write_bytes]
+        assert max(count(call, blocks) for count in taken) <= vmem_bytes
+        assert planning.PAGE_IDS % blocks.lane_pages == planning.PAGE_IDS % blocks.tile_pages == 0
+        assert all(tokens % planning.ALIGNED_TOKENS == 0 for tokens in blocks.tile_tokens)
+
+
+def test_what_does_not_fit_the_memory_is_told():
+    call = dataclasses.replace(CALLS[0], num_kv_heads=128, group=16, head_dim=256)
+    with pytest.raises(ValueError, match="128 kv heads of 256 with 16 query heads each do not fit the 16777216 bytes"):
+        planning.choose_blocks(call)
