@@ -16,6 +16,7 @@ from jaxserve.peers import CONNECT_S, Follower, Leader, listen
 SHUTDOWN_S = 30  # that a process waits at its end for the others
 
 _ADDRESS = "jaxserve/leader"  # in jax's key-value store
+_peers: list[Leader | Follower] = []  # one at most: jax too joins one run
 
 
 def initialize(
@@ -24,7 +25,8 @@ def initialize(
     """Join the other processes of this run; before anything else asks jax for its devices.
 
     Args:
-        coordinator_address: host:port of process 0, where the others reach it; the port must be free there.
+        coordinator_address: host:port of process 0, where the others reach it; the port must be free there. It opens a
+            further one there, for those alone who join this run.
         num_processes: how many there are.
         process_id: of this one, from 0. What is None is found out where jax can: under SLURM or Open MPI, and on the
             hosts of a TPU pod.
@@ -39,24 +41,28 @@ def initialize(
             f"coordinator_address, num_processes and process_id must describe this run, got {coordinator_address}, "
             f"{num_processes} and {process_id}: {error}"
         ) from error
+    if global_state.num_processes > 1:
+        _peers.append(_connect())
 
 
-def connect() -> Leader | Follower | None:
+def peers() -> Leader | Follower | None:
     """The connection of this process to the others; None where there are none.
 
     Raises:
-        ConfigError: a run has had its engine already: the followers end with it.
+        ConfigError: there are others that it has no connection to.
     """
-    num_processes, client = jax.process_count(), global_state.client
-    if num_processes == 1 or client is None:
-        return None
-    if jax.process_index():
+    if jax.process_count() > 1 and not _peers:
+        raise ConfigError("many processes must be joined by jaxserve.distributed.initialize, got jax's own; call that")
+    return _peers[0] if _peers else None
+
+
+def _connect() -> Leader | Follower:
+    client, process_id = global_state.client, global_state.process_id
+    assert client is not None, "jax has joined"
+    if process_id:
         host, port, key = client.blocking_key_value_get(_ADDRESS, int(CONNECT_S * 1e3)).split()
-        return Follower((host, int(port)), bytes.fromhex(key), jax.process_index(), socket.gethostname())
-    host, key = str(global_state.coordinator_address).rsplit(":", 1)[0].strip("[]"), secrets.token_bytes(32)
-    listener = listen(host, key)
-    try:
-        client.key_value_set(_ADDRESS, f"{host} {listener.address[1]} {key.hex()}")
-    except Exception as error:
-        raise ConfigError("a run over many processes has one LLM; start another run for another one") from error
-    return Leader(listener, num_processes - 1)
+        return Follower((host, int(port)), bytes.fromhex(key), process_id, socket.gethostname())
+    host, secret = str(global_state.coordinator_address).rsplit(":", 1)[0].strip("[]"), secrets.token_bytes(32)
+    listener = listen(host, secret)
+    client.key_value_set(_ADDRESS, f"{host} {listener.address[1]} {secret.hex()}")
+    return Leader(listener, global_state.num_processes - 1)

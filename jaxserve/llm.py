@@ -12,9 +12,11 @@ from typing import Any
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.build import Weights
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompt import Prompt
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.models.params import Params
 from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 
@@ -25,7 +27,7 @@ class LLM:
     """A model ready to generate.
 
     In a run over many processes (`jaxserve.distributed.initialize`) the first one gets it. In the others this works for
-    the first one until that ends or closes its engine, and then ends the process.
+    the first one until that ends, and then ends the process.
 
     Args:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
@@ -120,6 +122,8 @@ class LLM:
         sent = [_Sent() for _ in output.outputs]
         try:
             while True:
+                if output.metrics.num_restarts:
+                    raise RequestError("the request was restarted with other weights: what was streamed of it is void")
                 finished = output.finished  # read first: other calls may finish it while this one is suspended
                 if finished or _has_news(output, sent):
                     yield _increment(output, sent)
@@ -128,6 +132,28 @@ class LLM:
                 self.engine.step()
         finally:
             self.engine.abort(output.request_id)
+
+    @property
+    def params(self) -> Params:
+        """The weights in use, in the form that programs take them: the one that `update_weights` need not copy."""
+        return self.engine.params
+
+    def update_weights(self, weights: Weights, *, running: str = "finish") -> None:
+        """Serve with other weights of the same model from now on. Compiles nothing; the prefix cache is emptied.
+
+        Args:
+            weights: one of three. A tree of the form of `params`: its arrays are used as they are, where they have the
+                same shardings, and must not be donated to anything afterwards. Arrays by the names that they have in a
+                checkpoint, or the tree that `weights.load` returns: they are converted as a checkpoint is, and stay the
+                caller's. Or a directory; the old weights are let go before it is read, so that both never need room.
+            running: what becomes of unfinished requests. "finish" completes them with the old weights first; "restart"
+                begins them again from their prompts with the new ones, and a `stream` of one ends with an error.
+
+        Raises:
+            ConfigError: they are not of this model, and nothing has changed; or, in a run over many processes, it is
+                not a directory.
+        """
+        self.engine.update_weights(weights, running=running)
 
     def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         added: list[RequestOutput] = []

@@ -4,6 +4,8 @@ The leader tells every follower the same things in the same order, over a connec
 of life. Whoever's connection ends, or who is silent for `SILENCE_S`, is lost, and with it what its devices hold: nobody
 can go on. The leader has `GRACE_S` to raise `PeerLostError` where it is called; then it ends, and so do the others,
 which have nobody to raise anything to. All with exit code `EXIT_CODE`, and naming the one that was lost.
+
+A follower that ends in good order, for what it cannot load, say, is no loss if the leader does so too within `GRACE_S`.
 """
 
 import atexit
@@ -25,6 +27,7 @@ BEAT_S = 1.0  # between signs of life
 SILENCE_S = 10.0
 GRACE_S = 5.0
 CONNECT_S = 300.0
+LOSS_SHOWS_S = 2.0  # from a collective that fails to a connection that ends
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed next time
 
 _BEAT = b""
@@ -34,6 +37,11 @@ Address = tuple[str, int]
 @dataclass(frozen=True)
 class _Closed:
     """The leader has nothing more to tell."""
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A follower ends in good order, although the leader has not closed."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ class Leader:
     def __init__(self, listener: Listener, num_followers: int) -> None:
         self._lost: PeerLostError | None = None
         self._closing = False
+        self._is_claimed = False
         self._told = threading.Event()  # that somebody is lost
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._links: list[_Link] = []
@@ -103,8 +112,8 @@ class Leader:
         _in_background(self._accept, listener, num_followers, ready)
         if not ready.wait(CONNECT_S):
             raise ConfigError(
-                f"all processes must load the model, got {len(self._links)} of {num_followers} besides the first "
-                f"within {CONNECT_S:.0f} s; see what the others say"
+                f"all processes must reach the first one, got {len(self._links)} of {num_followers} others within "
+                f"{CONNECT_S:.0f} s; see what they say"
             )
         for link in self._links:
             _in_background(self._listen, link)
@@ -118,6 +127,12 @@ class Leader:
         listener.close()
         ready.set()
 
+    def claim(self) -> None:
+        """Take the followers for an engine; ConfigError if another one has them."""
+        if self._is_claimed:
+            raise ConfigError("a run over many processes has one LLM; start another run for another one")
+        self._is_claimed = True
+
     def tell(self, event: object) -> None:
         """Send something to all followers, in the order of calls."""
         self.check()
@@ -129,14 +144,15 @@ class Leader:
         self.tell(least)
         return least
 
-    def check(self, wait_s: float = 0.0) -> None:
-        """Raise PeerLostError if a process was lost, or is found to be within `wait_s`."""
-        self._told.wait(wait_s)
+    def check(self) -> None:
+        """Raise PeerLostError if a process was lost."""
         if self._lost is not None:
             raise self._lost
 
     def fail(self, reason: str) -> None:
-        """Give up: this process did not do what it told the others to do."""
+        """Give up, as this process has not done what it told the others; PeerLostError if one is lost, which is why."""
+        self._told.wait(LOSS_SHOWS_S)
+        self.check()
         self._lose(f"process 0 failed: {reason}")
 
     def close(self) -> None:
@@ -160,7 +176,14 @@ class Leader:
             if isinstance(message, _Lost):
                 self._lose(message.message)
                 return
-            self._answers.put(message)
+            if isinstance(message, _Left):
+                _in_background(self._lose_after_grace, f"lost {link.name}: it has ended; see what it said")
+            else:
+                self._answers.put(message)
+
+    def _lose_after_grace(self, message: str) -> None:
+        time.sleep(GRACE_S)
+        self._lose(message)
 
     def _lose(self, message: str) -> None:
         if self._closing or self._lost is not None:
@@ -192,9 +215,13 @@ class Follower:
         self._name = f"process {process_id} on {host}"
         self._link = _Link(connection, f"process 0 at {address[0]}")
         self._events: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._is_closed = False
+        self._is_closed = threading.Event()
         _in_background(self._listen)
         _in_background(self._beat)
+        atexit.register(self._leave)
+
+    def claim(self) -> None:
+        """Nothing: the leader has one engine, and so has this."""
 
     def tell(self, event: object) -> None:
         """Nothing: the leader knows."""
@@ -207,10 +234,14 @@ class Follower:
     def least(self, value: int) -> int:
         """The smallest of what all processes bring; every one of them calls it at the same point."""
         self._link.send(pickle.dumps(value))
-        return int(self._events.get())
+        event = self._events.get()
+        if isinstance(event, _Closed):  # the leader could not start
+            sys.exit(0)
+        return int(event)
 
     def fail(self, reason: str) -> NoReturn:
-        """Give up: tell the leader why, and end."""
+        """Give up: tell the leader why, and end; or for the loss of another one, if that is why."""
+        time.sleep(LOSS_SHOWS_S)
         message = f"{self._name} failed: {reason}"
         with contextlib.suppress(OSError):
             self._link.send(pickle.dumps(_Lost(message)))
@@ -219,11 +250,19 @@ class Follower:
     def _listen(self) -> None:
         for message in self._link.listen():
             if isinstance(message, _Lost):
-                if not self._is_closed:
+                if not self._is_closed.is_set():
                     _exit(message.message)
                 return
-            self._is_closed = isinstance(message, _Closed)
+            if isinstance(message, _Closed):
+                self._is_closed.set()
             self._events.put(message)
+
+    def _leave(self) -> None:
+        """At the end: jax would wait for the others, and end badly if they do not come."""
+        if not self._is_closed.is_set():
+            with contextlib.suppress(OSError):
+                self._link.send(pickle.dumps(_Left()))
+            self._is_closed.wait()  # or the listener ends this process
 
     def _beat(self) -> None:
         with contextlib.suppress(OSError):  # the listener finds out

@@ -272,6 +272,7 @@ class RequestMetrics:
     finished_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_restarts: int = 0  # from the prompt, for other weights
     num_output_tokens: int = 0
 
     @property

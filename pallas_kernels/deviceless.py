@@ -47,6 +47,10 @@ device_description_str: "NVIDIA H200"
 """
 
 
+class UnknownTopologyError(ValueError):
+    """Chips cannot be arranged like this."""
+
+
 @dataclass(frozen=True)
 class Chip:
     """An accelerator as the compiler knows it, and its name for a device of it.
@@ -114,7 +118,7 @@ class Chip:
         """What jax calls devices of chips side by side, as many in each direction as `shape` says.
 
         Raises:
-          ValueError: there is no such arrangement.
+          UnknownTopologyError: the compiler knows no such arrangement.
         """
         return _devices(self, shape)
 
@@ -161,7 +165,7 @@ def _devices(chip: Chip, shape: str) -> list[Any]:
     try:
         topology = topologies.get_topology_desc(topology_name, "tpu", chips_per_host_bounds=(*sizes, 1), **options)
     except jax.errors.JaxRuntimeError as error:
-        raise ValueError(f"libtpu has no topology {topology_name}: {error}") from error
+        raise UnknownTopologyError(f"libtpu has no topology {topology_name}: {error}") from error
     return list(topology.devices)
 
 

@@ -6,7 +6,7 @@ Orbax is imported only where something is written with it: it is slow to import.
 from weights.convert import convert
 from weights.dummy import dummy
 from weights.errors import CheckpointError
-from weights.load import load
+from weights.load import assemble, check, load
 from weights.rows import TensorRow
 from weights.safetensors_store import read_config, read_generation_config
 from weights.save import save, save_orbax
@@ -16,6 +16,8 @@ __all__ = [
     "CheckpointError",
     "StoredTensor",
     "TensorRow",
+    "assemble",
+    "check",
     "convert",
     "dummy",
     "host_buffer",

@@ -1,7 +1,7 @@
-"""From a checkpoint directory of either form to a parameter tree."""
+"""From a checkpoint directory of either form, or from tensors in memory, to a parameter tree."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
 from typing import Any
@@ -14,7 +14,8 @@ from weights import orbax_store, safetensors_store
 from weights.errors import Mismatch
 from weights.progress import progress_bar
 from weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
-from weights.stored_tensor import Part, StoredTensor, Tensors
+from weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors
+from weights.tree import tensors_of
 
 _NUM_READERS = 8
 
@@ -48,10 +49,58 @@ def load(
         CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
     """
     tensors = open_tensors(FilePath(path), specs)
+
+    def parts_of(row: TensorRow) -> list[Part]:
+        return [tensors[name] for name in row.hf_names]
+
+    return _build(specs, parts_of, dtype, shardings, transform, use_tqdm=use_tqdm)
+
+
+def assemble(
+    tree: Mapping[str, Any],
+    specs: Sequence[TensorRow],
+    dtype: jax.typing.DTypeLike | None = None,
+    shardings: Shardings | None = None,
+    transform: Transform | None = None,
+) -> Params:
+    """What `load` makes of a checkpoint, of tensors in memory; each comes to the host on its way.
+
+    Args:
+        tree: arrays by the names they have in a checkpoint, or the tree that `load` returns without a transform.
+        specs: as of `load`.
+        dtype: as of `load`.
+        shardings: as of `load`.
+        transform: as of `load`.
+
+    Raises:
+        CheckpointError: tensors missing, unexpected, of another shape or dtype (all named).
+    """
+    advice = "give them under the names of the checkpoint, or as the tree that weights.load returns"
+    if any(isinstance(value, Mapping | Sequence) for value in tree.values()):
+        tensors: Mapping[str, Tensor] = tensors_of(specs, dict(tree), advice)
+    else:
+        _check("the weights", specs, tree, advice)
+        tensors = tree
+
+    def parts_of(row: TensorRow) -> list[Part]:
+        return [HeldTensor(np.asarray(tensors[name])) for name in row.hf_names]
+
+    return _build(specs, parts_of, dtype, shardings, transform)
+
+
+def _build(
+    specs: Sequence[TensorRow],
+    parts_of: Callable[[TensorRow], list[Part]],
+    dtype: jax.typing.DTypeLike | None,
+    shardings: Shardings | None,
+    transform: Transform | None,
+    *,
+    use_tqdm: bool = False,
+) -> Params:
     previous: list[Any] = []
 
     def leaf(row: TensorRow) -> Any:
-        parts = [tensors[name] for name in row.hf_names]
+        parts = parts_of(row)
         tensor = StoredTensor(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
         array = tensor.place() if transform is None else transform(row, tensor)
         # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
@@ -60,15 +109,21 @@ def load(
         bar.update(sum(part.nbytes for part in parts))
         return array
 
-    total_bytes = sum(tensors[name].nbytes for row in specs for name in row.hf_names)
+    total_bytes = sum(part.nbytes for row in specs for part in parts_of(row)) if use_tqdm else 0
     with ThreadPoolExecutor(_NUM_READERS) as readers, progress_bar(total_bytes, "Loading", use_tqdm) as bar:
         return build_tree(specs, leaf)
+
+
+def check(path: str | os.PathLike[str], specs: Sequence[TensorRow]) -> None:
+    """CheckpointError unless a directory has all that `load` would read, as far as can be told without."""
+    open_tensors(FilePath(path), specs)
 
 
 def open_tensors(directory: FilePath, specs: Sequence[TensorRow]) -> Tensors:
     """Every tensor of a checkpoint by name, none of them read yet; CheckpointError unless they are those of `specs`."""
     tensors = (orbax_store if is_orbax(directory) else safetensors_store).open_tensors(directory)
-    _check(directory, specs, tensors)
+    advice = "check that config.json belongs to these weights, and that they are not quantized"
+    _check(directory, specs, tensors, advice)
     return tensors
 
 
@@ -77,7 +132,7 @@ def is_orbax(directory: FilePath) -> bool:
     return orbax_store.has_weights(directory) and not safetensors_store.has_weights(directory)
 
 
-def _check(directory: FilePath, specs: Sequence[TensorRow], tensors: Tensors) -> None:
+def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tensor], advice: str) -> None:
     expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
     shared = [name for name in expected if name in tensors]
     Mismatch(
@@ -89,7 +144,7 @@ def _check(directory: FilePath, specs: Sequence[TensorRow], tensors: Tensors) ->
             if tensors[name].shape != expected[name]
         ],
         mistyped=[f"{name} {tensors[name].dtype}" for name in shared if tensors[name].dtype not in FLOATS],
-    ).raise_if_any(directory, "check that config.json belongs to these weights, and that they are not quantized")
+    ).raise_if_any(where, advice)
 
 
 def _is_ignored(name: str) -> bool:

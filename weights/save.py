@@ -2,22 +2,19 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
-from math import prod
 from pathlib import Path as FilePath
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from numpy.typing import NDArray
 
 from weights import orbax_store, safetensors_store
-from weights.errors import Mismatch
 from weights.new_directory import new_directory
-from weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
-from weights.stored_tensor import Tensor, host_rows
+from weights.rows import Params, TensorRow
+from weights.stored_tensor import Tensor
+from weights.tree import tensors_of
+
+_ADVICE = "save the tree that load returned, layers unstacked, in a floating dtype"
 
 
 def save(
@@ -45,7 +42,7 @@ def save(
     """
     directory = FilePath(path)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = _split(specs, params)
+    tensors = tensors_of(specs, params, _ADVICE)
     with TemporaryDirectory(prefix=".saving-", dir=directory) as temporary:
         scratch = FilePath(temporary)
         safetensors_store.write_tensors(scratch, tensors, max_shard_bytes=max_shard_bytes)
@@ -68,61 +65,10 @@ def save_orbax(
         CheckpointError: as `save`; `path` is taken, or being written by another process.
         OSError: it cannot be written.
     """
-    tensors = _split(specs, params)
+    tensors = tensors_of(specs, params, _ADVICE)
     with new_directory(FilePath(path)) as scratch:
         orbax_store.write_tensors(scratch, tensors)
         safetensors_store.write_config(scratch, _with_dtype(hf_config, tensors))
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Rows `begin` to `end` of a parameter: one tensor of the checkpoint."""
-
-    array: Any
-    begin: int
-    end: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.end - self.begin, *self.array.shape[1:])
-
-    @property
-    def dtype(self) -> np.dtype:
-        return np.dtype(self.array.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(host_rows(self.array, slice(self.begin, self.end)), dtype)
-
-
-def _split(specs: Sequence[TensorRow], params: Params) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by name; CheckpointError if `params` is not what `specs` describe."""
-    found = Mismatch()
-    tensors: dict[str, Tensor] = {}
-    for row in specs:
-        array, name = _leaf_or_none(params, row.path), "/".join(map(str, row.path))
-        if array is None:
-            found.missing.append(name)
-        elif (dtype := getattr(array, "dtype", type(array).__name__)) not in FLOATS:
-            found.mistyped.append(f"{name} {dtype}")
-        elif array.shape != row.shape:
-            found.misshapen.append(f"{name} {array.shape} instead of {row.shape}")
-        else:
-            ends = list(accumulate(row.hf_rows))
-            parts = zip(row.hf_names, row.hf_rows, ends, strict=True)
-            tensors |= {hf_name: _Part(array, end - rows, end) for hf_name, rows, end in parts}
-    found.raise_if_any("params", "save the tree that load returned, layers unstacked, in a floating dtype")
-    return tensors
-
-
-def _leaf_or_none(params: Params, path: Path) -> Any:
-    try:
-        return leaf_at(params, path)
-    except (KeyError, IndexError, TypeError):
-        return None
 
 
 def _with_dtype(hf_config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -49,6 +49,37 @@ class Part(Tensor, Protocol):
     def __getitem__(self, index: Any, /) -> Any: ...
 
 
+@dataclass(frozen=True)
+class HeldTensor:
+    """A Part that is in memory, and the caller's."""
+
+    array: NDArray[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its own."""
+        return self.array.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its own."""
+        return self.array.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its numbers."""
+        return self.array.nbytes
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, index: Any, /) -> "HeldTensor":
+        return HeldTensor(self.array[index])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return self.array
+
+
 Tensors = Mapping[str, Part]
 Piece = tuple[NDArray[Any], Part]  # where to copy, and from where
 

@@ -2,9 +2,11 @@
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,6 +41,8 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
+
+Weights = Mapping[str, Any] | str | os.PathLike[str]  # that a running engine takes
 
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
@@ -81,7 +85,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         peers: the other processes, which build the same.
     """
     params, meshes = build_params(config, arch), _meshes(config)
-    replicas = [params, *(_copy(params, mesh) for mesh in meshes[1:] if mesh is not None)]
+    replicas = copies(params, meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, dtype)
     backend = select_backend(config, local_arch, kv_dtype)
@@ -107,10 +111,14 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     return runners
 
 
-def _copy(params: Params, mesh: Mesh) -> Params:
-    """The weights on the devices of another mesh, split as they are."""
-    copied: Params = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(mesh, leaf.sharding.spec)), params)
-    return copied
+def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
+    """The weights of the first of some replicas, and the same on the devices of the others."""
+
+    def copy(mesh: Mesh) -> Params:
+        copied: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)
+        return copied
+
+    return [params, *(copy(mesh) for mesh in meshes[1:] if mesh is not None)]
 
 
 def _devices(meshes: Sequence[Mesh | None]) -> list[jax.Device]:
@@ -129,15 +137,57 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
     Split over its devices, quantised, packed for a CPU, stacked for a scan.
     """
     _use_compilation_cache(config)  # quantising is compiled too
+    return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
+
+
+def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
+    """Other weights for the first replica, in the form that `current` has; what is returned gives them.
+
+    Arrays are in that form by then. A directory has been looked at, but is read only when they are asked for.
+
+    Args:
+        config: of the engine.
+        arch: of the model.
+        given: what `LLM.update_weights` takes.
+        current: weights of the first replica.
+
+    Raises:
+        ConfigError: it is not of this model.
+    """
+    if isinstance(given, str | os.PathLike):
+        try:
+            weights.check(given, registry.param_specs(arch))
+        except weights.CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        return partial(_make_params, config, arch, partial(weights.load, given))
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"weights must be a directory, or arrays in a tree or by name, got {type(given).__name__}")
+    same_form = bool(jax.tree.structure(given) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
+    new = _placed_as(given, current) if same_form else _make_params(config, arch, partial(weights.assemble, given))
+    return lambda: new
+
+
+def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
+    """No array is copied that lies where it has to."""
+    wrong = [
+        f"{jax.tree_util.keystr(path)} {new.dtype}{list(new.shape)} instead of {old.dtype}{list(old.shape)}"
+        for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(current), strict=True)
+        if (new.shape, new.dtype) != (old.shape, old.dtype)
+    ]
+    if wrong:
+        raise ConfigError(f"weights must have the shapes and dtypes of those in use, got {', '.join(wrong[:8])}")
+    placed: Params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, current)
+    return placed
+
+
+def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Params]) -> Params:
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
     stored = config.quantization or dtype  # a quantisation is named after its dtype
     if (reason := packed_linear.unsupported(stored, jax.default_backend())) is not None:
         logger.info("matrices are multiplied by XLA: %s", reason)
     transform = matrix_transform(specs, quantization=config.quantization, packed=reason is None)
     try:
-        params = weights.load(
-            config.model_path, specs, dtype, _shardings(_meshes(config)[0], specs), transform, use_tqdm=True
-        )
+        params = make(specs, dtype, _shardings(_meshes(config)[0], specs), transform)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)

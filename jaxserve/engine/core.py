@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.plan import StepPlan
     from jaxserve.engine.runner import Runner
     from jaxserve.models.arch import ArchConfig
+    from jaxserve.models.params import Params
 
 _STEPS_BETWEEN_DIGESTS = 16
 
@@ -105,6 +106,11 @@ class EngineCore:
     def withdraw(self) -> list[Request]:
         """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
         return self.scheduler.withdraw()
+
+    def replace_weights(self, params: Params) -> None:
+        """Go on with other weights, with nothing cached."""
+        self.runner.params = params
+        self.scheduler.reset_prefix_cache()
 
     def has_work(self) -> bool:
         """Whether a request is unfinished or a step was not read."""

@@ -1,20 +1,30 @@
 """Engine: schedule, pack, run, update. Everything a request meets between arrival and its last token."""
 
 import contextlib
+import os
 import random
 import sys
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
+from jaxserve import distributed
 from jaxserve.config import EngineConfig
-from jaxserve.distributed import connect
 from jaxserve.engine.batch import MAX_EOS_IDS
-from jaxserve.engine.build import build_arch, build_runners, build_sampling_params, check_sizes, compute_dtype
+from jaxserve.engine.build import (
+    Weights,
+    build_arch,
+    build_runners,
+    build_sampling_params,
+    check_sizes,
+    compute_dtype,
+    copies,
+    prepare_params,
+)
 from jaxserve.engine.core import EngineCore, Progress
-from jaxserve.engine.lockstep import follow
+from jaxserve.engine.lockstep import WeightsRead, follow
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prompt import Prompt, read_prompt
@@ -22,13 +32,13 @@ from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
+from jaxserve.models.params import Params
 from jaxserve.peers import Follower, Leader
 from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
 _POLL_S = 5e-5  # between looks at the devices of several replicas
-_LOSS_SHOWS_S = 2.0  # from a collective that fails to a connection that ends
 
 
 class Engine:
@@ -59,11 +69,14 @@ class Engine:
         if len(self._eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
         self.stats = EngineStats()
-        self._peers = connect() if runner is None else None
+        self._peers = distributed.peers() if runner is None else None
+        if self._peers is not None:
+            self._peers.claim()
         runners = [runner] if runner is not None else build_runners(config, self.arch, self._peers)
         tell = self._peers.tell if self._peers is not None else None
         self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
         self.schedule = runners[0].schedule
+        self._has_weights = True
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
         self._core_of: dict[str, EngineCore] = {}  # by the id of each sample that a replica has
         self._groups: dict[str, RequestGroup] = {}
@@ -88,6 +101,8 @@ class Engine:
             RequestError: the request cannot be served; nothing has changed.
         """
         params = (params or self.default_sampling_params).clone()  # checked anew: the caller may have changed it
+        if not self._has_weights:
+            raise RequestError("the engine has no weights, as the last ones could not be read; call update_weights")
         text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
@@ -119,17 +134,59 @@ class Engine:
         for core in self.cores:
             core.reset_prefix_cache()
 
+    @property
+    def params(self) -> Params:
+        """The weights in use, of the first replica, in the form that its programs take."""
+        return self.cores[0].runner.params
+
+    def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
+        """Serve with other weights from now on; see `LLM.update_weights`. Returns the requests that progressed."""
+        if running not in ("finish", "restart"):
+            raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
+        path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+        if self._peers is not None and path is None:
+            raise ConfigError("weights must be a directory that all processes can read, got arrays of one; save them")
+        make = prepare_params(self.config, self.arch, given, self.params)
+        progressed: dict[str, RequestOutput] = {}
+        while running == "finish" and self.has_unfinished():
+            progressed |= {output.request_id: output for output in self.step()}
+        for group in self._groups.values():
+            self._restart(group)
+        if self._peers is not None and path is not None:
+            self._peers.tell(WeightsRead(path))
+        self._replace_weights(make)
+        return list(progressed.values())
+
+    def _restart(self, group: RequestGroup) -> None:
+        for request in group.requests:
+            if request.request_id in self._group_of:
+                self._let_go(request, FinishReason.ABORT)
+        requests = group.restart()
+        self._group_of.update({r.request_id: group for r in requests})
+        self._queue.update({r.request_id: r for r in requests})
+
+    def _read_weights(self, path: str) -> None:
+        self._replace_weights(prepare_params(self.config, self.arch, path, self.params))
+
+    def _replace_weights(self, make: Callable[[], Params]) -> None:
+        self._has_weights = False
+        for core in self.cores:
+            core.replace_weights({})  # there may not be room for both
+        params = make()
+        self._has_weights = True
+        for core, replica in zip(self.cores, copies(params, [core.runner.mesh for core in self.cores]), strict=True):
+            core.replace_weights(replica)
+        self._place()
+
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
         for core in self.cores:
             core.runner.wait_until_warm()
 
     def close(self) -> None:
-        """Stop compiling in the background, and let other processes end."""
+        """Stop compiling in the background."""
         for core in self.cores:
             core.runner.close()
-        if isinstance(self._peers, Leader):
-            self._peers.close()
 
     @property
     def is_follower(self) -> bool:
@@ -137,10 +194,10 @@ class Engine:
         return isinstance(self._peers, Follower)
 
     def follow(self) -> None:
-        """Do what the leading process does, until it closes. Ends the process where that cannot go on."""
+        """Do what the leading process does, until that ends. Ends the process where that cannot go on."""
         assert isinstance(self._peers, Follower), "the first process leads"
         try:
-            follow(self.cores[0], self._peers.events())
+            follow(self.cores[0], self._peers.events(), self._read_weights)
         except Exception as error:
             traceback.print_exc()
             self._peers.fail(str(error))
@@ -332,7 +389,6 @@ class Engine:
 
     def _recover(self, core: EngineCore) -> None:
         if isinstance(self._peers, Leader):  # the others have done what this process broke off
-            self._peers.check(_LOSS_SHOWS_S)
             self._peers.fail(str(sys.exception()))
         core.recover()
 
@@ -384,13 +440,16 @@ class Engine:
 
     def _finish(self, request: Request, reason: FinishReason | None = None, stop_string: str | None = None) -> None:
         """Let go of a sample that has ended, or ends now for `reason`."""
+        group = self._let_go(request, reason)
+        if group.finish(request, stop_string):
+            del self._groups[group.output.request_id]
+            self.stats.num_finished += 1
+
+    def _let_go(self, request: Request, reason: FinishReason | None) -> RequestGroup:
         core = self._core_of.pop(request.request_id, None)
         if core is None:
             del self._queue[request.request_id]
             request.status, request.finish_reason = RequestStatus.FINISHED, reason
         elif reason is not None:
             core.finish(request.request_id, reason)
-        group = self._group_of.pop(request.request_id)
-        if group.finish(request, stop_string):
-            del self._groups[group.output.request_id]
-            self.stats.num_finished += 1
+        return self._group_of.pop(request.request_id)

@@ -6,7 +6,7 @@ The others repeat it, and start the same programs in the same order, which is wh
 What they pack is compared every few steps.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.request import FinishReason, Request
@@ -46,11 +46,22 @@ class Updated(NamedTuple):
     token_ids: list[list[int]]
 
 
-Event = Added | Finished | CacheReset | Scheduled | Updated
+class WeightsRead(NamedTuple):
+    """Other weights were read from this directory."""
+
+    path: str
 
 
-def follow(core: "EngineCore", events: Iterable[Event]) -> None:
+Event = Added | Finished | CacheReset | Scheduled | Updated | WeightsRead
+
+
+def follow(core: "EngineCore", events: Iterable[Event], read_weights: Callable[[str], None]) -> None:
     """Repeat what the leader's core did, until there is no more.
+
+    Args:
+        core: of this process.
+        events: in their order.
+        read_weights: from a directory into the core.
 
     Raises:
         RuntimeError: this process came to another plan.
@@ -67,3 +78,5 @@ def follow(core: "EngineCore", events: Iterable[Event]) -> None:
                 core.repeat(event)
             case Updated(token_ids):
                 core.take(token_ids)
+            case WeightsRead(path):
+                read_weights(path)

@@ -60,6 +60,20 @@ class RequestGroup:
         """The samples as the scheduler knows them."""
         return [c.request for c in self._completions.values()]
 
+    def restart(self) -> list[Request]:
+        """Begin all samples again, as new requests; their outputs are emptied, where they are."""
+        requests = [_again(request) for request in self.requests]
+        for completion, request in zip(list(self._completions.values()), requests, strict=True):
+            output, metrics = completion.output, completion.output.metrics
+            again = self._new_completion(output.index, request)
+            again.output.metrics.arrival_s = metrics.arrival_s
+            again.output.metrics.num_restarts = metrics.num_restarts + 1
+            vars(output).update(vars(again.output))
+            self._completions[request.request_id] = _Completion(request, output, again.detokenizer)
+        if self.output.prompt_logprobs is not None:
+            self.output.prompt_logprobs = [None]
+        return requests
+
     def admitted(self, request: Request) -> None:
         """Note that a sample got its slot."""
         metrics = self._completions[request.request_id].output.metrics
@@ -141,3 +155,17 @@ class RequestGroup:
         if token_id not in self._texts:
             self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
         return self._texts[token_id]
+
+
+def _again(request: Request) -> Request:
+    """The same, with nothing done for it yet."""
+    return Request(
+        request_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        params=request.params,
+        seed=request.seed,
+        max_total_tokens=request.max_total_tokens,
+        stop_ids=request.stop_ids,
+        salt=request.salt,
+        read_prefix_cache=request.read_prefix_cache,
+    )

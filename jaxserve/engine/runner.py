@@ -106,7 +106,7 @@ class Runner:
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
         self._max_burst_steps = max_burst_steps
-        self._mesh = mesh
+        self.mesh = mesh
         self._num_devices = 1 if mesh is None else mesh.size
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
@@ -140,7 +140,7 @@ class Runner:
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
-        return abstract_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend, mesh=self._mesh)
+        return abstract_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend, mesh=self.mesh)
 
     def weight_bytes(self, num_tokens: int) -> int:
         """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
@@ -174,14 +174,14 @@ class Runner:
 
     def _lower(self, program: Program, layout: BatchLayout) -> jax.stages.Lowered:
         state, blob = self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
-        if self._mesh is not None:
+        if self.mesh is not None:
             specs = (specs_of(state), PartitionSpec())
-            program = over_devices(program, self._mesh, (self.params, state, blob), specs)
+            program = over_devices(program, self.mesh, (self.params, state, blob), specs)
         return jax.jit(program, donate_argnums=1).lower(self.params, state, blob)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """What comes from the host, to every device."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self._mesh) if self._mesh else None)
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
     def warm_up(self, compile_ahead: str, after: "Runner | None" = None) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
@@ -239,7 +239,7 @@ class Runner:
         state = self.abstract_state()
         row = jax.tree.map(lambda s: self._operand(s.shape[1:], s.dtype), state.slots)
         args = (state, self._operand((), jnp.int32), row)
-        program = set_slot if self._mesh is None else over_devices(set_slot, self._mesh, args, specs_of(state))
+        program = set_slot if self.mesh is None else over_devices(set_slot, self.mesh, args, specs_of(state))
         return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:

@@ -88,7 +88,7 @@ def matrix_transform(
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
     def place(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
-        block = _block(spec, tensor.shape[1]) if spec.is_matrix and quantization == "int8" else None
+        block = scale_block(spec, tensor.shape[1]) if spec.is_matrix and quantization == "int8" else None
         if spec.is_matrix and packed and (tied or spec.path != ("embed",)):
             return _pack(tensor, block=block, gated=spec.gated)
         return _quantize(tensor, block) if block else tensor.place()
@@ -164,7 +164,7 @@ def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
     return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
 
 
-def _block(spec: ParamSpec, num_columns: int) -> int:
+def scale_block(spec: ParamSpec, num_columns: int) -> int:
     """How many columns share a scale, where a device has so many: as in the whole matrix, if none is cut in two."""
     block = block_size(spec.shape[1])
     return block_size(num_columns) if num_columns % block else block

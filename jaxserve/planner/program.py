@@ -1,8 +1,9 @@
 """serve_step compiled for chips that are not there, and what its program tells."""
 
+import contextlib
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,11 +18,11 @@ from jaxserve.engine.step import abstract_state, make_serve_step
 from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree
+from jaxserve.models.params import Params, ParamSpec, build_tree, scale_block
 from jaxserve.planner.targets import Target
-from jaxserve.quant import QuantizedMatrix, block_size
+from jaxserve.quant import QuantizedMatrix
 from jaxserve.sharding import named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
-from pallas_kernels.deviceless import Chip, compile_all
+from pallas_kernels.deviceless import Chip, UnknownTopologyError, compile_all
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
@@ -47,7 +48,8 @@ class StepProgram:
         num_tokens: of its token axis.
         temp_bytes: of temporaries, and of results other than the state.
         collectives: of one layer.
-        estimate_ms: what the compiler itself expects it to take; None where it does not say.
+        estimate_ms: what the compiler itself expects it to take if each loop, that over the layers too, ran once; None
+            where it does not say.
     """
 
     num_tokens: int
@@ -83,14 +85,12 @@ class StepCompiler:
             ConfigError: they cannot be compiled.
         """
         num_copies = 1 if self._is_scanned(arch) else arch.num_layers
+        programs = self.compile(arch, buckets)
+        with self._refusals():
+            texts = [program.as_text() or "" if self.target.num_devices > 1 else "" for program in programs]
         return [
-            StepProgram(
-                num_tokens,
-                temp_bytes(program),
-                layer_collectives(program.as_text() or "", num_copies) if self.target.num_devices > 1 else (),
-                estimate_ms(program),
-            )
-            for num_tokens, program in zip(buckets, self.compile(arch, buckets), strict=True)
+            StepProgram(num_tokens, temp_bytes(program), layer_collectives(text, num_copies), estimate_ms(program))
+            for num_tokens, program, text in zip(buckets, programs, texts, strict=True)
         ]
 
     def compile(self, arch: ArchConfig, buckets: Sequence[int]) -> list[jax.stages.Compiled]:
@@ -99,9 +99,14 @@ class StepCompiler:
         Raises:
             ConfigError: they cannot be compiled.
         """
-        try:
+        with self._refusals():
             return compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
-        except (ValueError, jax.errors.JaxRuntimeError) as error:
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except (UnknownTopologyError, jax.errors.JaxRuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"steps cannot be compiled for {self.target.name}: {reason}") from error
 
@@ -143,7 +148,7 @@ def abstract_params(
         if quantization is None or not spec.is_matrix:
             return _tensor(spec.shape, dtype, spec.axes, mesh)
         num_rows, in_size = spec.shape
-        scales = (num_rows, in_size // block_size(whole[spec.path].shape[1]))
+        scales = (num_rows, in_size // scale_block(whole[spec.path], in_size))
         dtypes = (jnp.dtype(quantization), jnp.dtype("float32"))  # a quantisation is named after its dtype
         matrix: Any = [_tensor(*x, spec.axes, mesh) for x in zip((spec.shape, scales), dtypes, strict=True)]
         return QuantizedMatrix(*matrix)

@@ -118,12 +118,10 @@ def _exchanges(program: StepProgram) -> str:
 
 def _speed_header(plan: Plan, speed: Speed) -> str:
     lines = ["predicted, not measured: no step is faster than the data sheet's bandwidth, FLOP/s and links allow"]
-    for program in (plan.largest, plan.decode):
-        if program is not None and program.estimate_ms is not None:
-            lines.append(
-                f"the compiler's own estimate of a step of {program.num_tokens} tokens, without what their contexts "
-                f"add: {number(program.estimate_ms)} ms"
-            )
+    programs = [program for program in (plan.decode, plan.largest) if program is not None]
+    estimates = [f"{number(x.estimate_ms)} ms for {x.num_tokens} tokens" for x in programs if x.estimate_ms is not None]
+    if estimates:
+        lines.append(f"the compiler's own estimate, each loop counted once, as if of one layer: {', '.join(estimates)}")
     lines.append(
         f"TTFT of {speed.prompt_tokens} tokens alone {number(speed.ttft_ms)} ms; "
         f"decode after {speed.context_tokens} tokens a row:"

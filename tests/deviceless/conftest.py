@@ -1,6 +1,7 @@
 import pytest
 
-from pallas_kernels.deviceless import H200
+from jaxserve.planner.targets import parse_target
+from pallas_kernels.deviceless import H200, TPU_V6E
 
 
 @pytest.fixture(scope="session")
@@ -8,3 +9,22 @@ def h200():
     if (reason := H200.unavailable()) is not None:
         pytest.skip(reason)
     return H200
+
+
+@pytest.fixture(scope="session")
+def tpu():
+    if (reason := TPU_V6E.unavailable()) is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def targets():
+    """Targets by name; the test is skipped where nothing can be compiled for one."""
+
+    def find(name):
+        target = parse_target(name)
+        if (reason := target.sheet.chip.unavailable()) is not None:
+            pytest.skip(reason)
+        return target
+
+    return find

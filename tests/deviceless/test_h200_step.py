@@ -1,5 +1,6 @@
 """The whole step, compiled for an H200: in place, nothing as large as the pool beside it, few temporaries."""
 
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -13,6 +14,8 @@ from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.step import abstract_state, make_serve_burst, make_serve_step
 from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
+from jaxserve.planner.targets import parse_target
+from pallas_kernels.deviceless import compile_all
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "weights" / "default" / "config.json"
 LLAMA_8B = {
@@ -30,10 +33,17 @@ LLAMA_8B = {
     "dtype": "bfloat16",
 }
 BFLOAT16 = jnp.dtype("bfloat16")
+DEFAULT_STEPS = {  # tokens, steps of a burst, numbers in the pool: megabytes of temporaries at most
+    (8, 1, "bfloat16"): 24,
+    (8, 16, "bfloat16"): 24,
+    (2048, 1, "bfloat16"): 96,
+    (64, 1, "int8"): 24,
+    (64, 1, "float8_e4m3fn"): 24,
+}
 HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn": "f8e4m3fn"}
 
 
-def compile_step(chip, config, schedule, num_tokens, max_steps, kv_dtype=BFLOAT16):
+def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype):
     """The pool, and the step of one bucket, or its burst if `max_steps` is more than one."""
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
     params = abstract_params(arch, BFLOAT16)
@@ -43,15 +53,16 @@ def compile_step(chip, config, schedule, num_tokens, max_steps, kv_dtype=BFLOAT1
         program = make_serve_burst(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
     else:
         program = make_serve_step(arch, layout, backend="mosaic_gpu")
-    return state.kv_pages, chip.compile(program, (params, state, blob), donate_argnums=(1,))
+    return state.kv_pages, chip.lower(program, (params, state, blob), donate_argnums=(1,))
 
 
-def compile_split_step(chip, config, schedule, num_tokens, num_devices, kv_dtype):
+def compile_split_step(config, schedule, num_tokens, num_devices, kv_dtype):
     """The step of one bucket over several chips; and what one of them has of the pool."""
     arch, kv_dtype = registry.from_hf_config(config), jnp.dtype(kv_dtype)
-    compiler = StepCompiler(chip, num_devices, schedule, BFLOAT16, kv_dtype, "mosaic_gpu")
+    target = dataclasses.replace(parse_target("h200"), shape=(num_devices,))
+    compiler = StepCompiler(target, schedule, BFLOAT16, kv_dtype, "mosaic_gpu")
     part = abstract_state(arch.local(num_devices), schedule, kv_dtype=kv_dtype, backend="mosaic_gpu").kv_pages
-    return part, compiler.compile(arch, num_tokens)
+    return part, compiler.compile(arch, [num_tokens])[0]
 
 
 def check(pool, compiled, max_temp_bytes, num_kinds):
@@ -67,36 +78,26 @@ def check(pool, compiled, max_temp_bytes, num_kinds):
     assert len(kernels) == 2 * num_kinds * arrays[0].shape[0], "attention and merge, once a layer and kind of tiles"
 
 
-@pytest.mark.parametrize(("num_tokens", "max_steps", "megabytes"), [(8, 1, 24), (8, 16, 24), (2048, 1, 96)])
-def test_default_model(h200, num_tokens, max_steps, megabytes):
-    schedule = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000)
-    compiled = compile_step(h200, json.loads(DEFAULT_MODEL.read_text()), schedule, num_tokens, max_steps)
-    check(*compiled, megabytes * 1e6, num_kinds=1 if num_tokens < 512 else 2)
+@pytest.fixture(scope="module")
+def default_steps(h200):
+    """Pools and programs of the default model; compiled side by side."""
+    schedule, config = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000), json.loads(DEFAULT_MODEL.read_text())
+    lowered = {key: lower_step(h200, config, schedule, *key[:2], jnp.dtype(key[2])) for key in DEFAULT_STEPS}
+    compiled = compile_all([program for _, program in lowered.values()])
+    return {key: (pool, program) for (key, (pool, _)), program in zip(lowered.items(), compiled, strict=True)}
 
 
-@pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-def test_default_model_with_a_narrow_pool(h200, kv_dtype):
-    schedule = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000)
-    config = json.loads(DEFAULT_MODEL.read_text())
-    check(*compile_step(h200, config, schedule, 64, 1, jnp.dtype(kv_dtype)), 24e6, num_kinds=1)
+@pytest.mark.parametrize("step", DEFAULT_STEPS, ids=str)
+def test_default_model(default_steps, step):
+    check(*default_steps[step], DEFAULT_STEPS[step] * 1e6, num_kinds=1 if step[0] < 512 else 2)
 
 
-@pytest.mark.parametrize(("num_tokens", "megabytes"), [(64, 400), (2048, 1000)])
-def test_8b(h200, num_tokens, megabytes):
-    schedule = ScheduleConfig(256, 2048, 8192, 16, num_pages=40_000)
-    compiled = compile_step(h200, LLAMA_8B, schedule, num_tokens, 1)
-    check(*compiled, megabytes * 1e6, num_kinds=1 if num_tokens < 512 else 2)
-
-
-@pytest.mark.parametrize(
-    ("num_devices", "num_tokens", "kv_dtype", "megabytes"), [(2, 64, "bfloat16", 300), (16, 8, "int8", 100)]
-)
-def test_layers_of_8b_over_several(h200, num_devices, num_tokens, kv_dtype, megabytes):
-    """Each kv head of 8 on two of 16 chips. They meet twice a layer, for the embedding, and to sample in branches."""
+def test_layers_of_8b_over_sixteen(h200):
+    """Each kv head of 8 on two of the chips. They meet twice a layer, for the embedding, and to sample in branches."""
     schedule = ScheduleConfig(256, 2048, 8192, 16, num_pages=40_000)
     config = {**LLAMA_8B, "num_hidden_layers": 2}
-    pool, compiled = compile_split_step(h200, config, schedule, num_tokens, num_devices, kv_dtype)
-    check(pool, compiled, megabytes * 1e6, num_kinds=1)
+    pool, compiled = compile_split_step(config, schedule, 8, 16, "int8")
+    check(pool, compiled, 100e6, num_kinds=1)
     program = compiled.as_text()
     meetings = [line for line in program.splitlines() if re.search(r" all-(reduce|gather|to-all)(-start)?\(", line)]
     in_layers = [line for line in meetings if "/cond/" not in line]

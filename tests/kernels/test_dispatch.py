@@ -1,9 +1,10 @@
 import logging
 
+import jax
 import pytest
 
-from pallas_kernels import dispatch
-from pallas_kernels.dispatch import UnsupportedBackendError, select
+from pallas_kernels import deviceless, dispatch
+from pallas_kernels.dispatch import UnsupportedBackendError, select, target_platform
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
 
@@ -39,3 +40,11 @@ def test_unknown_name():
 def test_auto_with_no_backend_lists_every_reason():
     with pytest.raises(UnsupportedBackendError, match="fast: broken; plain: broken; slow: broken"):
         select("op", REASONS, "auto", lambda _: "broken")
+
+
+@pytest.mark.parametrize("name", ["H200", "TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E", "TPU7X"])
+def test_a_chip_is_compiled_for_as_what_it_is(name):
+    chip = getattr(deviceless, name)
+    with jax.sharding.use_abstract_mesh(chip.mesh()):
+        assert target_platform() == chip.platform
+    assert target_platform() == "cpu"

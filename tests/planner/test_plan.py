@@ -351,6 +351,15 @@ def test_the_report_has_all_figures_and_survives_json() -> None:
     assert too_large["compile_s"] is None
 
 
+def test_what_the_compiler_estimates_is_shown_where_it_does() -> None:
+    plan = plan_of("llama-3.1-8b", "v6e:1x1", max_model_len=8192)
+    assert plan.largest is not None
+    assert "estimate" not in render(plan)
+    told = dataclasses.replace(plan, largest=dataclasses.replace(plan.largest, estimate_ms=1.5))
+    assert "1.5 ms for 2048 tokens" in render(told)
+    assert build_report(told)["compiler_estimate_ms"] == [1.5, None]
+
+
 def test_the_table_says_what_is_predicted() -> None:
     assert "predicted, not measured" in render(plan_of("llama-3.1-8b"))
     text = render(plan_of("llama-3.1-405b"))

@@ -152,6 +152,27 @@ def test_what_is_lost_with_a_broken_step_is_made_anew(start: Start) -> None:
         assert_same(output, wanted)
 
 
+def test_weights_of_the_same_mesh_are_not_copied(start: Start, tmp_path: Path) -> None:
+    sizes = {"num_attention_heads": 8, "head_dim": 8, "num_hidden_layers": LAYERS}
+    write_checkpoint(tmp_path, "llama", seed=1, attention_bias=True, mlp_bias=True, **sizes)
+    prompts, params = [tokens(20, n) for n in range(3)], SamplingParams(temperature=0, max_tokens=9)
+    engine = start(2)
+    old, expected = engine.params, generate(engine, prompts, params)
+    engine.update_weights(tmp_path)
+    others = generate(engine, prompts, params)
+    new = engine.params
+    assert [o.outputs[0].token_ids for o in others] != [o.outputs[0].token_ids for o in expected]
+    for tree, wanted in ((old, expected), (new, others), (old, expected)):
+        engine.update_weights(tree)
+        for own, used in zip(jax.tree.leaves(tree), jax.tree.leaves(engine.params), strict=True):
+            for a, b in zip(own.addressable_shards, used.addressable_shards, strict=True):
+                assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer()
+        for output, same in zip(generate(engine, prompts, params), wanted, strict=True):
+            assert_same(output, same)
+            assert output.num_cached_tokens == 0
+    assert engine.stats.num_compiles == 0
+
+
 @pytest.mark.parametrize("num_devices", [1, 2])
 def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
     prompts, params = [tokens(9, 1)], SamplingParams(temperature=1, seed=2, max_tokens=9)

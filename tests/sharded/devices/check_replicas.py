@@ -1,6 +1,7 @@
 """Several replicas behind one engine: the tokens of one, none idle beside a waiting request, and prefixes found."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -158,6 +159,23 @@ def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Runner, name, lambda *_: pytest.fail("every program is on disk"))
     for output, wanted in zip(generate(start(2, 2, again=True), prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)
+
+
+def test_all_replicas_get_other_weights(start: Start, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "llama", seed=1)
+    prompts = [tokens(9, n) for n in range(4)]
+    engines = [start(), start(2, 2)]
+    old, new = [], []
+    for engine in engines:
+        before = engine.params
+        old.append(generate(engine, prompts, GREEDY))
+        engine.update_weights(tmp_path)
+        new.append(generate(engine, prompts, GREEDY))
+        engine.update_weights(before)
+    for results in (old, new):
+        for output, wanted in zip(results[1], results[0], strict=True):
+            assert_same(output, wanted)
+    assert [o.outputs[0].token_ids for o in old[0]] != [o.outputs[0].token_ids for o in new[0]]
 
 
 def test_more_replicas_than_devices_are_refused(start: Start) -> None:

@@ -1,0 +1,67 @@
+"""Plans for chips that are not there, compiled for them."""
+
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from jaxserve import cli
+from jaxserve.config import ScheduleConfig
+from jaxserve.planner.plan import read_model
+from jaxserve.planner.program import StepCompiler, temp_bytes
+from jaxserve.planner.targets import parse_target
+from pallas_kernels.deviceless import compile_all
+
+BFLOAT16 = jnp.dtype("bfloat16")
+
+
+@pytest.mark.parametrize(("name", "backend"), [("h200x2", "mosaic_gpu"), ("tpu7x:1x1x1", "xla")])
+def test_the_plan_of_a_small_model(targets, name, backend, capsys):
+    target = targets(name)
+    sizes = ["--max-num-seqs", "32", "--max-num-batched-tokens", "64"]
+    assert cli.main(["plan", "--target", name, "--json", *sizes]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"]
+    assert plan["attention_backend"] == backend
+    assert plan["compiled_tokens"] == [64, 36]
+    assert (plan["num_chips"], plan["num_devices"]) == (target.num_chips, 2)
+    assert 0 < plan["decode_temp_bytes_per_chip"] <= 24e6
+    assert 0 < plan["temp_bytes_per_chip"] <= 24e6
+    assert plan["compile_s"] > 0
+    assert plan["collectives_per_layer"] == [{"kind": "all-reduce", "count": 2, "num_bytes": 2 * 36 * 256 * 2}]
+    taken = sum(plan[f"{part}_bytes_per_chip"] for part in ("weights", "slots", "temp", "kv"))
+    assert 0.85 * plan["limit_bytes_per_chip"] < taken < plan["limit_bytes_per_chip"]
+
+
+def test_a_sweep_goes_on_after_chips_that_the_model_cannot_use(tpu, capsys):
+    assert cli.main(["plan", "--sweep", "v5e:3x5", "v6e:1x2", "cpu", "--model", "llama-3.1-70b", "--json"]) == 0
+    missing, too_small, cpu = json.loads(capsys.readouterr().out)["targets"]
+    assert "tensor_parallel_size must divide" in missing["reason"]
+    assert too_small["missing_bytes_per_chip"] > 35e9
+    assert cpu["compile_s"] is None
+
+
+def test_a_larger_pool_takes_no_more_temporaries(h200):
+    _, arch = read_model(None)
+    schedules = [ScheduleConfig(32, 64, 1024, 16, num_pages) for num_pages in (64, 50_000)]
+    compilers = [StepCompiler(parse_target("h200"), x, BFLOAT16, BFLOAT16, "mosaic_gpu") for x in schedules]
+    small, large = (temp_bytes(program) for x in compilers for program in x.compile(arch, [8]))
+    assert small == large
+
+
+@pytest.mark.parametrize("name", ["v4:1x1x1", "v5e:1x1", "v5p:1x1x1", "v6e:1x1", "tpu7x:1x1x1"])
+def test_the_compiler_knows_the_memory_of_a_tpu(tpu, name):
+    target = parse_target(name)
+    devices = target.sheet.chip.devices(target.topology)
+    assert len(devices) == target.num_devices
+    assert {device.device_kind for device in devices} == {target.sheet.chip.device_kind}
+    assert {device.num_cores for device in devices} == {target.sheet.chip.num_cores}
+    too_much = jax.ShapeDtypeStruct((2**28, 1024), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
+    lowered = jax.jit(lambda x: x * 2).trace(too_much).lower(lowering_platforms=("tpu",))
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        compile_all([lowered])
+    (gib,) = re.findall(r"available HBM \((\d+\.\d+)G\)", str(caught.value))
+    assert target.sheet.limit_bytes == pytest.approx(float(gib) * 2**30, rel=0.001)

@@ -1,0 +1,62 @@
+"""Whole models as they are known, compiled for chips: their steps work in place and meet twice a layer."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.step import abstract_state
+from jaxserve.planner.plan import decode_bucket, read_model
+from jaxserve.planner.program import (
+    StepCompiler,
+    abstract_params,
+    collectives,
+    layer_collectives,
+    temp_bytes,
+    tree_bytes,
+)
+
+BFLOAT16 = jnp.dtype("bfloat16")
+SCHEDULE = ScheduleConfig(256, 2048, 8192, 16, num_pages=4000)
+BACKENDS = {"gpu": "mosaic_gpu", "tpu": "xla"}
+
+
+def check_exchanges(arch, num_tokens, text, num_copies):
+    """Of activations there are two in a layer, after attention and after SwiGLU, and one for the embedding."""
+    (sums,) = layer_collectives(text, num_copies)
+    assert (sums.kind, sums.count, sums.num_bytes) == ("all-reduce", 2, 2 * num_tokens * arch.hidden_size * 2)
+    lines = [line for line in text.splitlines() if f"bf16[{num_tokens},{arch.hidden_size}]" in line]
+    assert sum(x.count for x in collectives("\n".join(lines))) == 2 * num_copies + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "decode_megabytes", "largest_megabytes"),
+    [
+        ("llama-3.1-8b", "h200", 800, 850),
+        ("llama-3.1-70b", "h200x4", 300, 350),
+        ("llama-3.1-8b", "v6e:1x1", 800, 900),
+        ("llama-3.1-70b", "v6e:2x4", 100, 150),
+    ],
+)
+def test_steps_work_in_place(targets, name, target, decode_megabytes, largest_megabytes):
+    target, (_, arch) = targets(target), read_model(name)
+    platform = target.sheet.chip.platform
+    compiler = StepCompiler(target, SCHEDULE, BFLOAT16, BFLOAT16, BACKENDS[platform])
+    buckets = (decode_bucket(SCHEDULE), SCHEDULE.max_num_batched_tokens)
+    local = arch.local(target.num_devices)
+    state = abstract_state(local, SCHEDULE, kv_dtype=BFLOAT16, backend=BACKENDS[platform])
+    planned = tree_bytes(abstract_params(arch, BFLOAT16, None, target.num_devices)) + tree_bytes(state)
+    limits = (decode_megabytes, largest_megabytes)
+    for num_tokens, limit, program in zip(buckets, limits, compiler.compile(arch, buckets), strict=True):
+        memory, text = program.memory_analysis(), program.as_text()
+        assert memory.argument_size_in_bytes == pytest.approx(planned, rel=0.001)
+        assert memory.alias_size_in_bytes >= tree_bytes(state.kv_pages)
+        assert temp_bytes(program) <= limit * 1e6
+        shape = ",".join(map(str, jax.tree.leaves(state.kv_pages)[0].shape))
+        makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", text)
+        assert makers, "the pool is in the program"
+        assert not {"copy", "copy-start", "transpose", "concatenate", "pad", "convert"} & set(makers)
+        if target.num_devices > 1:
+            check_exchanges(arch, num_tokens, text, num_copies=1 if platform == "tpu" else arch.num_layers)

@@ -1,0 +1,203 @@
+"""Other weights in a running engine: the tokens of an engine that began with them, and what becomes of requests."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+from conftest import EOS, SIZES, VOCAB_SIZE, Start
+
+import weights
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.llm import LLM
+from jaxserve.models import registry
+from jaxserve.request import SamplingParams
+from workloads import Job, assert_same, busy_step, generate, run, tokens
+
+GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+PROMPTS = [tokens(20, n) for n in range(3)]
+Given = Callable[[Path, Engine], Any]
+
+
+@pytest.fixture(scope="module")
+def other(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model of `llama` with other weights."""
+    path = tmp_path_factory.mktemp("other")
+    shutil.copytree(llama, path, dirs_exist_ok=True)
+    checkpoints.write_checkpoint(path, "llama", seed=1, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
+    return path
+
+
+def from_directory(path: Path, engine: Engine) -> Any:
+    return path
+
+
+def by_name(path: Path, engine: Engine) -> Any:
+    return safetensors.numpy.load_file(path / "model.safetensors")
+
+
+def by_name_on_device(path: Path, engine: Engine) -> Any:
+    return {name: jax.numpy.asarray(array) for name, array in by_name(path, engine).items()}
+
+
+def loaded_tree(path: Path, engine: Engine) -> Any:
+    return weights.load(path, registry.param_specs(engine.arch))
+
+
+def served_tree(path: Path, engine: Engine) -> Any:
+    config = EngineConfig(str(path), skip_tokenizer_init=True, quantization=engine.config.quantization, **SIZES)
+    return Engine(config).params
+
+
+FORMS = [from_directory, by_name, by_name_on_device, loaded_tree, served_tree]
+
+
+@pytest.fixture
+def swapped(start: Start, llama: Path) -> Any:
+    """An engine to give other weights to; it has its own again afterwards."""
+    engines = []
+
+    def swapped(**options: Any) -> Engine:
+        engines.append(start(**options))
+        return engines[-1]
+
+    yield swapped
+    for engine in engines:
+        engine.update_weights(llama)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("form", FORMS)
+def test_tokens_are_those_of_an_engine_that_began_with_them(
+    start: Start, swapped: Start, other: Path, form: Given, quantization: str | None
+) -> None:
+    options = {"quantization": quantization}
+    expected = generate(start(model=str(other), **options), PROMPTS, GREEDY)
+    engine = swapped(**options)
+    old = generate(engine, PROMPTS, GREEDY)
+    assert [o.outputs[0].token_ids for o in old] != [o.outputs[0].token_ids for o in expected]
+    engine.update_weights(form(other, engine))
+    for output, wanted in zip(generate(engine, PROMPTS, GREEDY), expected, strict=True):
+        assert_same(output, wanted)
+        assert output.num_cached_tokens == 0
+    assert engine.stats.num_compiles == 0
+
+
+def test_arrays_that_lie_where_they_have_to_are_not_copied(swapped: Start, other: Path) -> None:
+    engine = swapped()
+    given = served_tree(other, engine)
+    engine.update_weights(given)
+    for new, used in zip(jax.tree.leaves(given), jax.tree.leaves(engine.params), strict=True):
+        assert new.unsafe_buffer_pointer() == used.unsafe_buffer_pointer()
+
+
+def test_arrays_in_another_form_stay_the_callers(swapped: Start, other: Path) -> None:
+    engine = swapped()
+    given = by_name(other, engine)
+    before = {name: array.copy() for name, array in given.items()}
+    engine.update_weights(given)
+    for name, array in given.items():
+        np.testing.assert_array_equal(array, before[name])
+
+
+@pytest.mark.parametrize("burst", [1, 5])
+@pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
+def test_requests_can_be_finished_first(start: Start, swapped: Start, other: Path, num_steps: int, burst: int) -> None:
+    engine = swapped(burst=burst)
+    expected = generate(engine, PROMPTS, GREEDY)
+    engine.reset_prefix_cache()
+    outputs = [engine.add_request(str(n), prompt, GREEDY) for n, prompt in enumerate(PROMPTS)]
+    for _ in range(num_steps):
+        busy_step(engine)
+    engine.update_weights(other, running="finish")
+    assert not engine.has_unfinished()
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert_same(output, wanted)
+
+
+@pytest.mark.parametrize("burst", [1, 5])
+@pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
+def test_requests_can_begin_again(start: Start, swapped: Start, other: Path, num_steps: int, burst: int) -> None:
+    """Rows, queue, samples of which some have ended, penalties and log probabilities: all as if nothing had been."""
+    rich = SamplingParams(n=2, temperature=1, seed=3, max_tokens=7, logprobs=2, presence_penalty=1, prompt_logprobs=1)
+    jobs = [Job(prompt, params) for prompt in PROMPTS for params in (GREEDY, rich)]
+    expected = run(start(model=str(other), burst=burst), jobs)
+    engine = swapped(burst=burst)
+    outputs = [engine.add_request(str(n), job.prompt, job.params) for n, job in enumerate(jobs)]
+    for _ in range(num_steps):
+        busy_step(engine)
+    finished = [output.finished for output in outputs]
+    engine.update_weights(other, running="restart")
+    while engine.has_unfinished():
+        busy_step(engine)
+    for output, wanted, was_finished in zip(outputs, expected, finished, strict=True):
+        if not was_finished:
+            assert_same(output, wanted)
+            assert output.metrics.num_restarts == 1
+
+
+def test_texts_begin_again_with_their_requests(llm: LLM, llama: Path, other: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=12, stop=["never said"])
+    expected = LLM(str(other), **SIZES).generate("def f(", params, use_tqdm=False)[0]
+    output = llm.engine.add_request("again", "def f(", params)
+    for _ in range(4):
+        llm.engine.step()
+    llm.update_weights(other, running="restart")
+    assert output.outputs[0].text == ""
+    while llm.engine.has_unfinished():
+        llm.engine.step()
+    assert output.outputs[0].text == expected.outputs[0].text
+    llm.update_weights(llama)
+
+
+def test_a_stream_that_begins_again_says_so(llm: LLM, llama: Path, other: Path) -> None:
+    stream = llm.stream("def f(", GREEDY)
+    next(stream)
+    llm.update_weights(other, running="restart")
+    with pytest.raises(RequestError, match="restarted with other weights"):
+        next(stream)
+    llm.update_weights(llama)
+
+
+def test_what_is_not_of_this_model_changes_nothing(start: Start, other: Path, tmp_path: Path) -> None:
+    engine = start()
+    expected = generate(engine, PROMPTS, GREEDY)
+    output = engine.add_request("0", PROMPTS[0], GREEDY)
+    busy_step(engine)
+    named = by_name(other, engine)
+    name = next(iter(named))
+    checkpoints.write_checkpoint(tmp_path, "llama", vocab_size=VOCAB_SIZE + 1)
+    served = jax.tree.map(lambda leaf: leaf[..., :1], engine.params)
+    for wrong, message in [
+        (tmp_path / "absent", "absent"),
+        (tmp_path, "of another shape"),
+        ({k: v for k, v in named.items() if k != name}, "1 missing"),
+        (named | {name: named[name].astype(np.int32)}, "unsupported dtype"),
+        (served, "must have the shapes and dtypes of those in use"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            engine.update_weights(wrong, running="restart")
+    with pytest.raises(ConfigError, match="'finish' or 'restart', got 'stop'"):
+        engine.update_weights(other, running="stop")
+    while engine.has_unfinished():
+        busy_step(engine)
+    assert_same(output, expected[0])
+
+
+def test_weights_that_could_not_be_read_after_all(swapped: Start, other: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = swapped()
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "load", lambda *_, **__: (_ for _ in ()).throw(OSError("gone")))
+        with pytest.raises(OSError, match="gone"):
+            engine.update_weights(other)
+    with pytest.raises(RequestError, match="the engine has no weights"):
+        engine.add_request("0", PROMPTS[0], GREEDY)
+    engine.update_weights(other)
+    generate(engine, PROMPTS, GREEDY)

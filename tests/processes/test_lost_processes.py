@@ -1,0 +1,101 @@
+"""A process that is killed, or stops, takes the others with it: soon, with its name, and the batch can be resumed."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from jaxserve.peers import EXIT_CODE, GRACE_S, SILENCE_S
+from tests.processes.spawning import join, start
+
+COUNT = 4
+NUM_REQUESTS = 8
+SLACK_S = 20.0  # of a busy machine
+
+Batch = Callable[..., list["subprocess.Popen[str]"]]
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    """Start a batch of the embedded model over some processes."""
+    body = {"messages": [{"role": "user", "content": "count"}], "max_tokens": 24, "temperature": 0}
+    lines = [
+        {"custom_id": str(n), "method": "POST", "url": "/v1/chat/completions", "body": body | {"seed": n}}
+        for n in range(NUM_REQUESTS)
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+
+    def start_batch(count: int = COUNT) -> list["subprocess.Popen[str]"]:
+        engine = ["--tensor-parallel-size", str(count), "--max-num-seqs", "2", "--compile-ahead", "minimal"]
+        run = ["--coordinator-address", "{address}", "--num-processes", "{count}"]
+        command = ["-m", "jaxserve", "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *engine, *run]
+        return start([[*command, "--process-id", str(index)] for index in range(count)], devices=1)
+
+    return start_batch
+
+
+def wait_for_records(path: Path, processes: list["subprocess.Popen[str]"], num_records: int) -> None:
+    """Until so many are written."""
+    while not path.exists() or path.read_bytes().count(b"\n") < num_records:
+        assert all(process.poll() is None for process in processes), join(processes)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("victim", [0, COUNT - 1])
+def test_a_killed_process_ends_the_others_and_the_batch_goes_on(tmp_path: Path, batch: Batch, victim: int) -> None:
+    out = tmp_path / "out.jsonl"
+    processes = batch()
+    wait_for_records(out, processes, 2)
+    processes[victim].kill()
+    killed = time.monotonic()
+    ended = join(processes)
+    assert time.monotonic() - killed < GRACE_S + SLACK_S
+    for index, (code, output) in enumerate(ended):
+        if index != victim:
+            assert code == EXIT_CODE, output
+            assert f"lost process {victim} " in output, output
+    if victim == 0:  # as with any other
+        return
+    done = out.read_bytes().count(b"\n")
+    assert 2 <= done < NUM_REQUESTS
+    for code, output in join(batch()):
+        assert code == 0, output
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert sorted(int(record["custom_id"]) for record in records) == list(range(NUM_REQUESTS))
+    assert all(record["response"]["status_code"] == 200 for record in records)
+
+
+def test_a_process_that_stops_is_lost_after_a_while(tmp_path: Path, batch: Batch) -> None:
+    processes = batch(2)
+    wait_for_records(tmp_path / "out.jsonl", processes, 1)
+    processes[1].send_signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    leader_code, leader = join(processes[:1])[0]
+    assert time.monotonic() - stopped < SILENCE_S + GRACE_S + SLACK_S
+    assert leader_code == EXIT_CODE
+    assert f"it was silent for {SILENCE_S:.0f} s" in leader
+    processes[1].kill()
+    processes[1].communicate()
+
+
+def test_a_process_that_cannot_start_is_named() -> None:
+    command = ["-m", "jaxserve", "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
+    engine = ["--tensor-parallel-size", "2", "--compile-ahead", "minimal"]
+    other = ["--max-model-len", str(10**9)]
+    commands = [[*command, "--process-id", "0", *engine], [*command, "--process-id", "1", *engine, *other]]
+    (leader_code, leader), (code, follower) = join(start(commands, devices=1))
+    assert code == leader_code == EXIT_CODE
+    assert "max_model_len must be at most" in follower
+    assert "lost process 1 " in leader
+
+
+def test_what_no_process_can_do_is_told_by_all() -> None:
+    command = ["-m", "jaxserve", "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
+    engine = ["--tensor-parallel-size", "3"]
+    for code, output in join(start([[*command, "--process-id", str(index), *engine] for index in range(2)], devices=2)):
+        assert code == 2, output
+        assert "tensor_parallel_size must be a multiple of the number of processes, got 3 and 2" in output

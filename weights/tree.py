@@ -1,0 +1,69 @@
+"""The tensors of a checkpoint that are in a parameter tree."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weights.errors import Mismatch
+from weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
+from weights.stored_tensor import Tensor, host_rows
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows `begin` to `end` of a parameter: one tensor of the checkpoint."""
+
+    array: Any
+    begin: int
+    end: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.end - self.begin, *self.array.shape[1:])
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.array.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(host_rows(self.array, slice(self.begin, self.end)), dtype)
+
+
+def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint by name, none of it moved yet.
+
+    Raises:
+        CheckpointError: `params` is not what `specs` describe (all differences named); with `advice`.
+    """
+    found = Mismatch()
+    tensors: dict[str, Tensor] = {}
+    for row in specs:
+        array, name = _leaf_or_none(params, row.path), "/".join(map(str, row.path))
+        if array is None:
+            found.missing.append(name)
+        elif (dtype := getattr(array, "dtype", type(array).__name__)) not in FLOATS:
+            found.mistyped.append(f"{name} {dtype}")
+        elif array.shape != row.shape:
+            found.misshapen.append(f"{name} {array.shape} instead of {row.shape}")
+        else:
+            ends = list(accumulate(row.hf_rows))
+            parts = zip(row.hf_names, row.hf_rows, ends, strict=True)
+            tensors |= {hf_name: _Part(array, end - rows, end) for hf_name, rows, end in parts}
+    found.raise_if_any("params", advice)
+    return tensors
+
+
+def _leaf_or_none(params: Params, path: Path) -> Any:
+    try:
+        return leaf_at(params, path)
+    except (KeyError, IndexError, TypeError):
+        return None
