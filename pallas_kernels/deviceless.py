@@ -111,7 +111,8 @@ class Chip:
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), tuple(args))
         abstract = self.mesh() if mesh is None else mesh.abstract_mesh
         with jax.sharding.use_abstract_mesh(abstract):
-            traced = jax.jit(function, donate_argnums=donate_argnums).trace(*shapes)
+            options = _READABLE if self.platform == "tpu" else None
+            traced = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options).trace(*shapes)
             return traced.lower(lowering_platforms=("cuda" if self.platform == "gpu" else "tpu",))
 
     def devices(self, shape: str) -> list[Any]:
@@ -174,6 +175,9 @@ _LIBTPU = {  # what it is told, which is not to touch any TPU: neither to look f
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+
+# Else the text of programs that leave scatters to sparse cores cannot be read: of calls that are loaded ahead.
+_READABLE = {"xla_tpu_sparse_core_maximum_preloaded_async_calls": "0"}
 
 H200 = Chip("NVIDIA H200", "gpu", 132, "NVIDIA H200", (("target_config", _H200),))
 TPU_V4 = Chip("TPU v4", "tpu", 2, "v4", (("chip_config_name", "megacore"),))

@@ -4,7 +4,8 @@ The binary interface, the same for all backends:
 
 - The rows of a step are packed on one token axis T: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]`, the last of its
   sequence, at positions `kv_lens[r] - q_len .. kv_lens[r] - 1`. A row of one token is a decode, a row of many a prefill
-  chunk; one step mixes them freely. A page may belong to several rows (a shared prefix).
+  chunk; one step mixes them freely. A page may belong to several rows (a shared prefix), but one that the step writes
+  to belongs to the row that does.
 - The pool is one array for all layers, in a layout that belongs to the backend: make it with `new_pages`. One of int8
   or fp8 has an array of scales beside it, one for every token and head (`QuantizedPages`). What moves pages elsewhere
   goes through `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
@@ -26,7 +27,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.dispatch import AUTO, select, target_platform
-from pallas_kernels.ragged_paged_attention import mosaic_gpu, native, reference, xla
+from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, reference, xla
 from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
@@ -49,6 +50,7 @@ __all__ = [
 
 BACKENDS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu,
+    "mosaic_tpu": mosaic_tpu,
     "native": native,
     "xla": xla,
     "reference": reference,

@@ -1,4 +1,4 @@
-"""Runs the kernels of GPUs, on a CPU in the interpreter; as a script, a small case with a bug planted: CASE OLD NEW."""
+"""Runs kernels, on a CPU in the interpreter; as a script, a small case with a bug planted: CASE OLD NEW."""
 
 import contextlib
 import dataclasses
@@ -14,7 +14,11 @@ import jax
 import numpy as np
 
 ON_CPU = jax.default_backend() == "cpu"
-KERNELS = [f"pallas_kernels.ragged_paged_attention.mosaic_gpu.{name}" for name in ("kernel", "merge")]
+OP = "pallas_kernels.ragged_paged_attention"
+KERNELS = {
+    "mosaic_gpu": [f"{OP}.mosaic_gpu.kernel", f"{OP}.mosaic_gpu.merge"],
+    "mosaic_tpu": [f"{OP}.mosaic_tpu.kernel", f"{OP}.mosaic_tpu.plan"],
+}
 
 
 @dataclass
@@ -27,46 +31,66 @@ class Found:
     races: bool
 
 
-def run(case):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    from pallas_kernels.ragged_paged_attention import mosaic_gpu, reference
+def run(case, name):
+    from pallas_kernels.ragged_paged_attention import BACKENDS, reference
     from pallas_kernels.ragged_paged_attention.cases import pool_error
     from pallas_kernels.ragged_paged_attention.interface import RaggedRows
 
+    kernels = BACKENDS[name]
     inputs = case.inputs()
     rows = RaggedRows(inputs.kv_lens, inputs.page_table, inputs.cu_q_lens, inputs.num_rows)
-    options = {**case.options, "sinks": inputs.sinks, "rope": inputs.rope, "tree_mask": inputs.tree_mask}
+    chosen = {**case.options, "sinks": inputs.sinks, "rope": inputs.rope, "tree_mask": inputs.tree_mask}
 
     def attend(backend, kv_pages):
-        return backend.write_and_attend(inputs.q, inputs.k, inputs.v, kv_pages, inputs.layer, rows, **options)
+        return backend.write_and_attend(inputs.q, inputs.k, inputs.v, kv_pages, inputs.layer, rows, **chosen)
 
     expected_out, expected_pool = attend(reference, inputs.kv_pages)
-    # TMA gives zeros for tokens past the last; the interpreter gives NaN, which must not matter either.
-    params = plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized") if ON_CPU else None
-    with mosaic_gpu.interpreted(params) if ON_CPU else contextlib.nullcontext(), _watched() as kernels:
-        attend_here = jax.jit(functools.partial(attend, mosaic_gpu))
-        out, pool = jax.block_until_ready(attend_here(mosaic_gpu.from_canonical(inputs.kv_pages)))
+    with kernels.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext(), _watched(name) as has_races:
+        options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
+        attend_here = jax.jit(functools.partial(attend, kernels), compiler_options=options)
+        out, pool = jax.block_until_ready(attend_here(kernels.from_canonical(inputs.kv_pages)))
     live = sum(case.q_lens)
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:live], initial=0)),
-        pool_error=pool_error(mosaic_gpu.to_canonical(pool), expected_pool),
+        pool_error=pool_error(kernels.to_canonical(pool), expected_pool),
         is_finite=bool(np.isfinite(out).all()),
-        races=any(kernel.races_found for kernel in kernels),
+        races=has_races(),
     )
 
 
+def _params(name):
+    if name == "mosaic_tpu":
+        from jax.experimental.pallas import tpu as pltpu
+
+        return pltpu.InterpretParams(detect_races=True)
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    # TMA gives zeros for tokens past the last; the interpreter gives NaN, which must not matter either.
+    return plgpu.InterpretGPUParams(detect_races=True, out_of_bounds_reads="uninitialized")
+
+
 @contextlib.contextmanager
-def _watched():
-    """What the interpreter sees of each kernel, one after the other: it keeps that of the last one alone."""
-    kernels = []
+def _watched(name):
+    """Tells afterwards whether the interpreter saw races."""
     if not ON_CPU:
-        yield kernels
-        return
+        yield lambda: False
+    elif name == "mosaic_tpu":
+        from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+        yield lambda: interpret_pallas_call.races.races_found
+    else:
+        with _watched_on_gpu() as kernels:
+            yield lambda: any(kernel.races_found for kernel in kernels)
+        assert len(kernels) >= 2, "attention and merge"
+
+
+@contextlib.contextmanager
+def _watched_on_gpu():
+    """What the interpreter sees of each kernel, one after the other: it keeps that of the last one alone."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
-    kind = gpu_callbacks.GPURaceDetectionState
+    kernels, kind = [], gpu_callbacks.GPURaceDetectionState
 
     def watch(*args, **options):
         kernels.append(kind(*args, **options))
@@ -74,18 +98,17 @@ def _watched():
 
     with mock.patch.object(gpu_callbacks, kind.__name__, watch):
         yield kernels
-    assert len(kernels) >= 2, "attention and merge"
 
 
-def places_of(text):
-    """The modules of the kernels that have a piece of text, once for each time."""
-    sources = {name: Path(importlib.util.find_spec(name).origin).read_text() for name in KERNELS}
-    return [name for name, source in sources.items() for _ in range(source.count(text))]
+def places_of(name, text):
+    """The modules of a backend's kernels that have a piece of text, once for each time."""
+    sources = {module: Path(importlib.util.find_spec(module).origin).read_text() for module in KERNELS[name]}
+    return [module for module, source in sources.items() for _ in range(source.count(text))]
 
 
-def plant(old, new):
+def plant(name, old, new):
     """Has the kernels be imported with the one piece `old` of their source replaced."""
-    (name,) = places_of(old)
+    (name,) = places_of(name, old)
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -95,13 +118,15 @@ def plant(old, new):
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     name, old, new = sys.argv[1:]
+    backend = "mosaic_tpu" if name == "tpu" else "mosaic_gpu"
     if old:
-        plant(old, new)
+        plant(backend, old, new)
     from pallas_kernels.ragged_paged_attention.cases import Case
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
     cases = {
         "half": Case("half", *lengths, 4, 1, kv_dtype="bfloat16", **sizes),
         "narrow": Case("narrow", *lengths, 16, 1, kv_dtype="float8_e4m3fn", **sizes),
+        "tpu": Case("tpu", (1, 20, 1, 3, 1), (190, 150, 110, 3, 70), 4, 1, kv_dtype="bfloat16", **sizes),
     }
-    print(json.dumps(dataclasses.asdict(run(cases[name]))))
+    print(json.dumps(dataclasses.asdict(run(cases[name], backend))))

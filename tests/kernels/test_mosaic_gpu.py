@@ -41,7 +41,7 @@ needs_interpreter = pytest.mark.skipif(
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter multiplies stale NaN too
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
 def test_matches_reference_without_races(case):
-    found = interpreted.run(case)
+    found = interpreted.run(case, "mosaic_gpu")
     assert found.error <= 1e-2
     assert found.pool_error <= case.pool_tolerance
     assert found.is_finite
@@ -93,7 +93,7 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
 def test_a_planted_bug_is_caught(bug, tmp_path):
     """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
     case, old, new = PLANTED[bug]
-    assert not old or len(interpreted.places_of(old)) == 1, "there is no such place any more"
+    assert not old or len(interpreted.places_of("mosaic_gpu", old)) == 1, "there is no such place any more"
     script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
     try:
         done = subprocess.run(script, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)

@@ -1,0 +1,273 @@
+"""Ragged paged attention for TPUs, in Pallas (Mosaic): the serving backend there.
+
+One kernel does it all, in place, and goes through three lists of work that are planned on the device (`plan.py`).
+
+- Writes: new keys and values reach their pages by slabs, the rows of a tile of memory, which is the least that can be
+  written. So pages that tokens are written to belong to one row; those that are only read may be shared.
+- Lanes: rows of one token, several side by side, the longest first, each through its own pages; one product for each
+  kv head and lane. Many short rows take few units of work, then.
+- Tiles: some tokens of a row times the query heads of a kv head, for rows of several tokens; tiles of two kinds, low
+  and tall, in steps of many tokens.
+
+Lanes and tiles go through units of pages with an online softmax (FlashAttention-2, Dao 2023). Pages of the next units
+come by copies started ahead, across the borders of lanes and tiles; so do queries, and the page ids before them: the
+page table stays in main memory, whatever its width (the scheme is that of ragged paged attention v3, arXiv 2604.15464).
+
+Pages are `[K, P, 2H]`, a head's keys and values side by side. So nothing is filled up where kv heads are few or odd in
+number or a head has 64 columns, which tiles of memory of `[P, 2K, H]` would be, and a head's block is a matrix as it
+comes: no row of it has to be looked for among those of other heads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from pallas_kernels.ragged_paged_attention import reference
+from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    ALIGNED_TOKENS,
+    LANES,
+    MAX_PAGE_BYTES,
+    MAX_PAGE_TOKENS,
+    PAGE_IDS,
+    SUBLANES,
+    Blocks,
+    Call,
+    Plan,
+    choose_blocks,
+    make_plan,
+    token_bytes,
+)
+from pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
+from pallas_kernels.ragged_paged_attention.rope import apply_rope
+
+__all__ = [
+    "from_canonical",
+    "interpreted",
+    "kv_shape",
+    "pool_dims",
+    "scale_shape",
+    "supports",
+    "to_canonical",
+    "write_and_attend",
+]
+
+POOL_DTYPES = ("bfloat16", "float32")
+MAX_HEAD_DIM = 256
+INTERPRETED_VMEM_BYTES = 32 * 2**20
+
+scale_shape = reference.scale_shape
+
+_LOG2E = 1.4426950408889634
+
+_interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
+
+
+@contextlib.contextmanager
+def interpreted(params: Any) -> Iterator[None]:
+    """Has calls traced inside run in the interpreter, on any machine, with these parameters."""
+    token = _interpret_params.set(params)
+    try:
+        yield
+    finally:
+        _interpret_params.reset(token)
+
+
+def supports(problem: Problem) -> str | None:
+    """Why this backend cannot run the problem; None if it can."""
+    if problem.platform != "tpu" and _interpret_params.get() is None:
+        return "it runs on TPUs only"
+    if problem.kv_dtype.name not in POOL_DTYPES:
+        return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
+    if problem.head_dim % 8 or problem.head_dim > MAX_HEAD_DIM:
+        return f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, not {problem.head_dim}"
+    slab = SUBLANES * 4 // problem.kv_dtype.itemsize
+    if problem.page_size % slab or MAX_PAGE_TOKENS % problem.page_size:
+        return (
+            f"page_size must be a power of two from {slab} to {MAX_PAGE_TOKENS} in a pool of {problem.kv_dtype}, "
+            f"not {problem.page_size}"
+        )
+    page_bytes = problem.page_size * token_bytes(problem.num_kv_heads, problem.head_dim, problem.kv_dtype)
+    if page_bytes > MAX_PAGE_BYTES:
+        return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; make page_size smaller"
+    return _unavailable()
+
+
+def _unavailable() -> str | None:
+    """Why the kernel cannot be imported here; None if it can."""
+    try:
+        _kernel()
+    except (ImportError, AttributeError) as error:  # Pallas for TPUs is young: names come and go
+        return f"Pallas for TPUs does not load in jax {jax.__version__}: {error}"
+    return None
+
+
+def _kernel() -> ModuleType:
+    """The kernel; Pallas takes a third of a second to import, which only those who use it shall wait."""
+    return importlib.import_module(f"{__name__}.kernel")
+
+
+def kv_shape(
+    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """Shape of the pool: `[L, N, K, P, 2H]`."""
+    return (num_layers, num_pages, num_kv_heads, page_size, 2 * head_dim)
+
+
+def pool_dims(shape: tuple[int, ...]) -> PoolDims:
+    """The inverse of `kv_shape`."""
+    if len(shape) != 5 or shape[4] % 2:
+        raise ValueError(
+            f"the pool of backend 'mosaic_tpu' must be [L, N, K, P, 2H], got shape {shape}; make it with new_pages"
+        )
+    num_layers, num_pages, num_kv_heads, page_size, columns = shape
+    return PoolDims(num_layers, num_pages, page_size, num_kv_heads, columns // 2)
+
+
+def to_canonical(kv_pages: Pages) -> Pages:
+    """The pool as `[L, N, P, 2K, H]`."""
+    values = values_of(kv_pages)
+    L, N, K, P, columns = values.shape
+    heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
+    return heads.reshape(L, N, P, 2 * K, columns // 2)
+
+
+def from_canonical(kv_pages: Pages) -> Pages:
+    """The inverse of `to_canonical`."""
+    values = values_of(kv_pages)
+    L, N, P, num_heads, H = values.shape
+    return values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
+
+
+def write_and_attend(
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_pages: Pages,
+    layer: int | Int32[Array, ""],
+    rows: RaggedRows,
+    *,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: Float[Array, "Q"] | None,
+    rope: Float32[Array, "2 T half"] | None,
+    tree_mask: Int32[Array, "T words"] | None,
+) -> tuple[Float[Array, "T Q H"], Pages]:
+    """Rotates, writes to the donated pool and attends; queries and weights of values are rounded to its dtype."""
+    dtype, pool = q.dtype, values_of(kv_pages)
+    if rope is not None:
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    call = Call(
+        num_tokens=q.shape[0],
+        num_rows=rows.kv_lens.shape[0],
+        num_kv_heads=k.shape[1],
+        group=q.shape[1] // k.shape[1],
+        head_dim=q.shape[2],
+        page_size=pool.shape[3],
+        table_width=rows.page_table.shape[1],
+        kv_dtype=pool.dtype,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        has_sinks=sinks is not None,
+        tree_words=0 if tree_mask is None else tree_mask.shape[1],
+        vmem_bytes=_vmem_bytes(),
+        interpret=_interpret_params.get(),
+    )
+    blocks = choose_blocks(call)
+    plan = make_plan(call, blocks, rows)
+    operands = _kernel().Operands(
+        page_ids=_page_ids(call, rows),
+        new=_new(call, k, v),
+        lane_queries=_lane_queries(call, plan, q),
+        tile_queries=_tile_queries(call, blocks, q),
+        lane_sinks=_lane_sinks(call, sinks),
+        tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * _LOG2E,
+        tree_words=_tree_words(call, blocks, tree_mask),
+        kv_pages=pool,
+    )
+    layer = jnp.asarray(layer, jnp.int32)[None]
+    pool, lane_out, tile_out = _kernel().write_and_attend(call, blocks, layer, plan, operands)
+    return _output(call, plan, rows, lane_out, tile_out).astype(dtype), pool
+
+
+def _vmem_bytes() -> int:
+    """What of the chip's vector memory the kernel may take: the rest is the compiler's, which prefetches weights."""
+    if _interpret_params.get() is not None:
+        return INTERPRETED_VMEM_BYTES
+    from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
+
+    return int(pltpu.get_tpu_info().vmem_capacity_bytes) // 4
+
+
+def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
+    table = jnp.pad(rows.page_table, ((0, 0), (0, -call.table_width % PAGE_IDS)))
+    return table.reshape(-1, 1, PAGE_IDS)
+
+
+def _new(call: Call, k: Float[Array, "T K H"], v: Float[Array, "T K H"]) -> Float32[Array, "K padded columns"]:
+    """In float32, whose rows lie in memory one by one: those of narrower numbers cannot be moved singly."""
+    kv = jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1).swapaxes(0, 1)  # [K, T, 2H]
+    behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
+    return jnp.pad(kv, ((0, 0), (call.slab, behind), (0, 0)))
+
+
+def _lane_queries(call: Call, plan: Plan, q: Float[Array, "T Q H"]) -> Float32[Array, "lanes K filled width"]:
+    queries = q.at[plan.token_of_lane].get(mode="clip").astype(jnp.float32)
+    queries = queries.reshape(-1, call.num_kv_heads, call.group, call.head_dim)
+    columns = call.width - call.head_dim
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, call.filled_group - call.group), (0, columns)))
+
+
+def _padded_tokens(call: Call, blocks: Blocks) -> int:
+    """So that every tile of tokens exists."""
+    return -call.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
+
+
+def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q H"]) -> Shaped[Array, "Q padded width"]:
+    queries = q.astype(call.kv_dtype).swapaxes(0, 1)  # [Q, T, H]
+    return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, call.width - call.head_dim)))
+
+
+def _lane_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
+    if sinks is None:
+        return jnp.zeros((call.num_kv_heads * call.filled_group, LANES), jnp.float32)
+    heads = (sinks.astype(jnp.float32) * _LOG2E).reshape(call.num_kv_heads, call.group)
+    rows = jnp.pad(heads, ((0, 0), (0, call.filled_group - call.group))).reshape(-1, 1)
+    return jnp.broadcast_to(rows, (rows.shape[0], LANES))
+
+
+def _tree_words(call: Call, blocks: Blocks, tree_mask: Int32[Array, "T words"] | None) -> Int32[Array, "padded words"]:
+    if tree_mask is None:
+        return jnp.zeros((SUBLANES, 1), jnp.int32)
+    return jnp.pad(tree_mask, ((0, _padded_tokens(call, blocks)), (0, 0)))
+
+
+def _output(
+    call: Call,
+    plan: Plan,
+    rows: RaggedRows,
+    lane_out: Float32[Array, "lanes K filled width"],
+    tile_out: Shaped[Array, "Q padded width"],
+) -> Float32[Array, "T Q H"]:
+    """Of every token, from its lane or its tile; zeros for padding tokens."""
+    values = slice(call.width - call.head_dim, call.width)
+    of_lanes = lane_out[:, :, : call.group, values].reshape(-1, call.num_query_heads, call.head_dim)
+    of_lanes = of_lanes.at[plan.lane_of_token].get(mode="clip")
+    if call.num_tokens == 1:
+        of_tiles = jnp.zeros_like(of_lanes)
+    else:
+        of_tiles = tile_out[:, : call.num_tokens, values].swapaxes(0, 1).astype(jnp.float32)
+    is_live = jnp.arange(call.num_tokens, dtype=jnp.int32) < rows.cu_q_lens[rows.num_rows]
+    in_lane = (plan.lane_of_token >= 0)[:, None, None]
+    return jnp.where(in_lane, of_lanes, jnp.where(is_live[:, None, None], of_tiles, 0))

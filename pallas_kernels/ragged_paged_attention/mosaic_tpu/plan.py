@@ -1,0 +1,305 @@
+"""Who does what: block sizes that fit the chip's memory, and a step cut into writes, lanes and tiles."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+
+LANES = 128  # numbers in a row of a tile of memory
+SUBLANES = 8  # 32-bit rows of such a tile
+ALIGNED_TOKENS = 16  # a tile of queries begins at a multiple of these: the rows of a memory tile of 16-bit numbers
+PAGE_IDS = 128  # that are fetched at once, the least there is
+MAX_PAGE_TOKENS = 256
+SLOTS = 3  # units in memory
+MAX_PAGE_BYTES = 3 * 2**20  # so that units of one page fit into the least memory of a chip that is served
+UNIT_BYTES = 4 * 2**20  # of keys and values that are fetched together: enough to hide what it takes to ask for them
+UNIT_DOTS = 32  # products of a unit of lanes: more take long to compile
+LANE_KEYS = 1024  # of a lane in a unit, at most
+TILE_KEYS = 512
+TILE_ROWS = 512  # of a matrix of queries
+
+# Columns of the plan.
+PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)
+ROW, KV_LEN, FIRST_BLOCK, NUM_LANE_COLUMNS = range(4)
+TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, PAST_LEN, NUM_TILE_COLUMNS = range(9)
+
+
+def token_bytes(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
+    """Of a token's keys and values, as they lie in memory."""
+    return num_kv_heads * _up(2 * head_dim, LANES) * kv_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Call:
+    """The static facts of one call."""
+
+    num_tokens: int
+    num_rows: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    page_size: int
+    table_width: int
+    kv_dtype: jnp.dtype
+    """Of the pool, and of what is multiplied."""
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    has_sinks: bool
+    tree_words: int
+    vmem_bytes: int
+    """That the kernel may take of the chip's vector memory."""
+    interpret: Any
+    """Parameters of the interpreter; None to run on a TPU."""
+
+    @property
+    def num_query_heads(self) -> int:
+        """Of all kv heads."""
+        return self.num_kv_heads * self.group
+
+    @property
+    def filled_group(self) -> int:
+        """Query heads of a kv head, filled up to whole rows of memory tiles."""
+        return _up(self.group, SUBLANES)
+
+    @property
+    def slab(self) -> int:
+        """Tokens of a page that are written together: the rows of a tile of memory."""
+        return SUBLANES * 4 // self.kv_dtype.itemsize
+
+    @property
+    def width(self) -> int:
+        """Columns of queries and outputs.
+
+        Where keys and values do not begin at columns that are multiples of LANES they are not taken apart: queries have
+        zeros where values are, and of the products of weights with both, those with keys are dropped.
+        """
+        return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
+
+    @property
+    def token_bytes(self) -> int:
+        """Of a token's keys and values, as they lie in memory."""
+        return token_bytes(self.num_kv_heads, self.head_dim, self.kv_dtype)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How large the pieces are that the kernel works on.
+
+    Attributes:
+        lanes: rows of one token that go side by side.
+        lane_pages: of each of them in a unit.
+        tile_tokens: queries of a tile, for each kind of tiles: first those of short rows.
+        tile_pages: in a unit of a tile.
+        slots: units in memory: one in use, the others on their way.
+        writes: slabs on their way in either direction.
+    """
+
+    lanes: int
+    lane_pages: int
+    tile_tokens: tuple[int, ...]
+    tile_pages: int
+    slots: int
+    writes: int
+
+
+def choose_blocks(call: Call) -> Blocks:
+    """The largest blocks worth having of those that fit.
+
+    Raises:
+      ValueError: not even the smallest do.
+    """
+    if call.interpret is not None:  # small, so that short rows have several
+        kinds = (ALIGNED_TOKENS, 2 * ALIGNED_TOKENS) if call.num_tokens > 2 * ALIGNED_TOKENS else (ALIGNED_TOKENS,)
+        return Blocks(2, max(1, 32 // call.page_size), kinds, max(1, 64 // call.page_size), SLOTS, 2)
+    for divisor in (1, 2, 4, 8, 16, 32):
+        blocks = _blocks(call, divisor)
+        if max(_lane_bytes(call, blocks), _tile_bytes(call, blocks), _write_bytes(call, blocks)) <= call.vmem_bytes:
+            return blocks
+    raise ValueError(
+        f"{call.num_kv_heads} kv heads of {call.head_dim} with {call.group} query heads each do not fit the "
+        f"{call.vmem_bytes} bytes of vector memory; split the model over more chips"
+    )
+
+
+def _blocks(call: Call, divisor: int) -> Blocks:
+    unit_tokens = max(1, UNIT_BYTES // divisor // call.token_bytes)
+    most_lanes = unit_tokens // max(LANES, call.page_size)
+    lanes = max(1, min(SUBLANES, UNIT_DOTS // call.num_kv_heads, call.num_rows, most_lanes))
+    lane_tokens = min(LANE_KEYS, _power_of_two(unit_tokens // lanes))
+    tall = max(ALIGNED_TOKENS, min(LANES, _power_of_two(TILE_ROWS // min(call.group, 4))) // divisor)
+    short_only = call.num_tokens <= 2 * ALIGNED_TOKENS or tall == ALIGNED_TOKENS
+    return Blocks(
+        lanes=lanes,
+        lane_pages=max(1, min(lane_tokens // call.page_size, PAGE_IDS)),
+        tile_tokens=(ALIGNED_TOKENS,) if short_only else (ALIGNED_TOKENS, tall),
+        tile_pages=max(1, min(TILE_KEYS // divisor, _power_of_two(unit_tokens)) // call.page_size),
+        slots=SLOTS,
+        writes=max(2, 8 // divisor),
+    )
+
+
+def _lane_bytes(call: Call, blocks: Blocks) -> int:
+    heads = blocks.lanes * call.num_kv_heads * call.filled_group
+    unit_bytes = blocks.lanes * blocks.lane_pages * _page_bytes(call)
+    scores_bytes = 3 * heads * blocks.lane_pages * call.page_size * 4
+    return blocks.slots * unit_bytes + (blocks.slots + 3) * heads * _up(call.width, LANES) * 4 + scores_bytes
+
+
+def _tile_bytes(call: Call, blocks: Blocks) -> int:
+    tokens = max(blocks.tile_tokens)
+    queries = call.num_query_heads * tokens
+    narrow_bytes = queries * _up(call.width, LANES) * call.kv_dtype.itemsize
+    state_bytes = queries * (_up(call.width, LANES) + 2 * LANES) * 4
+    scores_bytes = 4 * heads_together(call, tokens) * tokens * blocks.tile_pages * call.page_size * 4
+    unit_bytes = blocks.tile_pages * _page_bytes(call)
+    return blocks.slots * (unit_bytes + narrow_bytes) + 2 * narrow_bytes + state_bytes + scores_bytes
+
+
+def _write_bytes(call: Call, blocks: Blocks) -> int:
+    new_bytes = call.num_kv_heads * (call.slab + SUBLANES) * _up(2 * call.head_dim, LANES) * 4
+    return 2 * blocks.writes * (new_bytes + call.slab * call.token_bytes)
+
+
+def _page_bytes(call: Call) -> int:
+    return _up(call.page_size, call.slab) * call.token_bytes
+
+
+def heads_together(call: Call, tile_tokens: int) -> int:
+    """Query heads of one kv head whose queries are the rows of one matrix: a divisor of the group."""
+    most = max(1, TILE_ROWS // tile_tokens)
+    return max(n for n in range(1, min(call.group, most) + 1) if call.group % n == 0)
+
+
+class Plan(NamedTuple):
+    """The work of a step. All tables lie flat, column after column of one entry after the other's."""
+
+    counts: Int32[Array, "n"]
+    """Slabs to write, units of all groups of lanes, units of all tiles of each kind."""
+    writes: Int32[Array, "slab_columns"]
+    """Columns PAGE ... END: slabs of pages. Token FIRST_TOKEN of the step belongs in its first row, tokens of the rows
+    from BEGIN to END are new."""
+    lanes: Int32[Array, "lane_columns"]
+    """Columns ROW ... FIRST_BLOCK of rows with one token, most blocks first; KV_LEN is zero of those that are none."""
+    groups: Int32[Array, "groups"]
+    """Blocks of the longest lane of each group."""
+    tiles: tuple[Int32[Array, "tile_columns"], ...]
+    """Columns TILE_ROW ... PAST_LEN, for each kind. A tile begins at BASE_TOKEN of the step: LEAD tokens of other rows
+    come before its NUM_TOKENS own ones, of which the first is at POSITION of its sequence."""
+    lane_of_token: Int32[Array, "T"]
+    """Of tokens that are the only ones of their rows; -1 of others."""
+    token_of_lane: Int32[Array, "lanes"]
+    """T of lanes that are none."""
+
+
+def make_plan(call: Call, blocks: Blocks, rows: RaggedRows) -> Plan:
+    """Cuts a step."""
+    T, q_lens = call.num_tokens, rows.live_q_lens()
+    writes, num_writes = _plan_writes(call, rows, q_lens)
+    is_lane = q_lens == 1
+    lanes, groups, token_of_lane = _plan_lanes(call, blocks, rows, is_lane)
+    lane = jnp.arange(token_of_lane.shape[0], dtype=jnp.int32)
+    counts, tiles = [num_writes, jnp.sum(groups)], []
+    if T > 1:
+        for tokens, chosen in zip(blocks.tile_tokens, _kinds(blocks, rows, q_lens), strict=True):
+            table, num_units = _plan_tiles(call, blocks, tokens, rows, jnp.where(chosen, q_lens, 0))
+            tiles.append(table)
+            counts.append(num_units)
+    return Plan(
+        counts=jnp.stack(counts).astype(jnp.int32),
+        writes=writes,
+        lanes=lanes,
+        groups=groups,
+        tiles=tuple(tiles),
+        lane_of_token=jnp.full((T,), -1, jnp.int32).at[token_of_lane].set(lane, mode="drop"),
+        token_of_lane=token_of_lane,
+    )
+
+
+def _kinds(blocks: Blocks, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> list[Array]:
+    """Which rows of several tokens go to which kind of tiles: the low ones have those that fit one."""
+    several = q_lens > 1
+    if len(blocks.tile_tokens) == 1:
+        return [several]
+    fits = rows.cu_q_lens[:-1] % ALIGNED_TOKENS + q_lens <= blocks.tile_tokens[0]
+    return [several & fits, several & ~fits]
+
+
+def _plan_writes(call: Call, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> tuple[Int32[Array, "n"], Array]:
+    T, R, slab = call.num_tokens, call.num_rows, call.slab
+    past_lens = rows.kv_lens - q_lens
+    first_slab = past_lens // slab
+    num_slabs = jnp.where(q_lens > 0, _ceil_div(rows.kv_lens, slab) - first_slab, 0)
+    ends = jnp.cumsum(num_slabs, dtype=jnp.int32)
+    index = jnp.arange(min(T, T // slab + 2 * R), dtype=jnp.int32)
+    row = jnp.minimum(_count_up_to(ends, index), R - 1)
+    position = (first_slab[row] + index - (ends - num_slabs)[row]) * slab
+    page = rows.page_table.at[row, position // call.page_size].get(mode="clip")
+    first_token = rows.cu_q_lens[row] + position - past_lens[row]
+    begin = jnp.maximum(rows.cu_q_lens[row] - first_token, 0)
+    end = jnp.minimum(rows.cu_q_lens[row + 1] - first_token, slab)
+    columns = (page, position % call.page_size, first_token, begin, end)
+    return jnp.stack(columns, axis=1).reshape(-1), ends[-1]
+
+
+def _plan_lanes(
+    call: Call, blocks: Blocks, rows: RaggedRows, is_lane: Array
+) -> tuple[Int32[Array, "n"], Int32[Array, "groups"], Int32[Array, "lanes"]]:
+    block_tokens = blocks.lane_pages * call.page_size
+    first_block = jnp.zeros_like(rows.kv_lens)
+    if call.window is not None:
+        first_block = jnp.maximum(rows.kv_lens - call.window, 0) // block_tokens
+    num_blocks = jnp.where(is_lane, _ceil_div(rows.kv_lens, block_tokens) - first_block, 0)
+    row = jnp.argsort(num_blocks, descending=True).astype(jnp.int32)
+    row = jnp.pad(row, (0, -call.num_rows % blocks.lanes))  # what is filled up has no blocks
+    is_own = (jnp.arange(row.shape[0]) < call.num_rows) & is_lane[row]
+    columns = (row, jnp.where(is_own, rows.kv_lens[row], 0), first_block[row])
+    groups = jnp.where(is_own, num_blocks[row], 0)[:: blocks.lanes]
+    return jnp.stack(columns, axis=1).reshape(-1), groups, jnp.where(is_own, rows.cu_q_lens[row], call.num_tokens)
+
+
+def _plan_tiles(
+    call: Call, blocks: Blocks, tile_tokens: int, rows: RaggedRows, q_lens: Int32[Array, "R"]
+) -> tuple[Int32[Array, "n"], Array]:
+    T, R = call.num_tokens, call.num_rows
+    block_tokens = blocks.tile_pages * call.page_size
+    leads = rows.cu_q_lens[:-1] % ALIGNED_TOKENS
+    row_tiles = jnp.where(q_lens > 0, _ceil_div(leads + q_lens, tile_tokens), 0)
+    tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
+    tile = jnp.arange(min(T, T // tile_tokens + 2 * R), dtype=jnp.int32)
+    row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
+    start = (tile - (tile_ends - row_tiles)[row]) * tile_tokens - leads[row]  # among the row's tokens
+    lead = jnp.maximum(-start, 0)
+    num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tile_tokens) - lead, 0)
+    past_len = (rows.kv_lens - q_lens)[row]
+    position = past_len + start + lead
+    first_block = jnp.zeros_like(tile)
+    if call.window is not None:
+        first_block = jnp.maximum(position - call.window + 1, 0) // block_tokens
+    num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, block_tokens) - first_block, 0)
+    columns = (row, rows.cu_q_lens[row] + start, lead, num_tokens, position, first_block, num_blocks, past_len)
+    return jnp.stack(columns, axis=1).reshape(-1), jnp.sum(num_blocks)
+
+
+def _power_of_two(x: int) -> int:
+    """The largest up to x."""
+    return 1 << int(math.log2(max(x, 1)))
+
+
+def _up(x: int, multiple: int) -> int:
+    return x + -x % multiple
+
+
+def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
+    return (x + (divisor - 1)) // divisor
+
+
+def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
+    """How many of the ascending `ends` are at most x."""
+    return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)

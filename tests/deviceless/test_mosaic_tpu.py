@@ -1,0 +1,143 @@
+"""The attention of TPUs becomes machine code for each generation of them, in place; so does the step around it."""
+
+import json
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from test_h200_step import DEFAULT_MODEL, LLAMA_8B
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.step import abstract_state
+from jaxserve.models import registry
+from jaxserve.planner.program import StepCompiler, layer_collectives, temp_bytes
+from jaxserve.planner.targets import parse_target
+from pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
+from pallas_kernels.ragged_paged_attention import from_canonical, ragged_paged_attention, select_backend
+from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+
+pytestmark = pytest.mark.skipif(TPU_V6E.unavailable() is not None, reason=str(TPU_V6E.unavailable()))
+
+CHIPS = {"v5e": TPU_V5E, "v5p": TPU_V5P, "v6e": TPU_V6E, "tpu7x": TPU7X}
+COMPILE_S = 20  # of a processor; on one that nothing else runs on it is a third of that
+CHOSEN = (  # of the cases of tests: each compiles something that those of models in use do not
+    "one_row_of_one_token",
+    "all_decode_ragged",
+    "one_head",
+    "head_dim_96",
+    "pages_of_8",
+    "stale_nan_window",
+    "bfloat16_pool",
+    "tree_of_two_words",
+    "rope_bfloat16",
+)
+_MANY = ((*([1] * 40), 200, 300), (*range(20, 60), 400, 300))
+_DECODE = ((1,) * 64, (64,) * 64)
+WIDE = [
+    Case(
+        f"group_of_{group}_of_{K}_head_dim_{H}_pages_of_{P}",
+        *lengths,
+        group * K,
+        K,
+        H,
+        P,
+        **{"dtype": "bfloat16", "kv_dtype": "bfloat16", **options},
+    )
+    for lengths, group, K, H, P, options in [
+        (_DECODE, 4, 8, 128, 16, {}),
+        (_MANY, 8, 1, 128, 128, {"tree_words": 2}),
+        (_MANY, 4, 8, 128, 16, {"has_rope": True}),
+        (_MANY, 3, 3, 64, 32, {"soft_cap": 30.0, "has_sinks": True}),
+        (_MANY, 7, 2, 96, 256, {}),
+        (_MANY, 2, 2, 256, 16, {"window": 300, "soft_cap": 30.0, "has_sinks": True}),
+        (_MANY, 1, 32, 128, 64, {}),
+        (_MANY, 4, 8, 128, 16, {"dtype": "float32", "kv_dtype": "float32"}),
+    ]
+]
+LLAMA_70B = LLAMA_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+BFLOAT16 = jnp.dtype("bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("chip", "case"),
+    [
+        *[("v6e", case) for case in (*WIDE, *(case for case in CASES if case.name in CHOSEN))],
+        *[(chip, case) for chip in ("v5e", "v5p", "tpu7x") for case in WIDE[1:5]],
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_compiles_in_place(chip, case):
+    inputs = jax.eval_shape(lambda: case.inputs()._replace(layer=0))
+    kv_pages = jax.eval_shape(lambda kv_pages: from_canonical("mosaic_tpu", kv_pages), inputs.kv_pages)
+
+    def attend(q, k, v, kv_pages, layer, others):
+        return ragged_paged_attention(q, k, v, kv_pages, layer, **others, **case.options, backend="mosaic_tpu")
+
+    names = ("kv_lens", "page_table", "cu_q_lens", "num_rows", "sinks", "rope", "tree_mask")
+    layer = jax.ShapeDtypeStruct((), jnp.int32)
+    args = (inputs.q, inputs.k, inputs.v, kv_pages, layer, {name: getattr(inputs, name) for name in names})
+    started = time.process_time()
+    compiled = CHIPS[chip].compile(attend, args, donate_argnums=(3,))
+    assert time.process_time() - started <= COMPILE_S
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= kv_pages.size * kv_pages.dtype.itemsize
+    # queries and outputs in the kernel's layouts, new keys and values in float32
+    assert memory.temp_size_in_bytes <= 16 * inputs.q.size * 4 + 2**21
+    cost = compiled.cost_analysis()
+    keys = case.q_lens.count(1) * inputs.page_table.shape[1] * case.page_size
+    assert cost["bytes accessed"] >= keys * 2 * case.num_kv_heads * case.head_dim * kv_pages.dtype.itemsize
+    assert cost["flops"] >= 4 * keys * case.num_query_heads * case.head_dim
+
+
+def compile_step(config, target, num_tokens, num_pages, max_model_len):
+    """What a chip has of the pool, and the step of one bucket."""
+    arch, target = registry.from_hf_config(config), parse_target(target)
+    schedule = ScheduleConfig(256, 2048, max_model_len, 16, num_pages=num_pages)
+    local = arch.local(target.num_devices)
+    sizes = {"num_query_heads": local.num_heads, "num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
+    backend = select_backend(**sizes, page_size=16, kv_dtype=BFLOAT16, platform="tpu")
+    assert backend == "mosaic_tpu"
+    (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, [num_tokens])
+    return abstract_state(local, schedule, kv_dtype=BFLOAT16, backend=backend).kv_pages, program
+
+
+def check_memory(pool, program, logits_bytes):
+    """The pool is updated where it is, and temporaries are few beside the logits, of which sampling has several."""
+    assert program.memory_analysis().alias_size_in_bytes >= pool.size * 2
+    assert temp_bytes(program) <= 4 * logits_bytes + 64e6
+
+
+def check_pool_is_never_copied(pool, text):
+    makers = re.findall(rf"= bf16\[{','.join(map(str, pool.shape))}\]\S* ([a-z-]+)\(", text)
+    assert makers, "the pool is in the program"
+    assert set(makers) <= {"parameter", "get-tuple-element", "custom-call", "bitcast"}
+    kernels = re.findall(r'custom_call_target="tpu_custom_call"', text)
+    assert len(kernels) == 1, "in the loop over the layers"
+
+
+def test_step_of_the_default_model_works_in_place():
+    config = json.loads(DEFAULT_MODEL.read_text())
+    pool, program = compile_step(config, "v6e:1x1", 64, 50_000, 1024)
+    check_memory(pool, program, 64 * config["vocab_size"] * 4)
+    check_pool_is_never_copied(pool, program.as_text())
+
+
+def test_step_of_8b_works_in_place():
+    pool, program = compile_step(LLAMA_8B, "v6e:1x1", 8, 4000, 8192)
+    check_memory(pool, program, 8 * LLAMA_8B["vocab_size"] * 4)
+
+
+def test_step_of_70b_over_eight_works_in_place_and_exchanges_twice_a_layer():
+    pool, program = compile_step(LLAMA_70B, "v6e:2x4", 64, 20_000, 8192)
+    check_memory(pool, program, 64 * LLAMA_70B["vocab_size"] // 8 * 4)
+    text = program.as_text()
+    check_pool_is_never_copied(pool, text)
+    (sums,) = layer_collectives(text, 1)
+    assert (sums.kind, sums.count, sums.num_bytes) == ("all-reduce", 2, 2 * 64 * LLAMA_70B["hidden_size"] * 2)
