@@ -165,8 +165,8 @@ class Scheduler:
             return False
         running = self._running.values()
         num_pages = sum(max(self._num_pages_for(r.num_tokens) - len(r.pages), 0) + self._can_grow(r) for r in running)
-        num_pages += sum(map(self._num_pages_taken, [*self._waiting.values(), request]))
-        return num_pages <= self._cache.num_free
+        num_pages += sum(self._num_pages_taken(r) + self._can_grow(r) for r in self._waiting.values())
+        return num_pages + max(self._num_pages_taken(request), 1) <= self._cache.num_free
 
     def work_before(self, request: Request) -> int:
         """Tokens to compute until the first one of `request`, were it added now, and a charge for every running row."""

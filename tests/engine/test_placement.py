@@ -14,7 +14,7 @@ def random_request(rng, index, prefixes=2):
     return make_request(f"{index}", prompt, rng.randint(1, 20))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(100))
 def test_what_has_room_is_started_by_the_next_plan(seed):
     """Unless rows that run need more pages by then, or it waits a step for a prefix that this one computes."""
     rng = random.Random(seed)
