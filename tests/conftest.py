@@ -3,9 +3,9 @@
 import gc
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 import jax
+import mappings
 import pytest
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -17,14 +17,11 @@ jax.config.update("jax_compilation_cache_dir", _CACHE.name)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
-MAX_MAPPINGS = 20_000  # Linux lets a process have 65,530, of which a compiled program takes a few; beyond, XLA crashes
-
 
 @pytest.fixture(autouse=True, scope="module")
 def few_programs() -> Iterator[None]:
     """Programs of modules that are done are forgotten when there are many; what is compiled again is on disk."""
     yield
-    mappings = Path("/proc/self/maps")
-    if mappings.exists() and mappings.read_bytes().count(b"\n") > MAX_MAPPINGS:
+    if mappings.are_many():
         jax.clear_caches()
         gc.collect()

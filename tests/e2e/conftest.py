@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import mappings
 import pytest
 import tiny_tokenizers
 import transformers
@@ -56,6 +57,14 @@ def oracle(llama: Path) -> transformers.PreTrainedModel:
 def engines() -> dict[tuple[tuple[str, Any], ...], Engine]:
     """Those started so far, by their options."""
     return {}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
+    """Engines are let go when they hold many programs; whoever wants one again starts it."""
+    yield
+    if mappings.are_many():
+        engines.clear()
 
 
 @pytest.fixture(scope="session")
