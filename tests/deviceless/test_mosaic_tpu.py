@@ -102,8 +102,7 @@ def compile_step(config, target, num_tokens, num_pages, max_model_len):
     schedule = ScheduleConfig(256, 2048, max_model_len, 16, num_pages=num_pages)
     local = arch.local(target.num_devices)
     sizes = {"num_query_heads": local.num_heads, "num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
-    backend = select_backend(**sizes, page_size=16, kv_dtype=BFLOAT16, platform="tpu")
-    assert backend == "mosaic_tpu"
+    backend = select_backend("mosaic_tpu", **sizes, page_size=16, kv_dtype=BFLOAT16, platform="tpu")
     (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, [num_tokens])
     return abstract_state(local, schedule, kv_dtype=BFLOAT16, backend=backend).kv_pages, program
 

@@ -252,7 +252,7 @@ def test_every_stage_of_memory_fits(kv_dtype):
 
 def test_registers_are_there_for_all():
     """Those that the warpgroups ask for are no more than a block of threads starts with: else they wait forever."""
-    kernel = pytest.importorskip(interpreted.KERNELS[0])
+    kernel = pytest.importorskip(interpreted.KERNELS["mosaic_gpu"][0])
     for num_warpgroups, (to_load, to_compute) in kernel.REGISTERS.items():
         at_start = 65536 // (128 * num_warpgroups) // 8 * 8
         num_loading = 2 if num_warpgroups == 4 else 1
