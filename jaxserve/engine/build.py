@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,14 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
 Weights = Mapping[str, Any] | str | os.PathLike[str]  # that a running engine takes
 
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
+
+
+@runtime_checkable
+class Memory(Protocol):
+    """A device, as far as it tells of its memory."""
+
+    def memory_stats(self) -> Mapping[str, int] | None:
+        """Bytes in use and their limit, among others; None where it does not tell."""
 
 
 def build_arch(config: EngineConfig) -> ArchConfig:
@@ -237,7 +245,7 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
 
 
 def build_schedule(
-    config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str, devices: Sequence[jax.Device]
+    config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str, devices: Sequence[Memory]
 ) -> ScheduleConfig:
     """The resolved sizes; each pool from `num_pages`, else from free memory.
 
@@ -259,7 +267,7 @@ def page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, back
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
 
-def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[jax.Device]) -> int:
+def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[Memory]) -> int:
     if _on_cpu():
         budget = cpu_pool_bytes(config, arch, page_bytes)
     else:

@@ -41,6 +41,7 @@ class Served:
             arch = build_arch(config)
         started = time.perf_counter()
         mesh = tensor_mesh(config.tensor_parallel_size)
+        devices = jax.devices()[:1] if mesh is None else list(mesh.devices.flat)
         transform = None if mesh is None else partial(split_array, mesh=mesh)
         params = weights.dummy(param_specs(arch), 0, compute_dtype(config, arch), transform=transform)
         params = jax.tree.map(lambda x: x * std_factor if x.ndim > 1 and std_factor != 1 else x, params)
@@ -55,7 +56,7 @@ class Served:
             page_size=config.page_size,
             kv_dtype=dtype,
         )
-        self.schedule = build_schedule(config, local_arch, dtype, self.backend)
+        self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
         self.num_params = arch.num_params
         self.runner = Runner(
             arch,
