@@ -7,6 +7,7 @@ and logs the choice once; a named backend runs, or the caller is told why it can
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -54,6 +55,15 @@ def target_platform() -> str:
         return jax.default_backend()
     kind = device.device_kind
     return "gpu" if "NVIDIA" in kind else "tpu" if kind.startswith("TPU") else kind.lower()
+
+
+def import_failure(module: str, what: str) -> str | None:
+    """Why a kernel cannot be imported here; None if it can. Pallas is young: names come and go."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, AttributeError) as error:
+        return f"{what} does not load in jax {jax.__version__}: {error}"
+    return None
 
 
 def _select_best(op: str, backends: Mapping[str, B], supports: Callable[[B], str | None]) -> str:

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from pallas_kernels.dispatch import import_failure
 from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
@@ -64,6 +65,7 @@ __all__ = [
 
 POOL_DTYPES = ("bfloat16", "float16", *LARGEST)
 HEAD_DIMS = (32, 64, 96, 128, 256)
+_KERNEL = f"{__name__}.kernel"
 HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 HOPPER_CORES = 132
 INTERPRETED_CORES = 3  # few, so that every worker has something to do
@@ -125,7 +127,7 @@ def supports(problem: Problem) -> str | None:
         )
     if problem.page_size % 8 or (BLOCK_KV % problem.page_size and problem.page_size % BLOCK_KV):
         return f"page_size must be 8, 16, 32 or a multiple of {BLOCK_KV}, not {problem.page_size}"
-    return _unavailable() or (None if problem.platform != "gpu" else _other_chip())
+    return import_failure(_KERNEL, "Pallas for GPUs") or (None if problem.platform != "gpu" else _other_chip())
 
 
 def _other_chip() -> str | None:
@@ -141,18 +143,9 @@ def _other_chip() -> str | None:
     return None
 
 
-def _unavailable() -> str | None:
-    """Why the kernels cannot be imported here; None if they can."""
-    try:
-        _kernel()
-    except (ImportError, AttributeError) as error:  # Pallas for GPUs is young: names come and go
-        return f"Pallas for GPUs does not load in jax {jax.__version__}: {error}"
-    return None
-
-
 def _kernel() -> ModuleType:
     """The kernels; Pallas takes a third of a second to import, which only those who use it shall wait."""
-    return importlib.import_module(f"{__name__}.kernel")
+    return importlib.import_module(_KERNEL)
 
 
 def write_and_attend(

@@ -27,10 +27,10 @@ from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from pallas_kernels.dispatch import import_failure
 from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
@@ -67,6 +67,7 @@ INTERPRETED_VMEM_BYTES = 32 * 2**20
 
 scale_shape = reference.scale_shape
 
+_KERNEL = f"{__name__}.kernel"
 _LOG2E = 1.4426950408889634
 
 _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
@@ -99,21 +100,12 @@ def supports(problem: Problem) -> str | None:
     page_bytes = problem.page_size * token_bytes(problem.num_kv_heads, problem.head_dim, problem.kv_dtype)
     if page_bytes > MAX_PAGE_BYTES:
         return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; make page_size smaller"
-    return _unavailable()
-
-
-def _unavailable() -> str | None:
-    """Why the kernel cannot be imported here; None if it can."""
-    try:
-        _kernel()
-    except (ImportError, AttributeError) as error:  # Pallas for TPUs is young: names come and go
-        return f"Pallas for TPUs does not load in jax {jax.__version__}: {error}"
-    return None
+    return import_failure(_KERNEL, "Pallas for TPUs")
 
 
 def _kernel() -> ModuleType:
     """The kernel; Pallas takes a third of a second to import, which only those who use it shall wait."""
-    return importlib.import_module(f"{__name__}.kernel")
+    return importlib.import_module(_KERNEL)
 
 
 def kv_shape(

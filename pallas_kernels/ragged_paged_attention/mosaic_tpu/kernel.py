@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -217,7 +218,7 @@ class _Span(NamedTuple):
     num_pages: Any  # zero where the sequence has ended
 
 
-class _Phase:
+class _Phase(ABC):
     """A list of entries, each with blocks of keys to go through: one after the other they are the units of the phase.
 
     While one unit is worked on, the pages of the next ones are on their way, and the page ids of the one after those.
@@ -231,29 +232,29 @@ class _Phase:
         self.block_tokens = self.pages * call.page_size
         self.id_chunks = -(-call.table_width // PAGE_IDS)
 
+    @abstractmethod
     def num_blocks(self, entry: Any) -> Any:
         """Of an entry."""
-        raise NotImplementedError
 
+    @abstractmethod
     def spans(self, entry: Any, block: Any) -> list[_Span]:
         """The pages of each sequence in the block-th block of an entry, counted from its first."""
-        raise NotImplementedError
 
+    @abstractmethod
     def query_copies(self, entry: Any, slot: Any, scratch: Any) -> list[Any]:
         """What brings the queries of an entry."""
-        raise NotImplementedError
 
+    @abstractmethod
     def compute(self, entry: Any, block: Any, unit: Any, ring: Any, scratch: Any) -> None:
         """Attends to the unit in `ring`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def finish(self, scratch: Any) -> None:
         """After the last unit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scratch(self) -> Any:
         """What else the phase keeps in memory."""
-        raise NotImplementedError
 
     def run(self) -> None:
         slots, K = self.blocks.slots, self.call.num_kv_heads
