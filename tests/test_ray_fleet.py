@@ -26,6 +26,9 @@ from jaxserve.fleet import MAX_LONE_DEATHS
 from jaxserve.ray_fleet import plan_actors, ray_fleet
 from jaxserve.tokenizer import load_tokenizer
 
+# Ray forks to start its processes, which execute others at once; jax, which other tests have started here, warns of it.
+pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
+
 HOOK = {"worker_process_setup_hook": "mortal_engine.setup"}
 
 
