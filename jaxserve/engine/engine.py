@@ -7,7 +7,6 @@ import random
 import sys
 import time
 import traceback
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from importlib.metadata import version
@@ -28,6 +27,7 @@ from jaxserve.engine.build import (
 from jaxserve.engine.core import EngineCore, Progress
 from jaxserve.engine.lockstep import WeightsRead, follow
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.placement import Placement
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prompt import Prompt, read_prompt
 from jaxserve.engine.roofline import device_ceilings
@@ -41,7 +41,6 @@ from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
 _OWN = {"model", "tokenizer", "compilation_cache_dir"}  # options that each process may have of its own
-_POLL_S = 5e-5  # between looks at the devices of several replicas
 
 
 class Engine:
@@ -81,8 +80,7 @@ class Engine:
         self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
         self.schedule = runners[0].schedule
         self._has_weights = True
-        self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
-        self._core_of: dict[str, EngineCore] = {}  # by the id of each sample that a replica has
+        self._placement = Placement(self.cores)
         self._groups: dict[str, RequestGroup] = {}
         self._group_of: dict[str, RequestGroup] = {}  # by the id of each sample
         self._seeds = random.Random(config.seed)
@@ -127,9 +125,7 @@ class Engine:
         self._groups[request_id] = group
         self._group_of.update({r.request_id: group for r in requests})
         self._num_groups += 1
-        self._queue.update({r.request_id: r for r in requests})
-        if len(self.cores) == 1:
-            self._place()
+        self._placement.add(requests)
         return group.output
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -180,7 +176,7 @@ class Engine:
                 self._let_go(request, FinishReason.ABORT)
         requests = group.restart()
         self._group_of.update({r.request_id: group for r in requests})
-        self._queue.update({r.request_id: r for r in requests})
+        self._placement.add(requests)
 
     def _read_weights(self, path: str) -> None:
         self._replace_weights(prepare_params(self.config, self.arch, path, self.cores[0].runner.param_shapes))
@@ -198,7 +194,6 @@ class Engine:
         for core, params in zip(self.cores, replicas, strict=True):
             core.replace_weights(params)
         self._has_weights = True
-        self._place()
 
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
@@ -228,8 +223,7 @@ class Engine:
         """Raise AssertionError if a page, slot or request is lost or shared; for tests and audits."""
         for core in self.cores:
             core.scheduler.check_integrity()
-        assert self._group_of.keys() == self._core_of.keys() | self._queue.keys()
-        assert not self._core_of.keys() & self._queue.keys()
+        self._placement.check_integrity(self._group_of)
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -253,7 +247,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests that have no pages and no slot, new or preempted."""
-        return len(self._queue) + sum(core.scheduler.num_waiting for core in self.cores)
+        return self._placement.num_queued + sum(core.scheduler.num_waiting for core in self.cores)
 
     @property
     def num_pages_used(self) -> int:
@@ -315,47 +309,6 @@ class Engine:
             for index in range(params.n)
         ]
 
-    # Replicas
-
-    def _place(self) -> None:
-        """Give waiting requests, in their order, to replicas that can start them at once.
-
-        A lone replica has them all, and its scheduler the queue.
-        """
-        while self._queue:
-            request = next(iter(self._queue.values()))
-            if (core := self._core_for(request)) is None:
-                return
-            core.add(request)
-            self._core_of[request.request_id] = core
-            del self._queue[request.request_id]
-
-    def _take_back(self) -> None:
-        """What a replica could not start after all, or had to preempt, is for whichever has room first."""
-        returned = [request for core in self.cores for request in core.withdraw()]
-        for request in sorted(returned, key=lambda request: request.arrival, reverse=True):
-            del self._core_of[request.request_id]
-            self._queue[request.request_id] = request
-            self._queue.move_to_end(request.request_id, last=False)
-
-    def _core_for(self, request: Request) -> EngineCore | None:
-        """The replica that would give its first token after the least work, which cached pages save."""
-        if len(self.cores) == 1:
-            return self.cores[0]
-        free = [core for core in self.cores if core.scheduler.has_room(request)]
-        return min(free, key=lambda core: core.scheduler.work_before(request), default=None)
-
-    def _cores_to_step(self) -> list[EngineCore]:
-        """Those whose next step need not wait for the device; the first that becomes so. A lone one may wait."""
-        if len(self.cores) == 1:
-            return self.cores
-        working = [core for core in self.cores if core.has_work()]
-        while working:
-            if ready := [core for core in working if core.is_ready()]:
-                return ready
-            time.sleep(_POLL_S)
-        return []
-
     # Steps
 
     def step(self) -> list[RequestOutput]:
@@ -364,13 +317,11 @@ class Engine:
         With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
         cumulative outputs, final where `finished`.
         """
-        if len(self.cores) > 1:
-            self._take_back()
-        self._place()
+        self._placement.place()
         progressed: dict[str, RequestOutput] = {}
-        while cores := self._cores_to_step():
+        while cores := self._placement.next_cores():
             worked = [self._step(core, progressed) for core in cores]
-            if any(worked) or len(self.cores) == 1:
+            if any(worked) or self._placement.is_lone:
                 break
         return list(progressed.values())
 
@@ -385,7 +336,7 @@ class Engine:
                 core.accounts.write(self.num_waiting)
                 progressed |= self._deliver(known)
         keep = 1 if planned and self.config.step_ahead else 0
-        if len(self.cores) > 1:  # others need not wait for it
+        if not self._placement.is_lone:  # others need not wait for it
             keep = max(keep, core.num_running_steps)
         read = self._read(core) if len(core.in_flight) > keep else []
         with self._aborting_on_failure(core):
@@ -407,8 +358,7 @@ class Engine:
         try:
             yield
         except BaseException:
-            broken = {self._group_of[sample].output.request_id for sample, c in self._core_of.items() if c is core}
-            for request_id in broken:
+            for request_id in {self._group_of[sample].output.request_id for sample in self._placement.ids_on(core)}:
                 self.abort(request_id)
             self._recover(core)
             raise
@@ -472,10 +422,5 @@ class Engine:
             self.stats.num_finished += 1
 
     def _let_go(self, request: Request, reason: FinishReason | None) -> RequestGroup:
-        core = self._core_of.pop(request.request_id, None)
-        if core is None:
-            del self._queue[request.request_id]
-            request.status, request.finish_reason = RequestStatus.FINISHED, reason
-        elif reason is not None:
-            core.finish(request.request_id, reason)
+        self._placement.finish(request, reason)
         return self._group_of.pop(request.request_id)
