@@ -89,7 +89,15 @@ class Chip:
         mesh: Mesh | None = None,
     ) -> jax.stages.Compiled:
         """Compiles `function`: `lower` and `compile_all` of one."""
-        return compile_all([self.lower(function, args, donate_argnums, mesh)])[0]
+        return self.compile_all([self.lower(function, args, donate_argnums, mesh)])[0]
+
+    def compile_all(self, programs: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
+        """Compiles programs that `lower` made, for GPUs side by side: hardly more than one core is busy with one.
+
+        For TPUs one after the other: libtpu crashed now and then where two large ones were compiled at once.
+        """
+        with _uncached(), ThreadPoolExecutor(len(programs) if self.platform == "gpu" else 1) as pool:
+            return list(pool.map(lambda program: program.compile(), programs))
 
     def lower(
         self,
@@ -143,12 +151,6 @@ def _uncached() -> Iterator[None]:
         yield
     finally:
         jax.config.update(name, before)
-
-
-def compile_all(programs: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-    """Compiles programs for chips that are not there side by side: a compiler keeps hardly more than one core busy."""
-    with _uncached(), ThreadPoolExecutor(len(programs)) as pool:
-        return list(pool.map(lambda program: program.compile(), programs))
 
 
 @functools.cache

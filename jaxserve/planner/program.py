@@ -22,7 +22,7 @@ from jaxserve.models.params import Params, ParamSpec, build_tree, scale_block
 from jaxserve.planner.targets import Target
 from jaxserve.quant import QuantizedMatrix
 from jaxserve.sharding import named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
-from pallas_kernels.deviceless import Chip, UnknownTopologyError, compile_all
+from pallas_kernels.deviceless import Chip, UnknownTopologyError
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
@@ -100,7 +100,7 @@ class StepCompiler:
             ConfigError: they cannot be compiled.
         """
         with self._refusals():
-            return compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
+            return self._chip.compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
 
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:

@@ -5,10 +5,10 @@ from typing import no_type_check
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.request import MAX_LOGPROBS
+from jaxserve.sampling.by_token import top_tokens
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -39,7 +39,7 @@ def token_logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> 
     total = jax.nn.logsumexp(logits, axis=1)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1, mode="clip")  # [R, 1]
     num_top = min(MAX_LOGPROBS, logits.shape[1])
-    top_logits, top_ids = lax.top_k(logits, num_top)
+    top_logits, top_ids = top_tokens(logits, num_top)
     padding = ((0, 0), (0, MAX_LOGPROBS - num_top))
     return TokenLogprobs(
         logprob=chosen[:, 0] - total,

@@ -5,9 +5,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxserve.sampling.by_token import add_at
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 
 HISTORY_BLOCK = 128  # positions counted at a time; the longest penalised row decides how many blocks
+PROMPT_TOKEN = 2.0**-23  # in a sum whose whole part counts the output; fewer than 2**22 of them are below a half
 
 
 def penalised_rows(rows: SamplingRows) -> Bool[Array, " R"]:
@@ -28,7 +30,7 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
         seen, counts = count_tokens(rows, table, wanted, logits.shape[1])
         repetition = jnp.where(seen, rows.repetition_penalty[:, None], 1.0)
         adjusted = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        adjusted -= rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
+        adjusted -= rows.frequency_penalty[:, None] * counts
         adjusted -= jnp.where(counts > 0, rows.presence_penalty[:, None], 0.0)
         return jnp.minimum(adjusted, np.finfo(np.float32).max)  # a tiny repetition penalty overflows to inf
 
@@ -38,24 +40,17 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
 
 def count_tokens(
     rows: SamplingRows, table: SlotTable, wanted: Bool[Array, " R"], vocab_size: int
-) -> tuple[Bool[Array, "R V"], Int[Array, "R V"]]:
+) -> tuple[Bool[Array, "R V"], Float[Array, "R V"]]:
     """Which tokens the `wanted` rows have seen at all, and how often in their output; nothing for other rows."""
-    num_rows = wanted.shape[0]
-    row = jnp.arange(num_rows)[:, None]
     length = jnp.where(wanted, rows.position, 0)[:, None]
 
-    def add_block(block: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        seen, counts = carry
+    def add_block(block: Int[Array, ""], sums: Float[Array, "R V"]) -> Float[Array, "R V"]:
         position = (block * HISTORY_BLOCK + jnp.arange(HISTORY_BLOCK))[None, :]
         token_ids = table.token_history.at[rows.slot[:, None], position].get(mode="clip")  # [R, HISTORY_BLOCK]
-        token_ids = jnp.where(position < length, token_ids, vocab_size)  # out of range, so dropped
-        output_ids = jnp.where(position >= rows.prompt_len[:, None], token_ids, vocab_size)
-        return (
-            seen.at[row, token_ids].set(True, mode="drop"),
-            counts.at[row, output_ids].add(1, mode="drop"),
-        )
+        in_prompt = position < rows.prompt_len[:, None]
+        return add_at(sums, jnp.where(position < length, token_ids, -1), jnp.where(in_prompt, PROMPT_TOKEN, 1.0))
 
-    start = (jnp.zeros((num_rows, vocab_size), bool), jnp.zeros((num_rows, vocab_size), jnp.int32))
     num_blocks = (jnp.max(length) + HISTORY_BLOCK - 1) // HISTORY_BLOCK
-    counted: tuple[Array, Array] = lax.fori_loop(0, num_blocks, add_block, start)
-    return counted
+    start = jnp.zeros((wanted.shape[0], vocab_size), jnp.float32)
+    sums = lax.fori_loop(0, num_blocks, add_block, start)
+    return sums > 0, jnp.floor(sums)

@@ -11,12 +11,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxserve.sampling.by_token import add_at, first_argmax
 from jaxserve.sampling.penalties import apply_penalties, penalised_rows
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 
 GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
-ARGMAX_BLOCK = 64  # tokens whose largest logit is found first, where there are
-ARGMAX_ROWS = 16  # rows or more: three times faster than reading all logits twice, on CPU; slower below
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
 
 
@@ -115,43 +114,20 @@ def _sampled_rows(rows: SamplingRows) -> Bool[Array, " R"]:
     return rows.live & (rows.temperature >= GREEDY_TEMPERATURE)
 
 
-def first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """The first of the largest of each row; of many rows block by block, so that all logits are read but once."""
-    num_rows, vocab_size = logits.shape
-    if num_rows < ARGMAX_ROWS or vocab_size % ARGMAX_BLOCK:
-        return _first_argmax_of_block(logits)
-    blocks = logits.reshape(num_rows, -1, ARGMAX_BLOCK)
-    block = _first_argmax_of_block(jnp.max(blocks, axis=2))[:, None]
-    within = _first_argmax_of_block(jnp.take_along_axis(blocks, block[:, :, None], axis=1)[:, 0])
-    return block[:, 0] * ARGMAX_BLOCK + within
-
-
-def _first_argmax_of_block(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    # Two plain reductions: on CPU, XLA vectorises them but not an argmax over (value, index) pairs, 3 times slower.
-    vocab_size = logits.shape[1]
-    index = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-    is_largest = logits == jnp.max(logits, axis=1, keepdims=True)
-    return jnp.min(jnp.where(is_largest, index, vocab_size - 1), axis=1)
-
-
 def _add_bias(logits: Array, rows: SamplingRows, table: SlotTable, biased: Bool[Array, " R"]) -> Array:
-    token_ids, row = _slot_ids(table.bias_ids, rows, biased, logits.shape[1])
     values = table.bias_values.at[rows.slot].get(mode="clip")  # [R, B]
-    return logits.at[row, token_ids].add(values, mode="drop")
+    return add_at(logits, _slot_ids(table.bias_ids, rows, biased), values)
 
 
 def _mask_stop_ids(logits: Array, rows: SamplingRows, table: SlotTable, masked: Bool[Array, " R"]) -> Array:
-    token_ids, row = _slot_ids(table.stop_ids, rows, masked, logits.shape[1])
-    return logits.at[row, token_ids].set(-jnp.inf, mode="drop")
+    token_ids = _slot_ids(table.stop_ids, rows, masked)
+    times = add_at(jnp.zeros_like(logits), token_ids, jnp.ones(token_ids.shape, logits.dtype))
+    return jnp.where(times > 0, -jnp.inf, logits)
 
 
-def _slot_ids(
-    ids: Int[Array, "S B"], rows: SamplingRows, wanted: Bool[Array, " R"], vocab_size: int
-) -> tuple[Array, Array]:
-    """Ids [R, B] of each row's slot, out of the vocabulary (so dropped) where none counts, and row indices [R, 1]."""
-    token_ids = ids.at[rows.slot].get(mode="clip")
-    token_ids = jnp.where(wanted[:, None] & (token_ids >= 0), token_ids, vocab_size)
-    return token_ids, jnp.arange(token_ids.shape[0])[:, None]
+def _slot_ids(ids: Int[Array, "S B"], rows: SamplingRows, wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
+    """Ids of each row's slot, -1 where none counts."""
+    return jnp.where(wanted[:, None], ids.at[rows.slot].get(mode="clip"), -1)
 
 
 def _top_k_threshold(weights: Array, floor: Array, top_k: Array, wanted: Bool[Array, " R"]) -> Float[Array, " R"]:

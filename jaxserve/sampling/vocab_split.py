@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from jaxserve.sampling.by_token import first_argmax
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.rows import SamplingRows, SlotTable
-from jaxserve.sampling.sampler import first_argmax, sample, takes_most_likely
+from jaxserve.sampling.sampler import sample, takes_most_likely
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ import re
 import jax
 import pytest
 
-from pallas_kernels.deviceless import compile_all
 from pallas_kernels.ragged_paged_attention import from_canonical, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case
 from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
@@ -81,7 +80,7 @@ def check_memory(case, memory):
 @pytest.mark.parametrize("cases", BATCHES, ids=lambda cases: f"{cases[0].name}_and_{len(cases) - 1}_more")
 def test_compile_without_spills_in_place(h200, cases, capfd, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    programs = compile_all([lower(h200, case) for case in cases])
+    programs = h200.compile_all([lower(h200, case) for case in cases])
     report = capfd.readouterr()
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", report.out + report.err)
     assert len(spills) >= len(cases), "the assembler reported nothing of some"

@@ -15,7 +15,6 @@ from jaxserve.engine.step import abstract_state, make_serve_burst, make_serve_st
 from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
 from jaxserve.planner.targets import parse_target
-from pallas_kernels.deviceless import compile_all
 
 DEFAULT_MODEL = Path(__file__).parents[2] / "weights" / "default" / "config.json"
 LLAMA_8B = {
@@ -83,7 +82,7 @@ def default_steps(h200):
     """Pools and programs of the default model; compiled side by side."""
     schedule, config = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000), json.loads(DEFAULT_MODEL.read_text())
     lowered = {key: lower_step(h200, config, schedule, *key[:2], jnp.dtype(key[2])) for key in DEFAULT_STEPS}
-    compiled = compile_all([program for _, program in lowered.values()])
+    compiled = h200.compile_all([program for _, program in lowered.values()])
     return {key: (pool, program) for (key, (pool, _)), program in zip(lowered.items(), compiled, strict=True)}
 
 

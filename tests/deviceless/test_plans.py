@@ -13,7 +13,6 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.program import StepCompiler, temp_bytes
 from jaxserve.planner.targets import parse_target
-from pallas_kernels.deviceless import compile_all
 
 BFLOAT16 = jnp.dtype("bfloat16")
 
@@ -62,6 +61,6 @@ def test_the_compiler_knows_the_memory_of_a_tpu(tpu, name):
     too_much = jax.ShapeDtypeStruct((2**28, 1024), jnp.float32, sharding=SingleDeviceSharding(devices[0]))
     lowered = jax.jit(lambda x: x * 2).trace(too_much).lower(lowering_platforms=("tpu",))
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
-        compile_all([lowered])
+        target.sheet.chip.compile_all([lowered])
     (gib,) = re.findall(r"available HBM \((\d+\.\d+)G\)", str(caught.value))
     assert target.sheet.limit_bytes == pytest.approx(float(gib) * 2**30, rel=0.001)
