@@ -23,7 +23,7 @@ from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, unsplit
 from jaxserve.request import SamplingParams
 from jaxserve.sharding import named_sharding, tensor_mesh
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 
 Start = Callable[..., Engine]
@@ -76,6 +76,29 @@ class TestAnyWorkload:
         for num_devices in (2, 8):
             for output, wanted, job in zip(run(start(num_devices), jobs), expected, jobs, strict=True):
                 assert_same(output, wanted, (num_devices, job))
+
+
+@pytest.fixture(scope="module", params=sorted(set(FAMILIES) - {"llama"}))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
+    """Engines of another family over one device and over four; two kv heads of two twice each."""
+    path = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(path, request.param, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
+    sizes = SIZES | {"max_num_batched_tokens": 8, "burst": 3}  # fewer programs
+    alone, split = (Engine(EngineConfig(str(path), tensor_parallel_size=n, **sizes)) for n in (1, 4))
+    return alone, split
+
+
+class TestAnyWorkloadOfOtherFamilies:
+    """As above."""
+
+    @given(jobs=jobs())
+    @settings(few_but_rich, max_examples=10)
+    def test_tokens_are_those_of_one_device(self, pair: tuple[Engine, Engine], jobs: list[Job]) -> None:
+        for engine in pair:
+            engine.reset_prefix_cache()
+        expected, found = (run(engine, jobs) for engine in pair)
+        for output, wanted, job in zip(found, expected, jobs, strict=True):
+            assert_same(output, wanted, job)
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
