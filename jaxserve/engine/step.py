@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.request import MAX_LOGIT_BIAS
-from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, sample, token_logprobs
+from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, by_blocks, sample, token_logprobs
 from jaxserve.sharding import joined
 from pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 
@@ -224,7 +224,7 @@ def _step(params: Params, state: ServeState, batch: StepBatch, model: Model) -> 
         slots = _remember(state.slots, batch, sampled)
     out = StepOutput(
         token_ids=sampled,
-        logprobs=_logprobs_if(batch.wants_logprobs, read_logprobs, logits, sampled),
+        logprobs=_logprobs_if(batch.wants_logprobs, lambda: read_logprobs(logits, sampled)),
         prompt_logprobs=_prompt_logprobs(params, batch, read_logprobs, hidden, row_ids),
     )
     return dataclasses.replace(state, kv_pages=carry.kv_pages, slots=slots), out
@@ -291,17 +291,9 @@ def _remember(slots: SlotTable, batch: StepBatch, sampled: Int[Array, " R"]) -> 
     return dataclasses.replace(slots, token_history=history)
 
 
-def _logprobs_if(
-    wanted: Int[Array, ""], read_logprobs: ReadLogprobs, logits: Float[Array, "N V"], ids: Int[Array, " N"]
-) -> TokenLogprobs:
-    shapes = jax.eval_shape(read_logprobs, logits, ids)
-    return lax.cond(
-        wanted > 0,
-        read_logprobs,
-        lambda _logits, _ids: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes),
-        logits,
-        ids,
-    )
+def _logprobs_if(wanted: Int[Array, ""], read: Callable[[], TokenLogprobs]) -> TokenLogprobs:
+    shapes = jax.eval_shape(read)
+    return lax.cond(wanted > 0, read, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
 
 
 def _prompt_logprobs(
@@ -321,21 +313,17 @@ def _prompt_logprobs(
     is_last = jnp.arange(T) == batch.cu_q_lens[1:][row_ids] - 1
     following = jnp.where(is_last, batch.next_ids[row_ids], jnp.roll(batch.token_ids, -1))
 
-    def one(start: Any) -> TokenLogprobs:
-        rows = lax.dynamic_slice_in_dim(hidden, start, block)
-        return read_logprobs(decoder.compute_logits(params, rows), lax.dynamic_slice_in_dim(following, start, block))
+    def read(tokens: tuple[Array, Array]) -> TokenLogprobs:
+        hidden, following = tokens
+        return read_logprobs(decoder.compute_logits(params, hidden), following)
 
-    shapes = jax.eval_shape(one, 0)
-    empty = jax.tree.map(lambda s: jnp.zeros((T, *s.shape[1:]), s.dtype), shapes)
-    num_blocks = -(-batch.cu_q_lens[batch.num_rows] // block)
-
-    def body(index: Any, out: TokenLogprobs) -> TokenLogprobs:
-        start = jnp.minimum(index * block, T - block)
-        return jax.tree.map(lambda to, x: lax.dynamic_update_slice_in_dim(to, x, start, 0), out, one(start))
+    def compute() -> TokenLogprobs:
+        num_blocks = -(-batch.cu_q_lens[batch.num_rows] // block)
+        out: TokenLogprobs = by_blocks(read, (hidden, following), block, num_blocks)
+        return out
 
     # Not a loop of no rounds: XLA moves what does not depend on the round in front of it, and computes it always.
-    wanted = batch.wants_prompt_logprobs > 0
-    return lax.cond(wanted, lambda: lax.fori_loop(0, num_blocks, body, empty), lambda: empty)
+    return _logprobs_if(batch.wants_prompt_logprobs, compute)
 
 
 def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotTable) -> ServeState:

@@ -1,8 +1,12 @@
 """What sampling reads besides logits: one entry per row of the step, one table by slot that outlives steps."""
 
-from typing import no_type_check
+from collections.abc import Callable
+from typing import Any, no_type_check
 
+import jax
+import jax.numpy as jnp
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
@@ -60,3 +64,31 @@ class SlotTable:
     bias_ids: Int[Array, "S B"]
     bias_values: Float[Array, "S B"]
     stop_ids: Int[Array, "S E"]
+
+
+def by_blocks(
+    compute: Callable[[Any], Any], rows: Any, block: int, num_blocks: Int[Array, ""] | int | None = None
+) -> Any:
+    """`compute(rows)` for `block` rows at a time, so that what it needs meanwhile exists for those alone.
+
+    Args:
+        compute: of arrays with entries per row to arrays with entries per row, each from its own alone.
+        rows: such arrays, in a pytree.
+        block: rows at a time, where there are more.
+        num_blocks: that are wanted, zeros after them; None for all.
+    """
+    num_rows = jax.tree.leaves(rows)[0].shape[0]
+    block = min(block, num_rows)
+    if num_rows == block and num_blocks is None:
+        return compute(rows)
+
+    def one(start: Array) -> Any:
+        return compute(jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, block), rows))
+
+    def body(index: Array, out: Any) -> Any:
+        start = jnp.minimum(index * block, num_rows - block)
+        return jax.tree.map(lambda to, x: lax.dynamic_update_slice_in_dim(to, x, start, 0), out, one(start))
+
+    shapes = jax.eval_shape(one, jax.ShapeDtypeStruct((), jnp.int32))
+    empty = jax.tree.map(lambda s: jnp.zeros((num_rows, *s.shape[1:]), s.dtype), shapes)
+    return lax.fori_loop(0, -(-num_rows // block) if num_blocks is None else num_blocks, body, empty)
