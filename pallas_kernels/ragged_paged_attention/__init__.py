@@ -50,9 +50,9 @@ __all__ = [
 
 BACKENDS: Mapping[str, Backend] = {
     "mosaic_gpu": mosaic_gpu,
+    "mosaic_tpu": mosaic_tpu,
     "native": native,
     "xla": xla,
-    "mosaic_tpu": mosaic_tpu,  # by name alone, behind what serves everything: its largest steps compile for minutes
     "reference": reference,
 }
 """Every backend, best first."""

@@ -1,5 +1,6 @@
 """The attention of TPUs becomes machine code for each generation of them, in place; so does the step around it."""
 
+import itertools
 import json
 import re
 import time
@@ -15,24 +16,20 @@ from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, layer_collectives, temp_bytes
 from jaxserve.planner.targets import parse_target
 from pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
-from pallas_kernels.ragged_paged_attention import from_canonical, ragged_paged_attention, select_backend
+from pallas_kernels.ragged_paged_attention import (
+    Problem,
+    from_canonical,
+    mosaic_tpu,
+    ragged_paged_attention,
+    select_backend,
+)
 from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from pallas_kernels.ragged_paged_attention.quantized import values_of
 
 pytestmark = pytest.mark.skipif(TPU_V6E.unavailable() is not None, reason=str(TPU_V6E.unavailable()))
 
 CHIPS = {"v5e": TPU_V5E, "v5p": TPU_V5P, "v6e": TPU_V6E, "tpu7x": TPU7X}
 COMPILE_S = 20  # of a processor; on one that nothing else runs on it is a third of that
-CHOSEN = (  # of the cases of tests: each compiles something that those of models in use do not
-    "one_row_of_one_token",
-    "all_decode_ragged",
-    "one_head",
-    "head_dim_96",
-    "pages_of_8",
-    "stale_nan_window",
-    "bfloat16_pool",
-    "tree_of_two_words",
-    "rope_bfloat16",
-)
 _MANY = ((*([1] * 40), 200, 300), (*range(20, 60), 400, 300))
 _DECODE = ((1,) * 64, (64,) * 64)
 WIDE = [
@@ -56,6 +53,24 @@ WIDE = [
         (_MANY, 4, 8, 128, 16, {"dtype": "float32", "kv_dtype": "float32"}),
     ]
 ]
+
+
+def _program(case):
+    """What distinguishes the kernels of two cases: how many tokens, rows and pages there are does not, but for one."""
+    inputs = case.inputs()
+    num_tokens, *heads = inputs.q.shape
+    page = values_of(inputs.kv_pages).shape[2:]
+    options = (case.window is None, case.soft_cap, case.has_sinks, case.tree_words, inputs.rope is None)
+    return min(num_tokens, 2), *heads, page, case.dtype, case.kv_dtype, options
+
+
+def _runs(case):
+    sizes = (case.num_query_heads, case.num_kv_heads, case.head_dim, case.page_size, jnp.dtype(case.kv_dtype))
+    problem = Problem(*sizes, "tpu")
+    return mosaic_tpu.supports(problem) is None
+
+
+DISTINCT = {_program(case): case for case in reversed(CASES) if _runs(case)}.values()
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -68,7 +83,8 @@ BFLOAT16 = jnp.dtype("bfloat16")
 @pytest.mark.parametrize(
     ("chip", "case"),
     [
-        *[("v6e", case) for case in (*WIDE, *(case for case in CASES if case.name in CHOSEN))],
+        *zip(itertools.cycle(CHIPS), DISTINCT),
+        *[("v6e", case) for case in WIDE],
         *[(chip, case) for chip in ("v5e", "v5p", "tpu7x") for case in WIDE[1:5]],
     ],
     ids=lambda value: getattr(value, "name", value),

@@ -17,7 +17,7 @@ from jaxserve.planner.targets import parse_target
 BFLOAT16 = jnp.dtype("bfloat16")
 
 
-@pytest.mark.parametrize(("name", "backend"), [("h200x2", "mosaic_gpu"), ("tpu7x:1x1x1", "xla")])
+@pytest.mark.parametrize(("name", "backend"), [("h200x2", "mosaic_gpu"), ("tpu7x:1x1x1", "mosaic_tpu")])
 def test_the_plan_of_a_small_model(targets, name, backend, capsys):
     target = targets(name)
     sizes = ["--max-num-seqs", "32", "--max-num-batched-tokens", "64"]

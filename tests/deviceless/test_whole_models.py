@@ -20,7 +20,7 @@ from jaxserve.planner.program import (
 
 BFLOAT16 = jnp.dtype("bfloat16")
 SCHEDULE = ScheduleConfig(256, 2048, 8192, 16, num_pages=4000)
-BACKENDS = {"gpu": "mosaic_gpu", "tpu": "xla"}
+BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 
 
 def check_exchanges(arch, num_tokens, text, num_copies):
