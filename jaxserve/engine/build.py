@@ -79,7 +79,8 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
 
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     """ConfigError for sizes that cannot work, before anything large is loaded."""
-    resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=config.num_pages or 1)
+    num_pages, platform = config.num_pages or 1, jax.default_backend()
+    resolve_schedule(config, max_position=arch.max_position, platform=platform, num_pages=num_pages)
     _meshes(config)
     arch.local(config.tensor_parallel_size)
 
@@ -258,7 +259,8 @@ def build_schedule(
     """
     num_bytes = page_bytes(config, arch, kv_dtype, backend)
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, num_bytes, devices)
-    return resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
+    platform = jax.default_backend()
+    return resolve_schedule(config, max_position=arch.max_position, platform=platform, num_pages=num_pages)
 
 
 def page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:

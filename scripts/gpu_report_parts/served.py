@@ -71,7 +71,7 @@ class Served:
 
     def _compile(self, rows: Iterable[int]) -> dict[str, float]:
         """Seconds for each program; of all that an engine has, only those that are needed."""
-        buckets, bursts = self.schedule.buckets(), self.schedule.burst_buckets()
+        buckets, bursts = self.schedule.buckets(), self.schedule.burst_buckets(MAX_BURST_STEPS)
         seconds = {}
         started = time.perf_counter()
         self.runner._set_slot = self.runner._compile_set_slot()
@@ -90,7 +90,7 @@ class Served:
     @property
     def num_programs(self) -> int:
         """That an engine with these sizes compiles in all."""
-        return 1 + len(self.schedule.buckets()) + len(self.schedule.burst_buckets())
+        return 1 + len(self.schedule.buckets()) + len(self.schedule.burst_buckets(MAX_BURST_STEPS))
 
     def engine(self, **options: Any) -> Engine:
         """A new engine over these weights, programs and pool; only one may be in use at a time."""
