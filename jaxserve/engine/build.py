@@ -199,6 +199,11 @@ def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Par
         params = make(specs, dtype, _shardings(_meshes(config)[0], specs), transform)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
+    return stacked_if_scanned(params, arch)
+
+
+def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
+    """The layers as programs take them here: on TPUs stacked, where they can be scanned; elsewhere as they are."""
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params) if scan else params
 

@@ -28,9 +28,7 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Non
     if args.prices is not None and args.sweep is None:
         raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
     if args.programs and (args.sweep is not None or args.target == "cpu"):
-        raise ConfigError(
-            "programs are compiled for one target, not for cpu; give it by --target, or drop --programs"
-        )
+        raise ConfigError("programs are compiled for one target, not for cpu; give it by --target, or drop --programs")
     if args.plot is not None:
         check_plot(args.plot)
     make = partial(_plan, args=args, engine_options=engine_options)
