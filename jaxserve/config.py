@@ -23,6 +23,8 @@ DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
 MAX_BURST_STEPS = 64  # where they are chosen by measurement
 MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
 MAX_BURST_ROWS = 16  # on CPUs more gain too, but each size is a program, and of many rows one soon ends
+MIN_FEW_TOKENS = 16  # of the smallest step where programs are few: a tile of bfloat16 has as many rows
+FREE_TOKENS = 256  # a step of fewer takes an accelerator hardly less time: it waits for the weights
 
 
 @no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
@@ -59,7 +61,8 @@ class EngineConfig:
             some 10 ms, of which a new request may have to wait for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
-            ready: it never compiles.
+            ready: it never compiles. On TPUs, where each takes long to compile, buckets are few: 16, 64 and 256 tokens,
+            then two for each doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
         compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Whole programs take at most 1 GiB there, and each start cuts XLA's own files beside
@@ -206,6 +209,7 @@ class ScheduleConfig:
     max_model_len: int
     page_size: int
     num_pages: int
+    few_programs: bool = False
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -224,29 +228,47 @@ class ScheduleConfig:
         return min(num_tokens, self.max_num_seqs)
 
     def buckets(self) -> tuple[int, ...]:
-        """Token-axis sizes of the compiled programs, ascending: exact to 8, then at most a quarter of padding."""
-        top = self.max_num_batched_tokens
-        sizes = list(range(1, min(8, top) + 1))
+        """Token-axis sizes of the compiled programs, ascending: exact to 8, then at most a quarter of padding.
+
+        Where programs are few: 16, 64 and 256, of which up to 15 tokens or three quarters are padding; then at most a
+        third, by two sizes for each doubling.
+        """
+        top, next_size = self.max_num_batched_tokens, _next_of_few if self.few_programs else _next_of_many
+        sizes = [min(MIN_FEW_TOKENS, top)] if self.few_programs else list(range(1, min(8, top) + 1))
         while sizes[-1] < top:
-            limit = (sizes[-1] + 1) * 4 // 3
-            grain = 4 if limit < 64 else 16 if limit < 512 else 64
-            sizes.append(min(max(limit // grain * grain, sizes[-1] + 1), top))
+            sizes.append(min(next_size(sizes[-1]), top))
         return tuple(sizes)
 
-    def burst_buckets(self) -> tuple[int, ...]:
-        """Those of `buckets` that have a program for bursts: one token per row, few rows."""
-        return tuple(size for size in self.buckets() if size <= min(self.max_num_seqs, MAX_BURST_ROWS))
+    def burst_buckets(self, max_steps: int) -> tuple[int, ...]:
+        """Those of `buckets` that have a program for bursts of up to so many steps: one token per row, few rows."""
+        buckets = self.buckets()
+        most = max(min(self.max_num_seqs, MAX_BURST_ROWS), buckets[0])
+        return tuple(size for size in buckets if size <= most) if max_steps > 1 else ()
 
 
-def resolve_schedule(config: EngineConfig, *, max_position: int, on_cpu: bool, num_pages: int) -> ScheduleConfig:
-    """Fill in what was left to default; ConfigError where the model cannot do what was asked."""
+def _next_of_many(size: int) -> int:
+    limit = (size + 1) * 4 // 3
+    grain = 4 if limit < 64 else 16 if limit < 512 else 64
+    return max(limit // grain * grain, size + 1)
+
+
+def _next_of_few(size: int) -> int:
+    if size < FREE_TOKENS:
+        return 4 * size
+    power = 1 << (size.bit_length() - 1)
+    return 2 * power if size > power else 3 * power // 2
+
+
+def resolve_schedule(config: EngineConfig, *, max_position: int, platform: str, num_pages: int) -> ScheduleConfig:
+    """Fill in what was left to default on a platform of jax; ConfigError where the model cannot do what was asked."""
     max_model_len = config.max_model_len or max_position
     if max_model_len > max_position:
         raise ConfigError(
             f"max_model_len must be at most the model's max_position_embeddings, got {max_model_len} and {max_position}"
         )
-    max_num_seqs, budget = default_batch(config, on_cpu=on_cpu)
-    return ScheduleConfig(max_num_seqs, budget, max_model_len, config.page_size, num_pages)
+    max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
+    sizes = (max_num_seqs, budget, max_model_len, config.page_size, num_pages)
+    return ScheduleConfig(*sizes, few_programs=platform == "tpu")
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 
 import gpu_report
-from gpu_report_parts import tables
-from gpu_report_parts.document import Document
-from gpu_report_parts.grid import FULL, TINY, WIDE, Grid
-from gpu_report_parts.trace import _covered
-from gpu_report_parts.transformers_engine import _stretch
+from device_report_parts import driver, tables
+from device_report_parts.document import Document
+from device_report_parts.grid import FULL, TINY, WIDE, Grid
+from device_report_parts.trace import _covered
+from device_report_parts.transformers_engine import _stretch
 from profile_step import Span
 
 SCRIPT = Path(gpu_report.__file__)
-DECODE = {"us": 1.0, "rows": 1, "context": 1, "page_size": 16, "group": 1, "kv_dtype": WIDE}
+DECODE = {"us": 1.0, "rows": 1, "context": 1, "page_size": 16, "group": 1, "kv_dtype": WIDE, "backend": "xla"}
 MACHINE = {"device": "test", "platform": "gpu", "driver": None, "versions": {"python": "3"}}
 
 
@@ -78,7 +78,7 @@ def test_tables_and_pictures_come_of_the_file_alone(dry_run: tuple[Path, dict[st
 
 def test_narrow_pools_are_measured_beside_wide_ones(dry_run: tuple[Path, dict[str, Any], str]) -> None:
     directory, _, printed = dry_run
-    points = Document(directory / "gpu.json", dry_run=True).points("decode")
+    points = Document(directory / "gpu.json", "gpu", dry_run=True).points("decode")
     by_dtype = {dtype: [p for p in points if p["kv_dtype"] == dtype] for dtype in TINY.kv_dtypes}
     assert sum(map(len, by_dtype.values())) == len(points)
     token_bytes = {WIDE: TINY.token_bytes}
@@ -94,7 +94,7 @@ def test_narrow_pools_are_measured_beside_wide_ones(dry_run: tuple[Path, dict[st
 
 def test_a_dry_run_is_never_mixed_with_a_measurement(dry_run: tuple[Path, dict[str, Any], str]) -> None:
     with pytest.raises(SystemExit, match="of a GPU"):
-        Document(dry_run[0] / "gpu.json", dry_run=False)
+        Document(dry_run[0] / "gpu.json", "gpu", dry_run=False)
 
 
 FAKE_WORKER = """
@@ -123,13 +123,13 @@ else:
 
 def test_goes_on_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = FAKE_WORKER.replace("MACHINE", repr(MACHINE))
-    monkeypatch.setattr(gpu_report, "WORKER", (sys.executable, "-c", worker))
-    monkeypatch.setattr(gpu_report, "GRACE_S", 0.5)
-    monkeypatch.setattr(gpu_report, "LAST_S", 3)
-    document = Document(tmp_path / "report.json", dry_run=False)
-    options = gpu_report.Options(dry_run=False, missing=False, only="")
+    monkeypatch.setattr(driver, "WORKER", (sys.executable, "-c", worker))
+    monkeypatch.setattr(driver, "GRACE_S", 0.5)
+    monkeypatch.setattr(driver, "LAST_S", 3)
+    document = Document(tmp_path / "report.json", "gpu", dry_run=False)
+    options = driver.Options(dry_run=False, missing=False, only="")
     with (tmp_path / "log").open("w") as log:
-        gpu_report.StageRun(document, "ceilings", "ceilings", time.time() + 3, options, log).run()
+        driver.StageRun(document, "ceilings", "ceilings", time.time() + 3, options, log).run()
     found = content(tmp_path / "report.json")["parts"]["ceilings"]["ceilings"]
     assert found["points"]["good"]["value"] == 1
     assert found["points"]["fails"]["failed"] == "a reason"
@@ -140,7 +140,7 @@ def test_goes_on_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch
 
 
 def test_what_another_machine_has_measured_is_dropped(tmp_path: Path) -> None:
-    document = Document(tmp_path / "report.json", dry_run=False)
+    document = Document(tmp_path / "report.json", "gpu", dry_run=False)
     for machine, left in ((MACHINE, {"a", "b"}), (MACHINE, {"a", "b"}), (MACHINE | {"driver": "2"}, {"b"})):
         document.begin("ceilings", "ceilings", machine)
         if not document.measured("ceilings", "ceilings"):
@@ -151,7 +151,7 @@ def test_what_another_machine_has_measured_is_dropped(tmp_path: Path) -> None:
 
 
 def test_fractions_follow_from_the_ceilings(tmp_path: Path) -> None:
-    document = Document(tmp_path / "report.json", dry_run=False)
+    document = Document(tmp_path / "report.json", "gpu", dry_run=False)
     document.begin("attention", "attention", MACHINE)
     document.put("attention", "attention", "d", {"kind": "decode", "kv_gb_per_s": 3.0, **DECODE})
     assert "fraction_of_copy" not in document.points("decode")[0]
@@ -164,7 +164,8 @@ def test_fractions_follow_from_the_ceilings(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("chunk", "context"), [(1, 9), (5, 5), (4, 11)])
 def test_flops_and_bytes_of_attention(chunk: int, context: int) -> None:
     grid, rows, group = Grid(num_kv_heads=2, head_dim=4), 3, 5
-    figures = grid.figures(1.0, rows=rows, chunk=chunk, context=context, group=group, token_bytes=grid.token_bytes)
+    lens = (chunk,) * rows
+    figures = grid.figures(1.0, q_lens=lens, context=context, group=group, token_bytes=grid.token_bytes)
     visible = np.tril(np.ones((context, context)))[context - chunk :].sum()
     products = 2 * (2 * 4) * visible * (2 * group) * rows  # scores and values, a multiplication and an addition each
     assert figures["tflop_per_s"] * 1e12 == pytest.approx(products)

@@ -79,7 +79,8 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
 
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     """ConfigError for sizes that cannot work, before anything large is loaded."""
-    resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=config.num_pages or 1)
+    num_pages, platform = config.num_pages or 1, jax.default_backend()
+    resolve_schedule(config, max_position=arch.max_position, platform=platform, num_pages=num_pages)
     _meshes(config)
     arch.local(config.tensor_parallel_size)
 
@@ -198,6 +199,11 @@ def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Par
         params = make(specs, dtype, _shardings(_meshes(config)[0], specs), transform)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
+    return stacked_if_scanned(params, arch)
+
+
+def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
+    """The layers as programs take them here: on TPUs stacked, where they can be scanned; elsewhere as they are."""
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
     return stack_layers(params) if scan else params
 
@@ -258,7 +264,8 @@ def build_schedule(
     """
     num_bytes = page_bytes(config, arch, kv_dtype, backend)
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, num_bytes, devices)
-    return resolve_schedule(config, max_position=arch.max_position, on_cpu=_on_cpu(), num_pages=num_pages)
+    platform = jax.default_backend()
+    return resolve_schedule(config, max_position=arch.max_position, platform=platform, num_pages=num_pages)
 
 
 def page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:

@@ -200,7 +200,7 @@ class Runner:
         for it, and the exit would take its client away.
         """
         buckets = self.schedule.buckets()
-        bursts = self.schedule.burst_buckets() if self._max_burst_steps > 1 else ()
+        bursts = self.schedule.burst_buckets(self._max_burst_steps)
         decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # of a full batch: wanted first
         rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
         first, later = {

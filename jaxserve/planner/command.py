@@ -27,6 +27,8 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Non
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile
     if args.prices is not None and args.sweep is None:
         raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
+    if args.programs and (args.sweep is not None or args.target == "cpu"):
+        raise ConfigError("programs are compiled for one target, not for cpu; give it by --target, or drop --programs")
     if args.plot is not None:
         check_plot(args.plot)
     make = partial(_plan, args=args, engine_options=engine_options)
@@ -44,7 +46,7 @@ def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]
     target = find_target(name)
     config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
     sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}
-    return make_plan(config, target, **sizes)
+    return make_plan(config, target, **sizes, all_programs=args.programs)
 
 
 def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:

@@ -36,4 +36,6 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--batch", type=int, metavar="INT", help=text)
     text = "draw how many requests fit, by their length, as a PNG (needs the extra bench)"
     plan.add_argument("--plot", metavar="FILE", help=text)
+    text = "compile every program that the engine has there, and show what each takes to compile here: minutes in all"
+    plan.add_argument("--programs", action="store_true", help=text)
     plan.add_argument("--json", action="store_true", help="print all figures as JSON instead")

@@ -116,6 +116,8 @@ class Plan:
             which not even the weights and one request fit.
         decode: the step of max_num_seqs rows in decode, where that is compiled.
         compile_s: to trace and compile them here.
+        program_s: to trace and compile here each program that the engine has there, by name; None where they were not
+            asked for, or nothing is compiled.
         speed: None on a CPU, and of what does not fit.
     """
 
@@ -131,6 +133,7 @@ class Plan:
     largest: StepProgram | None = None
     decode: StepProgram | None = None
     compile_s: float | None = None
+    program_s: dict[str, float] | None = None
     speed: Speed | None = None
 
     @property
@@ -187,6 +190,7 @@ def make_plan(
     prompt_tokens: int | None = None,
     context_tokens: int | None = None,
     batch: int | None = None,
+    all_programs: bool = False,
 ) -> Plan:
     """Sizes everything as the engine does on the target, and compiles its steps for that.
 
@@ -196,6 +200,7 @@ def make_plan(
         prompt_tokens: of the prompt whose TTFT is predicted.
         context_tokens: of the rows whose decode steps are predicted.
         batch: rows of a decode step that is predicted beside the usual ones.
+        all_programs: compile all that the engine has, and take the time of each.
 
     Raises:
         ConfigError: the model, or a size, is not one that the engine takes on this target, or its steps cannot be
@@ -206,7 +211,7 @@ def make_plan(
     dtype = compute_dtype(config, arch, on_cpu=sheet is None)
     kv_dtype = pool_dtype(config, dtype)
     backend = _backend(config, sheet, local, kv_dtype)
-    schedule = resolve_schedule(config, max_position=arch.max_position, on_cpu=sheet is None, num_pages=1)
+    schedule = resolve_schedule(config, max_position=arch.max_position, platform=target.platform, num_pages=1)
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
     batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
@@ -220,14 +225,17 @@ def make_plan(
     small = dataclasses.replace(schedule, num_pages=schedule.max_pages_per_row)
     started = time.perf_counter()
     compiler = StepCompiler(target, small, dtype, kv_dtype, backend, config.quantization)
-    largest, decode = compiler.step_programs(arch, (schedule.max_num_batched_tokens, decode_bucket(schedule)))
+    buckets = (schedule.max_num_batched_tokens, decode_bucket(schedule))
+    compiled = {program.num_tokens: program for program in compiler.step_programs(arch, list(dict.fromkeys(buckets)))}
+    largest, decode = (compiled[bucket] for bucket in buckets)
     compile_s = time.perf_counter() - started
+    program_s = compiler.compile_times(arch, config.max_burst_steps) if all_programs else None
     memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))
     speed = None
     if not memory.missing:
         roofline = _roofline(target, sheet, local, dtype, params, memory, schedule, largest)
         speed = _speed(roofline, memory.num_pages, prompt_tokens, context_tokens, batch)
-    return Plan(*names, memory.times(target.devices_per_chip), largest, decode, compile_s, speed)
+    return Plan(*names, memory.times(target.devices_per_chip), largest, decode, compile_s, program_s, speed)
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:

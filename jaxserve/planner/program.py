@@ -2,9 +2,11 @@
 
 import contextlib
 import re
+import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -14,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import abstract_state, make_serve_step
+from jaxserve.engine.step import ServeState, abstract_state, make_serve_burst, make_serve_step, set_slot
 from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
@@ -102,6 +104,26 @@ class StepCompiler:
         with self._refusals():
             return self._chip.compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
 
+    def compile_times(self, arch: ArchConfig, max_burst_steps: int) -> dict[str, float]:
+        """Seconds here to trace, lower and compile each program of an engine with bursts of up to so many steps.
+
+        Raises:
+            ConfigError: one cannot be compiled.
+        """
+        steps = {f"step {size}": partial(self._lower, arch, size) for size in self.schedule.buckets()}
+        bursts = {
+            f"burst {size}": partial(self._lower, arch, size, max_burst_steps)
+            for size in self.schedule.burst_buckets(max_burst_steps)
+        }
+        with self._refusals():
+            programs = {"set_slot": partial(self._lower_set_slot, arch), **steps, **bursts}
+            return {name: self._seconds(lower) for name, lower in programs.items()}
+
+    def _seconds(self, lower: Callable[[], jax.stages.Lowered]) -> float:
+        started = time.perf_counter()
+        self._chip.compile_all([lower()])
+        return time.perf_counter() - started
+
     @contextlib.contextmanager
     def _refusals(self) -> Iterator[None]:
         try:
@@ -110,18 +132,35 @@ class StepCompiler:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"steps cannot be compiled for {self.target.name}: {reason}") from error
 
-    def _lower(self, arch: ArchConfig, num_tokens: int) -> jax.stages.Lowered:
+    def _lower(self, arch: ArchConfig, num_tokens: int, max_burst_steps: int = 1) -> jax.stages.Lowered:
+        """A step, or a burst of several."""
         layout, chip, num_devices = BatchLayout.of(self.schedule, num_tokens), self._chip, self.target.num_devices
-        mesh = tensor_mesh(num_devices, chip.devices(self.target.topology))
+        mesh, state = self._mesh(), self._state(arch)
         params = abstract_params(
             arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=self._is_scanned(arch)
         )
-        state = abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=mesh)
         blob = _tensor((layout.blob_size,), jnp.dtype("int32"), (None,), mesh)
-        program = make_serve_step(arch, layout, backend=self.backend, num_devices=num_devices)
+        options: Any = {"backend": self.backend, "num_devices": num_devices}
+        if max_burst_steps > 1:
+            program = make_serve_burst(arch, layout, max_steps=max_burst_steps, **options)
+        else:
+            program = make_serve_step(arch, layout, **options)
         if mesh is not None:
             program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
         return chip.lower(program, (params, state, blob), donate_argnums=(1,), mesh=mesh)
+
+    def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
+        mesh, state = self._mesh(), self._state(arch)
+        row = jax.tree.map(lambda x: _tensor(x.shape[1:], x.dtype, (None,) * (x.ndim - 1), mesh), state.slots)
+        args = (state, _tensor((), jnp.dtype("int32"), (), mesh), row)
+        program = set_slot if mesh is None else over_devices(set_slot, mesh, args, specs_of(state))
+        return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
+
+    def _mesh(self) -> Mesh | None:
+        return tensor_mesh(self.target.num_devices, self._chip.devices(self.target.topology))
+
+    def _state(self, arch: ArchConfig) -> ServeState:
+        return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=self._mesh())
 
     def _is_scanned(self, arch: ArchConfig) -> bool:
         return self._chip.platform == "tpu" and decoder.can_scan(arch)

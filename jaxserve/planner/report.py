@@ -43,6 +43,7 @@ def build_report(plan: Plan) -> Json:
         "collectives_per_layer_largest": plan.largest and _collectives(plan.largest),
         "compiled_tokens": [program.num_tokens for program in programs],
         "compile_s": plan.compile_s,
+        "programs": plan.program_s and _program_times(plan.program_s),
         "compiler_estimate_ms": [program.estimate_ms for program in programs],
         "context_len": speed and speed.context_tokens,
         "step_ms": speed and speed.step_ms,
@@ -64,6 +65,10 @@ def _temp_bytes(plan: Plan, program: StepProgram) -> int:
     return program.temp_bytes * plan.target.devices_per_chip
 
 
+def _program_times(program_s: dict[str, float]) -> Json:
+    return {"count": len(program_s), "total_s": sum(program_s.values()), "seconds": program_s}
+
+
 def _collectives(program: StepProgram) -> list[Json]:
     return [asdict(exchange) for exchange in program.collectives]
 
@@ -73,6 +78,8 @@ def render(plan: Plan) -> str:
     blocks = [_header(plan), align(_memory(plan))]
     if plan.largest is not None and plan.decode is not None:
         blocks.append(_programs(plan, plan.largest, plan.decode))
+    if plan.program_s is not None:
+        blocks += [_warm_up_header(plan.program_s), align(_warm_up(plan.program_s), header=True)]
     if plan.speed is not None:
         blocks += [_speed_header(plan, plan.speed), align(_steps(plan.speed), header=True)]
     return "\n\n".join(blocks)
@@ -110,6 +117,15 @@ def _programs(plan: Plan, largest: StepProgram, decode: StepProgram) -> str:
         exchanges = f"{_exchanges(decode)} in decode, {_exchanges(largest)} in the largest step"
         lines.append(f"between the chips, per layer: {exchanges}")
     return "\n".join(lines)
+
+
+def _warm_up_header(program_s: dict[str, float]) -> str:
+    total = sum(program_s.values())
+    return f"the engine has {len(program_s)} programs there, which took {total:.0f} s to compile here, one by one"
+
+
+def _warm_up(program_s: dict[str, float]) -> list[Row]:
+    return [("program", "s to compile"), *((name, number(seconds)) for name, seconds in program_s.items())]
 
 
 def _exchanges(program: StepProgram) -> str:

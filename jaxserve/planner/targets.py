@@ -73,6 +73,11 @@ class Target:
         return self.sheet.devices_per_chip if self.sheet else 1
 
     @property
+    def platform(self) -> str:
+        """What jax calls it."""
+        return self.sheet.chip.platform if self.sheet else "cpu"
+
+    @property
     def num_links(self) -> int:
         """From each chip to others: one in a direction, two where four or more may be closed to a ring."""
         return sum(min(2, size // 2) if self.sheet and self.sheet.directions > 1 else 1 for size in self.shape)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,30 +10,49 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from jaxserve import cli
-from jaxserve.config import ScheduleConfig
+from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.program import StepCompiler, temp_bytes
 from jaxserve.planner.targets import parse_target
 
 BFLOAT16 = jnp.dtype("bfloat16")
+MAX_PROGRAMS = 12
+COMPILE_S = 60  # of a processor, for three programs
 
 
-@pytest.mark.parametrize(("name", "backend"), [("h200x2", "mosaic_gpu"), ("tpu7x:1x1x1", "mosaic_tpu")])
-def test_the_plan_of_a_small_model(targets, name, backend, capsys):
+@pytest.mark.parametrize(
+    ("name", "backend", "decode"), [("h200x2", "mosaic_gpu", 36), ("tpu7x:1x1x1", "mosaic_tpu", 64)], ids=["h200x2", "tpu7x"]
+)
+def test_the_plan_of_a_small_model(targets, name, backend, decode, capsys):
     target = targets(name)
     sizes = ["--max-num-seqs", "32", "--max-num-batched-tokens", "64"]
     assert cli.main(["plan", "--target", name, "--json", *sizes]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["fits"]
     assert plan["attention_backend"] == backend
-    assert plan["compiled_tokens"] == [64, 36]
+    assert plan["compiled_tokens"] == [64, decode]
     assert (plan["num_chips"], plan["num_devices"]) == (target.num_chips, 2)
     assert 0 < plan["decode_temp_bytes_per_chip"] <= 24e6
     assert 0 < plan["temp_bytes_per_chip"] <= 24e6
     assert plan["compile_s"] > 0
-    assert plan["collectives_per_layer"] == [{"kind": "all-reduce", "count": 2, "num_bytes": 2 * 36 * 256 * 2}]
+    assert plan["collectives_per_layer"] == [{"kind": "all-reduce", "count": 2, "num_bytes": 2 * decode * 256 * 2}]
     taken = sum(plan[f"{part}_bytes_per_chip"] for part in ("weights", "slots", "temp", "kv"))
     assert 0.85 * plan["limit_bytes_per_chip"] < taken < plan["limit_bytes_per_chip"]
+
+
+def test_the_default_programs_of_a_tpu_are_few_and_compile(tpu, monkeypatch):
+    """All are counted, and those that wait for the first request or burst are compiled."""
+    config, (_, arch) = EngineConfig(), read_model(None)
+    schedule = resolve_schedule(config, max_position=arch.max_position, platform="tpu", num_pages=64)
+    wanted = {"buckets": schedule.buckets(), "burst_buckets": schedule.burst_buckets(config.max_burst_steps)}
+    assert 1 + sum(map(len, wanted.values())) <= MAX_PROGRAMS
+    monkeypatch.setattr(ScheduleConfig, "buckets", lambda _: wanted["buckets"][:1])
+    compiler = StepCompiler(parse_target("v6e:1x1"), schedule, BFLOAT16, BFLOAT16, "mosaic_tpu")
+    started = time.process_time()
+    seconds = compiler.compile_times(arch, config.max_burst_steps)
+    assert list(seconds) == ["set_slot", "step 16", "burst 16"]
+    assert min(seconds.values()) > 0
+    assert time.process_time() - started <= COMPILE_S
 
 
 def test_a_sweep_goes_on_after_chips_that_the_model_cannot_use(tpu, capsys):

@@ -44,7 +44,12 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def step_programs(self: StepCompiler, arch: Any, buckets: Sequence[int]) -> list[StepProgram]:
         return [step_program(num_tokens, self.target.num_devices) for num_tokens in buckets]
 
+    def compile_times(self: StepCompiler, arch: Any, max_burst_steps: int) -> dict[str, float]:
+        bursts = self.schedule.burst_buckets(max_burst_steps)
+        return {"set_slot": 1.5, **{f"step {size}": 2.0 for size in self.schedule.buckets()}, f"burst {bursts}": 3.0}
+
     monkeypatch.setattr(StepCompiler, "step_programs", step_programs)
+    monkeypatch.setattr(StepCompiler, "compile_times", compile_times)
     monkeypatch.setattr(Chip, "unavailable", lambda _: None)
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
@@ -360,6 +365,19 @@ def test_what_the_compiler_estimates_is_shown_where_it_does() -> None:
     assert build_report(told)["compiler_estimate_ms"] == [1.5, None]
 
 
+def test_all_programs_of_the_engine_are_told_where_they_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", "--target", "v6e:1x1", "--model", "llama-3.1-8b", "--max-model-len", "8192", "--programs"]
+    assert cli.main([*options, "--json"]) == 0
+    programs = json.loads(capsys.readouterr().out)["programs"]
+    steps = (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert list(programs["seconds"]) == ["set_slot", *(f"step {size}" for size in steps), "burst (16,)"]
+    assert (programs["count"], programs["total_s"]) == (11, 1.5 + 9 * 2 + 3)
+    assert cli.main(options) == 0
+    shown = capsys.readouterr().out
+    assert "the engine has 11 programs there, which took 22 s to compile here" in shown
+    assert build_report(plan_of("llama-3.1-8b"))["programs"] is None
+
+
 def test_the_table_says_what_is_predicted() -> None:
     assert "predicted, not measured" in render(plan_of("llama-3.1-8b"))
     text = render(plan_of("llama-3.1-405b"))
@@ -376,6 +394,8 @@ def test_the_table_says_what_is_predicted() -> None:
         (["--target", "v6e:2x2x2"], "v6e must have chips in 2 directions, as v6e:2x2, got 'v6e:2x2x2'"),
         (["--sweep", "cpu", "h300"], "as v6e:2x4, got 'h300'"),
         (["--target", "cpu", "--prices", "x.toml"], "give --sweep, or drop --prices"),
+        (["--target", "cpu", "--programs"], "give it by --target, or drop --programs"),
+        (["--sweep", "cpu", "--programs"], "give it by --target, or drop --programs"),
         (["--target", "cpu", "--batch", "65"], "batch must be in [1, max_num_seqs], got 65 and 64"),
         (["--target", "cpu", "--plot", "no/such/place.png"], "plot must be a file in a directory that exists"),
         (["--target", "cpu", "--model", "llama-9"], "model must be a checkpoint directory, a config.json or one of"),

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from functools import partial
 from tempfile import TemporaryDirectory
 
-from gpu_report_parts import machine as machines
-from gpu_report_parts.points import Figures, Latest, Point
-from gpu_report_parts.served import Served
-from gpu_report_parts.shapes import FULL_LOAD, TINY_LOAD, Load
-from gpu_report_parts.trace import busy_share
+from device_report_parts import machine as machines
+from device_report_parts.points import Figures, Latest, Point
+from device_report_parts.served import Served
+from device_report_parts.shapes import Load, load_of
+from device_report_parts.trace import busy_share
 from jaxserve.config import MAX_BURST_ROWS
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
@@ -24,10 +24,10 @@ PAGE_SIZE = 16
 MAX_TRACED_LEN = 512  # tokens of a row beside the prompt, until the trace has ended
 
 
-def points(dry_run: bool) -> Iterator[Point]:
+def points(device: str, dry_run: bool) -> Iterator[Point]:
     """Of each shape the start, then the rows; bursts where there are any; and last, what a whole start takes."""
-    load = TINY_LOAD if dry_run else FULL_LOAD
-    bench = Bench(load)
+    load = load_of(device, dry_run)
+    bench = Bench(device, load)
     for shape in load.shapes:
         yield Point("start", {"shape": shape}, partial(bench.start, shape))
         for rows in load.rows:
@@ -42,8 +42,8 @@ def points(dry_run: bool) -> Iterator[Point]:
 class Bench:
     """Measures points; keeps the last model."""
 
-    def __init__(self, load: Load) -> None:
-        self._load = load
+    def __init__(self, device: str, load: Load) -> None:
+        self._device, self._load = device, load
         self._served: Latest[str, Served] = Latest(self._serve)
         self._compile_s: dict[str, float] = {}  # of all programs of a shape, as far as those that were compiled tell
 
@@ -51,6 +51,7 @@ class Bench:
         load, most = self._load, max(self._load.rows)
         row_len = load.prompt_len + load.output_len + MAX_TRACED_LEN
         served = Served(
+            self._device,
             load.shapes[shape],
             load.rows,
             max_num_seqs=most,
@@ -66,7 +67,8 @@ class Bench:
     def start(self, shape: str) -> Figures:
         """Seconds of what an engine does before its first request, and how much is left to do in the background."""
         served = self._served.get(shape)
-        first = ["set_slot", *(f"step {bucket}" for bucket in (1, self._load.max_num_batched_tokens))]
+        buckets = served.schedule.buckets()
+        first = ["set_slot", *(f"step {bucket}" for bucket in (buckets[0], buckets[-1]))]
         return {
             "num_params": served.num_params,
             "backend": served.backend,

@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterator, Sequence
 from functools import cache, partial
 
-from gpu_report_parts.points import Figures, Point
-from gpu_report_parts.served import Served
+from device_report_parts.points import Figures, Point
+from device_report_parts.served import Served
 from jaxserve.engine.engine import Engine
 from jaxserve.request import RequestOutput, SamplingParams
 
@@ -34,7 +34,7 @@ WHOLE, CHUNK = 256, 32  # tokens of a step
 Prompts = Sequence[list[int]]
 
 
-def points(dry_run: bool) -> Iterator[Point]:
+def points(device: str, dry_run: bool) -> Iterator[Point]:
     """One for each invariant; few requests in a dry run."""
     num_requests, output_len = (2, 3) if dry_run else (NUM_REQUESTS, OUTPUT_LEN)
     rng = random.Random(11)
@@ -44,38 +44,39 @@ def points(dry_run: bool) -> Iterator[Point]:
         ("chunked == whole", chunked_is_whole),
         ("prefix-cached == cold", cached_is_cold),
     ):
-        yield Point("invariant", {"case": name}, partial(compare, prompts, output_len))
+        yield Point("invariant", {"case": name}, partial(compare, device, prompts, output_len))
 
 
-def batched_is_alone(prompts: Prompts, output_len: int) -> Figures:
+def batched_is_alone(device: str, prompts: Prompts, output_len: int) -> Figures:
     """All at once, in chunks of one budget, against each with an empty engine to itself."""
-    engine = _engine(WHOLE)
-    alone = [_run(engine, [prompt], output_len)[0] for prompt in prompts]
-    return _agreement(_run(engine, prompts, output_len), alone)
+    engine = _engine(device, WHOLE)
+    alone = [generate(engine, [prompt], output_len)[0] for prompt in prompts]
+    return _agreement(generate(engine, prompts, output_len), alone)
 
 
-def chunked_is_whole(prompts: Prompts, output_len: int) -> Figures:
+def chunked_is_whole(device: str, prompts: Prompts, output_len: int) -> Figures:
     """Prompts in pieces against prompts in one."""
-    whole, chunked = ([_run(_engine(size), [p], output_len)[0] for p in prompts] for size in (WHOLE, CHUNK))
+    whole, chunked = ([generate(_engine(device, size), [p], output_len)[0] for p in prompts] for size in (WHOLE, CHUNK))
     return _agreement(chunked, whole)
 
 
-def cached_is_cold(prompts: Prompts, output_len: int) -> Figures:
+def cached_is_cold(device: str, prompts: Prompts, output_len: int) -> Figures:
     """Each prompt a second time."""
-    engine = _engine(WHOLE)
-    cold = [_run(engine, [prompt], output_len)[0] for prompt in prompts]
-    warm = _run(engine, prompts[-1:], output_len, reset=False)
+    engine = _engine(device, WHOLE)
+    cold = [generate(engine, [prompt], output_len)[0] for prompt in prompts]
+    warm = generate(engine, prompts[-1:], output_len, reset=False)
     figures = _agreement(warm, cold[-1:])
     return {**figures, "passed": figures["passed"] and warm[0].num_cached_tokens > 0}
 
 
 @cache
-def _engine(budget: int) -> Engine:
+def _engine(device: str, budget: int) -> Engine:
     sizes = {"max_model_len": 256, "max_num_seqs": NUM_REQUESTS, "max_num_batched_tokens": budget}
-    return Served(MODEL, [], STD_FACTOR, num_pages=256, **sizes).engine(burst=1)
+    return Served(device, MODEL, [], STD_FACTOR, num_pages=256, **sizes).engine(burst=1)
 
 
-def _run(engine: Engine, prompts: Prompts, output_len: int, *, reset: bool = True) -> list[RequestOutput]:
+def generate(engine: Engine, prompts: Prompts, output_len: int, *, reset: bool = True) -> list[RequestOutput]:
+    """So many tokens of each prompt, the likeliest, with their log probabilities; cold unless the cache is kept."""
     if reset:
         engine.reset_prefix_cache()
     params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True, logprobs=2)

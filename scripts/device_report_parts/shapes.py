@@ -53,4 +53,10 @@ class Load:
 
 
 FULL_LOAD = Load(SHAPES)
+FULL_TPU_LOAD = Load(SHAPES, rows=(1, 8, 64))  # of more, keys and values beside 8B exceed the memory of a v6e
 TINY_LOAD = Load({"tiny": TINY_SHAPE}, (1, 2), (1, 4), (), 12, 48, 4, 2, 1)
+
+
+def load_of(device: str, dry_run: bool) -> Load:
+    """What is measured of a device, or what shows that it works."""
+    return TINY_LOAD if dry_run else {"gpu": FULL_LOAD, "tpu": FULL_TPU_LOAD}[device]

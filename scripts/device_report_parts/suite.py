@@ -9,8 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_report_parts import machine as machines
-from gpu_report_parts.points import Figures, Point, UnavailableError
+from device_report_parts import machine as machines
+from device_report_parts.points import Figures, Point, UnavailableError
 
 ROOT = Path(__file__).parents[2]
 TESTS = "tests/kernels"
@@ -27,7 +27,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def points(dry_run: bool) -> Iterator[Point]:
+def points(_: str, dry_run: bool) -> Iterator[Point]:
     """One: all tests; in a dry run, a file of few."""
     tests = f"{TESTS}/test_dispatch.py" if dry_run else TESTS
     yield Point("suite", {"tests": tests}, partial(run, tests, dry_run))

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from gpu_report_parts import machine as machines
-from gpu_report_parts.points import Figures, Latest, Point, UnavailableError
-from gpu_report_parts.shapes import FULL_LOAD, TINY_LOAD, Load
+from device_report_parts import machine as machines
+from device_report_parts.points import Figures, Latest, Point, UnavailableError
+from device_report_parts.shapes import FULL_LOAD, TINY_LOAD, Load
 
 machine = machines.with_torch
 
@@ -21,7 +21,7 @@ MAX_STATIC_ROWS = 8
 NEVER = -1  # an id that no token has: nothing ends a sequence early
 
 
-def points(dry_run: bool) -> Iterator[Point]:
+def points(_: str, dry_run: bool) -> Iterator[Point]:
     """Every shape at every number of rows."""
     load = TINY_LOAD if dry_run else FULL_LOAD
     bench = Bench(load, dry_run)

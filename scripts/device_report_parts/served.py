@@ -11,14 +11,15 @@ from typing import Any
 import jax
 
 import weights
+from device_report_parts.kernels import KERNELS
 from jaxserve.config import MAX_BURST_STEPS, EngineConfig
-from jaxserve.engine.build import build_arch, build_schedule, compute_dtype
+from jaxserve.engine.build import build_arch, build_schedule, compute_dtype, stacked_if_scanned
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
 from jaxserve.models.params import split_array
 from jaxserve.models.registry import param_specs
 from jaxserve.sharding import tensor_mesh
-from pallas_kernels.ragged_paged_attention import select_backend
+from pallas_kernels.ragged_paged_attention.interface import Problem
 
 Shape = dict[str, Any]
 
@@ -27,13 +28,14 @@ class Served:
     """A model of this shape with the programs that are measured, and what it took to start it.
 
     Args:
+        device: "gpu" or "tpu"; its kernel attends where it can.
         shape: fields of a Llama's config.json.
         rows: numbers of rows that decode; each gets its program, and where there can be bursts, theirs.
         std_factor: makes the weights this much larger than usual.
         options: of EngineConfig.
     """
 
-    def __init__(self, shape: Shape, rows: Iterable[int], std_factor: float = 1, **options: Any) -> None:
+    def __init__(self, device: str, shape: Shape, rows: Iterable[int], std_factor: float = 1, **options: Any) -> None:
         self._config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16", **shape}
         self._options = {"skip_tokenizer_init": True, "dtype": "bfloat16", "compilation_cache_dir": None, **options}
         with TemporaryDirectory() as directory:
@@ -45,17 +47,13 @@ class Served:
         transform = None if mesh is None else partial(split_array, mesh=mesh)
         params = weights.dummy(param_specs(arch), 0, compute_dtype(config, arch), transform=transform)
         params = jax.tree.map(lambda x: x * std_factor if x.ndim > 1 and std_factor != 1 else x, params)
+        params = stacked_if_scanned(params, arch)
         jax.block_until_ready(params)
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
         local_arch = arch.local(config.tensor_parallel_size)
-        self.backend = select_backend(
-            num_query_heads=local_arch.num_heads,
-            num_kv_heads=local_arch.num_kv_heads,
-            head_dim=arch.head_dim,
-            page_size=config.page_size,
-            kv_dtype=dtype,
-        )
+        heads = local_arch.num_heads, local_arch.num_kv_heads, arch.head_dim
+        self.backend = KERNELS[device].served(Problem(*heads, config.page_size, dtype, jax.default_backend()))
         self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
         self.num_params = arch.num_params
         self.runner = Runner(
@@ -71,7 +69,7 @@ class Served:
 
     def _compile(self, rows: Iterable[int]) -> dict[str, float]:
         """Seconds for each program; of all that an engine has, only those that are needed."""
-        buckets, bursts = self.schedule.buckets(), self.schedule.burst_buckets()
+        buckets, bursts = self.schedule.buckets(), self.schedule.burst_buckets(MAX_BURST_STEPS)
         seconds = {}
         started = time.perf_counter()
         self.runner._set_slot = self.runner._compile_set_slot()
@@ -81,7 +79,7 @@ class Served:
             started = time.perf_counter()
             self.runner._compile([bucket], ())
             seconds[f"step {bucket}"] = time.perf_counter() - started
-        for bucket in [bucket for bucket in wanted if bucket in bursts]:
+        for bucket in dict.fromkeys(bucket for bucket in wanted if bucket in bursts):
             started = time.perf_counter()
             self.runner._compile((), [bucket])
             seconds[f"burst {bucket}"] = time.perf_counter() - started
@@ -90,7 +88,7 @@ class Served:
     @property
     def num_programs(self) -> int:
         """That an engine with these sizes compiles in all."""
-        return 1 + len(self.schedule.buckets()) + len(self.schedule.burst_buckets())
+        return 1 + len(self.schedule.buckets()) + len(self.schedule.burst_buckets(MAX_BURST_STEPS))
 
     def engine(self, **options: Any) -> Engine:
         """A new engine over these weights, programs and pool; only one may be in use at a time."""

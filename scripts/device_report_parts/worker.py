@@ -1,9 +1,10 @@
 """The process of one stage: measures its points one by one, and says so in one JSON message a line.
 
-    python -m gpu_report_parts.worker '{"stage": "ceilings", "dry_run": true, "deadline": 4e9, "skip": [], "only": ""}'
+    python -m device_report_parts.worker \\
+        '{"stage": "ceilings", "device": "gpu", "dry_run": true, "deadline": 4e9, "skip": [], "only": ""}'
 
-What libraries print goes to stderr. After a point that failed, the process is of no more use: a GPU may be left in a
-state in which everything fails.
+What libraries print goes to stderr. After a point that failed, the process is of no more use: a device may be left in
+a state in which everything fails.
 """
 
 import importlib
@@ -14,15 +15,15 @@ import time
 import traceback
 from typing import Any, TextIO
 
-from gpu_report_parts.points import Point, UnavailableError
+from device_report_parts.points import Point, UnavailableError
 
 
 def main() -> None:
     replies = _take_stdout()
     task = json.loads(sys.argv[1])
-    stage = importlib.import_module(f"gpu_report_parts.{task['stage']}")
+    stage = importlib.import_module(f"device_report_parts.{task['stage']}")
     _send(replies, {"machine": stage.machine()})
-    for point in stage.points(task["dry_run"]):
+    for point in stage.points(task["device"], task["dry_run"]):
         if task["only"] in point.name and point.name not in task["skip"] and not _answer(replies, point, task):
             return
     _send(replies, {"done": True})

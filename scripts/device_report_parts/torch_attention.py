@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from gpu_report_parts import machine as machines
-from gpu_report_parts.grid import FULL, TINY, Grid
-from gpu_report_parts.points import Figures, Point, UnavailableError, effort, median_s
+from device_report_parts import machine as machines
+from device_report_parts.grid import FULL, TINY, Grid
+from device_report_parts.points import Figures, Point, UnavailableError, effort, median_s
 
 machine = machines.with_torch
 
@@ -24,7 +24,7 @@ FLEX_ROWS, FLEX_CONTEXTS = (1, 8, 32, 128), (4096, 32768)  # each is compiled
 TINY_FLEX = (1,), (40,)
 
 
-def points(dry_run: bool) -> Iterator[Point]:
+def points(_: str, dry_run: bool) -> Iterator[Point]:
     """SDPA, then FlexAttention."""
     grid = TINY if dry_run else FULL
     for group in grid.groups:
@@ -64,7 +64,8 @@ def measure(
     attend = make(chunk, context)
     calls = [partial(attend, *inputs[i % copies]) for i in range(NUM_CALLS)]
     seconds = median_s(_eager(calls) if dry_run else _graph(torch, calls), effort(dry_run)) / NUM_CALLS
-    return grid.figures(seconds, rows=rows, chunk=chunk, context=context, group=group, token_bytes=grid.token_bytes)
+    lens = (chunk,) * rows
+    return grid.figures(seconds, q_lens=lens, context=context, group=group, token_bytes=grid.token_bytes)
 
 
 def _torch(dry_run: bool) -> Any:

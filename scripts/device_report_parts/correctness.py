@@ -1,4 +1,4 @@
-"""Whether what is served is right: every case of the kernels of GPUs, and the invariants of the engine in bfloat16."""
+"""Whether what is served is right: every case of the device's kernels, and the invariants of the engine in bfloat16."""
 
 import math
 import secrets
@@ -11,17 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu_report_parts import invariants, kernels
-from gpu_report_parts import machine as machines
-from gpu_report_parts.points import Figures, Point, UnavailableError
+from device_report_parts import invariants
+from device_report_parts import machine as machines
+from device_report_parts.kernels import KERNELS, Kernel
+from device_report_parts.points import Figures, Point, UnavailableError
 from pallas_kernels.dispatch import UnsupportedBackendError
 from pallas_kernels.ragged_paged_attention import Pages, from_canonical, ragged_paged_attention, to_canonical
-from pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case, Inputs, pool_error
+from pallas_kernels.ragged_paged_attention.cases import Case, Inputs, pool_error
+from pallas_kernels.ragged_paged_attention.interface import Problem
 
 machine = machines.with_jax
 
 OUTPUT_TOLERANCE = 1e-2
-TINY_CASES = ("rope_bfloat16", "int8_pages_of_8_rope")
 SEED = secrets.randbits(32)  # new inputs every time
 
 _attend = jax.jit(
@@ -29,23 +30,26 @@ _attend = jax.jit(
 )
 
 
-def points(dry_run: bool) -> Iterator[Point]:
-    """The engine first, then what serves on GPUs, then the fallback."""
-    yield from invariants.points(dry_run)
-    for backend in ("mosaic_gpu", "xla"):
-        for case in GPU_CASES:
-            if not dry_run or case.name in TINY_CASES:
-                yield Point("kernel", {"backend": backend, "case": case.name}, partial(check, case, backend))
+def points(device: str, dry_run: bool) -> Iterator[Point]:
+    """The engine first, then the kernel, then the fallback."""
+    kernel = KERNELS[device]
+    yield from invariants.points(device, dry_run)
+    for backend in kernel.backends:
+        for case in kernel.cases:
+            if not dry_run or case.name in kernel.tiny_cases:
+                yield Point("kernel", {"backend": backend, "case": case.name}, partial(check, kernel, case, backend))
 
 
-def check(case: Case, backend: str) -> Figures:
+def check(kernel: Kernel, case: Case, backend: str) -> Figures:
     """Errors of one backend against the reference, on inputs that no run had before."""
+    heads = case.num_query_heads, case.num_kv_heads, case.head_dim
+    kernel.check(backend, Problem(*heads, case.page_size, jnp.dtype(case.kv_dtype), jax.default_backend()))
     inputs, expected_out, expected_pool = _expected(case)
     inputs = jax.device_put(inputs, jax.devices()[0])
     _leave_nan(inputs.q)
     pool = from_canonical(backend, inputs.kv_pages)
     try:
-        with kernels.runnable():
+        with kernel.runnable():
             out, pool = _attend(**_arguments(case, inputs._replace(kv_pages=pool)), backend=backend)
     except UnsupportedBackendError as reason:
         raise UnavailableError(str(reason)) from None
@@ -54,7 +58,7 @@ def check(case: Case, backend: str) -> Figures:
     error = float(np.max(difference[: sum(case.q_lens)], initial=0))
     stored_error = pool_error(to_canonical(backend, pool), expected_pool)
     is_finite = bool(np.isfinite(out).all())
-    is_close = error <= OUTPUT_TOLERANCE and stored_error <= case.pool_tolerance
+    is_close = error <= OUTPUT_TOLERANCE and stored_error <= _pool_tolerance(case)
     return {
         "max_error": error if math.isfinite(error) else None,
         "pool_error": stored_error if math.isfinite(stored_error) else None,
@@ -62,6 +66,12 @@ def check(case: Case, backend: str) -> Figures:
         "passed": is_finite and is_close,
         "seed": SEED,
     }
+
+
+def _pool_tolerance(case: Case) -> float:
+    """Of rotated numbers near zero float32 has many neighbours: what is stored is what the device makes of them."""
+    is_rotated_here = case.has_rope and case.kv_dtype == "float32"
+    return max(case.pool_tolerance, 1e-3 if is_rotated_here else 0.0)
 
 
 @cache

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from gpu_report_parts import machine as machines
-from gpu_report_parts.points import Figures, Point, effort, median_s
+from device_report_parts import machine as machines
+from device_report_parts.points import Figures, Point, effort, median_s
 
 machine = machines.with_jax
 
@@ -16,7 +16,7 @@ CHAIN_LEN = 8
 BANDWIDTH_KINDS = ("copy", "add", "read")
 
 
-def points(dry_run: bool) -> Iterator[Point]:
+def points(_: str, dry_run: bool) -> Iterator[Point]:
     """Bandwidths over sizes that no cache holds, and the product of square matrices of random numbers."""
     sizes = (1,) if dry_run else (256, 1024, 4096)
     for kind in BANDWIDTH_KINDS:

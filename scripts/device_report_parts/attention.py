@@ -1,12 +1,14 @@
 """Ragged paged attention by itself: microseconds, bytes and FLOPs per second, over rows, context, page, group, pool.
 
+On GPUs the kernel, or XLA's where that cannot run; on TPUs both.
+
 A program calls the operation as a model does: layer after layer of one donated pool, each with keys that depend on the
 output of the layer before. Successive calls read other pages, so that no cache holds what they read, until all pages
 have been read. Pages are in random order. Nothing is subtracted.
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -15,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from gpu_report_parts import kernels
-from gpu_report_parts import machine as machines
-from gpu_report_parts.grid import FULL, TINY, WIDE, Grid
-from gpu_report_parts.points import Figures, Latest, Point, UnavailableError, effort, median_s
+from device_report_parts import machine as machines
+from device_report_parts.grid import WIDE, Grid, grid_of
+from device_report_parts.kernels import KERNELS
+from device_report_parts.points import Figures, Latest, Point, UnavailableError, effort, median_s
 from pallas_kernels.ragged_paged_attention import Pages, QuantizedPages, from_canonical, ragged_paged_attention
 from pallas_kernels.ragged_paged_attention.interface import Problem
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized, quantize
@@ -37,25 +39,38 @@ class Shape(NamedTuple):
     group: int
     page_size: int
     kv_dtype: str
-    num_rows: int
-    chunk: int  # tokens of each row
+    backend: str
+    q_lens: tuple[int, ...]
 
 
-def points(dry_run: bool) -> Iterator[Point]:
-    """Decode and prefill with the first page size and group first, then narrow pools of these, then the others."""
-    grid = TINY if dry_run else FULL
-    bench = Bench(grid, dry_run)
+def points(device: str, dry_run: bool) -> Iterator[Point]:
+    """One backend after the other."""
+    grid, kernel = grid_of(device, dry_run), KERNELS[device]
+    bench = Bench(device, grid, dry_run)
+    if device == "tpu":
+        for backend in kernel.backends:
+            yield from _points(bench, grid, dict.fromkeys(grid.kv_dtypes, backend), {"backend": backend})
+    else:
+        yield from _points(bench, grid, {kv_dtype: bench.best(kv_dtype) for kv_dtype in grid.kv_dtypes}, {})
+
+
+def _points(bench: "Bench", grid: Grid, backends: Mapping[str, str], facts: Figures) -> Iterator[Point]:
+    """With the first page size and group first, then narrow pools of these, then the others."""
     first, *others = itertools.product(grid.page_sizes, grid.groups)
     wide, *narrow = grid.kv_dtypes
     for (page_size, group), kv_dtype in [(first, wide), *((first, x) for x in narrow), *((x, wide) for x in others)]:
-        common = {"page_size": page_size, "group": group, "kv_dtype": kv_dtype}
+        common = {"page_size": page_size, "group": group, "kv_dtype": kv_dtype, **facts}
+        shape = partial(Shape, group, page_size, kv_dtype, backends[kv_dtype])
         for rows, context in grid.decodes():
-            measure = partial(bench.measure, Shape(group, page_size, kv_dtype, rows, 1), context)
+            measure = partial(bench.measure, shape((1,) * rows), context)
             yield Point("decode", {"rows": rows, "context": context, **common}, measure)
         if kv_dtype == wide and page_size == grid.page_sizes[0] and group in grid.prefill_groups:
             for chunk, context in grid.prefills():
-                measure = partial(bench.measure, Shape(group, page_size, kv_dtype, 1, chunk), context)
+                measure = partial(bench.measure, shape((chunk,)), context)
                 yield Point("prefill", {"chunk": chunk, "context": context, **common}, measure)
+            for rows, chunk, context in grid.mixes:
+                measure = partial(bench.measure, shape((*(1,) * rows, chunk)), context)
+                yield Point("mixed", {"rows": rows, "chunk": chunk, "context": context, **common}, measure)
 
 
 class Pool:
@@ -99,44 +114,50 @@ class Pool:
 class Bench:
     """Measures points; keeps the last pool and its programs."""
 
-    def __init__(self, grid: Grid, dry_run: bool) -> None:
-        self._grid, self._effort = grid, effort(dry_run)
-        self._pools: Latest[tuple[int, str], Pool] = Latest(self._pool)
+    def __init__(self, device: str, grid: Grid, dry_run: bool) -> None:
+        self._kernel, self._grid, self._effort = KERNELS[device], grid, effort(dry_run)
+        self._pools: Latest[tuple[int, str, str], Pool] = Latest(self._pool)
         self._programs: Latest[Shape, jax.stages.Wrapped] = Latest(self._program)
 
-    def _backend(self, kv_dtype: str) -> str:
+    def best(self, kv_dtype: str) -> str:
         """Of all points with such a pool."""
         grid = self._grid
-        sizes = grid.num_kv_heads * max(grid.groups), grid.num_kv_heads, grid.head_dim, grid.page_sizes[0]
-        return kernels.best(Problem(*sizes, jnp.dtype(kv_dtype), jax.default_backend()))
+        return self._kernel.best(self._problem(max(grid.groups), grid.page_sizes[0], kv_dtype))
 
-    def _pool(self, key: tuple[int, str]) -> Pool:
-        page_size, kv_dtype = key
-        return Pool(self._grid, self._backend(kv_dtype), page_size, kv_dtype)
+    def _problem(self, group: int, page_size: int, kv_dtype: str) -> Problem:
+        grid = self._grid
+        heads = grid.num_kv_heads * group, grid.num_kv_heads, grid.head_dim
+        return Problem(*heads, page_size, jnp.dtype(kv_dtype), jax.default_backend())
+
+    def _pool(self, key: tuple[int, str, str]) -> Pool:
+        page_size, kv_dtype, backend = key
+        return Pool(self._grid, backend, page_size, kv_dtype)
 
     def measure(self, shape: Shape, context: int) -> Figures:
-        """Every row computes the last `chunk` tokens of its context."""
-        pool = self._pools.get((shape.page_size, shape.kv_dtype))
+        """Every row computes the last of `q_lens` tokens of its context."""
+        self._kernel.check(shape.backend, self._problem(shape.group, shape.page_size, shape.kv_dtype))
+        pool = self._pools.get((shape.page_size, shape.kv_dtype, shape.backend))
         seconds, num_tables = self._seconds(pool, shape, context)
-        sizes = {"rows": shape.num_rows, "chunk": shape.chunk, "context": context, "group": shape.group}
+        sizes = {"q_lens": shape.q_lens, "context": context, "group": shape.group}
         return {
             **self._grid.figures(seconds, **sizes, token_bytes=pool.token_bytes),
-            "backend": self._backend(shape.kv_dtype),
+            "backend": shape.backend,
             "num_tables": num_tables,
             "pool_gb": round(pool.num_bytes / 1e9, 3),
         }
 
     def _seconds(self, pool: Pool, shape: Shape, context: int) -> tuple[float, int]:
         """Of one call of the operation; and the number of tables that calls take turns with."""
-        tables = pool.tables(shape.num_rows, context, -(-self._longest() // shape.page_size))
+        num_rows = len(shape.q_lens)
+        tables = pool.tables(num_rows, context, -(-self._grid.longest() // shape.page_size))
         program = self._programs.get(shape)
-        T, K = shape.num_rows * shape.chunk, self._grid.num_kv_heads
+        T, K = sum(shape.q_lens), self._grid.num_kv_heads
         q, k, v = (
             jax.random.normal(jax.random.key(seed), (T, heads, self._grid.head_dim), DTYPE)
             for seed, heads in enumerate((K * shape.group, K, K))
         )
-        lens = jnp.full(shape.num_rows, context, jnp.int32)
-        starts = jnp.arange(shape.num_rows + 1, dtype=jnp.int32) * shape.chunk
+        lens = jnp.full(num_rows, context, jnp.int32)
+        starts = jnp.asarray(np.cumsum((0, *shape.q_lens)), jnp.int32)
         tables_per_program = self._grid.num_calls // self._grid.num_layers
         rounds = itertools.cycle(tables)
 
@@ -146,17 +167,14 @@ class Bench:
                 out, pool.pages = program(pool.pages, q, k, v, lens, starts, used)
             out.block_until_ready()
 
-        with kernels.runnable():
+        with self._kernel.runnable():
             return median_s(run, self._effort) / self._grid.num_calls, len(tables)
-
-    def _longest(self) -> int:
-        return max(*self._grid.contexts, *self._grid.prefill_contexts)
 
     def _program(self, shape: Shape) -> jax.stages.Wrapped:
         """`num_calls` calls, over all layers of one table and then of the next."""
-        backend = self._backend(shape.kv_dtype)
-        operation = jax.jit(partial(ragged_paged_attention, scale=self._grid.head_dim**-0.5, backend=backend))
-        num_layers, num_calls, num_rows = self._grid.num_layers, self._grid.num_calls, jnp.int32(shape.num_rows)
+        options = {"scale": self._grid.head_dim**-0.5, "backend": shape.backend}
+        operation = jax.jit(partial(ragged_paged_attention, **options))
+        num_layers, num_calls, num_rows = self._grid.num_layers, self._grid.num_calls, jnp.int32(len(shape.q_lens))
 
         def program(
             pool: Pages, q: Array, k: Array, v: Array, lens: Array, starts: Array, tables: list[Array]

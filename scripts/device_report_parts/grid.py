@@ -1,10 +1,10 @@
 """The sizes at which attention is measured, ours and that of others, and what each takes at least."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpu_report_parts.points import Figures
+from device_report_parts.points import Figures
 
 WIDE = "bfloat16"
 ITEM_BYTES = 2  # of it
@@ -26,6 +26,7 @@ class Grid:
     prefill_contexts: tuple[int, ...] = (8192, 32768)  # beside one as long as the chunk
     prefill_groups: tuple[int, ...] = (4, 8)
     kv_dtypes: tuple[str, ...] = (WIDE, "int8", "float8_e4m3fn")  # all but the first for the first page size and group
+    mixes: tuple[tuple[int, int, int], ...] = ()  # rows of one token, the chunk of one row more, the context of all
 
     @property
     def token_bytes(self) -> int:
@@ -42,18 +43,32 @@ class Grid:
             yield chunk, chunk
             yield from ((chunk, context) for context in self.prefill_contexts if context > chunk)
 
-    def figures(self, seconds: float, *, rows: int, chunk: int, context: int, group: int, token_bytes: int) -> Figures:
-        """Of a call in which every row computes the last `chunk` tokens of its context, causally.
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return max(*self.contexts, *self.prefill_contexts, *(context for _, _, context in self.mixes))
+
+    def figures(self, seconds: float, *, q_lens: Sequence[int], context: int, group: int, token_bytes: int) -> Figures:
+        """Of a call in which each row computes its last so many tokens of a context that is as long for all, causally.
 
         A token's keys and values take `token_bytes` to be read.
         """
-        pairs = chunk * (context - chunk) + chunk * (chunk + 1) // 2
-        flops = 4 * self.head_dim * self.num_kv_heads * group * rows * pairs
+        pairs = sum(count * (context - count) + count * (count + 1) // 2 for count in q_lens)
+        flops = 4 * self.head_dim * self.num_kv_heads * group * pairs
         figures = {"us": 1e6 * seconds, "tflop_per_s": flops / seconds / 1e12}
-        if chunk == 1:
-            figures["kv_gb_per_s"] = token_bytes * context * rows / seconds / 1e9
+        if 1 in q_lens:
+            figures["kv_gb_per_s"] = token_bytes * context * len(q_lens) / seconds / 1e9
         return figures
 
 
 FULL = Grid()
 TINY = Grid(2, 32, 2, 2, (2,), (40, 100), (16,), (2,), (24,), (64,), (2,))
+FULL_TPU = Grid(
+    page_sizes=(16, 64, 256),
+    mixes=((32, 512, 4096), (128, 1024, 4096), (255, 1793, 2048)),  # the last is a whole step
+)
+TINY_TPU = Grid(2, 32, 1, 1, (2,), (40,), (16,), (2,), (24,), (24,), (2,), (WIDE,), ((2, 14, 40),))
+
+
+def grid_of(device: str, dry_run: bool) -> Grid:
+    """What is measured of a device, or what shows that it works."""
+    return {"gpu": (FULL, TINY), "tpu": (FULL_TPU, TINY_TPU)}[device][dry_run]

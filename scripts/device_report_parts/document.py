@@ -7,36 +7,40 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_report_parts.grid import WIDE
+from device_report_parts.grid import WIDE
 
 Entry = dict[str, Any]
 
-FORMAT = "jaxserve-gpu-report-2"
 UNMEASURED = ("failed", "unavailable")
 
 
 class Document:
-    """A JSON object: parts, in them stages, each with the machine that measured it and points by name."""
+    """A JSON object: parts, in them stages, each with the machine that measured it and points by name.
 
-    def __init__(self, path: Path, dry_run: bool) -> None:
-        self._path = path
-        self._content: Entry = {"format": FORMAT, "dry_run": dry_run, "parts": {}}
+    Attributes:
+        device: "gpu" or "tpu".
+    """
+
+    def __init__(self, path: Path, device: str, dry_run: bool) -> None:
+        self._path, self.device = path, device
+        expected: Entry = {"format": f"jaxserve-{device}-report-2", "dry_run": dry_run}
+        self._content: Entry = {**expected, "parts": {}}
         if path.exists():
             self._content = json.loads(path.read_text())
-            if (self._content.get("format"), self._content.get("dry_run")) != (FORMAT, dry_run):
-                what = f"{'of a dry run' if dry_run else 'of a GPU'} in the format {FORMAT}"
+            if any(self._content.get(key) != value for key, value in expected.items()):
+                what = f"of a {'dry run' if dry_run else device.upper()} in the format {expected['format']}"
                 raise SystemExit(f"{path} must hold a report {what}; name another")
 
     @classmethod
-    def read(cls, path: Path) -> "Document":
+    def read(cls, path: Path, device: str) -> "Document":
         """The report that is there."""
         if not path.exists():
             raise SystemExit(f"{path} must be there to be reported; measure a part first")
-        return cls(path, bool(json.loads(path.read_text()).get("dry_run")))
+        return cls(path, device, bool(json.loads(path.read_text()).get("dry_run")))
 
     @property
     def dry_run(self) -> bool:
-        """Whether nothing in it is of a GPU."""
+        """Whether nothing in it is of the device."""
         return bool(self._content["dry_run"])
 
     def begin(self, part: str, stage: str, machine: Entry) -> None:
@@ -112,11 +116,13 @@ class Document:
                 point["speed_up"] = wide_us[_sizes(point)] / point["us"]
         for point in self.points("prefill", "sdpa prefill") if gemm else ():
             point["fraction_of_gemm"] = point["tflop_per_s"] / gemm
+        for point in self.points("mixed") if copy and gemm else ():
+            point["fraction_of_roofline"] = max(point["kv_gb_per_s"] / copy, point["tflop_per_s"] / gemm)
         for point in self.points("serve") if copy else ():
             least_ms = (point["weight_bytes"] + point["kv_bytes"]) / copy / 1e6
             point["fraction_of_bandwidth_roofline"] = least_ms / point["step_ms"]
 
 
-def _sizes(point: Entry) -> tuple[int, ...]:
-    """Of a measurement of decode, whatever its pool holds."""
-    return tuple(point[name] for name in ("rows", "context", "page_size", "group"))
+def _sizes(point: Entry) -> tuple[Any, ...]:
+    """Of a measurement of decode by a backend, whatever its pool holds."""
+    return tuple(point[name] for name in ("rows", "context", "page_size", "group", "backend"))

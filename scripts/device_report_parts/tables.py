@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from gpu_report_parts.document import Document, Entry
-from gpu_report_parts.grid import WIDE
+from device_report_parts.document import Document, Entry
+from device_report_parts.grid import WIDE
 
 Row = Sequence[Any]
 
@@ -36,7 +36,14 @@ def brief(entry: Entry) -> str:
 def render(document: Document) -> str:
     """All tables of which there is anything, the device above them."""
     blocks = [_machines(document), _ceilings(document), _correctness(document)]
-    blocks += [_decode(document), _prefill(document), _starts(document), _serving(document), _gaps(document)]
+    blocks += [
+        _decode(document),
+        _prefill(document),
+        _mixed(document),
+        _starts(document),
+        _serving(document),
+        _gaps(document),
+    ]
     return "\n\n".join(filter(None, blocks))
 
 
@@ -88,8 +95,9 @@ def _bandwidths(document: Document) -> list[Entry]:
 
 def _correctness(document: Document) -> str:
     rows = []
-    for backend in ("mosaic_gpu", "xla"):
-        cases = [p for p in document.points("kernel") if p["backend"] == backend]
+    kernels = document.points("kernel")
+    for backend in dict.fromkeys(p["backend"] for p in kernels):
+        cases = [p for p in kernels if p["backend"] == backend]
         if cases:
             passed = sum(p["passed"] for p in cases)
             worst = max(cases, key=lambda p: float("inf") if p["max_error"] is None else p["max_error"])
@@ -99,6 +107,10 @@ def _correctness(document: Document) -> str:
         equal = f"{p['num_equal']} of {p['num_requests']} equal"
         difference = f"log probabilities differ by {number(p['max_logprob_difference'])}"
         rows.append((p["case"], f"{'passes' if p['passed'] else 'FAILS'}: {equal}, {difference}"))
+    for p in document.points("transformers ids"):
+        verdict = "passes" if p["passed"] else "FAILS"
+        equal = f"{p['num_equal']} of {p['num_requests']} equal"
+        rows.append(("ids == transformers'", f"{verdict}: {equal}, {number(p['max_lead'])} below the likeliest"))
     rows += [(p["tests"], p["summary"]) for p in document.points("suite")]
     return table(("correctness", "found"), rows)
 
@@ -113,9 +125,10 @@ def _decode(document: Document) -> str:
     for p in document.points("decode"):
         sizes = p["rows"], p["context"], p["group"]
         rates = p["us"], p["kv_gb_per_s"], share(p.get("fraction_of_copy")), p.get("speed_up")
-        rows.append((*sizes, p["page_size"], p["kv_dtype"], *rates, *(times.get(sizes) for times in others.values())))
+        beside = (times.get(sizes) for times in others.values())
+        rows.append((*sizes, p["page_size"], p["kv_dtype"], p["backend"], *rates, *beside))
     ours = ("decode us", "GB/s of KV", "of copy", f"x {WIDE}")
-    return table(("rows", "context", "group", "page", "pool", *ours, "SDPA us", "FlexAttention us"), rows)
+    return table(("rows", "context", "group", "page", "pool", "backend", *ours, "SDPA us", "FlexAttention us"), rows)
 
 
 def _prefill(document: Document) -> str:
@@ -124,9 +137,19 @@ def _prefill(document: Document) -> str:
     for p in document.points("prefill"):
         sizes = p["chunk"], p["context"], p["group"]
         rates = number(p["us"]), number(p["tflop_per_s"]), share(p.get("fraction_of_gemm"))
-        rows.append((*sizes, p["page_size"], *rates, sdpa.get(sizes)))
-    header = ("chunk", "context", "group", "page", "prefill us", "TFLOP/s", "of GEMM", "SDPA TFLOP/s")
+        rows.append((*sizes, p["page_size"], p["backend"], *rates, sdpa.get(sizes)))
+    header = ("chunk", "context", "group", "page", "backend", "prefill us", "TFLOP/s", "of GEMM", "SDPA TFLOP/s")
     return table(header, rows)
+
+
+def _mixed(document: Document) -> str:
+    """Rows of one token and one of many, all of one context."""
+    rows = []
+    for p in document.points("mixed"):
+        sizes = p["rows"], p["chunk"], p["context"], p["group"], p["page_size"], p["backend"]
+        rows.append((*sizes, p["us"], p["kv_gb_per_s"], p["tflop_per_s"], share(p.get("fraction_of_roofline"))))
+    header = ("rows", "chunk", "context", "group", "page", "backend", "mixed us", "GB/s of KV", "TFLOP/s")
+    return table((*header, "of roofline"), rows)
 
 
 def _starts(document: Document) -> str:

@@ -17,7 +17,7 @@ def with_jax() -> dict[str, Any]:
         "device": device.kind,
         "platform": jax.default_backend(),
         "driver": driver(),
-        "versions": versions("jax", "jaxlib"),
+        "versions": versions("jax", "jaxlib", "libtpu"),
     }
 
 

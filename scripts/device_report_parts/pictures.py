@@ -5,13 +5,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from gpu_report_parts.document import Document, Entry
+from device_report_parts.document import Document, Entry
 
 Axes = Any  # matplotlib's
-Sizes = tuple[int, int, str]
+Sizes = tuple[int, int, str, str]
 
-_MARKERS = {"decode": "o", "serve": "^"}
-_LABELS = {"decode": "decode attention", "serve": "engine, decoding"}
+_MARKERS = {"decode": "o", "mixed": "s", "serve": "^"}
+_LABELS = {"decode": "decode attention", "mixed": "mixed attention", "serve": "engine, decoding"}
 
 
 def draw(document: Document, directory: Path) -> list[str]:
@@ -23,10 +23,14 @@ def draw(document: Document, directory: Path) -> list[str]:
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     if document.points(*_MARKERS) and document.gemm_tflop_per_s is not None:
-        paths.append(_save(directory / "gpu_roofline.png", (9, 6), lambda figure: _roofline(document, figure)))
+        paths.append(
+            _save(directory / f"{document.device}_roofline.png", (9, 6), lambda figure: _roofline(document, figure))
+        )
     if panels := _panels(document.points("decode")):
         size = (4.2 * len(panels), 4)
-        paths.append(_save(directory / "gpu_decode.png", size, lambda figure: _heat_maps(panels, figure)))
+        paths.append(
+            _save(directory / f"{document.device}_decode.png", size, lambda figure: _heat_maps(panels, figure))
+        )
     return paths
 
 
@@ -47,7 +51,7 @@ def _roofline(document: Document, figure: Any) -> None:
     ridge = 1e3 * gemm / copy
     series: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by marker and label
     for p in document.points(*_MARKERS):
-        label = ", ".join(filter(None, (_LABELS[p["kind"]], p.get("kv_dtype"))))
+        label = ", ".join(filter(None, (_LABELS[p["kind"]], p.get("backend"), p.get("kv_dtype"))))
         series.setdefault((_MARKERS[p["kind"]], label), []).append(_place(p))
     reach = [x for placed in series.values() for x, _ in placed] + [ridge]
     low, high = min(reach) / 3, max(reach) * 3
@@ -68,18 +72,20 @@ def _place(point: Entry) -> tuple[float, float]:
 
 
 def _panels(points: list[Entry]) -> dict[Sizes, list[Entry]]:
-    """Those of each page size, group and dtype of the pool."""
+    """Those of each page size, group, dtype of the pool and backend."""
     panels: dict[Sizes, list[Entry]] = {}
     for point in points:
-        panels.setdefault((point["page_size"], point["group"], point["kv_dtype"]), []).append(point)
+        sizes = point["page_size"], point["group"], point["kv_dtype"], point["backend"]
+        panels.setdefault(sizes, []).append(point)
     return dict(sorted(panels.items()))
 
 
 def _heat_maps(panels: dict[Sizes, list[Entry]], figure: Any) -> None:
     columns = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, ((page_size, group, kv_dtype), points) in zip(columns, panels.items(), strict=True):
+    for axes, ((page_size, group, kv_dtype, backend), points) in zip(columns, panels.items(), strict=True):
         _heat_map(axes, points)
-        axes.set_title(f"decode, share of copy: {kv_dtype}, pages of {page_size}, group of {group}", fontsize=9)
+        title = f"decode by {backend}, share of copy:\n{kv_dtype}, pages of {page_size}, group of {group}"
+        axes.set_title(title, fontsize=9)
 
 
 def _heat_map(axes: Axes, points: list[Entry]) -> None:

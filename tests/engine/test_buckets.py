@@ -1,0 +1,87 @@
+"""How far steps are padded, and how many programs that takes."""
+
+import dataclasses
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+
+from jaxserve.config import MAX_BURST_ROWS, MAX_BURST_STEPS, EngineConfig, ScheduleConfig, resolve_schedule
+
+MAX_PROGRAMS = 12  # on a TPU, where each may take half a minute
+
+
+def schedule(seqs: int, budget: int, *, few: bool) -> ScheduleConfig:
+    return ScheduleConfig(seqs, budget, max_model_len=1024, page_size=16, num_pages=64, few_programs=few)
+
+
+def padding(sizes: ScheduleConfig, num_tokens: int) -> tuple[int, float]:
+    """Tokens, and the share of those computed."""
+    bucket = next(size for size in sizes.buckets() if size >= num_tokens)
+    return bucket - num_tokens, 1 - num_tokens / bucket
+
+
+@given(budget=st.integers(1, 20_000), few=st.booleans())
+def test_every_step_has_a_bucket(budget: int, few: bool) -> None:
+    buckets = schedule(1, budget, few=few).buckets()
+    assert buckets[0] >= 1
+    assert buckets[-1] == budget
+    assert list(buckets) == sorted(set(buckets))
+
+
+@given(data=st.data(), budget=st.integers(1, 20_000))
+def test_steps_are_padded_by_a_quarter_at_most(data: st.DataObject, budget: int) -> None:
+    num_tokens = data.draw(st.integers(1, budget))
+    count, share = padding(schedule(1, budget, few=False), num_tokens)
+    assert share <= 0.25
+    assert count == 0 or num_tokens > 8
+
+
+@given(data=st.data(), budget=st.integers(1, 20_000))
+def test_few_programs_pad_long_steps_by_a_third_at_most(data: st.DataObject, budget: int) -> None:
+    """Short ones by less than their bucket of 16, or by three quarters."""
+    num_tokens = data.draw(st.integers(1, budget))
+    count, share = padding(schedule(1, budget, few=True), num_tokens)
+    if num_tokens > 256:
+        assert share < 1 / 3
+    elif num_tokens > 16:
+        assert share < 3 / 4
+    else:
+        assert count < 16
+
+
+def test_programs_of_a_tpu_are_few_by_default() -> None:
+    config = EngineConfig()
+    sizes = resolve_schedule(config, max_position=131_072, platform="tpu", num_pages=10_000)
+    assert sizes.buckets() == (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
+    assert sizes.burst_buckets(config.max_burst_steps) == (16,)
+    num_programs = 1 + len(sizes.buckets()) + len(sizes.burst_buckets(config.max_burst_steps))
+    assert num_programs <= MAX_PROGRAMS
+    for platform in ("cpu", "gpu"):
+        assert not resolve_schedule(config, max_position=1024, platform=platform, num_pages=64).few_programs
+
+
+@given(budget=st.integers(256, 1 << 20))
+def test_a_doubled_step_takes_two_more_programs_where_they_are_few(budget: int) -> None:
+    once, twice = (len(schedule(1, size, few=True).buckets()) for size in (budget, 2 * budget))
+    assert twice == once + 2
+
+
+@pytest.mark.parametrize("few", [False, True])
+@given(seqs=st.integers(1, 300), budget=st.integers(300, 3000))
+@example(seqs=3, budget=300)
+def test_bursts_are_of_few_rows(few: bool, seqs: int, budget: int) -> None:
+    sizes = schedule(seqs, budget, few=few)
+    bursts = sizes.burst_buckets(MAX_BURST_STEPS)
+    assert bursts == sizes.buckets()[: len(bursts)]
+    assert 1 <= max(map(sizes.num_rows, bursts)) <= min(seqs, MAX_BURST_ROWS)
+    assert sizes.burst_buckets(1) == ()
+
+
+@given(max_model_len=st.integers(1, 1 << 20), num_pages=st.integers(1, 1 << 20))
+def test_buckets_follow_from_the_step_alone(max_model_len: int, num_pages: int) -> None:
+    """Neither what the pool holds nor how long a request is makes another program."""
+    sizes = schedule(8, 2048, few=True)
+    other = dataclasses.replace(sizes, max_model_len=max_model_len, num_pages=num_pages)
+    assert other.buckets() == sizes.buckets()
+    assert other.burst_buckets(2) == sizes.burst_buckets(2)

@@ -1,0 +1,102 @@
+"""The report of a TPU with tiny sizes on a CPU, the kernel in the interpreter; what a GPU's shares is tested there."""
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tpu_report
+from device_report_parts.document import Document
+from device_report_parts.grid import FULL_TPU, TINY_TPU, grid_of
+from device_report_parts.kernels import KERNELS
+from device_report_parts.shapes import load_of
+
+SCRIPT = Path(tpu_report.__file__)
+MACHINE = {"device": "test", "platform": "tpu", "driver": None, "versions": {"python": "3"}}
+MIXED = {"rows": 2, "chunk": 3, "context": 9, "page_size": 16, "group": 1, "backend": "xla"}
+
+
+def run_script(*args: str) -> str:
+    done = subprocess.run([sys.executable, str(SCRIPT), *args], check=True, capture_output=True, text=True, timeout=500)
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path, str]:
+    """What is there of a TPU alone, where its pictures are, and what was printed last."""
+    directory = tmp_path_factory.mktemp("tpu")
+    options = ("--dry-run", "--json", str(directory / "tpu.json"))
+    run_script("--part", "ceilings", *options)
+    for only in ("transformers ids", "backend=mosaic_tpu"):
+        run_script("--part", "correctness", "--only", only, *options)
+    printed = run_script("--part", "attention", "--pictures", str(directory / "pictures"), *options)
+    return Document(directory / "tpu.json", "tpu", dry_run=True), directory, printed
+
+
+def entries(document: Document, stage: str) -> list[dict[str, Any]]:
+    return [e for _, name, content in document.stages() if name == stage for e in content["points"].values()]
+
+
+def test_the_kernel_is_right_and_so_are_the_ids(dry_run: tuple[Document, Path, str]) -> None:
+    document, _, printed = dry_run
+    cases = entries(document, "correctness")
+    assert [case["case"] for case in cases] == list(KERNELS["tpu"].tiny_cases)
+    assert all(case.get("passed", "unavailable" in case) for case in cases), cases
+    assert document.points("kernel"), "at least one case runs"
+    (ids,) = entries(document, "parity")
+    assert ids["passed"], ids
+    assert ids["num_equal"] == ids["num_requests"] == 2
+    assert "ids == transformers'" in printed
+
+
+def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path, str]) -> None:
+    document, directory, printed = dry_run
+    for kind in ("decode", "prefill", "mixed"):
+        points = document.points(kind)
+        assert [point["backend"] for point in points] == ["mosaic_tpu", "xla"]
+        assert f"{kind} us" in printed
+    assert not any("failed" in entry for entry in entries(document, "attention"))
+    assert {path.name for path in (directory / "pictures").iterdir()} == {"tpu_roofline.png", "tpu_decode.png"}
+    with pytest.raises(SystemExit, match="of a GPU"):
+        Document(directory / "tpu.json", "gpu", dry_run=False)
+
+
+def test_every_stage_is_there_and_knows_the_device() -> None:
+    for stage in (stage for stages in tpu_report.PARTS.values() for stage in stages):
+        module = importlib.import_module(f"device_report_parts.{stage.name}")
+        names = [point.name for point in module.points("tpu", False)]
+        assert names
+        assert len(names) == len(set(names)), stage
+
+
+def test_all_cases_are_checked_in_both_precisions() -> None:
+    names = {case.name for case in KERNELS["tpu"].cases}
+    assert len(names) == len(KERNELS["tpu"].cases)
+    assert {case.kv_dtype for case in KERNELS["tpu"].cases} >= {"float32", "bfloat16", "int8"}
+    assert grid_of("tpu", False) is FULL_TPU
+    assert grid_of("tpu", True) is TINY_TPU
+    assert max(load_of("tpu", False).rows) < max(load_of("gpu", False).rows)
+
+
+def test_mixed_steps_are_a_share_of_what_bounds_them(tmp_path: Path) -> None:
+    document = Document(tmp_path / "tpu.json", "tpu", dry_run=False)
+    for stage, name, point in (
+        ("ceilings", "copy", {"kind": "copy", "gb_per_s": 4.0}),
+        ("ceilings", "gemm", {"kind": "gemm", "tflop_per_s": 2.0}),
+        ("attention", "memory", {"kind": "mixed", "us": 1.0, "kv_gb_per_s": 3.0, "tflop_per_s": 1.0, **MIXED}),
+        ("attention", "products", {"kind": "mixed", "us": 1.0, "kv_gb_per_s": 1.0, "tflop_per_s": 1.8, **MIXED}),
+    ):
+        document.begin(stage, stage, MACHINE)
+        document.put(stage, stage, name, point)
+    assert [point["fraction_of_roofline"] for point in document.points("mixed")] == [0.75, 0.9]
+
+
+def test_a_machine_without_a_tpu_is_refused(tmp_path: Path) -> None:
+    args = [sys.executable, str(SCRIPT), "--part", "ceilings", "--json", str(tmp_path / "tpu.json")]
+    done = subprocess.run(args, check=False, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "ceilings needs a TPU, and there is only" in done.stderr
+    assert not (tmp_path / "tpu.json").exists()
