@@ -62,8 +62,8 @@ PLANTED = {  # bug: (what is there, what is put in its place)
     "pages are loaded over those still in use": ("ahead = self.blocks.slots - 1", "ahead = self.blocks.slots"),
     "page ids are read before they are there": ("pl.when(span.num_pages > 0)(copy.wait)", "pass"),
     "rows attend before all is written": (
-        "            write(index).wait()\n\n    def column",
-        "            pass\n\n    def column",
+        "            write(index).wait()\n\n    def _column",
+        "            pass\n\n    def _column",
     ),
     "a slab is overwritten while it leaves": ("write(index - self.ahead).wait()", "pass"),
 }

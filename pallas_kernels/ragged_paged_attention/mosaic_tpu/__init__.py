@@ -33,6 +33,7 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.dispatch import import_failure
 from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     ALIGNED_TOKENS,
     LANES,
@@ -178,7 +179,7 @@ def write_and_attend(
     )
     blocks = choose_blocks(call)
     plan = make_plan(call, blocks, rows)
-    operands = _kernel().Operands(
+    operands = Operands(
         page_ids=_page_ids(call, rows),
         new=_new(call, k, v),
         lane_queries=_lane_queries(call, plan, q),

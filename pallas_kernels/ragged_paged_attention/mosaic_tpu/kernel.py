@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     BASE_TOKEN,
-    BEGIN,
-    END,
     FIRST_BLOCK,
-    FIRST_TOKEN,
     KV_LEN,
     LANES,
     LEAD,
@@ -28,9 +26,6 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     NUM_LANE_COLUMNS,
     NUM_TILE_COLUMNS,
     NUM_TOKENS,
-    NUM_WRITE_COLUMNS,
-    OFFSET,
-    PAGE,
     PAGE_IDS,
     PAST_LEN,
     POSITION,
@@ -43,25 +38,10 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Plan,
     heads_together,
 )
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite: a query that has seen no key yet must not turn into NaN
-
-
-class Operands(NamedTuple):
-    """What the kernel gets beside its plan."""
-
-    page_ids: Int32[Array, "chunks 1 128"]
-    """The page table, in pieces that can be fetched."""
-    new: Float32[Array, "K padded columns"]
-    """New keys and values side by side, `slab` tokens of padding before them and more behind."""
-    lane_queries: Float32[Array, "lanes K filled width"]
-    tile_queries: Shaped[Array, "Q padded width"]
-    lane_sinks: Float32[Array, "rows 128"]
-    """In base 2, as those of tiles; of all query heads of a lane."""
-    tile_sinks: Float32[Array, "Q"]
-    tree_words: Int32[Array, "padded words"]
-    kv_pages: Shaped[Array, "L N K P columns"]
 
 
 def write_and_attend(
@@ -100,114 +80,14 @@ def _cost(call: Call) -> pl.CostEstimate:
     )
 
 
-class _Refs(NamedTuple):
-    """Scalars, operands and results of the kernel."""
-
-    layer: Any
-    counts: Any
-    writes: Any
-    lanes: Any
-    groups: Any
-    tiles: tuple[Any, ...]
-    inputs: Operands
-    kv_pages: Any  # the pool as it becomes
-    lane_out: Any
-    tile_out: Any
-
-
 def _kernel(call: Call, blocks: Blocks, num_scalars: int, *refs: Any) -> None:
     scalars, inputs, results = refs[:num_scalars], refs[num_scalars:-3], refs[-3:]
     layer, counts, writes, lanes, groups, *tiles = scalars
-    found = _Refs(layer, counts, writes, lanes, groups, tuple(tiles), Operands(*inputs), *results)
-    _Writer(call, blocks, found).run()
+    found = Refs(layer, counts, writes, lanes, groups, tuple(tiles), Operands(*inputs), *results)
+    Writer(call, blocks, found).run()
     _Lanes(call, blocks, found).run()
     for kind in range(len(found.tiles)):
         _Tiles(call, blocks, found, kind).run()
-
-
-class _Writer:
-    """Puts new keys and values in their places, a slab of a page at a time: it is read, changed and written back.
-
-    All are written before any row attends: whatever rows share, they find it.
-    """
-
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs) -> None:
-        self.call, self.refs = call, refs
-        self.ahead, self.slots = blocks.writes, 2 * blocks.writes
-        self.count = refs.counts[0]
-
-    def run(self) -> None:
-        call = self.call
-        pl.run_scoped(
-            self.write_all,
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, 2 * call.head_dim), call.kv_dtype),
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, 2 * call.head_dim), jnp.float32),
-            pltpu.SemaphoreType.DMA((self.slots,)),
-            pltpu.SemaphoreType.DMA((self.slots,)),
-        )
-
-    def write_all(self, slabs: Any, news: Any, read_sems: Any, write_sems: Any) -> None:
-        def reads(index: Any) -> Sequence[Any]:
-            slot = lax.rem(index, self.slots)
-            first = pl.multiple_of(self.first_new(index) // SUBLANES * SUBLANES, SUBLANES)
-            new = self.refs.inputs.new.at[:, pl.ds(first, self.call.slab + SUBLANES)]
-            return (
-                pltpu.make_async_copy(self.place(index), slabs.at[slot], read_sems.at[slot]),
-                pltpu.make_async_copy(new, news.at[slot], read_sems.at[slot]),
-            )
-
-        def write(index: Any) -> Any:
-            slot = lax.rem(index, self.slots)
-            return pltpu.make_async_copy(slabs.at[slot], self.place(index), write_sems.at[slot])
-
-        @pl.loop(0, jnp.minimum(self.ahead, self.count))
-        def start(index: Any) -> None:
-            for copy in reads(index):
-                copy.start()
-
-        @pl.loop(0, self.count)
-        def step(index: Any) -> None:
-            @pl.when(index >= self.ahead)
-            def free() -> None:
-                write(index - self.ahead).wait()
-
-            @pl.when(index + self.ahead < self.count)
-            def read_ahead() -> None:
-                for copy in reads(index + self.ahead):
-                    copy.start()
-
-            for copy in reads(index):
-                copy.wait()
-            slot = lax.rem(index, self.slots)
-            self.merge(index, slabs.at[slot], news.at[slot])
-            write(index).start()
-
-        @pl.loop(jnp.maximum(self.count - self.ahead, 0), self.count)
-        def drain(index: Any) -> None:
-            write(index).wait()
-
-    def column(self, index: Any, column: int) -> Any:
-        return self.refs.writes[index * NUM_WRITE_COLUMNS + column]
-
-    def place(self, index: Any) -> Any:
-        offset = pl.multiple_of(self.column(index, OFFSET), self.call.slab)
-        page = self.refs.kv_pages.at[self.refs.layer[0], self.column(index, PAGE)]
-        return page.at[:, pl.ds(offset, self.call.slab)]
-
-    def first_new(self, index: Any) -> Any:
-        """Where the token of the slab's first row is among the new ones, or would be."""
-        return self.column(index, FIRST_TOKEN) + self.call.slab
-
-    def merge(self, index: Any, slab: Any, new: Any) -> None:
-        """Replaces rows of the slab by those of `new`, which begins up to seven rows earlier."""
-        size = self.call.slab + SUBLANES
-        shift = lax.rem(size - lax.rem(self.first_new(index), SUBLANES), size)
-        begin, end = self.column(index, BEGIN), self.column(index, END)
-        for head in range(self.call.num_kv_heads):
-            rows = pltpu.roll(new[head], shift, 0)[: self.call.slab]
-            row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-            kept = slab[head].astype(jnp.float32)
-            slab[head] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)
 
 
 class _Span(NamedTuple):
@@ -227,7 +107,7 @@ class _Phase(ABC):
     sequences: int  # of a unit
     pages: int  # of a sequence in a unit
 
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs, num_units: Any) -> None:
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs, num_units: Any) -> None:
         self.call, self.blocks, self.refs, self.num_units = call, blocks, refs, num_units
         self.block_tokens = self.pages * call.page_size
         self.id_chunks = -(-call.table_width // PAGE_IDS)
@@ -446,7 +326,7 @@ class _LaneScratch(NamedTuple):
 class _Lanes(_Phase):
     """Rows of one token: an entry is a group of them that go side by side, each through its own pages."""
 
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs) -> None:
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
         self.sequences, self.pages = blocks.lanes, blocks.lane_pages
         super().__init__(call, blocks, refs, refs.counts[1])
         self.rows = call.num_kv_heads * call.filled_group  # of a lane
@@ -566,7 +446,7 @@ class _TileScratch(NamedTuple):
 class _Tiles(_Phase):
     """Rows of several tokens: an entry is a tile of queries of one row."""
 
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs, kind: int) -> None:
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs, kind: int) -> None:
         self.sequences, self.pages = 1, blocks.tile_pages
         self.tokens, self.table = blocks.tile_tokens[kind], refs.tiles[kind]
         super().__init__(call, blocks, refs, refs.counts[2 + kind])
