@@ -30,6 +30,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     PAST_LEN,
     POSITION,
     ROW,
+    SCALE_HEADS,
+    SCALE_TOKENS,
     SUBLANES,
     TILE_FIRST_BLOCK,
     TILE_ROW,
@@ -39,6 +41,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     heads_together,
 )
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite: a query that has seen no key yet must not turn into NaN
@@ -46,26 +49,29 @@ MASKED = -1e30  # finite: a query that has seen no key yet must not turn into Na
 
 def write_and_attend(
     call: Call, blocks: Blocks, layer: Int32[Array, "1"], plan: Plan, operands: Operands
-) -> tuple[Shaped[Array, "L N K P columns"], Float32[Array, "lanes K filled width"], Shaped[Array, "Q padded width"]]:
+) -> tuple[Pages, Float32[Array, "lanes K filled width"], Shaped[Array, "Q padded width"]]:
     """The updated pool, the outputs of lanes and those of tiles; those of tokens of no tile are uninitialized."""
     scalars = (layer, plan.counts, plan.writes, plan.lanes, plan.groups, *plan.tiles)
+    inputs = {name: x for name, x in operands._asdict().items() if x is not None}
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     elsewhere = {"lane_sinks": pltpu.VMEM, "tile_sinks": pltpu.SMEM}
-    in_specs = [pl.BlockSpec(memory_space=elsewhere.get(name, pltpu.HBM)) for name in operands._fields]
-    results = (operands.kv_pages, operands.lane_queries, operands.tile_queries)
+    in_specs = [pl.BlockSpec(memory_space=elsewhere.get(name, pltpu.HBM)) for name in inputs]
+    pool = [name for name in ("kv_pages", "scales") if name in inputs]
+    results = [inputs[name] for name in (*pool, "lane_queries", "tile_queries")]
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
-    return pl.pallas_call(
-        functools.partial(_kernel, call, blocks, len(scalars)),
+    *updated, lane_out, tile_out = pl.pallas_call(
+        functools.partial(_kernel, call, blocks, len(scalars), tuple(inputs)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(1,), in_specs=in_specs, out_specs=[hbm] * len(results)
         ),
-        input_output_aliases={len(scalars) + operands._fields.index("kv_pages"): 0},
+        input_output_aliases={len(scalars) + list(inputs).index(name): i for i, name in enumerate(pool)},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=2 * call.vmem_bytes),
         cost_estimate=_cost(call),
         name="ragged_paged_attention",
         **interpret,
-    )(*scalars, *operands)
+    )(*scalars, *inputs.values())
+    return QuantizedPages(*updated) if call.has_scales else updated[0], lane_out, tile_out
 
 
 def _cost(call: Call) -> pl.CostEstimate:
@@ -76,14 +82,16 @@ def _cost(call: Call) -> pl.CostEstimate:
     return pl.CostEstimate(
         flops=4 * dots * call.head_dim,
         transcendentals=dots,
-        bytes_accessed=keys * call.token_bytes + activation_bytes,
+        bytes_accessed=keys * call.token_bytes + keys // call.slab * call.scale_bytes + activation_bytes,
     )
 
 
-def _kernel(call: Call, blocks: Blocks, num_scalars: int, *refs: Any) -> None:
-    scalars, inputs, results = refs[:num_scalars], refs[num_scalars:-3], refs[-3:]
-    layer, counts, writes, lanes, groups, *tiles = scalars
-    found = Refs(layer, counts, writes, lanes, groups, tuple(tiles), Operands(*inputs), *results)
+def _kernel(call: Call, blocks: Blocks, num_scalars: int, names: tuple[str, ...], *refs: Any) -> None:
+    layer, counts, writes, lanes, groups, *tiles = refs[:num_scalars]
+    inputs = Operands(**dict(zip(names, refs[num_scalars:], strict=False)))
+    kv_pages, *scales, lane_out, tile_out = refs[num_scalars + len(names) :]
+    results = (kv_pages, scales[0] if scales else None, lane_out, tile_out)
+    found = Refs(layer, counts, writes, lanes, groups, tuple(tiles), inputs, *results)
     Writer(call, blocks, found).run()
     _Lanes(call, blocks, found).run()
     for kind in range(len(found.tiles)):
@@ -96,6 +104,28 @@ class _Span(NamedTuple):
     row: Any
     first_page: Any  # among those of the row
     num_pages: Any  # zero where the sequence has ended
+
+
+class _Pages(NamedTuple):
+    """Those of units in memory, or of one."""
+
+    values: Any  # [slots, pages, K, P, 2H]
+    scales: Any  # f32[slots, pages, slabs, rows, 128]; None for pools without
+    scales_by_token: Any  # f32[sequences, keys and values of heads, tokens], of the unit that is worked on
+
+    def at(self, slot: Any) -> _Pages:
+        """Those of one unit."""
+        scales = None if self.scales is None else self.scales.at[slot]
+        return self._replace(values=self.values.at[slot], scales=scales)
+
+
+class _Block(NamedTuple):
+    """A kv head of a sequence's block."""
+
+    keys: Any  # [tokens, width]
+    values: Any
+    key_scales: Any  # f32[1, tokens]; None for pools without
+    value_scales: Any
 
 
 class _Phase(ABC):
@@ -125,7 +155,7 @@ class _Phase(ABC):
         """What brings the queries of an entry."""
 
     @abstractmethod
-    def compute(self, entry: Any, block: Any, unit: Any, ring: Any, scratch: Any) -> None:
+    def compute(self, entry: Any, block: Any, unit: Any, ring: _Pages, scratch: Any) -> None:
         """Attends to the unit in `ring`."""
 
     @abstractmethod
@@ -139,16 +169,24 @@ class _Phase(ABC):
     def run(self) -> None:
         slots, K = self.blocks.slots, self.call.num_kv_heads
         page = (K, self.call.page_size, 2 * self.call.head_dim)
+        ring = _Pages(pltpu.VMEM((slots, self.sequences * self.pages, *page), self.call.kv_dtype), None, None)
+        if self.call.has_scales:
+            tiles = self.refs.scales.shape[2:]
+            by_token = (self.sequences, SCALE_HEADS * tiles[1], -(-self.block_tokens // LANES) * LANES)
+            ring = ring._replace(
+                scales=pltpu.VMEM((slots, self.sequences * self.pages, *tiles), jnp.float32),
+                scales_by_token=pltpu.VMEM(by_token, jnp.float32),
+            )
         pl.run_scoped(
             self.go_through,
-            pltpu.VMEM((slots, self.sequences * self.pages, *page), self.call.kv_dtype),
+            ring,
             pltpu.SMEM((2, self.sequences, 1, PAGE_IDS), jnp.int32),
             pltpu.SemaphoreType.DMA((slots,)),
             pltpu.SemaphoreType.DMA((2,)),
             self.scratch(),
         )
 
-    def go_through(self, ring: Any, ids: Any, page_sems: Any, id_sems: Any, scratch: Any) -> None:
+    def go_through(self, ring: _Pages, ids: Any, page_sems: Any, id_sems: Any, scratch: Any) -> None:
         ahead = self.blocks.slots - 1
 
         def fetch(unit: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -176,8 +214,8 @@ class _Phase(ABC):
             here, fetched = at
             fetched = fetch(unit + ahead, fetched)
             slot = lax.rem(unit, self.blocks.slots)
-            self.wait_for_pages(here, ring.at[slot], page_sems.at[slot])
-            self.compute(*here, unit, ring.at[slot], scratch)
+            self.wait_for_pages(here, ring.at(slot), page_sems.at[slot])
+            self.compute(*here, unit, ring.at(slot), scratch)
             return self.after(*here), fetched
 
         lax.fori_loop(0, self.num_units, step, (start, fetched))
@@ -201,7 +239,7 @@ class _Phase(ABC):
             pl.when(span.num_pages > 0)(copy.start)
 
     def start_pages(
-        self, at: tuple[Any, Any], unit: Any, ring: Any, ids: Any, page_sems: Any, id_sems: Any, scratch: Any
+        self, at: tuple[Any, Any], unit: Any, ring: _Pages, ids: Any, page_sems: Any, id_sems: Any, scratch: Any
     ) -> None:
         entry, block = at
         half, slot = lax.rem(unit, 2), lax.rem(unit, self.blocks.slots)
@@ -219,22 +257,35 @@ class _Phase(ABC):
             @pl.loop(0, span.num_pages)
             def start(page: Any, number: int = number, first_id: Any = first_id) -> None:
                 page_id = ids[half, number, 0, first_id + page]
-                source = self.refs.kv_pages.at[self.refs.layer[0], page_id]
-                target = ring.at[slot, number * self.pages + page]
-                pltpu.make_async_copy(source, target, page_sems.at[slot]).start()
+                place = number * self.pages + page
+                for copy in self.page_copies(self.refs.layer[0], page_id, ring.at(slot), place, page_sems.at[slot]):
+                    copy.start()
 
-    def wait_for_pages(self, at: tuple[Any, Any], pages: Any, sem: Any) -> None:
+    def page_copies(self, layer: Any, page_id: Any, pages: _Pages, place: Any, sem: Any) -> list[Any]:
+        copies = [pltpu.make_async_copy(self.refs.kv_pages.at[layer, page_id], pages.values.at[place], sem)]
+        if self.call.has_scales:
+            copies.append(pltpu.make_async_copy(self.refs.scales.at[layer, page_id], pages.scales.at[place], sem))
+        return copies
+
+    def wait_for_pages(self, at: tuple[Any, Any], pages: _Pages, sem: Any) -> None:
         num_pages = sum(span.num_pages for span in self.spans(*at))
 
         @pl.loop(0, num_pages)
         def wait(page: Any) -> None:
-            pltpu.make_async_copy(self.refs.kv_pages.at[0, 0], pages.at[0], sem).wait()
+            for copy in self.page_copies(0, 0, pages, 0, sem):
+                copy.wait()
 
-    def clear_tail(self, pages: Any, sequence: int, end: Any) -> None:
+    def prepare(self, pages: _Pages, sequence: int, end: Any) -> None:
         """Zeros in place of a sequence's keys and values from token `end` of the block on, if it ends there.
 
-        A stale NaN would pass through a weight of zero.
+        A stale NaN would pass through a weight of zero; integers are none, but their scales may be.
         """
+        if not jnp.issubdtype(self.call.kv_dtype, jnp.integer):
+            self.clear_tail(pages.values, sequence, end)
+        if self.call.has_scales:
+            self.order_scales(pages, sequence, end)
+
+    def clear_tail(self, pages: Any, sequence: int, end: Any) -> None:
         slab = self.call.slab
         slabs_per_page, num_slabs = self.call.page_size // slab, self.block_tokens // slab
 
@@ -248,16 +299,47 @@ class _Phase(ABC):
                 token = lax.broadcasted_iota(jnp.int32, place.shape, 1) + index * slab
                 place[...] = jnp.where(token < end, place[...].astype(jnp.float32), 0).astype(place.dtype)
 
-    def keys_and_values(self, pages: Any, sequence: int, head: Any) -> tuple[Any, Any]:
-        """Of a sequence's block, `[tokens, width]` each."""
-        own = pages[sequence * self.pages : (sequence + 1) * self.pages, head]  # [pages, P, 2H]
-        kv = own.reshape(self.block_tokens, own.shape[-1])
+    def order_scales(self, pages: _Pages, sequence: int, end: Any) -> None:
+        """Puts the scales of each head side by side, token after token; zeros from token `end` of the block on.
+
+        Rows of a tile of scales hold several heads for the tokens of a slab, then for several slabs one head.
+        """
+        num_rows = pages.scales.shape[-2]
+        slabs_per_page, num_slabs = self.call.page_size // SCALE_TOKENS, self.block_tokens // SCALE_TOKENS
+        together = min(SCALE_HEADS, num_slabs)
+
+        @pl.loop(0, num_slabs // together)
+        def order(group: Any) -> None:
+            columns = pl.ds(pl.multiple_of(group * LANES, LANES), LANES)
+            column = lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
+            slabs = []
+            for number in range(together):
+                index = group * together + number
+                page = sequence * self.pages + index // slabs_per_page
+                slabs.append(pages.scales[page, lax.rem(index, slabs_per_page)])
+            for part in range(SCALE_HEADS):
+                ordered = jnp.zeros((num_rows, LANES), jnp.float32)
+                for number, slab in enumerate(slabs):
+                    shift = (number - part) % SCALE_HEADS * SCALE_TOKENS
+                    moved = pltpu.roll(slab, shift, 1) if shift else slab
+                    ordered = jnp.where(column >= number * SCALE_TOKENS, moved, ordered)
+                ordered = jnp.where(column + group * LANES < end, ordered, 0)
+                pages.scales_by_token[sequence, part * num_rows : (part + 1) * num_rows, columns] = ordered
+
+    def head_block(self, pages: _Pages, sequence: int, head: Any) -> _Block:
+        own = pages.values[sequence * self.pages : (sequence + 1) * self.pages, head]  # [pages, P, 2H]
+        kv = own.reshape(self.block_tokens, own.shape[-1]).astype(self.call.product_dtype)
         H = self.call.head_dim
-        return (kv[:, :H], kv[:, H:]) if self.call.width == H else (kv, kv)
+        keys, values = (kv[:, :H], kv[:, H:]) if self.call.width == H else (kv, kv)
+        if not self.call.has_scales:
+            return _Block(keys, values, None, None)
+        tokens = slice(0, self.block_tokens)
+        scales = [pages.scales_by_token[sequence, pl.ds(2 * head + part, 1), tokens] for part in range(2)]
+        return _Block(keys, values, *scales)
 
     def dot(self, a: Any, b: Any, contracted: int) -> Any:
         """`a[m, c] . b`, over the given dimension of b, in float32."""
-        is_wide = self.call.kv_dtype == jnp.float32
+        is_wide = self.call.product_dtype == jnp.float32
         return lax.dot_general(
             a,
             b,
@@ -266,13 +348,20 @@ class _Phase(ABC):
             preferred_element_type=jnp.float32,
         )
 
-    def scores(self, q: Any, k: Any) -> Any:
+    def scores(self, q: Any, block: _Block) -> Any:
         """In base 2, soft-capped."""
         scale, soft_cap = self.call.scale, self.call.soft_cap
-        products = self.dot(q, k, 1)
+        products = self.dot(q, block.keys, 1)
+        if block.key_scales is not None:
+            products *= block.key_scales
         if soft_cap is None:
             return products * (scale * LOG2E)
         return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
+
+    def weighted_sum(self, weights: Any, block: _Block) -> Any:
+        if block.value_scales is not None:
+            weights = weights * block.value_scales
+        return self.dot(weights.astype(block.values.dtype), block.values, 0)
 
 
 class _State(NamedTuple):
@@ -372,7 +461,7 @@ class _Lanes(_Phase):
         lanes = self.refs.lane_out.at[pl.ds(entry * self.sequences, self.sequences)]
         return pltpu.make_async_copy(scratch.out.at[half], lanes, scratch.out_sems.at[half])
 
-    def compute(self, entry: Any, block: Any, unit: Any, ring: Any, scratch: _LaneScratch) -> None:
+    def compute(self, entry: Any, block: Any, unit: Any, ring: _Pages, scratch: _LaneScratch) -> None:
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -403,11 +492,11 @@ class _Lanes(_Phase):
             state.denominator[lane] = jnp.full(sinks.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
-    def compute_lane(self, entry: Any, block: Any, lane: int, ring: Any, queries: Any, state: _State) -> None:
+    def compute_lane(self, entry: Any, block: Any, lane: int, ring: _Pages, queries: Any, state: _State) -> None:
         first, kv_len = self.first_token(entry, lane, block), self.column(entry, lane, KV_LEN)
-        self.clear_tail(ring, lane, kv_len - first)
-        heads = [self.keys_and_values(ring, lane, head) for head in range(self.call.num_kv_heads)]
-        scores = [self.scores(queries[head].astype(k.dtype), k) for head, (k, _) in enumerate(heads)]
+        self.prepare(ring, lane, kv_len - first)
+        heads = [self.head_block(ring, lane, head) for head in range(self.call.num_kv_heads)]
+        scores = [self.scores(queries[head].astype(own.keys.dtype), own) for head, own in enumerate(heads)]
         key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
         visible = key < kv_len
         if self.call.window is not None:
@@ -416,7 +505,7 @@ class _Lanes(_Phase):
         def add_up(weights: Any) -> Any:
             size = self.call.filled_group
             own = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
-            return jnp.concatenate([self.dot(p.astype(v.dtype), v, 0) for p, (_, v) in zip(own, heads, strict=True)])
+            return jnp.concatenate([self.weighted_sum(p, block) for p, block in zip(own, heads, strict=True)])
 
         _absorb(state, lane, jnp.concatenate(scores), visible, add_up, first < kv_len)
 
@@ -453,7 +542,7 @@ class _Tiles(_Phase):
 
     def scratch(self) -> _TileScratch:
         call, slots = self.call, self.blocks.slots
-        queries, dtype = (call.num_query_heads, self.tokens, call.width), call.kv_dtype
+        queries, dtype = (call.num_query_heads, self.tokens, call.width), call.product_dtype
         columns = pltpu.VMEM((*queries[:2], LANES), jnp.float32)
         return _TileScratch(
             queries=pltpu.VMEM((slots, *queries), dtype),
@@ -500,7 +589,7 @@ class _Tiles(_Phase):
         place = self.refs.tile_out.at[:, self.place(entry)]
         return pltpu.make_async_copy(place, scratch.others, scratch.out_sems.at[1])
 
-    def compute(self, entry: Any, block: Any, unit: Any, ring: Any, scratch: _TileScratch) -> None:
+    def compute(self, entry: Any, block: Any, unit: Any, ring: _Pages, scratch: _TileScratch) -> None:
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -516,20 +605,20 @@ class _Tiles(_Phase):
             self.reset(scratch.state)
 
         first = (self.column(entry, TILE_FIRST_BLOCK) + block) * self.block_tokens
-        self.clear_tail(ring, 0, self.end(entry) - first)
+        self.prepare(ring, 0, self.end(entry) - first)
         visible = self.visible(entry, first, scratch.words.at[slot])
         together = heads_together(self.call, self.tokens)
 
         @pl.loop(0, self.call.num_query_heads // together)
         def attend(number: Any) -> None:
             heads = pl.ds(number * together, together)
-            k, v = self.keys_and_values(ring, 0, number * together // self.call.group)
+            own = self.head_block(ring, 0, number * together // self.call.group)
             q = scratch.queries[slot, heads].reshape(together * self.tokens, self.call.width)
-            scores = self.scores(q, k).reshape(together, self.tokens, self.block_tokens)
+            scores = self.scores(q, own).reshape(together, self.tokens, self.block_tokens)
 
             def add_up(weights: Any) -> Any:
                 rows = weights.reshape(together * self.tokens, self.block_tokens)
-                return self.dot(rows.astype(v.dtype), v, 0).reshape(together, self.tokens, self.call.width)
+                return self.weighted_sum(rows, own).reshape(together, self.tokens, self.call.width)
 
             seen = jnp.broadcast_to(visible[None], scores.shape)
             _absorb(scratch.state, heads, scores, seen, add_up, None)

@@ -21,6 +21,9 @@ class Operands(NamedTuple):
     tile_sinks: Float32[Array, "Q"]
     tree_words: Int32[Array, "padded words"]
     kv_pages: Shaped[Array, "L N K P columns"]
+    new_scales: Float32[Array, "slabs rows 128"] | None = None
+    """Of the tokens of each slab that is written, as the pool has them; None for pools without scales."""
+    scales: Float32[Array, "L N slabs rows 128"] | None = None
 
 
 class Refs(NamedTuple):
@@ -34,5 +37,6 @@ class Refs(NamedTuple):
     tiles: tuple[Any, ...]
     inputs: Operands
     kv_pages: Any  # the pool as it becomes
+    scales: Any  # None for pools without
     lane_out: Any
     tile_out: Any

@@ -18,6 +18,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     NUM_WRITE_COLUMNS,
     OFFSET,
     PAGE,
+    SCALE_TOKENS,
     SUBLANES,
     Blocks,
     Call,
@@ -42,23 +43,32 @@ class Writer:
             self._write_all,
             pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, 2 * call.head_dim), call.kv_dtype),
             pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, 2 * call.head_dim), jnp.float32),
+            [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), jnp.float32)] * 2 if call.has_scales else [],
             pltpu.SemaphoreType.DMA((self.slots,)),
             pltpu.SemaphoreType.DMA((self.slots,)),
         )
 
-    def _write_all(self, slabs: Any, news: Any, read_sems: Any, write_sems: Any) -> None:
+    def _write_all(self, slabs: Any, news: Any, scales: Sequence[Any], read_sems: Any, write_sems: Any) -> None:
         def reads(index: Any) -> Sequence[Any]:
             slot = lax.rem(index, self.slots)
             first = pl.multiple_of(self._first_new(index) // SUBLANES * SUBLANES, SUBLANES)
             new = self.refs.inputs.new.at[:, pl.ds(first, self.call.slab + SUBLANES)]
-            return (
-                pltpu.make_async_copy(self._place(index), slabs.at[slot], read_sems.at[slot]),
-                pltpu.make_async_copy(new, news.at[slot], read_sems.at[slot]),
-            )
+            sources = [self._place(index), new]
+            new_scales = self.refs.inputs.new_scales
+            if new_scales is not None:
+                sources += [self._scale_place(index), new_scales.at[index]]
+            targets = [x.at[slot] for x in (slabs, news, *scales)]
+            return [
+                pltpu.make_async_copy(source, target, read_sems.at[slot])
+                for source, target in zip(sources, targets, strict=True)
+            ]
 
-        def write(index: Any) -> Any:
+        def writes(index: Any) -> Sequence[Any]:
             slot = lax.rem(index, self.slots)
-            return pltpu.make_async_copy(slabs.at[slot], self._place(index), write_sems.at[slot])
+            copies = [pltpu.make_async_copy(slabs.at[slot], self._place(index), write_sems.at[slot])]
+            for kept in scales[:1]:
+                copies.append(pltpu.make_async_copy(kept.at[slot], self._scale_place(index), write_sems.at[slot]))
+            return copies
 
         @pl.loop(0, jnp.minimum(self.ahead, self.count))
         def start(index: Any) -> None:
@@ -69,7 +79,8 @@ class Writer:
         def step(index: Any) -> None:
             @pl.when(index >= self.ahead)
             def free() -> None:
-                write(index - self.ahead).wait()
+                for copy in writes(index - self.ahead):
+                    copy.wait()
 
             @pl.when(index + self.ahead < self.count)
             def read_ahead() -> None:
@@ -80,11 +91,15 @@ class Writer:
                 copy.wait()
             slot = lax.rem(index, self.slots)
             self._merge(index, slabs.at[slot], news.at[slot])
-            write(index).start()
+            if scales:
+                self._merge_scales(index, *[x.at[slot] for x in scales])
+            for copy in writes(index):
+                copy.start()
 
         @pl.loop(jnp.maximum(self.count - self.ahead, 0), self.count)
         def drain(index: Any) -> None:
-            write(index).wait()
+            for copy in writes(index):
+                copy.wait()
 
     def _column(self, index: Any, column: int) -> Any:
         return self.refs.writes[index * NUM_WRITE_COLUMNS + column]
@@ -93,6 +108,10 @@ class Writer:
         offset = pl.multiple_of(self._column(index, OFFSET), self.call.slab)
         page = self.refs.kv_pages.at[self.refs.layer[0], self._column(index, PAGE)]
         return page.at[:, pl.ds(offset, self.call.slab)]
+
+    def _scale_place(self, index: Any) -> Any:
+        page = self.refs.scales.at[self.refs.layer[0], self._column(index, PAGE)]
+        return page.at[self._column(index, OFFSET) // self.call.slab]
 
     def _first_new(self, index: Any) -> Any:
         """Where the token of the slab's first row is among the new ones, or would be."""
@@ -108,3 +127,8 @@ class Writer:
             row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
             kept = slab[head].astype(jnp.float32)
             slab[head] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)
+
+    def _merge_scales(self, index: Any, kept: Any, new: Any) -> None:
+        token = lax.broadcasted_iota(jnp.int32, kept.shape, 1) & (SCALE_TOKENS - 1)
+        is_new = (token >= self._column(index, BEGIN)) & (token < self._column(index, END))
+        kept[...] = jnp.where(is_new, new[...], kept[...])
