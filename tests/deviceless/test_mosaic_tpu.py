@@ -53,6 +53,10 @@ WIDE = [
         (_MANY, 4, 8, 128, 16, {"dtype": "float32", "kv_dtype": "float32"}),
     ]
 ]
+NARROW = [
+    Case("int8_pages_of_32", *_MANY, 32, 8, 128, 32, dtype="bfloat16", kv_dtype="int8"),
+    Case("fp8_group_of_3", *_MANY, 9, 3, 64, 128, soft_cap=30.0, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
+]
 
 
 def _program(case):
@@ -84,8 +88,8 @@ BFLOAT16 = jnp.dtype("bfloat16")
     ("chip", "case"),
     [
         *zip(itertools.cycle(CHIPS), DISTINCT),
-        *[("v6e", case) for case in WIDE],
-        *[(chip, case) for chip in ("v5e", "v5p", "tpu7x") for case in WIDE[1:5]],
+        *[("v6e", case) for case in (*WIDE, *NARROW)],
+        *[(chip, case) for chip in ("v5e", "v5p", "tpu7x") for case in (*WIDE[1:5], *NARROW)],
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -103,36 +107,39 @@ def test_compiles_in_place(chip, case):
     compiled = CHIPS[chip].compile(attend, args, donate_argnums=(3,))
     assert time.process_time() - started <= COMPILE_S
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= kv_pages.size * kv_pages.dtype.itemsize
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv_pages))
     # queries and outputs in the kernel's layouts, new keys and values in float32
     assert memory.temp_size_in_bytes <= 16 * inputs.q.size * 4 + 2**21
     cost = compiled.cost_analysis()
     keys = case.q_lens.count(1) * inputs.page_table.shape[1] * case.page_size
-    assert cost["bytes accessed"] >= keys * 2 * case.num_kv_heads * case.head_dim * kv_pages.dtype.itemsize
+    itemsize = jnp.dtype(case.kv_dtype).itemsize
+    assert cost["bytes accessed"] >= keys * 2 * case.num_kv_heads * case.head_dim * itemsize
     assert cost["flops"] >= 4 * keys * case.num_query_heads * case.head_dim
 
 
-def compile_step(config, target, num_tokens, num_pages, max_model_len):
+def compile_step(config, target, num_tokens, num_pages, max_model_len, page_size=16, kv_dtype=BFLOAT16):
     """What a chip has of the pool, and the step of one bucket."""
     arch, target = registry.from_hf_config(config), parse_target(target)
-    schedule = ScheduleConfig(256, 2048, max_model_len, 16, num_pages=num_pages)
+    schedule = ScheduleConfig(256, 2048, max_model_len, page_size, num_pages=num_pages)
     local = arch.local(target.num_devices)
     sizes = {"num_query_heads": local.num_heads, "num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
-    backend = select_backend("mosaic_tpu", **sizes, page_size=16, kv_dtype=BFLOAT16, platform="tpu")
-    (program,) = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend).compile(arch, [num_tokens])
-    return abstract_state(local, schedule, kv_dtype=BFLOAT16, backend=backend).kv_pages, program
+    backend = select_backend("mosaic_tpu", **sizes, page_size=page_size, kv_dtype=kv_dtype, platform="tpu")
+    (program,) = StepCompiler(target, schedule, BFLOAT16, kv_dtype, backend).compile(arch, [num_tokens])
+    return abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend).kv_pages, program
 
 
 def check_memory(pool, program, logits_bytes):
     """The pool is updated where it is, and temporaries are few beside the logits, of which sampling has several."""
-    assert program.memory_analysis().alias_size_in_bytes >= pool.size * 2
+    pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pool))
+    assert program.memory_analysis().alias_size_in_bytes >= pool_bytes
     assert temp_bytes(program) <= 4 * logits_bytes + 64e6
 
 
 def check_pool_is_never_copied(pool, text):
-    makers = re.findall(rf"= bf16\[{','.join(map(str, pool.shape))}\]\S* ([a-z-]+)\(", text)
-    assert makers, "the pool is in the program"
-    assert set(makers) <= {"parameter", "get-tuple-element", "custom-call", "bitcast"}
+    for x in jax.tree.leaves(pool):
+        makers = re.findall(rf"= [a-z0-9]+\[{','.join(map(str, x.shape))}\]\S* ([a-z-]+)\(", text)
+        assert makers, "the pool is in the program"
+        assert set(makers) <= {"parameter", "get-tuple-element", "custom-call", "bitcast"}
     kernels = re.findall(r'custom_call_target="tpu_custom_call"', text)
     assert len(kernels) == 1, "in the loop over the layers"
 
@@ -140,6 +147,13 @@ def check_pool_is_never_copied(pool, text):
 def test_step_of_the_default_model_works_in_place():
     config = json.loads(DEFAULT_MODEL.read_text())
     pool, program = compile_step(config, "v6e:1x1", 64, 50_000, 1024)
+    check_memory(pool, program, 64 * config["vocab_size"] * 4)
+    check_pool_is_never_copied(pool, program.as_text())
+
+
+def test_step_with_an_int8_pool_works_in_place():
+    config = json.loads(DEFAULT_MODEL.read_text())
+    pool, program = compile_step(config, "v6e:1x1", 64, 50_000, 1024, page_size=32, kv_dtype=jnp.dtype("int8"))
     check_memory(pool, program, 64 * config["vocab_size"] * 4)
     check_pool_is_never_copied(pool, program.as_text())
 

@@ -21,7 +21,9 @@ COMPILE_S = 60  # of a processor, for three programs
 
 
 @pytest.mark.parametrize(
-    ("name", "backend", "decode"), [("h200x2", "mosaic_gpu", 36), ("tpu7x:1x1x1", "mosaic_tpu", 64)], ids=["h200x2", "tpu7x"]
+    ("name", "backend", "decode"),
+    [("h200x2", "mosaic_gpu", 36), ("tpu7x:1x1x1", "mosaic_tpu", 64)],
+    ids=["h200x2", "tpu7x"],
 )
 def test_the_plan_of_a_small_model(targets, name, backend, decode, capsys):
     target = targets(name)

@@ -21,6 +21,7 @@ from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_tpu, select_b
 from pallas_kernels.ragged_paged_attention.cases import CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
 
 BY_NAME = {case.name: case for case in CASES}
 RUN = [
@@ -33,6 +34,10 @@ RUN = [
     "pages_of_256",
     "tree_smaller_than_rows",
     "rope_bfloat16",
+    "int8_pages_of_32_rope",
+    "int8_pages_of_256",
+    "float8_e4m3fn_pages_of_32_rope",
+    "float8_e4m3fn_pages_of_256",
 ]
 """What each distinguishes: other backends go through all cases, which are slow here."""
 
@@ -41,10 +46,10 @@ RUN = [
 def test_matches_reference_without_races(name):
     case = BY_NAME[name]
     found = interpreted.run(case, "mosaic_tpu")
-    is_half = "bfloat16" in (case.dtype, case.kv_dtype)
-    assert found.error <= (1e-2 if is_half else 1e-5)
+    is_wide = case.dtype == case.kv_dtype == "float32"
+    assert found.error <= (1e-5 if is_wide else 1e-2)
     # Of rotated numbers near zero float32 has more neighbours than one: here it is what XLA makes of the rotation.
-    assert found.pool_error <= (1e-3 if case.has_rope and not is_half else case.pool_tolerance)
+    assert found.pool_error <= (1e-3 if case.has_rope and is_wide else case.pool_tolerance)
     assert found.is_finite
     assert not found.races
 
@@ -62,8 +67,8 @@ PLANTED = {  # bug: (what is there, what is put in its place)
     "pages are loaded over those still in use": ("ahead = self.blocks.slots - 1", "ahead = self.blocks.slots"),
     "page ids are read before they are there": ("pl.when(span.num_pages > 0)(copy.wait)", "pass"),
     "rows attend before all is written": (
-        "            write(index).wait()\n\n    def column",
-        "            pass\n\n    def column",
+        "            write(index).wait()\n\n    def _column",
+        "            pass\n\n    def _column",
     ),
     "a slab is overwritten while it leaves": ("write(index - self.ahead).wait()", "pass"),
 }
@@ -111,6 +116,7 @@ CALLS = [
         (1, 8, 128, "bfloat16", 100),
         (3, 3, 32, "float32", None),
         (2, 7, 16, "bfloat16", 1),
+        (4, 2, 64, "int8", None),
     ]
 ]
 
@@ -213,6 +219,9 @@ SERVED = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size"
 def test_serves_tpus():
     assert select_backend(platform="tpu", **SERVED) == "mosaic_tpu"
     assert "TPUs only" in mosaic_tpu.supports(Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "cpu"))
+    for kv_dtype in LARGEST:
+        narrow = {**SERVED, "page_size": 32, "kv_dtype": kv_dtype}
+        assert select_backend("mosaic_tpu", platform="tpu", **narrow) == "mosaic_tpu"
     with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
         assert select_backend(**SERVED) == "mosaic_tpu"
 
@@ -223,6 +232,8 @@ def test_serves_tpus():
         ({"kv_dtype": "float16"}, "float16"),
         ({"head_dim": 260}, "head_dim must be"),
         ({"page_size": 8}, "from 16 to 256"),
+        ({"kv_dtype": "int8"}, "from 32 to 256 in a pool of int8, not 16"),
+        ({"kv_dtype": "float8_e4m3fn"}, "from 32 to 256 in a pool of float8_e4m3fn, not 16"),
         ({"page_size": 48}, "not 48"),
         ({"page_size": 512}, "not 512"),
         ({"page_size": 256, "num_kv_heads": 32, "kv_dtype": "float32"}, "at most 3145728 bytes, not 8388608"),
@@ -235,11 +246,23 @@ def test_refuses_with_a_reason_on_tpu(changed, reason):
     assert select_backend(platform="tpu", **sizes) == "xla"
 
 
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 20])
+def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
+    """Of a token and head each; tiles are dense, but for what heads of no power of two leave over."""
+    shape = (2, 3, 64, 2 * num_kv_heads)
+    scales = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+    pool = QuantizedPages(jnp.zeros((*shape, 16), jnp.int8), scales)
+    stored = mosaic_tpu.from_canonical(pool)
+    assert stored.scales.shape == mosaic_tpu.scale_shape(2, 3, 64, num_kv_heads)
+    assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * planning.LANES // 2)
+    np.testing.assert_array_equal(mosaic_tpu.to_canonical(stored).scales, scales)
+
+
 @pytest.mark.parametrize("vmem_bytes", [2**24, 2**25])
 def test_blocks_fit_the_memory(vmem_bytes):
     """A quarter of that of a chip with the least, and of others; page ids of a block come with one copy."""
     for num_kv_heads, group, head_dim, page_size, dtype in itertools.product(
-        (1, 3, 8, 32), (1, 4, 8), (64, 128, 256), (16, 256), ("bfloat16", "float32")
+        (1, 3, 8, 32), (1, 4, 8), (64, 128, 256), (16, 32, 256), ("bfloat16", "float32", "int8")
     ):
         problem = Problem(num_kv_heads * group, num_kv_heads, head_dim, page_size, jnp.dtype(dtype), "tpu")
         if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.supports(problem) is not None:

@@ -13,6 +13,9 @@ Lanes and tiles go through units of pages with an online softmax (FlashAttention
 come by copies started ahead, across the borders of lanes and tiles; so do queries, and the page ids before them: the
 page table stays in main memory, whatever its width (the scheme is that of ragged paged attention v3, arXiv 2604.15464).
 
+Pools of narrow numbers are fetched as they are; a block of one head at a time is made wider. Scales of keys multiply
+the columns of scores, those of values the columns of weights.
+
 Pages are `[K, P, 2H]`, a head's keys and values side by side. So nothing is filled up where kv heads are few or odd in
 number or a head has 64 columns, which tiles of memory of `[P, 2K, H]` would be, and a head's block is a matrix as it
 comes: no row of it has to be looked for among those of other heads.
@@ -31,23 +34,28 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from pallas_kernels.dispatch import import_failure
-from pallas_kernels.ragged_paged_attention import reference
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     ALIGNED_TOKENS,
+    FIRST_TOKEN,
     LANES,
     MAX_PAGE_BYTES,
     MAX_PAGE_TOKENS,
+    NUM_WRITE_COLUMNS,
     PAGE_IDS,
+    SCALE_HEADS,
+    SCALE_TOKENS,
     SUBLANES,
     Blocks,
     Call,
     Plan,
     choose_blocks,
     make_plan,
+    scale_rows,
     token_bytes,
 )
-from pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, quantize, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
@@ -61,11 +69,9 @@ __all__ = [
     "write_and_attend",
 ]
 
-POOL_DTYPES = ("bfloat16", "float32")
+POOL_DTYPES = ("bfloat16", "float32", *LARGEST)
 MAX_HEAD_DIM = 256
 INTERPRETED_VMEM_BYTES = 32 * 2**20
-
-scale_shape = reference.scale_shape
 
 _KERNEL = f"{__name__}.kernel"
 _LOG2E = 1.4426950408889634
@@ -115,6 +121,14 @@ def kv_shape(
     return (num_layers, num_pages, num_kv_heads, page_size, 2 * head_dim)
 
 
+def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int, int]:
+    """Shape of the scales: of each slab of a page a tile of memory, so that it is written with the slab.
+
+    In a row of it are 32 tokens for each of four vectors: the rows' first ones are those of the first heads.
+    """
+    return (num_layers, num_pages, page_size // SCALE_TOKENS, scale_rows(num_kv_heads), LANES)
+
+
 def pool_dims(shape: tuple[int, ...]) -> PoolDims:
     """The inverse of `kv_shape`."""
     if len(shape) != 5 or shape[4] % 2:
@@ -126,18 +140,35 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
 
 
 def to_canonical(kv_pages: Pages) -> Pages:
-    """The pool as `[L, N, P, 2K, H]`."""
+    """The pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
     values = values_of(kv_pages)
     L, N, K, P, columns = values.shape
     heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
-    return heads.reshape(L, N, P, 2 * K, columns // 2)
+    heads = heads.reshape(L, N, P, 2 * K, columns // 2)
+    if not isinstance(kv_pages, QuantizedPages):
+        return heads
+    tiles = kv_pages.scales.reshape(L, N, P // SCALE_TOKENS, -1, SCALE_HEADS, SCALE_TOKENS)
+    scales = tiles.transpose(0, 1, 2, 5, 4, 3).reshape(L, N, P, -1)
+    return QuantizedPages(heads, scales[..., : 2 * K])
 
 
 def from_canonical(kv_pages: Pages) -> Pages:
     """The inverse of `to_canonical`."""
     values = values_of(kv_pages)
     L, N, P, num_heads, H = values.shape
-    return values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
+    values = values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
+    if not isinstance(kv_pages, QuantizedPages):
+        return values
+    return QuantizedPages(values, _scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
+
+
+def _scale_tiles(scales: Float32[Array, "*slabs 32 KV"]) -> Float32[Array, "*slabs rows 128"]:
+    """Scales of slabs as the pool has them."""
+    slabs, num_heads = scales.shape[:-2], scales.shape[-1]
+    rows = scale_rows(num_heads // 2)
+    padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_heads)]
+    tiles = jnp.pad(scales, padding).reshape(*slabs, SCALE_TOKENS, SCALE_HEADS, rows)
+    return tiles.swapaxes(-1, -3).reshape(*slabs, rows, LANES)
 
 
 def write_and_attend(
@@ -155,7 +186,10 @@ def write_and_attend(
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotates, writes to the donated pool and attends; queries and weights of values are rounded to its dtype."""
+    """Rotates, writes to the donated pool and attends.
+
+    Queries and weights of values are rounded to the pool's dtype, those of narrow pools to bfloat16.
+    """
     dtype, pool = q.dtype, values_of(kv_pages)
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
@@ -178,7 +212,11 @@ def write_and_attend(
     )
     blocks = choose_blocks(call)
     plan = make_plan(call, blocks, rows)
-    operands = _kernel().Operands(
+    new_scales = None
+    if isinstance(kv_pages, QuantizedPages):
+        (k, key_scales), (v, value_scales) = (quantize(x, pool.dtype) for x in (k, v))
+        new_scales = _new_scales(call, plan, key_scales, value_scales)
+    operands = Operands(
         page_ids=_page_ids(call, rows),
         new=_new(call, k, v),
         lane_queries=_lane_queries(call, plan, q),
@@ -187,10 +225,12 @@ def write_and_attend(
         tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * _LOG2E,
         tree_words=_tree_words(call, blocks, tree_mask),
         kv_pages=pool,
+        new_scales=new_scales,
+        scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
     )
     layer = jnp.asarray(layer, jnp.int32)[None]
-    pool, lane_out, tile_out = _kernel().write_and_attend(call, blocks, layer, plan, operands)
-    return _output(call, plan, rows, lane_out, tile_out).astype(dtype), pool
+    kv_pages, lane_out, tile_out = _kernel().write_and_attend(call, blocks, layer, plan, operands)
+    return _output(call, plan, rows, lane_out, tile_out).astype(dtype), kv_pages
 
 
 def _vmem_bytes() -> int:
@@ -207,11 +247,20 @@ def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
     return table.reshape(-1, 1, PAGE_IDS)
 
 
-def _new(call: Call, k: Float[Array, "T K H"], v: Float[Array, "T K H"]) -> Float32[Array, "K padded columns"]:
+def _new(call: Call, k: Shaped[Array, "T K H"], v: Shaped[Array, "T K H"]) -> Float32[Array, "K padded columns"]:
     """In float32, whose rows lie in memory one by one: those of narrower numbers cannot be moved singly."""
     kv = jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1).swapaxes(0, 1)  # [K, T, 2H]
     behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
     return jnp.pad(kv, ((0, 0), (call.slab, behind), (0, 0)))
+
+
+def _new_scales(
+    call: Call, plan: Plan, keys: Float32[Array, "T K"], values: Float32[Array, "T K"]
+) -> Float32[Array, "slabs rows 128"]:
+    scales = jnp.stack([keys, values], axis=-1).reshape(call.num_tokens, 2 * call.num_kv_heads)
+    first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
+    token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]
+    return _scale_tiles(scales.at[token].get(mode="clip"))
 
 
 def _lane_queries(call: Call, plan: Plan, q: Float[Array, "T Q H"]) -> Float32[Array, "lanes K filled width"]:
@@ -227,7 +276,7 @@ def _padded_tokens(call: Call, blocks: Blocks) -> int:
 
 
 def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q H"]) -> Shaped[Array, "Q padded width"]:
-    queries = q.astype(call.kv_dtype).swapaxes(0, 1)  # [Q, T, H]
+    queries = q.astype(call.product_dtype).swapaxes(0, 1)  # [Q, T, H]
     return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, call.width - call.head_dim)))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,12 +15,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32, Int32, Shaped
 
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     BASE_TOKEN,
-    BEGIN,
-    END,
     FIRST_BLOCK,
-    FIRST_TOKEN,
     KV_LEN,
     LANES,
     LEAD,
@@ -28,13 +26,12 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     NUM_LANE_COLUMNS,
     NUM_TILE_COLUMNS,
     NUM_TOKENS,
-    NUM_WRITE_COLUMNS,
-    OFFSET,
-    PAGE,
     PAGE_IDS,
     PAST_LEN,
     POSITION,
     ROW,
+    SCALE_HEADS,
+    SCALE_TOKENS,
     SUBLANES,
     TILE_FIRST_BLOCK,
     TILE_ROW,
@@ -43,49 +40,38 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Plan,
     heads_together,
 )
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 
 LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite: a query that has seen no key yet must not turn into NaN
 
 
-class Operands(NamedTuple):
-    """What the kernel gets beside its plan."""
-
-    page_ids: Int32[Array, "chunks 1 128"]
-    """The page table, in pieces that can be fetched."""
-    new: Float32[Array, "K padded columns"]
-    """New keys and values side by side, `slab` tokens of padding before them and more behind."""
-    lane_queries: Float32[Array, "lanes K filled width"]
-    tile_queries: Shaped[Array, "Q padded width"]
-    lane_sinks: Float32[Array, "rows 128"]
-    """In base 2, as those of tiles; of all query heads of a lane."""
-    tile_sinks: Float32[Array, "Q"]
-    tree_words: Int32[Array, "padded words"]
-    kv_pages: Shaped[Array, "L N K P columns"]
-
-
 def write_and_attend(
     call: Call, blocks: Blocks, layer: Int32[Array, "1"], plan: Plan, operands: Operands
-) -> tuple[Shaped[Array, "L N K P columns"], Float32[Array, "lanes K filled width"], Shaped[Array, "Q padded width"]]:
+) -> tuple[Pages, Float32[Array, "lanes K filled width"], Shaped[Array, "Q padded width"]]:
     """The updated pool, the outputs of lanes and those of tiles; those of tokens of no tile are uninitialized."""
     scalars = (layer, plan.counts, plan.writes, plan.lanes, plan.groups, *plan.tiles)
+    inputs = {name: x for name, x in operands._asdict().items() if x is not None}
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     elsewhere = {"lane_sinks": pltpu.VMEM, "tile_sinks": pltpu.SMEM}
-    in_specs = [pl.BlockSpec(memory_space=elsewhere.get(name, pltpu.HBM)) for name in operands._fields]
-    results = (operands.kv_pages, operands.lane_queries, operands.tile_queries)
+    in_specs = [pl.BlockSpec(memory_space=elsewhere.get(name, pltpu.HBM)) for name in inputs]
+    pool = [name for name in ("kv_pages", "scales") if name in inputs]
+    results = [inputs[name] for name in (*pool, "lane_queries", "tile_queries")]
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
-    return pl.pallas_call(
-        functools.partial(_kernel, call, blocks, len(scalars)),
+    *updated, lane_out, tile_out = pl.pallas_call(
+        functools.partial(_kernel, call, blocks, len(scalars), tuple(inputs)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars), grid=(1,), in_specs=in_specs, out_specs=[hbm] * len(results)
         ),
-        input_output_aliases={len(scalars) + operands._fields.index("kv_pages"): 0},
+        input_output_aliases={len(scalars) + list(inputs).index(name): i for i, name in enumerate(pool)},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=2 * call.vmem_bytes),
         cost_estimate=_cost(call),
         name="ragged_paged_attention",
         **interpret,
-    )(*scalars, *operands)
+    )(*scalars, *inputs.values())
+    return QuantizedPages(*updated) if call.has_scales else updated[0], lane_out, tile_out
 
 
 def _cost(call: Call) -> pl.CostEstimate:
@@ -96,118 +82,20 @@ def _cost(call: Call) -> pl.CostEstimate:
     return pl.CostEstimate(
         flops=4 * dots * call.head_dim,
         transcendentals=dots,
-        bytes_accessed=keys * call.token_bytes + activation_bytes,
+        bytes_accessed=keys * call.token_bytes + keys // call.slab * call.scale_bytes + activation_bytes,
     )
 
 
-class _Refs(NamedTuple):
-    """Scalars, operands and results of the kernel."""
-
-    layer: Any
-    counts: Any
-    writes: Any
-    lanes: Any
-    groups: Any
-    tiles: tuple[Any, ...]
-    inputs: Operands
-    kv_pages: Any  # the pool as it becomes
-    lane_out: Any
-    tile_out: Any
-
-
-def _kernel(call: Call, blocks: Blocks, num_scalars: int, *refs: Any) -> None:
-    scalars, inputs, results = refs[:num_scalars], refs[num_scalars:-3], refs[-3:]
-    layer, counts, writes, lanes, groups, *tiles = scalars
-    found = _Refs(layer, counts, writes, lanes, groups, tuple(tiles), Operands(*inputs), *results)
-    _Writer(call, blocks, found).run()
+def _kernel(call: Call, blocks: Blocks, num_scalars: int, names: tuple[str, ...], *refs: Any) -> None:
+    layer, counts, writes, lanes, groups, *tiles = refs[:num_scalars]
+    inputs = Operands(**dict(zip(names, refs[num_scalars:], strict=False)))
+    kv_pages, *scales, lane_out, tile_out = refs[num_scalars + len(names) :]
+    results = (kv_pages, scales[0] if scales else None, lane_out, tile_out)
+    found = Refs(layer, counts, writes, lanes, groups, tuple(tiles), inputs, *results)
+    Writer(call, blocks, found).run()
     _Lanes(call, blocks, found).run()
     for kind in range(len(found.tiles)):
         _Tiles(call, blocks, found, kind).run()
-
-
-class _Writer:
-    """Puts new keys and values in their places, a slab of a page at a time: it is read, changed and written back.
-
-    All are written before any row attends: whatever rows share, they find it.
-    """
-
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs) -> None:
-        self.call, self.refs = call, refs
-        self.ahead, self.slots = blocks.writes, 2 * blocks.writes
-        self.count = refs.counts[0]
-
-    def run(self) -> None:
-        call = self.call
-        pl.run_scoped(
-            self.write_all,
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, 2 * call.head_dim), call.kv_dtype),
-            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, 2 * call.head_dim), jnp.float32),
-            pltpu.SemaphoreType.DMA((self.slots,)),
-            pltpu.SemaphoreType.DMA((self.slots,)),
-        )
-
-    def write_all(self, slabs: Any, news: Any, read_sems: Any, write_sems: Any) -> None:
-        def reads(index: Any) -> Sequence[Any]:
-            slot = lax.rem(index, self.slots)
-            first = pl.multiple_of(self.first_new(index) // SUBLANES * SUBLANES, SUBLANES)
-            new = self.refs.inputs.new.at[:, pl.ds(first, self.call.slab + SUBLANES)]
-            return (
-                pltpu.make_async_copy(self.place(index), slabs.at[slot], read_sems.at[slot]),
-                pltpu.make_async_copy(new, news.at[slot], read_sems.at[slot]),
-            )
-
-        def write(index: Any) -> Any:
-            slot = lax.rem(index, self.slots)
-            return pltpu.make_async_copy(slabs.at[slot], self.place(index), write_sems.at[slot])
-
-        @pl.loop(0, jnp.minimum(self.ahead, self.count))
-        def start(index: Any) -> None:
-            for copy in reads(index):
-                copy.start()
-
-        @pl.loop(0, self.count)
-        def step(index: Any) -> None:
-            @pl.when(index >= self.ahead)
-            def free() -> None:
-                write(index - self.ahead).wait()
-
-            @pl.when(index + self.ahead < self.count)
-            def read_ahead() -> None:
-                for copy in reads(index + self.ahead):
-                    copy.start()
-
-            for copy in reads(index):
-                copy.wait()
-            slot = lax.rem(index, self.slots)
-            self.merge(index, slabs.at[slot], news.at[slot])
-            write(index).start()
-
-        @pl.loop(jnp.maximum(self.count - self.ahead, 0), self.count)
-        def drain(index: Any) -> None:
-            write(index).wait()
-
-    def column(self, index: Any, column: int) -> Any:
-        return self.refs.writes[index * NUM_WRITE_COLUMNS + column]
-
-    def place(self, index: Any) -> Any:
-        offset = pl.multiple_of(self.column(index, OFFSET), self.call.slab)
-        page = self.refs.kv_pages.at[self.refs.layer[0], self.column(index, PAGE)]
-        return page.at[:, pl.ds(offset, self.call.slab)]
-
-    def first_new(self, index: Any) -> Any:
-        """Where the token of the slab's first row is among the new ones, or would be."""
-        return self.column(index, FIRST_TOKEN) + self.call.slab
-
-    def merge(self, index: Any, slab: Any, new: Any) -> None:
-        """Replaces rows of the slab by those of `new`, which begins up to seven rows earlier."""
-        size = self.call.slab + SUBLANES
-        shift = lax.rem(size - lax.rem(self.first_new(index), SUBLANES), size)
-        begin, end = self.column(index, BEGIN), self.column(index, END)
-        for head in range(self.call.num_kv_heads):
-            rows = pltpu.roll(new[head], shift, 0)[: self.call.slab]
-            row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-            kept = slab[head].astype(jnp.float32)
-            slab[head] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)
 
 
 class _Span(NamedTuple):
@@ -216,6 +104,28 @@ class _Span(NamedTuple):
     row: Any
     first_page: Any  # among those of the row
     num_pages: Any  # zero where the sequence has ended
+
+
+class _Pages(NamedTuple):
+    """Those of units in memory, or of one."""
+
+    values: Any  # [slots, pages, K, P, 2H]
+    scales: Any  # f32[slots, pages, slabs, rows, 128]; None for pools without
+    scales_by_token: Any  # f32[sequences, keys and values of heads, tokens], of the unit that is worked on
+
+    def at(self, slot: Any) -> _Pages:
+        """Those of one unit."""
+        scales = None if self.scales is None else self.scales.at[slot]
+        return self._replace(values=self.values.at[slot], scales=scales)
+
+
+class _Block(NamedTuple):
+    """A kv head of a sequence's block."""
+
+    keys: Any  # [tokens, width]
+    values: Any
+    key_scales: Any  # f32[1, tokens]; None for pools without
+    value_scales: Any
 
 
 class _Phase(ABC):
@@ -227,7 +137,7 @@ class _Phase(ABC):
     sequences: int  # of a unit
     pages: int  # of a sequence in a unit
 
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs, num_units: Any) -> None:
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs, num_units: Any) -> None:
         self.call, self.blocks, self.refs, self.num_units = call, blocks, refs, num_units
         self.block_tokens = self.pages * call.page_size
         self.id_chunks = -(-call.table_width // PAGE_IDS)
@@ -245,7 +155,7 @@ class _Phase(ABC):
         """What brings the queries of an entry."""
 
     @abstractmethod
-    def compute(self, entry: Any, block: Any, unit: Any, ring: Any, scratch: Any) -> None:
+    def compute(self, entry: Any, block: Any, unit: Any, ring: _Pages, scratch: Any) -> None:
         """Attends to the unit in `ring`."""
 
     @abstractmethod
@@ -259,16 +169,24 @@ class _Phase(ABC):
     def run(self) -> None:
         slots, K = self.blocks.slots, self.call.num_kv_heads
         page = (K, self.call.page_size, 2 * self.call.head_dim)
+        ring = _Pages(pltpu.VMEM((slots, self.sequences * self.pages, *page), self.call.kv_dtype), None, None)
+        if self.call.has_scales:
+            tiles = self.refs.scales.shape[2:]
+            by_token = (self.sequences, SCALE_HEADS * tiles[1], -(-self.block_tokens // LANES) * LANES)
+            ring = ring._replace(
+                scales=pltpu.VMEM((slots, self.sequences * self.pages, *tiles), jnp.float32),
+                scales_by_token=pltpu.VMEM(by_token, jnp.float32),
+            )
         pl.run_scoped(
             self.go_through,
-            pltpu.VMEM((slots, self.sequences * self.pages, *page), self.call.kv_dtype),
+            ring,
             pltpu.SMEM((2, self.sequences, 1, PAGE_IDS), jnp.int32),
             pltpu.SemaphoreType.DMA((slots,)),
             pltpu.SemaphoreType.DMA((2,)),
             self.scratch(),
         )
 
-    def go_through(self, ring: Any, ids: Any, page_sems: Any, id_sems: Any, scratch: Any) -> None:
+    def go_through(self, ring: _Pages, ids: Any, page_sems: Any, id_sems: Any, scratch: Any) -> None:
         ahead = self.blocks.slots - 1
 
         def fetch(unit: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -296,8 +214,8 @@ class _Phase(ABC):
             here, fetched = at
             fetched = fetch(unit + ahead, fetched)
             slot = lax.rem(unit, self.blocks.slots)
-            self.wait_for_pages(here, ring.at[slot], page_sems.at[slot])
-            self.compute(*here, unit, ring.at[slot], scratch)
+            self.wait_for_pages(here, ring.at(slot), page_sems.at[slot])
+            self.compute(*here, unit, ring.at(slot), scratch)
             return self.after(*here), fetched
 
         lax.fori_loop(0, self.num_units, step, (start, fetched))
@@ -321,7 +239,7 @@ class _Phase(ABC):
             pl.when(span.num_pages > 0)(copy.start)
 
     def start_pages(
-        self, at: tuple[Any, Any], unit: Any, ring: Any, ids: Any, page_sems: Any, id_sems: Any, scratch: Any
+        self, at: tuple[Any, Any], unit: Any, ring: _Pages, ids: Any, page_sems: Any, id_sems: Any, scratch: Any
     ) -> None:
         entry, block = at
         half, slot = lax.rem(unit, 2), lax.rem(unit, self.blocks.slots)
@@ -339,22 +257,35 @@ class _Phase(ABC):
             @pl.loop(0, span.num_pages)
             def start(page: Any, number: int = number, first_id: Any = first_id) -> None:
                 page_id = ids[half, number, 0, first_id + page]
-                source = self.refs.kv_pages.at[self.refs.layer[0], page_id]
-                target = ring.at[slot, number * self.pages + page]
-                pltpu.make_async_copy(source, target, page_sems.at[slot]).start()
+                place = number * self.pages + page
+                for copy in self.page_copies(self.refs.layer[0], page_id, ring.at(slot), place, page_sems.at[slot]):
+                    copy.start()
 
-    def wait_for_pages(self, at: tuple[Any, Any], pages: Any, sem: Any) -> None:
+    def page_copies(self, layer: Any, page_id: Any, pages: _Pages, place: Any, sem: Any) -> list[Any]:
+        copies = [pltpu.make_async_copy(self.refs.kv_pages.at[layer, page_id], pages.values.at[place], sem)]
+        if self.call.has_scales:
+            copies.append(pltpu.make_async_copy(self.refs.scales.at[layer, page_id], pages.scales.at[place], sem))
+        return copies
+
+    def wait_for_pages(self, at: tuple[Any, Any], pages: _Pages, sem: Any) -> None:
         num_pages = sum(span.num_pages for span in self.spans(*at))
 
         @pl.loop(0, num_pages)
         def wait(page: Any) -> None:
-            pltpu.make_async_copy(self.refs.kv_pages.at[0, 0], pages.at[0], sem).wait()
+            for copy in self.page_copies(0, 0, pages, 0, sem):
+                copy.wait()
 
-    def clear_tail(self, pages: Any, sequence: int, end: Any) -> None:
+    def prepare(self, pages: _Pages, sequence: int, end: Any) -> None:
         """Zeros in place of a sequence's keys and values from token `end` of the block on, if it ends there.
 
-        A stale NaN would pass through a weight of zero.
+        A stale NaN would pass through a weight of zero; integers are none, but their scales may be.
         """
+        if not jnp.issubdtype(self.call.kv_dtype, jnp.integer):
+            self.clear_tail(pages.values, sequence, end)
+        if self.call.has_scales:
+            self.order_scales(pages, sequence, end)
+
+    def clear_tail(self, pages: Any, sequence: int, end: Any) -> None:
         slab = self.call.slab
         slabs_per_page, num_slabs = self.call.page_size // slab, self.block_tokens // slab
 
@@ -368,16 +299,47 @@ class _Phase(ABC):
                 token = lax.broadcasted_iota(jnp.int32, place.shape, 1) + index * slab
                 place[...] = jnp.where(token < end, place[...].astype(jnp.float32), 0).astype(place.dtype)
 
-    def keys_and_values(self, pages: Any, sequence: int, head: Any) -> tuple[Any, Any]:
-        """Of a sequence's block, `[tokens, width]` each."""
-        own = pages[sequence * self.pages : (sequence + 1) * self.pages, head]  # [pages, P, 2H]
-        kv = own.reshape(self.block_tokens, own.shape[-1])
+    def order_scales(self, pages: _Pages, sequence: int, end: Any) -> None:
+        """Puts the scales of each head side by side, token after token; zeros from token `end` of the block on.
+
+        Rows of a tile of scales hold several heads for the tokens of a slab, then for several slabs one head.
+        """
+        num_rows = pages.scales.shape[-2]
+        slabs_per_page, num_slabs = self.call.page_size // SCALE_TOKENS, self.block_tokens // SCALE_TOKENS
+        together = min(SCALE_HEADS, num_slabs)
+
+        @pl.loop(0, num_slabs // together)
+        def order(group: Any) -> None:
+            columns = pl.ds(pl.multiple_of(group * LANES, LANES), LANES)
+            column = lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
+            slabs = []
+            for number in range(together):
+                index = group * together + number
+                page = sequence * self.pages + index // slabs_per_page
+                slabs.append(pages.scales[page, lax.rem(index, slabs_per_page)])
+            for part in range(SCALE_HEADS):
+                ordered = jnp.zeros((num_rows, LANES), jnp.float32)
+                for number, slab in enumerate(slabs):
+                    shift = (number - part) % SCALE_HEADS * SCALE_TOKENS
+                    moved = pltpu.roll(slab, shift, 1) if shift else slab
+                    ordered = jnp.where(column >= number * SCALE_TOKENS, moved, ordered)
+                ordered = jnp.where(column + group * LANES < end, ordered, 0)
+                pages.scales_by_token[sequence, part * num_rows : (part + 1) * num_rows, columns] = ordered
+
+    def head_block(self, pages: _Pages, sequence: int, head: Any) -> _Block:
+        own = pages.values[sequence * self.pages : (sequence + 1) * self.pages, head]  # [pages, P, 2H]
+        kv = own.reshape(self.block_tokens, own.shape[-1]).astype(self.call.product_dtype)
         H = self.call.head_dim
-        return (kv[:, :H], kv[:, H:]) if self.call.width == H else (kv, kv)
+        keys, values = (kv[:, :H], kv[:, H:]) if self.call.width == H else (kv, kv)
+        if not self.call.has_scales:
+            return _Block(keys, values, None, None)
+        tokens = slice(0, self.block_tokens)
+        scales = [pages.scales_by_token[sequence, pl.ds(2 * head + part, 1), tokens] for part in range(2)]
+        return _Block(keys, values, *scales)
 
     def dot(self, a: Any, b: Any, contracted: int) -> Any:
         """`a[m, c] . b`, over the given dimension of b, in float32."""
-        is_wide = self.call.kv_dtype == jnp.float32
+        is_wide = self.call.product_dtype == jnp.float32
         return lax.dot_general(
             a,
             b,
@@ -386,13 +348,20 @@ class _Phase(ABC):
             preferred_element_type=jnp.float32,
         )
 
-    def scores(self, q: Any, k: Any) -> Any:
+    def scores(self, q: Any, block: _Block) -> Any:
         """In base 2, soft-capped."""
         scale, soft_cap = self.call.scale, self.call.soft_cap
-        products = self.dot(q, k, 1)
+        products = self.dot(q, block.keys, 1)
+        if block.key_scales is not None:
+            products *= block.key_scales
         if soft_cap is None:
             return products * (scale * LOG2E)
         return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
+
+    def weighted_sum(self, weights: Any, block: _Block) -> Any:
+        if block.value_scales is not None:
+            weights = weights * block.value_scales
+        return self.dot(weights.astype(block.values.dtype), block.values, 0)
 
 
 class _State(NamedTuple):
@@ -446,7 +415,7 @@ class _LaneScratch(NamedTuple):
 class _Lanes(_Phase):
     """Rows of one token: an entry is a group of them that go side by side, each through its own pages."""
 
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs) -> None:
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
         self.sequences, self.pages = blocks.lanes, blocks.lane_pages
         super().__init__(call, blocks, refs, refs.counts[1])
         self.rows = call.num_kv_heads * call.filled_group  # of a lane
@@ -492,7 +461,7 @@ class _Lanes(_Phase):
         lanes = self.refs.lane_out.at[pl.ds(entry * self.sequences, self.sequences)]
         return pltpu.make_async_copy(scratch.out.at[half], lanes, scratch.out_sems.at[half])
 
-    def compute(self, entry: Any, block: Any, unit: Any, ring: Any, scratch: _LaneScratch) -> None:
+    def compute(self, entry: Any, block: Any, unit: Any, ring: _Pages, scratch: _LaneScratch) -> None:
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -523,11 +492,11 @@ class _Lanes(_Phase):
             state.denominator[lane] = jnp.full(sinks.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
-    def compute_lane(self, entry: Any, block: Any, lane: int, ring: Any, queries: Any, state: _State) -> None:
+    def compute_lane(self, entry: Any, block: Any, lane: int, ring: _Pages, queries: Any, state: _State) -> None:
         first, kv_len = self.first_token(entry, lane, block), self.column(entry, lane, KV_LEN)
-        self.clear_tail(ring, lane, kv_len - first)
-        heads = [self.keys_and_values(ring, lane, head) for head in range(self.call.num_kv_heads)]
-        scores = [self.scores(queries[head].astype(k.dtype), k) for head, (k, _) in enumerate(heads)]
+        self.prepare(ring, lane, kv_len - first)
+        heads = [self.head_block(ring, lane, head) for head in range(self.call.num_kv_heads)]
+        scores = [self.scores(queries[head].astype(own.keys.dtype), own) for head, own in enumerate(heads)]
         key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
         visible = key < kv_len
         if self.call.window is not None:
@@ -536,7 +505,7 @@ class _Lanes(_Phase):
         def add_up(weights: Any) -> Any:
             size = self.call.filled_group
             own = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
-            return jnp.concatenate([self.dot(p.astype(v.dtype), v, 0) for p, (_, v) in zip(own, heads, strict=True)])
+            return jnp.concatenate([self.weighted_sum(p, block) for p, block in zip(own, heads, strict=True)])
 
         _absorb(state, lane, jnp.concatenate(scores), visible, add_up, first < kv_len)
 
@@ -566,14 +535,14 @@ class _TileScratch(NamedTuple):
 class _Tiles(_Phase):
     """Rows of several tokens: an entry is a tile of queries of one row."""
 
-    def __init__(self, call: Call, blocks: Blocks, refs: _Refs, kind: int) -> None:
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs, kind: int) -> None:
         self.sequences, self.pages = 1, blocks.tile_pages
         self.tokens, self.table = blocks.tile_tokens[kind], refs.tiles[kind]
         super().__init__(call, blocks, refs, refs.counts[2 + kind])
 
     def scratch(self) -> _TileScratch:
         call, slots = self.call, self.blocks.slots
-        queries, dtype = (call.num_query_heads, self.tokens, call.width), call.kv_dtype
+        queries, dtype = (call.num_query_heads, self.tokens, call.width), call.product_dtype
         columns = pltpu.VMEM((*queries[:2], LANES), jnp.float32)
         return _TileScratch(
             queries=pltpu.VMEM((slots, *queries), dtype),
@@ -620,7 +589,7 @@ class _Tiles(_Phase):
         place = self.refs.tile_out.at[:, self.place(entry)]
         return pltpu.make_async_copy(place, scratch.others, scratch.out_sems.at[1])
 
-    def compute(self, entry: Any, block: Any, unit: Any, ring: Any, scratch: _TileScratch) -> None:
+    def compute(self, entry: Any, block: Any, unit: Any, ring: _Pages, scratch: _TileScratch) -> None:
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -636,20 +605,20 @@ class _Tiles(_Phase):
             self.reset(scratch.state)
 
         first = (self.column(entry, TILE_FIRST_BLOCK) + block) * self.block_tokens
-        self.clear_tail(ring, 0, self.end(entry) - first)
+        self.prepare(ring, 0, self.end(entry) - first)
         visible = self.visible(entry, first, scratch.words.at[slot])
         together = heads_together(self.call, self.tokens)
 
         @pl.loop(0, self.call.num_query_heads // together)
         def attend(number: Any) -> None:
             heads = pl.ds(number * together, together)
-            k, v = self.keys_and_values(ring, 0, number * together // self.call.group)
+            own = self.head_block(ring, 0, number * together // self.call.group)
             q = scratch.queries[slot, heads].reshape(together * self.tokens, self.call.width)
-            scores = self.scores(q, k).reshape(together, self.tokens, self.block_tokens)
+            scores = self.scores(q, own).reshape(together, self.tokens, self.block_tokens)
 
             def add_up(weights: Any) -> Any:
                 rows = weights.reshape(together * self.tokens, self.block_tokens)
-                return self.dot(rows.astype(v.dtype), v, 0).reshape(together, self.tokens, self.call.width)
+                return self.weighted_sum(rows, own).reshape(together, self.tokens, self.call.width)
 
             seen = jnp.broadcast_to(visible[None], scores.shape)
             _absorb(scratch.state, heads, scores, seen, add_up, None)

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from pallas_kernels.ragged_paged_attention.quantized import is_quantized
 
 LANES = 128  # numbers in a row of a tile of memory
 SUBLANES = 8  # 32-bit rows of such a tile
 ALIGNED_TOKENS = 16  # a tile of queries begins at a multiple of these: the rows of a memory tile of 16-bit numbers
 PAGE_IDS = 128  # that are fetched at once, the least there is
 MAX_PAGE_TOKENS = 256
+SCALE_TOKENS = 32  # of a tile of scales: those of a slab of 8-bit numbers
+SCALE_HEADS = LANES // SCALE_TOKENS  # keys or values of heads side by side in a row of such a tile
 SLOTS = 3  # units in memory
 MAX_PAGE_BYTES = 3 * 2**20  # so that units of one page fit into the least memory of a chip that is served
 UNIT_BYTES = 4 * 2**20  # of keys and values that are fetched together: enough to hide what it takes to ask for them
@@ -35,6 +38,12 @@ def token_bytes(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
     return num_kv_heads * _up(2 * head_dim, LANES) * kv_dtype.itemsize
 
 
+def scale_rows(num_kv_heads: int) -> int:
+    """Of a tile of scales: enough for keys and values of all heads, and as many as such tiles of memory have."""
+    rows = -(-2 * num_kv_heads // SCALE_HEADS)
+    return 1 << (rows - 1).bit_length() if rows < SUBLANES else _up(rows, SUBLANES)
+
+
 @dataclass(frozen=True)
 class Call:
     """The static facts of one call."""
@@ -47,7 +56,7 @@ class Call:
     page_size: int
     table_width: int
     kv_dtype: jnp.dtype
-    """Of the pool, and of what is multiplied."""
+    """Of the pool."""
     scale: float
     window: int | None
     soft_cap: float | None
@@ -57,6 +66,16 @@ class Call:
     """That the kernel may take of the chip's vector memory."""
     interpret: Any
     """Parameters of the interpreter; None to run on a TPU."""
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the pool has them."""
+        return is_quantized(self.kv_dtype)
+
+    @property
+    def product_dtype(self) -> jnp.dtype:
+        """Of what is multiplied: narrow numbers are made wider, and scales multiply what comes of them."""
+        return jnp.dtype(jnp.bfloat16) if self.has_scales else self.kv_dtype
 
     @property
     def num_query_heads(self) -> int:
@@ -86,6 +105,11 @@ class Call:
     def token_bytes(self) -> int:
         """Of a token's keys and values, as they lie in memory."""
         return token_bytes(self.num_kv_heads, self.head_dim, self.kv_dtype)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Of the scales of a slab."""
+        return scale_rows(self.num_kv_heads) * LANES * 4 if self.has_scales else 0
 
 
 @dataclass(frozen=True)
@@ -149,26 +173,40 @@ def _lane_bytes(call: Call, blocks: Blocks) -> int:
     heads = blocks.lanes * call.num_kv_heads * call.filled_group
     unit_bytes = blocks.lanes * blocks.lane_pages * _page_bytes(call)
     scores_bytes = 3 * heads * blocks.lane_pages * call.page_size * 4
-    return blocks.slots * unit_bytes + (blocks.slots + 3) * heads * _up(call.width, LANES) * 4 + scores_bytes
+    wide_bytes = _wide_bytes(call, call.num_kv_heads, blocks.lanes, blocks.lane_pages)
+    queries_bytes = (blocks.slots + 3) * heads * _up(call.width, LANES) * 4
+    return blocks.slots * unit_bytes + queries_bytes + scores_bytes + wide_bytes
 
 
 def _tile_bytes(call: Call, blocks: Blocks) -> int:
     tokens = max(blocks.tile_tokens)
     queries = call.num_query_heads * tokens
-    narrow_bytes = queries * _up(call.width, LANES) * call.kv_dtype.itemsize
+    narrow_bytes = queries * _up(call.width, LANES) * call.product_dtype.itemsize
     state_bytes = queries * (_up(call.width, LANES) + 2 * LANES) * 4
     scores_bytes = 4 * heads_together(call, tokens) * tokens * blocks.tile_pages * call.page_size * 4
     unit_bytes = blocks.tile_pages * _page_bytes(call)
-    return blocks.slots * (unit_bytes + narrow_bytes) + 2 * narrow_bytes + state_bytes + scores_bytes
+    wide_bytes = _wide_bytes(call, 1, 1, blocks.tile_pages)
+    return blocks.slots * (unit_bytes + narrow_bytes) + 2 * narrow_bytes + state_bytes + scores_bytes + wide_bytes
+
+
+def _wide_bytes(call: Call, num_kv_heads: int, sequences: int, pages: int) -> int:
+    """Of narrow numbers made wider, for some heads of one sequence, and of all sequences' scales by token."""
+    if not call.has_scales:
+        return 0
+    tokens = pages * call.page_size
+    numbers = num_kv_heads * tokens * _up(2 * call.head_dim, LANES)
+    scales = sequences * SCALE_HEADS * scale_rows(call.num_kv_heads) * _up(tokens, LANES)
+    return numbers * call.product_dtype.itemsize + scales * 4
 
 
 def _write_bytes(call: Call, blocks: Blocks) -> int:
     new_bytes = call.num_kv_heads * (call.slab + SUBLANES) * _up(2 * call.head_dim, LANES) * 4
-    return 2 * blocks.writes * (new_bytes + call.slab * call.token_bytes)
+    return 2 * blocks.writes * (new_bytes + call.slab * call.token_bytes + 2 * call.scale_bytes)
 
 
 def _page_bytes(call: Call) -> int:
-    return _up(call.page_size, call.slab) * call.token_bytes
+    slabs = -(-call.page_size // call.slab)
+    return slabs * (call.slab * call.token_bytes + call.scale_bytes)
 
 
 def heads_together(call: Call, tile_tokens: int) -> int:

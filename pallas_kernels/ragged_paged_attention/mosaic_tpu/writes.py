@@ -1,0 +1,134 @@
+"""How a step's keys and values come into the pages. See the package."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    BEGIN,
+    END,
+    FIRST_TOKEN,
+    NUM_WRITE_COLUMNS,
+    OFFSET,
+    PAGE,
+    SCALE_TOKENS,
+    SUBLANES,
+    Blocks,
+    Call,
+)
+
+
+class Writer:
+    """Puts new keys and values in their places, a slab of a page at a time: it is read, changed and written back.
+
+    All are written before any row attends: whatever rows share, they find it.
+    """
+
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
+        self.call, self.refs = call, refs
+        self.ahead, self.slots = blocks.writes, 2 * blocks.writes
+        self.count = refs.counts[0]
+
+    def run(self) -> None:
+        """Writes all."""
+        call = self.call
+        pl.run_scoped(
+            self._write_all,
+            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, 2 * call.head_dim), call.kv_dtype),
+            pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, 2 * call.head_dim), jnp.float32),
+            [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), jnp.float32)] * 2 if call.has_scales else [],
+            pltpu.SemaphoreType.DMA((self.slots,)),
+            pltpu.SemaphoreType.DMA((self.slots,)),
+        )
+
+    def _write_all(self, slabs: Any, news: Any, scales: Sequence[Any], read_sems: Any, write_sems: Any) -> None:
+        def reads(index: Any) -> Sequence[Any]:
+            slot = lax.rem(index, self.slots)
+            first = pl.multiple_of(self._first_new(index) // SUBLANES * SUBLANES, SUBLANES)
+            new = self.refs.inputs.new.at[:, pl.ds(first, self.call.slab + SUBLANES)]
+            sources = [self._place(index), new]
+            new_scales = self.refs.inputs.new_scales
+            if new_scales is not None:
+                sources += [self._scale_place(index), new_scales.at[index]]
+            targets = [x.at[slot] for x in (slabs, news, *scales)]
+            return [
+                pltpu.make_async_copy(source, target, read_sems.at[slot])
+                for source, target in zip(sources, targets, strict=True)
+            ]
+
+        def writes(index: Any) -> Sequence[Any]:
+            slot = lax.rem(index, self.slots)
+            copies = [pltpu.make_async_copy(slabs.at[slot], self._place(index), write_sems.at[slot])]
+            for kept in scales[:1]:
+                copies.append(pltpu.make_async_copy(kept.at[slot], self._scale_place(index), write_sems.at[slot]))
+            return copies
+
+        @pl.loop(0, jnp.minimum(self.ahead, self.count))
+        def start(index: Any) -> None:
+            for copy in reads(index):
+                copy.start()
+
+        @pl.loop(0, self.count)
+        def step(index: Any) -> None:
+            @pl.when(index >= self.ahead)
+            def free() -> None:
+                for copy in writes(index - self.ahead):
+                    copy.wait()
+
+            @pl.when(index + self.ahead < self.count)
+            def read_ahead() -> None:
+                for copy in reads(index + self.ahead):
+                    copy.start()
+
+            for copy in reads(index):
+                copy.wait()
+            slot = lax.rem(index, self.slots)
+            self._merge(index, slabs.at[slot], news.at[slot])
+            if scales:
+                self._merge_scales(index, *[x.at[slot] for x in scales])
+            for copy in writes(index):
+                copy.start()
+
+        @pl.loop(jnp.maximum(self.count - self.ahead, 0), self.count)
+        def drain(index: Any) -> None:
+            for copy in writes(index):
+                copy.wait()
+
+    def _column(self, index: Any, column: int) -> Any:
+        return self.refs.writes[index * NUM_WRITE_COLUMNS + column]
+
+    def _place(self, index: Any) -> Any:
+        offset = pl.multiple_of(self._column(index, OFFSET), self.call.slab)
+        page = self.refs.kv_pages.at[self.refs.layer[0], self._column(index, PAGE)]
+        return page.at[:, pl.ds(offset, self.call.slab)]
+
+    def _scale_place(self, index: Any) -> Any:
+        page = self.refs.scales.at[self.refs.layer[0], self._column(index, PAGE)]
+        return page.at[self._column(index, OFFSET) // self.call.slab]
+
+    def _first_new(self, index: Any) -> Any:
+        """Where the token of the slab's first row is among the new ones, or would be."""
+        return self._column(index, FIRST_TOKEN) + self.call.slab
+
+    def _merge(self, index: Any, slab: Any, new: Any) -> None:
+        """Replaces rows of the slab by those of `new`, which begins up to seven rows earlier."""
+        size = self.call.slab + SUBLANES
+        shift = lax.rem(size - lax.rem(self._first_new(index), SUBLANES), size)
+        begin, end = self._column(index, BEGIN), self._column(index, END)
+        for head in range(self.call.num_kv_heads):
+            rows = pltpu.roll(new[head], shift, 0)[: self.call.slab]
+            row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+            kept = slab[head].astype(jnp.float32)
+            slab[head] = jnp.where((row >= begin) & (row < end), rows, kept).astype(slab.dtype)
+
+    def _merge_scales(self, index: Any, kept: Any, new: Any) -> None:
+        token = lax.broadcasted_iota(jnp.int32, kept.shape, 1) & (SCALE_TOKENS - 1)
+        is_new = (token >= self._column(index, BEGIN)) & (token < self._column(index, END))
+        kept[...] = jnp.where(is_new, new[...], kept[...])
