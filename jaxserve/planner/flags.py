@@ -3,6 +3,8 @@
 import argparse
 
 PLANNED = {  # engine options that change what is planned
+    "attention_backend",
+    "burst",
     "dtype",
     "gpu_memory_utilization",
     "kv_cache_dtype",

@@ -71,7 +71,7 @@ def median_s(run: Callable[[int], None], effort: Effort) -> float:
     started = time.perf_counter()
     once_s = _seconds(run, 1)
     count = max(1, round(effort.sample_s / once_s))
-    times = [_seconds(run, count) / count]
+    times = [once_s if count == 1 else _seconds(run, count) / count]
     while len(times) < effort.samples and time.perf_counter() - started < effort.limit_s:
         times.append(_seconds(run, count) / count)
     return statistics.median(times)

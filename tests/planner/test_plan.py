@@ -396,6 +396,8 @@ def test_the_table_says_what_is_predicted() -> None:
         (["--target", "cpu", "--prices", "x.toml"], "give --sweep, or drop --prices"),
         (["--target", "cpu", "--programs"], "give it by --target, or drop --programs"),
         (["--sweep", "cpu", "--programs"], "give it by --target, or drop --programs"),
+        (["--target", "cpu", "--attention-backend", "mosaic_tpu"], "it runs on TPUs only"),
+        (["--target", "cpu", "--burst", "0"], "burst must be"),
         (["--target", "cpu", "--batch", "65"], "batch must be in [1, max_num_seqs], got 65 and 64"),
         (["--target", "cpu", "--plot", "no/such/place.png"], "plot must be a file in a directory that exists"),
         (["--target", "cpu", "--model", "llama-9"], "model must be a checkpoint directory, a config.json or one of"),
