@@ -18,12 +18,12 @@ from hypothesis import given, settings
 
 from pallas_kernels.deviceless import TPU_V5E
 from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_tpu, select_backend
-from pallas_kernels.ragged_paged_attention.cases import CASES
+from pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
 
-BY_NAME = {case.name: case for case in CASES}
+BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
 RUN = [
     "no_live_rows",
     "many_rows_share_a_prefix_of_wide_heads",
@@ -34,10 +34,7 @@ RUN = [
     "pages_of_256",
     "tree_smaller_than_rows",
     "rope_bfloat16",
-    "int8_pages_of_32_rope",
-    "int8_pages_of_256",
-    "float8_e4m3fn_pages_of_32_rope",
-    "float8_e4m3fn_pages_of_256",
+    *(case.name for case in TPU_CASES),
 ]
 """What each distinguishes: other backends go through all cases, which are slow here."""
 
