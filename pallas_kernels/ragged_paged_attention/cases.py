@@ -205,8 +205,6 @@ _QUANTIZED = tuple(
         Case("pages_of_8_rope", *_RAGGED, num_query_heads=9, num_kv_heads=3, page_size=8, has_rope=True),
         Case("shared_prefix_window_sinks", *_SHARING, shared_pages=8, window=100, has_sinks=True),
         Case("stale_nan", *_RAGGED, num_query_heads=8, head_dim=64, stale=float("nan")),
-        Case("pages_of_32_rope", (1, 33, 1), (70, 50, 32), 9, 3, page_size=32, has_rope=True, padding_tokens=3),
-        Case("pages_of_256", (1, 20), (300, 270), page_size=256, window=200, has_sinks=True, stale=float("nan")),
     )
 )
 
@@ -303,3 +301,30 @@ GPU_CASES: tuple[Case, ...] = (
     ),
 )
 """The cases in half precision, as the kernels of GPUs take them, and what only those distinguish."""
+
+TPU_CASES: tuple[Case, ...] = (
+    Case(
+        "int8_pages_of_256",
+        (1, 20),
+        (300, 270),
+        page_size=256,
+        window=200,
+        has_sinks=True,
+        kv_dtype="int8",
+        stale=float("nan"),
+    ),
+    Case(
+        "fp8_pages_of_32_rope",
+        (1, 33, 1),
+        (70, 50, 32),
+        num_query_heads=9,
+        num_kv_heads=3,
+        page_size=32,
+        padding_rows=1,
+        padding_tokens=3,
+        has_rope=True,
+        kv_dtype="float8_e4m3fn",
+        stale=float("nan"),
+    ),
+)
+"""Narrow pools of pages as large as the kernel of TPUs wants them: of some slabs, of one slab."""

@@ -51,6 +51,8 @@ def quantize(x: Float[Array, "T N H"], dtype: jnp.dtype) -> tuple[Shaped[Array, 
     # Factors, not divisors: XLA makes factors of them here and there, which round differently.
     step = 1 / LARGEST[dtype.name]
     scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * step, np.finfo(np.float32).tiny)
+    # XLA:CPU passes over NaN where it looks for the largest number of many vectors.
+    scales = jnp.where(jnp.any(jnp.isnan(x), axis=-1), jnp.nan, scales)
     values = x * (1 / scales)[..., None]
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.round(values)

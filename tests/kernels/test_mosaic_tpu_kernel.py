@@ -18,12 +18,12 @@ from hypothesis import given, settings
 
 from pallas_kernels.deviceless import TPU_V5E
 from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_tpu, select_backend
-from pallas_kernels.ragged_paged_attention.cases import CASES
+from pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
 
-BY_NAME = {case.name: case for case in CASES}
+BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
 RUN = [
     "no_live_rows",
     "many_rows_share_a_prefix_of_wide_heads",
@@ -34,10 +34,7 @@ RUN = [
     "pages_of_256",
     "tree_smaller_than_rows",
     "rope_bfloat16",
-    "int8_pages_of_32_rope",
-    "int8_pages_of_256",
-    "float8_e4m3fn_pages_of_32_rope",
-    "float8_e4m3fn_pages_of_256",
+    *(case.name for case in TPU_CASES),
 ]
 """What each distinguishes: other backends go through all cases, which are slow here."""
 
@@ -57,20 +54,23 @@ def test_matches_reference_without_races(name):
 PLANTED = {  # bug: (what is there, what is put in its place)
     "none": ("", ""),
     "pages are read before they are there": (
-        "            self.wait_for_pages(here, ring.at[slot], page_sems.at[slot])\n",
+        "            self.wait_for_pages(here, ring.at(slot), page_sems.at[slot])\n",
         "",
     ),
     "pages of another unit are waited for": (
-        "self.wait_for_pages(here, ring.at[slot], page_sems.at[slot])",
-        "self.wait_for_pages(here, ring.at[slot], page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
+        "self.wait_for_pages(here, ring.at(slot), page_sems.at[slot])",
+        "self.wait_for_pages(here, ring.at(slot), page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
     ),
     "pages are loaded over those still in use": ("ahead = self.blocks.slots - 1", "ahead = self.blocks.slots"),
     "page ids are read before they are there": ("pl.when(span.num_pages > 0)(copy.wait)", "pass"),
     "rows attend before all is written": (
-        "            write(index).wait()\n\n    def _column",
+        "            for copy in writes(index):\n                copy.wait()\n\n    def _column",
         "            pass\n\n    def _column",
     ),
-    "a slab is overwritten while it leaves": ("write(index - self.ahead).wait()", "pass"),
+    "a slab is overwritten while it leaves": (
+        "                for copy in writes(index - self.ahead):\n                    copy.wait()\n",
+        "                pass\n",
+    ),
 }
 
 
