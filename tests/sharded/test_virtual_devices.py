@@ -5,13 +5,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-CHECKS = sorted(str(path) for path in (Path(__file__).parent / "devices").glob("check_*.py"))
+import pytest
+
+CHECKS = sorted((Path(__file__).parent / "devices").glob("check_*.py"))
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # compiles faster
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
 
 
-def test_on_eight_devices() -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *CHECKS]
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.stem)
+def test_on_eight_devices(check: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(check)]
     done = subprocess.run(
         command, env={**os.environ, **DEVICES}, capture_output=True, text=True, timeout=600, check=False
     )
