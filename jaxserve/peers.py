@@ -98,8 +98,10 @@ def _connection(endpoint: socket.socket) -> "Connection[Any, Any]":
     return Connection(endpoint.detach())
 
 
-def _in_background(function: Any, *args: Any) -> None:
-    threading.Thread(target=function, args=args, daemon=True).start()
+def _in_background(function: Any, *args: Any) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
 
 
 def _exit(message: str | None = None) -> NoReturn:
@@ -126,6 +128,8 @@ class Leader:
 
     def __init__(self, listener: socket.socket, key: bytes, num_followers: int) -> None:
         self._lost: PeerLostError | None = None
+        self._losing = threading.Lock()
+        self._telling: list[threading.Thread] = []
         self._closing = False
         self._is_claimed = False
         self._told = threading.Event()  # that somebody is lost
@@ -216,18 +220,24 @@ class Leader:
         self._lose(message)
 
     def _lose(self, message: str) -> None:
-        if self._closing or self._lost is not None:
-            return
-        self._lost = PeerLostError(message)
+        with self._losing:
+            if self._closing or self._lost is not None:
+                return
+            self._telling = [_in_background(self._tell_of_loss, link, message) for link in self._links]
+            _in_background(self._exit_after_grace, message)
+            atexit.register(self._exit_when_told)  # runs before jax waits for those that are left
+            self._lost = PeerLostError(message)
         self._told.set()
-        atexit.register(_exit)  # runs before jax waits for those that are left
-        _in_background(self._exit_after_grace, message)
-        for link in self._links:
-            _in_background(self._tell_of_loss, link, message)
 
     def _tell_of_loss(self, link: _Link, message: str) -> None:
         with contextlib.suppress(OSError):
             link.send(pickle.dumps(_Lost(message)))
+
+    def _exit_when_told(self) -> NoReturn:
+        """Else the others would take the end of this process for the loss."""
+        for thread in self._telling:
+            thread.join()
+        _exit()
 
     def _exit_after_grace(self, message: str) -> NoReturn:
         time.sleep(GRACE_S)

@@ -45,6 +45,21 @@ def test_what_xla_has_cached_is_not_kept_again(tmp_path, compiler):
     assert len(list((tmp_path / "programs").iterdir())) == 1
 
 
+def test_what_another_program_has_loaded_from_there_is_not_kept_either(tmp_path, compiler):
+    """jax hands out what it has in memory without asking XLA."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    double = jax.jit(lambda x: 2 * x)
+    programs = []
+    for facts in (["a"], ["b"], ["c"], ["c"]):
+        if facts == ["b"]:
+            jax.clear_caches()  # as if the first one were of another process
+        programs.append(
+            ProgramStore(tmp_path / "programs", facts).get("x", lambda: double.lower(jnp.arange(3.0)).compile())
+        )
+        assert programs[-1](jnp.ones(3)).tolist() == [2, 2, 2]
+    assert len(list((tmp_path / "programs").iterdir())) == 1
+
+
 def test_a_kept_program_is_not_compiled_again(tmp_path, compiler):
     for _ in range(3):
         x = jnp.arange(3.0)
