@@ -11,7 +11,7 @@ import functools
 import importlib.util
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +105,7 @@ class Chip:
         args: Sequence[Any],
         donate_argnums: tuple[int, ...] = (),
         mesh: Mesh | None = None,
+        compiler_options: Mapping[str, str] | None = None,
     ) -> jax.stages.Lowered:
         """Traces and lowers `function` for one chip, or for those of a mesh.
 
@@ -113,13 +114,14 @@ class Chip:
           args: arrays, or their shapes and dtypes, in pytrees; for a mesh, their shardings over it too.
           donate_argnums: as of `jax.jit`.
           mesh: of `devices`; None for one chip.
+          compiler_options: as of `jax.jit`.
         """
         one = SingleDeviceSharding(self.devices("1x1x1")[0])
         sharding_of = (lambda _: one) if mesh is None else (lambda x: x.sharding)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_of(x)), tuple(args))
         abstract = self.mesh() if mesh is None else mesh.abstract_mesh
         with jax.sharding.use_abstract_mesh(abstract):
-            options = _READABLE if self.platform == "tpu" else None
+            options = {**(compiler_options or {}), **(_READABLE if self.platform == "tpu" else {})}
             traced = jax.jit(function, donate_argnums=donate_argnums, compiler_options=options).trace(*shapes)
             return traced.lower(lowering_platforms=("cuda" if self.platform == "gpu" else "tpu",))
 

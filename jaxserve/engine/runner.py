@@ -28,6 +28,7 @@ from jaxserve.engine.step import (
     make_serve_burst,
     make_serve_step,
     set_slot,
+    step_options,
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
@@ -185,7 +186,9 @@ class Runner:
             program = over_devices(program, self.mesh, (params, state, blob), specs)
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-        return jax.jit(program, donate_argnums=1).lower(params, state, blob)
+        device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
+        compiler_options = step_options(device.device_kind)
+        return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, blob)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """What comes from the host, to every device."""

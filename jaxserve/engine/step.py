@@ -210,6 +210,15 @@ def make_serve_burst(
     return serve_burst
 
 
+def step_options(device_kind: str) -> dict[str, str]:
+    """What XLA is told where it compiles steps and bursts for such devices.
+
+    For TPU7x it would copy all weights in front of the loop over the layers, in every step: into tiles of twice as many
+    rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone.
+    """
+    return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"} if device_kind.startswith("TPU7x") else {}
+
+
 def _step(params: Params, state: ServeState, batch: StepBatch, model: Model) -> tuple[ServeState, StepOutput]:
     split = model.split
     draw, read_logprobs = (split.sample, split.token_logprobs) if split else (sample, token_logprobs)

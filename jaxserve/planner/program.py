@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import ServeState, abstract_state, make_serve_burst, make_serve_step, set_slot
+from jaxserve.engine.step import ServeState, abstract_state, make_serve_burst, make_serve_step, set_slot, step_options
 from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
@@ -147,7 +147,8 @@ class StepCompiler:
             program = make_serve_step(arch, layout, **options)
         if mesh is not None:
             program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
-        return chip.lower(program, (params, state, blob), donate_argnums=(1,), mesh=mesh)
+        compiler_options = step_options(chip.device_kind)
+        return chip.lower(program, (params, state, blob), (1,), mesh, compiler_options)
 
     def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
         mesh, state = self._mesh(), self._state(arch)

@@ -163,6 +163,12 @@ def test_step_of_8b_works_in_place():
     check_memory(pool, program, 8 * LLAMA_8B["vocab_size"] * 4)
 
 
+def test_weights_of_layers_are_not_copied_on_tpu7x():
+    config = LLAMA_8B | {"num_hidden_layers": 4}
+    pool, program = compile_step(config, "tpu7x:1x1x1", 8, 1000, 2048)
+    check_memory(pool, program, 8 * LLAMA_8B["vocab_size"] * 2)  # of a half of the vocabulary
+
+
 def test_step_of_70b_over_eight_works_in_place_and_exchanges_twice_a_layer():
     pool, program = compile_step(LLAMA_70B, "v6e:2x4", 64, 20_000, 8192)
     check_memory(pool, program, 64 * LLAMA_70B["vocab_size"] // 8 * 4)
