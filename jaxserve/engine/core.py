@@ -13,7 +13,8 @@ from jaxserve.engine.accounts import Accounts, InFlight
 from jaxserve.engine.batch import BatchPacker
 from jaxserve.engine.lockstep import Added, CacheReset, Event, Finished, Scheduled, Updated
 from jaxserve.engine.pacer import Pacer
-from jaxserve.engine.runner import StepResult, compile_counter
+from jaxserve.engine.programs import compile_counter
+from jaxserve.engine.runner import StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.metrics import EngineStats
 from jaxserve.request import FinishReason, Request

@@ -33,7 +33,7 @@ _SETTINGS = (  # of jax, that change what is traced
     "jax_enable_x64",
     "jax_threefry_partitionable",
 )
-_cache_requests = EventCounter("/jax/compilation_cache/compile_requests_use_cache")  # programs that XLA was asked for
+compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
 _cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # those that came from its own cache
 MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
 
@@ -63,11 +63,11 @@ class ProgramStore:
         path = self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
         program = _read(path, self._devices)
         if program is None:
-            requests, hits = _cache_requests.count, _cache_hits.count
+            compiles, hits = compile_counter.count, _cache_hits.count
             program = compile_program()
             # What XLA's cache has loaded cannot be serialised again: it lacks functions. Nor what another has loaded,
             # which jax may hand out without asking.
-            if _cache_requests.count > requests and _cache_hits.count == hits:
+            if compile_counter.count > compiles and _cache_hits.count == hits:
                 _write(path, program)
         return program
 

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.programs import ProgramStore
 from jaxserve.engine.step import (
     Program,
@@ -42,7 +41,6 @@ _Buckets = tuple[Iterable[int], Iterable[int]]  # of steps and of bursts
 
 
 _POLL_S = 0.01
-compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What reads and writes logits [R, V] token by token, in the way that each kind of device is good at.
 
-The results are equal everywhere. A TPU is bad at single elements, and XLA sorts in front of a scatter
-or a top-k there: programs of 128,000 tokens that took a minute to compile.
+The results are equal everywhere, but for where NaN is. A TPU is bad at single elements, and XLA sorts in front of a
+scatter or a top-k there: programs of 128,000 tokens that took a minute to compile.
 """
 
 import jax.numpy as jnp

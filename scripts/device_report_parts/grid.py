@@ -63,7 +63,7 @@ class Grid:
 FULL = Grid()
 TINY = Grid(2, 32, 2, 2, (2,), (40, 100), (16,), (2,), (24,), (64,), (2,))
 FULL_TPU = Grid(
-    page_sizes=(16, 64, 256),
+    page_sizes=(64, 16, 256),  # narrow pools want 32 or more
     mixes=((32, 512, 4096), (128, 1024, 4096), (255, 1793, 2048)),  # the last is a whole step
 )
 TINY_TPU = Grid(2, 32, 1, 1, (2,), (40,), (16,), (2,), (24,), (24,), (2,), (WIDE,), ((2, 14, 40),))

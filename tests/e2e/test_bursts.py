@@ -9,6 +9,7 @@ import pytest
 from conftest import SIZES
 from hypothesis import given
 
+from jaxserve.engine import pacer
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
@@ -154,8 +155,9 @@ def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Engine
     assert stopped.outputs[0].finish_reason == "stop"
 
 
-def test_measured_bursts(start: Start) -> None:
+def test_measured_bursts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are tried, and whichever wins: the tokens are those of single steps."""
+    monkeypatch.setattr(pacer._Trial, "_burst_steps", lambda _: 5)  # however slow the machine is
     params = replace(SAMPLED, max_tokens=60)
     (expected,) = generate(start(), [tokens(3, 0)], params)
     engine = start(burst="auto", compile_ahead="all", max_num_seqs=1, max_num_batched_tokens=2)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.deviceless import TPU_V5E
+from pallas_kernels.deviceless import TPU_V4, TPU_V5E
 from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_tpu, select_backend
 from pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
@@ -256,6 +256,14 @@ def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
     assert stored.scales.shape == mosaic_tpu.scale_shape(2, 3, 64, num_kv_heads)
     assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * planning.LANES // 2)
     np.testing.assert_array_equal(mosaic_tpu.to_canonical(stored).scales, scales)
+
+
+def test_refuses_what_does_not_fit_a_chip():
+    small, large = ((chip, {**SERVED, "page_size": 256}) for chip in (TPU_V4, TPU_V5E))
+    for (chip, sizes), backend in ((small, "xla"), (large, "mosaic_tpu")):
+        with jax.sharding.use_abstract_mesh(chip.mesh()):
+            assert select_backend(**sizes) == backend
+            assert select_backend(**SERVED) == "mosaic_tpu"
 
 
 @pytest.mark.parametrize("vmem_bytes", [2**24, 2**25])

@@ -167,10 +167,10 @@ def test_what_requests_ask_traces_nothing_new():
 
 
 def primitives(jaxpr, inside_cond=True):
-    """Names of the primitives of a jaxpr, calls entered; those under a `cond` only if asked."""
+    """Names of the primitives of a jaxpr, calls and what each platform runs entered; those under a `cond` if asked."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
-        if eqn.primitive.name == "cond" and not inside_cond:
+        if eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms") and not inside_cond:
             continue
         for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(value, "jaxpr", value)

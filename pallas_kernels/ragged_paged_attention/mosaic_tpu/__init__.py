@@ -33,7 +33,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.dispatch import import_failure
+from pallas_kernels.dispatch import import_failure, target_platform
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
@@ -72,6 +72,7 @@ __all__ = [
 POOL_DTYPES = ("bfloat16", "float32", *LARGEST)
 MAX_HEAD_DIM = 256
 INTERPRETED_VMEM_BYTES = 32 * 2**20
+MANY_TOKENS, MANY_ROWS = 2048, 256  # of a step that makes blocks as large as any
 
 _KERNEL = f"{__name__}.kernel"
 _LOG2E = 1.4426950408889634
@@ -106,7 +107,35 @@ def supports(problem: Problem) -> str | None:
     page_bytes = problem.page_size * token_bytes(problem.num_kv_heads, problem.head_dim, problem.kv_dtype)
     if page_bytes > MAX_PAGE_BYTES:
         return f"a page of a layer must have at most {MAX_PAGE_BYTES} bytes, not {page_bytes}; make page_size smaller"
-    return import_failure(_KERNEL, "Pallas for TPUs")
+    return import_failure(_KERNEL, "Pallas for TPUs") or _memory_failure(problem)
+
+
+def _memory_failure(problem: Problem) -> str | None:
+    """Why not even the smallest blocks of a step of many rows fit the chip that is compiled for, if it is known."""
+    if target_platform() != "tpu":
+        return None
+    try:
+        call = Call(
+            num_tokens=MANY_TOKENS,
+            num_rows=MANY_ROWS,
+            num_kv_heads=problem.num_kv_heads,
+            group=problem.num_query_heads // problem.num_kv_heads,
+            head_dim=problem.head_dim,
+            page_size=problem.page_size,
+            table_width=1,
+            kv_dtype=problem.kv_dtype,
+            scale=1.0,
+            window=None,
+            soft_cap=None,
+            has_sinks=False,
+            tree_words=0,
+            vmem_bytes=_vmem_bytes(),
+            interpret=None,
+        )
+        choose_blocks(call)
+    except ValueError as error:  # of a chip that jax does not know, too
+        return str(error)
+    return None
 
 
 def _kernel() -> ModuleType:
