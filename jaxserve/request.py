@@ -41,7 +41,8 @@ class SamplingParams:
         stop: strings that end the output; removed from the text unless `include_stop_str_in_output`.
         stop_token_ids: ids that end the output; at most 64.
         ignore_eos: go on after the end-of-sequence token.
-        seed: the same seed and prompt give the same samples whatever else runs; None draws one.
+        seed: the same seed and prompt give the same samples whatever else runs; None draws one from the
+            engine's seed, so that the same requests have the same samples at the next start.
         logprobs: also return the log probabilities of this many most likely tokens (0..20).
         prompt_logprobs: the same for every prompt token.
         presence_penalty: subtracted once from the logit of each token already in the output; in [-2, 2].
