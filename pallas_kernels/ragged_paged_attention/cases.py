@@ -302,6 +302,12 @@ GPU_CASES: tuple[Case, ...] = (
 )
 """The cases in half precision, as the kernels of GPUs take them, and what only those distinguish."""
 
+
+def widened(case: Case) -> Case:
+    """The case with heads as wide as TPUs want them."""
+    return replace(case, head_dim=max(case.head_dim, 64))
+
+
 TPU_CASES: tuple[Case, ...] = (
     Case(
         "int8_pages_of_256",

@@ -12,7 +12,7 @@ import jax
 from device_report_parts.points import UnavailableError
 from pallas_kernels.dispatch import AUTO, select
 from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, mosaic_tpu
-from pallas_kernels.ragged_paged_attention.cases import CASES, GPU_CASES, TPU_CASES, Case
+from pallas_kernels.ragged_paged_attention.cases import CASES, GPU_CASES, TPU_CASES, Case, widened
 from pallas_kernels.ragged_paged_attention.interface import Problem
 
 FALLBACK = "xla"
@@ -72,9 +72,8 @@ class Kernel:
 
 def _tpu_cases() -> Iterator[Case]:
     """In float32, as most are written; and in half precision, where that makes another of them; and its own."""
-    yield from CASES
-    yield from TPU_CASES
-    yield from (replace(case, name=f"{case.name}_half") for case in GPU_CASES if case not in CASES)
+    yield from map(widened, (*CASES, *TPU_CASES))
+    yield from (widened(replace(case, name=f"{case.name}_half")) for case in GPU_CASES if case not in CASES)
 
 
 KERNELS = {  # by device

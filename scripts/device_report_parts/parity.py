@@ -86,7 +86,7 @@ def _engine(device: str, directory: str) -> Engine:
 
 def _lead(model: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
     """Of the likeliest id over the chosen one, where that is largest; 0 where `generate` gives the same ids."""
-    import torch  # noqa: PLC0415 - may be missing
+    import torch  # noqa: PLC0415 - as above, where its absence is told
 
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *token_ids]])).logits[0, len(prompt) - 1 : -1]

@@ -23,13 +23,12 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-from pallas_kernels.ragged_paged_attention.cases import CASES, Case
+from pallas_kernels.ragged_paged_attention.cases import CASES, Case, widened
 from pallas_kernels.ragged_paged_attention.quantized import values_of
 
 pytestmark = pytest.mark.skipif(TPU_V6E.unavailable() is not None, reason=str(TPU_V6E.unavailable()))
 
 CHIPS = {"v5e": TPU_V5E, "v5p": TPU_V5P, "v6e": TPU_V6E, "tpu7x": TPU7X}
-LANES = 128
 COMPILE_S = 20  # of a processor; on one that nothing else runs on it is a third of that
 _MANY = ((*([1] * 40), 200, 300), (*range(20, 60), 400, 300))
 _DECODE = ((1,) * 64, (64,) * 64)
@@ -75,7 +74,7 @@ def _runs(case):
     return mosaic_tpu.supports(problem) is None
 
 
-DISTINCT = {_program(case): case for case in reversed(CASES) if _runs(case)}.values()
+DISTINCT = {_program(case): case for case in map(widened, reversed(CASES)) if _runs(case)}.values()
 LLAMA_70B = LLAMA_8B | {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -108,12 +107,9 @@ def test_compiles_in_place(chip, case):
     compiled = CHIPS[chip].compile(attend, args, donate_argnums=(3,))
     assert time.process_time() - started <= COMPILE_S
     memory = compiled.memory_analysis()
-    pool_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv_pages))
-    assert memory.alias_size_in_bytes >= pool_bytes
-    # XLA lays pools of fewer columns than there are lanes out the other way round, and fills up a copy of them.
-    copied_bytes = pool_bytes * LANES // (2 * case.head_dim) if 2 * case.head_dim < LANES else 0
+    assert memory.alias_size_in_bytes >= sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(kv_pages))
     # queries and outputs in the kernel's layouts, new keys and values in float32
-    assert memory.temp_size_in_bytes <= 16 * inputs.q.size * 4 + 2**21 + copied_bytes
+    assert memory.temp_size_in_bytes <= 16 * inputs.q.size * 4 + 2**21
     cost = compiled.cost_analysis()
     keys = case.q_lens.count(1) * inputs.page_table.shape[1] * case.page_size
     itemsize = jnp.dtype(case.kv_dtype).itemsize

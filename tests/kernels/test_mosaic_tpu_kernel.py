@@ -231,6 +231,7 @@ def test_serves_tpus():
     [
         ({"kv_dtype": "float16"}, "float16"),
         ({"head_dim": 260}, "head_dim must be"),
+        ({"head_dim": 56}, "from 64 to 256, not 56"),
         ({"page_size": 8}, "from 16 to 256"),
         ({"kv_dtype": "int8"}, "from 32 to 256 in a pool of int8, not 16"),
         ({"kv_dtype": "float8_e4m3fn"}, "from 32 to 256 in a pool of float8_e4m3fn, not 16"),

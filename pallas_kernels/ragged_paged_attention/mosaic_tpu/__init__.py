@@ -70,6 +70,7 @@ __all__ = [
 ]
 
 POOL_DTYPES = ("bfloat16", "float32", *LARGEST)
+MIN_HEAD_DIM = 64  # on a chip: narrower pools XLA lays out the other way round, and copies them for the kernel
 MAX_HEAD_DIM = 256
 INTERPRETED_VMEM_BYTES = 32 * 2**20
 MANY_TOKENS, MANY_ROWS = 2048, 256  # of a step that makes blocks as large as any
@@ -96,8 +97,9 @@ def supports(problem: Problem) -> str | None:
         return "it runs on TPUs only"
     if problem.kv_dtype.name not in POOL_DTYPES:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
-    if problem.head_dim % 8 or problem.head_dim > MAX_HEAD_DIM:
-        return f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, not {problem.head_dim}"
+    least = MIN_HEAD_DIM if _interpret_params.get() is None else 8
+    if problem.head_dim % 8 or not least <= problem.head_dim <= MAX_HEAD_DIM:
+        return f"head_dim must be a multiple of 8 from {least} to {MAX_HEAD_DIM}, not {problem.head_dim}"
     slab = SUBLANES * 4 // problem.kv_dtype.itemsize
     if problem.page_size % slab or MAX_PAGE_TOKENS % problem.page_size:
         return (
