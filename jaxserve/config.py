@@ -48,7 +48,8 @@ class EngineConfig:
         max_model_len: longest prompt plus output; None is the model's own.
         max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere.
         max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere.
-        page_size: tokens per page of the KV pool.
+        page_size: tokens per page of the KV pool; None is 16, on TPUs as many as make a page of a layer worth a copy of
+            its own, up to 128.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
         gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
             for weights, temporaries and the pool.
@@ -83,7 +84,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    page_size: int = 16
+    page_size: int | None = None
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
@@ -117,10 +118,10 @@ class EngineConfig:
         _check_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         object.__setattr__(self, "burst", _read_burst(self.burst))
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "num_pages"):
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name in ("page_size", "tensor_parallel_size", "data_parallel_size"):
+        for name in ("tensor_parallel_size", "data_parallel_size"):
             _check_positive(name, getattr(self, name))
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):
@@ -259,7 +260,9 @@ def _next_of_few(size: int) -> int:
     return 2 * power if size > power else 3 * power // 2
 
 
-def resolve_schedule(config: EngineConfig, *, max_position: int, platform: str, num_pages: int) -> ScheduleConfig:
+def resolve_schedule(
+    config: EngineConfig, *, max_position: int, platform: str, page_size: int, num_pages: int
+) -> ScheduleConfig:
     """Fill in what was left to default on a platform of jax; ConfigError where the model cannot do what was asked."""
     max_model_len = config.max_model_len or max_position
     if max_model_len > max_position:
@@ -267,7 +270,7 @@ def resolve_schedule(config: EngineConfig, *, max_position: int, platform: str, 
             f"max_model_len must be at most the model's max_position_embeddings, got {max_model_len} and {max_position}"
         )
     max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
-    sizes = (max_num_seqs, budget, max_model_len, config.page_size, num_pages)
+    sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
     return ScheduleConfig(*sizes, few_programs=platform == "tpu")
 
 

@@ -62,6 +62,10 @@ def null_engine(**options: Any) -> Engine:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
         config = EngineConfig(model=model, skip_tokenizer_init=True, **options)
         schedule = resolve_schedule(
-            config, max_position=MODEL["max_position_embeddings"], platform="cpu", num_pages=options["num_pages"]
+            config,
+            max_position=MODEL["max_position_embeddings"],
+            platform="cpu",
+            page_size=config.page_size or 16,
+            num_pages=options["num_pages"],
         )
         return Engine(config, runner=NullRunner(schedule))  # type: ignore[arg-type]

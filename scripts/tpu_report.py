@@ -1,12 +1,13 @@
 """All that is measured of a TPU: correctness, ceilings, attention by its kernel and by XLA, the engine.
 
-    python scripts/tpu_report.py --part ceilings                 # also correctness, attention, engine; or all
+    python scripts/tpu_report.py --part ceilings                 # also correctness, attention, engine, tuning; or all
     python scripts/tpu_report.py --part engine --only shape=8B   # points whose name contains this
     python scripts/tpu_report.py --part attention --missing      # what an earlier run had no time for
     python scripts/tpu_report.py --part report --pictures DIR    # the table and pictures of what is there
     python scripts/tpu_report.py --part all --dry-run            # the same code with tiny sizes on a CPU
 
-Needs jaxserve[tpu] and, to compare ids with those of transformers, jaxserve[test]. All else is as in gpu_report.py.
+What tuning finds becomes the kernel's sizes of blocks by tuned_sizes.py. Needs jaxserve[tpu] and, to compare ids with
+those of transformers, jaxserve[test]. All else is as in gpu_report.py.
 """
 
 from device_report_parts import driver
@@ -17,6 +18,7 @@ PARTS = {
     "correctness": (Stage("parity", 2), Stage("correctness", 8)),
     "attention": (Stage("attention", 1),),
     "engine": (Stage("engine", 1),),
+    "tuning": (Stage("tuning", 1),),
 }
 
 

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 import tpu_report
+import tuned_sizes
 from device_report_parts.document import Document
 from device_report_parts.grid import FULL_TPU, TINY_TPU, grid_of
 from device_report_parts.kernels import KERNELS
 from device_report_parts.shapes import load_of
+from pallas_kernels import tuning
 
 SCRIPT = Path(tpu_report.__file__)
 MACHINE = {"device": "test", "platform": "tpu", "driver": None, "versions": {"python": "3"}}
@@ -32,6 +34,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path, s
     run_script("--part", "ceilings", *options)
     for only in ("transformers ids", "backend=mosaic_tpu"):
         run_script("--part", "correctness", "--only", only, *options)
+    run_script("--part", "tuning", *options)
     printed = run_script("--part", "attention", "--pictures", str(directory / "pictures"), *options)
     return Document(directory / "tpu.json", "tpu", dry_run=True), directory, printed
 
@@ -62,6 +65,30 @@ def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path,
     assert {path.name for path in (directory / "pictures").iterdir()} == {"tpu_roofline.png", "tpu_decode.png"}
     with pytest.raises(SystemExit, match="of a GPU"):
         Document(directory / "tpu.json", "gpu", dry_run=False)
+
+
+def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
+    document, directory, printed = dry_run
+    before, changed = document.points("tuning")
+    assert "changed size" in printed
+    assert (before["sizes"], changed["sizes"]) == ({}, {"unit_bytes": 2**20})
+    report = Document(tmp_path / "tpu.json", "tpu", dry_run=False)
+    report.begin("tuning", "tuning", MACHINE)
+    for name, times in {"same": (98.0, 98.0), "slower": (70.0, 140.0), "faster": (90.0, 99.0)}.items():
+        times_by_name = dict(zip(tuned_sizes.TIMES, times, strict=True))
+        report.put("tuning", "tuning", "before", {**before, **dict.fromkeys(tuned_sizes.TIMES, 100.0)})
+        report.put("tuning", "tuning", "changed", {**changed, **times_by_name})
+        found = tuned_sizes.faster(report)
+        if name != "faster":
+            assert not found, name
+    (entry,) = found["none"]
+    assert (entry.shape, entry.sizes) == (before["class"], {"unit_bytes": 2**20})
+    assert (entry.evidence["decode_us"], entry.evidence["decode_us_before"]) == (90.0, 100.0)
+    tuning.write_entries(tmp_path, "none", [entry])
+    assert tuning.measured_sizes(tmp_path, "none", before["class"]) == entry.sizes
+    script = [sys.executable, tuned_sizes.__file__, "--json", str(directory / "tpu.json")]
+    refused = subprocess.run(script, check=False, capture_output=True, text=True, timeout=100)
+    assert "must be of a TPU, not of a dry run" in refused.stderr
 
 
 def test_every_stage_is_there_and_knows_the_device() -> None:

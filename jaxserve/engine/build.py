@@ -79,8 +79,13 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
 
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
     """ConfigError for sizes that cannot work, before anything large is loaded."""
-    num_pages, platform = config.num_pages or 1, jax.default_backend()
-    resolve_schedule(config, max_position=arch.max_position, platform=platform, num_pages=num_pages)
+    resolve_schedule(
+        config,
+        max_position=arch.max_position,
+        platform=jax.default_backend(),
+        page_size=config.page_size or 1,
+        num_pages=config.num_pages or 1,
+    )
     _meshes(config)
     arch.local(config.tensor_parallel_size)
 
@@ -227,6 +232,15 @@ def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
     return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
 
 
+def choose_page_size(
+    config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None
+) -> int:
+    """Tokens per page of the pool of a device that has `arch` of the model; `platform` as of `select_backend`."""
+    if config.page_size is not None:
+        return config.page_size
+    return attention.default_page_size(arch.num_kv_heads, arch.head_dim, kv_dtype, platform=platform)
+
+
 def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None) -> str:
     """The attention that serves what a device has of a model; ConfigError where the one asked for cannot.
 
@@ -242,7 +256,7 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
             num_query_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
             head_dim=arch.head_dim,
-            page_size=config.page_size,
+            page_size=choose_page_size(config, arch, kv_dtype, platform=platform),
             kv_dtype=kv_dtype,
             platform=platform,
         )
@@ -262,21 +276,29 @@ def build_schedule(
         backend: of attention, whose layout it has.
         devices: of all replicas; the one with the least free memory decides.
     """
-    num_bytes = page_bytes(config, arch, kv_dtype, backend)
-    num_pages = config.num_pages or _num_pages_that_fit(config, arch, num_bytes, devices)
-    platform = jax.default_backend()
-    return resolve_schedule(config, max_position=arch.max_position, platform=platform, num_pages=num_pages)
+    page_size = choose_page_size(config, arch, kv_dtype)
+    num_bytes = page_bytes(arch, page_size, kv_dtype, backend)
+    num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_size, num_bytes, devices)
+    return resolve_schedule(
+        config,
+        max_position=arch.max_position,
+        platform=jax.default_backend(),
+        page_size=page_size,
+        num_pages=num_pages,
+    )
 
 
-def page_bytes(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
+def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: str) -> int:
     """Of one page in the pool of a device, which has `arch` of the model."""
-    page = jax.eval_shape(partial(new_pool, arch, 1, config.page_size, kv_dtype=kv_dtype, backend=backend))
+    page = jax.eval_shape(partial(new_pool, arch, 1, page_size, kv_dtype=kv_dtype, backend=backend))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
 
 
-def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int, devices: Sequence[Memory]) -> int:
+def _num_pages_that_fit(
+    config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int, devices: Sequence[Memory]
+) -> int:
     if _on_cpu():
-        budget = cpu_pool_bytes(config, arch, page_bytes)
+        budget = cpu_pool_bytes(config, arch, page_size, page_bytes)
     else:
         budget = min(_free_bytes(config, arch, device.memory_stats()) for device in devices)
     if budget < page_bytes:
@@ -287,9 +309,9 @@ def _num_pages_that_fit(config: EngineConfig, arch: ArchConfig, page_bytes: int,
     return int(budget // page_bytes)
 
 
-def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_bytes: int) -> float:
+def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int) -> float:
     """What the pool may take on a CPU: a share of the memory, no more than the requests of a step can use."""
-    row_pages = -(-(config.max_model_len or arch.max_position) // config.page_size)
+    row_pages = -(-(config.max_model_len or arch.max_position) // page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=True)
     share = psutil.virtual_memory().total * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
     return float(min(share, max_num_seqs * row_pages * page_bytes))

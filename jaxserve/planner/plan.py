@@ -15,6 +15,7 @@ import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
 from jaxserve.engine.build import (
     accelerator_pool_bytes,
+    choose_page_size,
     compute_dtype,
     cpu_pool_bytes,
     page_bytes,
@@ -211,7 +212,13 @@ def make_plan(
     dtype = compute_dtype(config, arch, on_cpu=sheet is None)
     kv_dtype = pool_dtype(config, dtype)
     backend = _backend(config, sheet, local, kv_dtype)
-    schedule = resolve_schedule(config, max_position=arch.max_position, platform=target.platform, num_pages=1)
+    schedule = resolve_schedule(
+        config,
+        max_position=arch.max_position,
+        platform=target.platform,
+        page_size=choose_page_size(config, local, kv_dtype, platform=target.platform),
+        num_pages=1,
+    )
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
     batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
@@ -269,10 +276,10 @@ def _memory(
     backend: str,
 ) -> Memory:
     """Of a device, all but the temporaries, for which steps must be compiled."""
-    page = page_bytes(config, local, kv_dtype, backend)
+    page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     if sheet is None:
-        limit, pool_limit = None, cpu_pool_bytes(config, local, page)
+        limit, pool_limit = None, cpu_pool_bytes(config, local, schedule.page_size, page)
     else:
         limit = sheet.limit_bytes
         pool_limit = accelerator_pool_bytes(config, local, limit_bytes=limit, used_bytes=weight_bytes)

@@ -40,6 +40,7 @@ __all__ = [
     "QuantizedPages",
     "RaggedRows",
     "apply_rope",
+    "default_page_size",
     "from_canonical",
     "kv_shape",
     "new_pages",
@@ -56,6 +57,8 @@ BACKENDS: Mapping[str, Backend] = {
     "reference": reference,
 }
 """Every backend, best first."""
+
+PAGE_TOKENS = 16
 
 
 def ragged_paged_attention(
@@ -157,6 +160,22 @@ def select_backend(
     platform = platform or target_platform()
     problem = Problem(num_query_heads, num_kv_heads, head_dim, page_size, jnp.dtype(kv_dtype), platform)
     return select("ragged_paged_attention", BACKENDS, backend, lambda candidate: candidate.supports(problem))
+
+
+def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: DTypeLike, *, platform: str | None = None) -> int:
+    """Tokens of a page where nobody says otherwise: few, so that little of a row's last page is empty.
+
+    On TPUs they are as many as make a page of a layer worth a copy of its own.
+
+    Args:
+      num_kv_heads: K.
+      head_dim: H.
+      kv_dtype: dtype of the pool.
+      platform: as of `select_backend`.
+    """
+    if (platform or target_platform()) == "tpu":
+        return mosaic_tpu.default_page_size(num_kv_heads, head_dim, jnp.dtype(kv_dtype))
+    return PAGE_TOKENS
 
 
 def kv_shape(

@@ -7,6 +7,7 @@ output of the layer before. Successive calls read other pages, so that no cache 
 have been read. Pages are in random order. Nothing is subtracted.
 """
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -21,7 +22,13 @@ from device_report_parts import machine as machines
 from device_report_parts.grid import WIDE, Grid, grid_of
 from device_report_parts.kernels import KERNELS
 from device_report_parts.points import Figures, Latest, Point, UnavailableError, effort, median_s
-from pallas_kernels.ragged_paged_attention import Pages, QuantizedPages, from_canonical, ragged_paged_attention
+from pallas_kernels.ragged_paged_attention import (
+    Pages,
+    QuantizedPages,
+    from_canonical,
+    mosaic_tpu,
+    ragged_paged_attention,
+)
 from pallas_kernels.ragged_paged_attention.interface import Problem
 from pallas_kernels.ragged_paged_attention.quantized import is_quantized, quantize
 
@@ -41,6 +48,7 @@ class Shape(NamedTuple):
     kv_dtype: str
     backend: str
     q_lens: tuple[int, ...]
+    sizes: tuple[tuple[str, int], ...] | None = None  # of blocks, where not those in use
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
@@ -167,7 +175,8 @@ class Bench:
                 out, pool.pages = program(pool.pages, q, k, v, lens, starts, used)
             out.block_until_ready()
 
-        with self._kernel.runnable():
+        given = contextlib.nullcontext() if shape.sizes is None else mosaic_tpu.sized(**dict(shape.sizes))
+        with self._kernel.runnable(), given:
             return median_s(run, self._effort) / self._grid.num_calls, len(tables)
 
     def _program(self, shape: Shape) -> jax.stages.Wrapped:

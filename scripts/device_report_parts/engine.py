@@ -17,10 +17,10 @@ from jaxserve.config import MAX_BURST_ROWS
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
 from jaxserve.request import RequestOutput, SamplingParams
+from pallas_kernels.ragged_paged_attention import default_page_size
 
 machine = machines.with_jax
 
-PAGE_SIZE = 16
 MAX_TRACED_LEN = 512  # tokens of a row beside the prompt, until the trace has ended
 
 
@@ -48,17 +48,19 @@ class Bench:
         self._compile_s: dict[str, float] = {}  # of all programs of a shape, as far as those that were compiled tell
 
     def _serve(self, shape: str) -> Served:
-        load, most = self._load, max(self._load.rows)
+        load, most, model = self._load, max(self._load.rows), self._load.shapes[shape]
+        num_heads = model["num_attention_heads"], model["num_key_value_heads"]
+        page_size = default_page_size(num_heads[1], model["hidden_size"] // num_heads[0], "bfloat16")
         row_len = load.prompt_len + load.output_len + MAX_TRACED_LEN
         served = Served(
             self._device,
-            load.shapes[shape],
+            model,
             load.rows,
             max_num_seqs=most,
             max_num_batched_tokens=load.max_num_batched_tokens,
-            max_model_len=min(row_len, load.shapes[shape]["max_position_embeddings"]),
-            page_size=PAGE_SIZE,
-            num_pages=most * -(-row_len // PAGE_SIZE),
+            max_model_len=min(row_len, model["max_position_embeddings"]),
+            page_size=page_size,
+            num_pages=most * -(-row_len // page_size),
             enable_prefix_caching=False,
         )
         self._compile_s[shape] = statistics.mean(served.compile_s.values()) * served.num_programs

@@ -12,6 +12,8 @@ _BRIEF = (
     "gb_per_s",
     "tflop_per_s",
     "us",
+    "decode_us",
+    "prefill_us",
     "kv_gb_per_s",
     "max_error",
     "max_logprob_difference",
@@ -40,6 +42,7 @@ def render(document: Document) -> str:
         _decode(document),
         _prefill(document),
         _mixed(document),
+        _tuning(document),
         _starts(document),
         _serving(document),
         _gaps(document),
@@ -150,6 +153,15 @@ def _mixed(document: Document) -> str:
         rows.append((*sizes, p["us"], p["kv_gb_per_s"], p["tflop_per_s"], share(p.get("fraction_of_roofline"))))
     header = ("rows", "chunk", "context", "group", "page", "backend", "mixed us", "GB/s of KV", "TFLOP/s")
     return table((*header, "of roofline"), rows)
+
+
+def _tuning(document: Document) -> str:
+    """Sizes of blocks: as they were in use, and with one changed."""
+    rows = []
+    for p in document.points("tuning"):
+        shape = p["num_kv_heads"], p["group"], p["head_dim"], p["kv_dtype"]
+        rows.append((*shape, p["change"], p["decode_us"], p["prefill_us"]))
+    return table(("kv heads", "group", "head_dim", "pool", "changed size", "decode us", "prefill us"), rows)
 
 
 def _starts(document: Document) -> str:

@@ -52,13 +52,14 @@ def test_few_programs_pad_long_steps_by_a_third_at_most(data: st.DataObject, bud
 
 def test_programs_of_a_tpu_are_few_by_default() -> None:
     config = EngineConfig()
-    sizes = resolve_schedule(config, max_position=131_072, platform="tpu", num_pages=10_000)
+    sizes = resolve_schedule(config, max_position=131_072, platform="tpu", page_size=16, num_pages=10_000)
     assert sizes.buckets() == (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
     assert sizes.burst_buckets(config.max_burst_steps) == (16,)
     num_programs = 1 + len(sizes.buckets()) + len(sizes.burst_buckets(config.max_burst_steps))
     assert num_programs <= MAX_PROGRAMS
     for platform in ("cpu", "gpu"):
-        assert not resolve_schedule(config, max_position=1024, platform=platform, num_pages=64).few_programs
+        sizes = resolve_schedule(config, max_position=1024, platform=platform, page_size=16, num_pages=64)
+        assert not sizes.few_programs
 
 
 @given(budget=st.integers(256, 1 << 20))

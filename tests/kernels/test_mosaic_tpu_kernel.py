@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.deviceless import TPU_V4, TPU_V5E
-from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_tpu, select_backend
+from pallas_kernels import tuning
+from pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
+from pallas_kernels.ragged_paged_attention import BACKENDS, default_page_size, mosaic_tpu, select_backend
 from pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
@@ -92,6 +93,7 @@ def test_a_planted_bug_is_caught_on_tpu(bug, tmp_path):
     assert is_right == (not old), done.stdout + done.stderr
 
 
+PROBLEM = Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "tpu")
 STEP_ROWS, STEP_TOKENS, TABLE_WIDTH = 12, 700, 80
 CALLS = [
     planning.Call(
@@ -109,6 +111,7 @@ CALLS = [
         has_sinks=False,
         tree_words=0,
         vmem_bytes=2**24,
+        sizes=planning.Sizes(),
         interpret=None,
     )
     for heads, group, page_size, dtype, window in [
@@ -267,8 +270,16 @@ def test_refuses_what_does_not_fit_a_chip():
             assert select_backend(**SERVED) == "mosaic_tpu"
 
 
-@pytest.mark.parametrize("vmem_bytes", [2**24, 2**25])
-def test_blocks_fit_the_memory(vmem_bytes):
+@pytest.mark.parametrize(
+    ("vmem_bytes", "wanted"),
+    [
+        (2**24, planning.Sizes()),
+        (2**25, planning.Sizes()),
+        (2**25, planning.Sizes(unit_bytes=2**23, lane_keys=3000, tile_keys=700, tile_rows=1024, slots=4)),
+        (2**24, planning.Sizes(2**18, 100, 48, 100, 2)),
+    ],
+)
+def test_blocks_fit_the_memory(vmem_bytes, wanted):
     """A quarter of that of a chip with the least, and of others; page ids of a block come with one copy."""
     for num_kv_heads, group, head_dim, page_size, dtype in itertools.product(
         (1, 3, 8, 32), (1, 4, 8), (64, 128, 256), (16, 32, 256), ("bfloat16", "float32", "int8")
@@ -277,7 +288,7 @@ def test_blocks_fit_the_memory(vmem_bytes):
         if num_kv_heads * group * head_dim > 64 * 128 or mosaic_tpu.supports(problem) is not None:
             continue
         sizes = {"num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
-        call = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes)
+        call = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes, sizes=wanted)
         blocks = planning.choose_blocks(call)
         taken = [planning._lane_bytes, planning._tile_bytes, planning._write_bytes]
         assert max(count(call, blocks) for count in taken) <= vmem_bytes
@@ -289,3 +300,53 @@ def test_what_does_not_fit_the_memory_is_told():
     call = dataclasses.replace(CALLS[0], num_kv_heads=128, group=16, head_dim=256)
     with pytest.raises(ValueError, match="128 kv heads of 256 with 16 query heads each do not fit the 16777216 bytes"):
         planning.choose_blocks(call)
+
+
+@pytest.mark.parametrize("chip", [TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, TPU7X], ids=lambda chip: chip.topology_name)
+def test_units_are_what_memory_moves_meanwhile(chip):
+    """As much on each chip as its memory moves while the next ones are asked for, as far as they can be held."""
+    with jax.sharding.use_abstract_mesh(chip.mesh()):
+        sizes, facts = mosaic_tpu._sizes(PROBLEM), mosaic_tpu._chip()
+        moved = planning.FETCH_S * facts.mem_bw_bytes_per_second
+        assert sizes.unit_bytes <= moved
+        assert sizes.unit_bytes > moved / 2 or 8 * sizes.unit_bytes > facts.vmem_capacity_bytes // 4
+        assert dataclasses.replace(sizes, unit_bytes=planning.Sizes().unit_bytes) == planning.Sizes()
+
+
+def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setattr(mosaic_tpu, "TUNED", tmp_path)
+    shape = mosaic_tpu.shape_class(PROBLEM)
+    with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
+        untuned = mosaic_tpu._sizes(PROBLEM)
+        for lane_keys in (512, 2048):  # what is measured again replaces what was there
+            tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, {"lane_keys": lane_keys}, {"us": 3.0})])
+            assert mosaic_tpu._sizes(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
+        with mosaic_tpu.sized(slots=2):
+            assert mosaic_tpu._sizes(PROBLEM) == dataclasses.replace(untuned, slots=2)
+        other = dataclasses.replace(PROBLEM, page_size=2 * PROBLEM.page_size)
+        assert mosaic_tpu._sizes(other) == untuned
+        tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, {"slots": 1}, {})])
+        with pytest.raises(ValueError, match=r"at least 2, got \{'slots': 1\}"):
+            mosaic_tpu._sizes(PROBLEM)
+    with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
+        assert mosaic_tpu._sizes(PROBLEM).lane_keys == untuned.lane_keys
+    assert len(tuning.read_entries(tmp_path, "v6e")) == 1
+
+
+def test_a_file_of_sizes_that_is_none_is_told(tmp_path):
+    (tmp_path / "v6e.json").write_text('{"entries": [{"shape": {}}]}')
+    with pytest.raises(ValueError, match=r"v6e\.json must hold entries of shape, sizes and evidence"):
+        tuning.measured_sizes(tmp_path, "v6e", {})
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
+@pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (1, 128), (3, 96), (8, 128), (32, 256)])
+def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
+    """The kernel takes them, whatever the pool holds; on other devices they are as small as ever."""
+    sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "kv_dtype": jnp.dtype(kv_dtype)}
+    page_size = default_page_size(**sizes, platform="tpu")
+    assert select_backend(num_query_heads=num_kv_heads, page_size=page_size, **sizes, platform="tpu") == "mosaic_tpu"
+    page_bytes = page_size * planning.token_bytes(*sizes.values())
+    assert 2 * page_bytes > planning.COPY_BYTES or page_size == planning.COPY_TOKENS
+    assert page_bytes <= planning.COPY_BYTES or page_size == max(16, 32 // jnp.dtype(kv_dtype).itemsize)
+    assert default_page_size(**sizes, platform="cpu") == default_page_size(**sizes, platform="gpu") == 16

@@ -1,5 +1,7 @@
 """The drawn token: its distribution, what it may depend on, and what forces or forbids it."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from sampling_cases import any_rows, any_table, make_rows, make_table, take_rows
 from scipy.stats import chisquare
 
-from jaxserve.sampling import sample
+from jaxserve.sampling import sample, sampler
 from jaxserve.sampling.sampler import token_weights
 
 KEY = jax.random.key(42)
@@ -69,6 +71,17 @@ def test_same_token_alone_in_a_batch_and_in_any_row():
     assert np.array_equal(together[live[:17]], draw(logits[live[:17]], take_rows(rows, live[:17]), table, KEY))
     for r in live:
         assert together[r] == draw(logits[[r]], take_rows(rows, [r]), table, KEY)[0]
+
+
+@pytest.mark.parametrize("num_rows", [5, 40, 150])
+def test_same_token_however_many_rows_are_sampled_at_a_time(monkeypatch, num_rows):
+    rng = np.random.default_rng(num_rows)
+    logits, rows = random_logits((num_rows, 300)), any_rows(rng, num_rows)
+    table = any_table(rng, num_rows, 300)
+    expected = draw_soon(logits, rows, table, KEY)
+    monkeypatch.setattr(sampler, "target_platform", lambda: "tpu")
+    by_blocks = jax.jit(partial(sample))  # traced anew
+    assert np.array_equal(by_blocks(logits, rows, table, KEY), expected)
 
 
 def test_garbage_in_padding_rows_changes_nothing():

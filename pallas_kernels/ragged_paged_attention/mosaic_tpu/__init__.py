@@ -27,6 +27,7 @@ import contextlib
 import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -50,20 +51,30 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Blocks,
     Call,
     Plan,
+    Sizes,
     choose_blocks,
+    default_page_size,
     make_plan,
     scale_rows,
+    slab_tokens,
     token_bytes,
+    unit_bytes_for,
 )
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, quantize, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
+from pallas_kernels.tuning import measured_sizes
 
 __all__ = [
+    "TUNED",
+    "chip_name",
+    "default_page_size",
     "from_canonical",
     "interpreted",
     "kv_shape",
     "pool_dims",
     "scale_shape",
+    "shape_class",
+    "sized",
     "supports",
     "to_canonical",
     "write_and_attend",
@@ -72,12 +83,14 @@ __all__ = [
 POOL_DTYPES = ("bfloat16", "float32", *LARGEST)
 MIN_HEAD_DIM = 64  # on a chip: narrower pools XLA lays out the other way round, and copies them for the kernel
 MAX_HEAD_DIM = 256
+TUNED = Path(__file__).parents[1] / "tuned"  # sizes of blocks that were measured, by chip
 INTERPRETED_VMEM_BYTES = 32 * 2**20
 MANY_TOKENS, MANY_ROWS = 2048, 256  # of a step that makes blocks as large as any
 
 _KERNEL = f"{__name__}.kernel"
 _LOG2E = 1.4426950408889634
 
+_given_sizes: ContextVar[dict[str, int] | None] = ContextVar("given_sizes", default=None)
 _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
 
 
@@ -91,6 +104,32 @@ def interpreted(params: Any) -> Iterator[None]:
         _interpret_params.reset(token)
 
 
+@contextlib.contextmanager
+def sized(**sizes: int) -> Iterator[None]:
+    """Has calls traced inside take these of `plan.Sizes`, in place of what was measured to be best on their chip."""
+    token = _given_sizes.set(sizes)
+    try:
+        yield
+    finally:
+        _given_sizes.reset(token)
+
+
+def shape_class(problem: Problem) -> dict[str, int | str]:
+    """What problems have in common that the same sizes are best for."""
+    return {
+        "num_kv_heads": problem.num_kv_heads,
+        "group": problem.num_query_heads // problem.num_kv_heads,
+        "head_dim": problem.head_dim,
+        "page_size": problem.page_size,
+        "kv_dtype": problem.kv_dtype.name,
+    }
+
+
+def chip_name() -> str:
+    """Of the one that is compiled for: "v6e", say."""
+    return str(_chip().chip_version.value)
+
+
 def supports(problem: Problem) -> str | None:
     """Why this backend cannot run the problem; None if it can."""
     if problem.platform != "tpu" and _interpret_params.get() is None:
@@ -100,7 +139,7 @@ def supports(problem: Problem) -> str | None:
     least = MIN_HEAD_DIM if _interpret_params.get() is None else 8
     if problem.head_dim % 8 or not least <= problem.head_dim <= MAX_HEAD_DIM:
         return f"head_dim must be a multiple of 8 from {least} to {MAX_HEAD_DIM}, not {problem.head_dim}"
-    slab = SUBLANES * 4 // problem.kv_dtype.itemsize
+    slab = slab_tokens(problem.kv_dtype)
     if problem.page_size % slab or MAX_PAGE_TOKENS % problem.page_size:
         return (
             f"page_size must be a power of two from {slab} to {MAX_PAGE_TOKENS} in a pool of {problem.kv_dtype}, "
@@ -132,6 +171,7 @@ def _memory_failure(problem: Problem) -> str | None:
             has_sinks=False,
             tree_words=0,
             vmem_bytes=_vmem_bytes(),
+            sizes=Sizes(),
             interpret=None,
         )
         choose_blocks(call)
@@ -239,6 +279,7 @@ def write_and_attend(
         has_sinks=sinks is not None,
         tree_words=0 if tree_mask is None else tree_mask.shape[1],
         vmem_bytes=_vmem_bytes(),
+        sizes=_sizes(Problem(q.shape[1], k.shape[1], q.shape[2], pool.shape[3], pool.dtype, "tpu")),
         interpret=_interpret_params.get(),
     )
     blocks = choose_blocks(call)
@@ -268,9 +309,25 @@ def _vmem_bytes() -> int:
     """What of the chip's vector memory the kernel may take: the rest is the compiler's, which prefetches weights."""
     if _interpret_params.get() is not None:
         return INTERPRETED_VMEM_BYTES
+    return int(_chip().vmem_capacity_bytes) // 4
+
+
+def _sizes(problem: Problem) -> Sizes:
+    """Of blocks on the chip: those asked for, else those measured to be best for such problems; else by its facts."""
+    if _interpret_params.get() is not None:
+        return Sizes()
+    chip, given = _chip(), _given_sizes.get()
+    if given is None:
+        given = measured_sizes(TUNED, chip_name(), shape_class(problem))
+    by_facts = {"unit_bytes": unit_bytes_for(chip.mem_bw_bytes_per_second, _vmem_bytes())}
+    return Sizes(**(by_facts | given))
+
+
+def _chip() -> Any:
+    """Facts of the one that is compiled for, by one of its cores."""
     from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
 
-    return int(pltpu.get_tpu_info().vmem_capacity_bytes) // 4
+    return pltpu.get_tpu_info()
 
 
 def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:

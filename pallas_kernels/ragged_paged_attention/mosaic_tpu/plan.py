@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -19,13 +19,11 @@ PAGE_IDS = 128  # that are fetched at once, the least there is
 MAX_PAGE_TOKENS = 256
 SCALE_TOKENS = 32  # of a tile of scales: those of a slab of 8-bit numbers
 SCALE_HEADS = LANES // SCALE_TOKENS  # keys or values of heads side by side in a row of such a tile
-SLOTS = 3  # units in memory
+COPY_BYTES = 128 * 2**10  # at which memory of 2 TB/s takes as long as it does to ask for the next ones
+COPY_TOKENS = 128  # of a page whose size nobody chose, at most
 MAX_PAGE_BYTES = 3 * 2**20  # so that units of one page fit into the least memory of a chip that is served
-UNIT_BYTES = 4 * 2**20  # of keys and values that are fetched together: enough to hide what it takes to ask for them
+FETCH_S = 2.6e-6  # of main memory's bandwidth that a unit takes: enough to hide what it takes to ask for the next ones
 UNIT_DOTS = 32  # products of a unit of lanes: more take long to compile
-LANE_KEYS = 1024  # of a lane in a unit, at most
-TILE_KEYS = 512
-TILE_ROWS = 512  # of a matrix of queries
 
 # Columns of the plan.
 PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)
@@ -38,10 +36,52 @@ def token_bytes(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
     return num_kv_heads * _up(2 * head_dim, LANES) * kv_dtype.itemsize
 
 
+def slab_tokens(kv_dtype: jnp.dtype) -> int:
+    """Tokens of a page that are written together: the rows of a tile of memory."""
+    return SUBLANES * 4 // kv_dtype.itemsize
+
+
+def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
+    """Tokens of a page that is as large as copies of pages should be, if that is not more than `COPY_TOKENS`."""
+    tokens = _power_of_two(COPY_BYTES // token_bytes(num_kv_heads, head_dim, kv_dtype))
+    return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
+
+
 def scale_rows(num_kv_heads: int) -> int:
     """Of a tile of scales: enough for keys and values of all heads, and as many as such tiles of memory have."""
     rows = -(-2 * num_kv_heads // SCALE_HEADS)
     return 1 << (rows - 1).bit_length() if rows < SUBLANES else _up(rows, SUBLANES)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What blocks are made as large as, where they fit.
+
+    Without a measurement all are as they are here, but for `unit_bytes`, which follow from the chip (`unit_bytes_for`).
+
+    Attributes:
+        unit_bytes: of keys and values that are fetched together.
+        lane_keys: of a lane in a unit, at most.
+        tile_keys: of a tile in a unit, at most.
+        tile_rows: of a matrix of queries, at most.
+        slots: units in memory: one in use, the others on their way.
+    """
+
+    unit_bytes: int = 4 * 2**20
+    lane_keys: int = 1024
+    tile_keys: int = 512
+    tile_rows: int = 512
+    slots: int = 3
+
+    def __post_init__(self) -> None:
+        wrong = {name: value for name, value in asdict(self).items() if not isinstance(value, int) or value < 2}
+        if wrong:
+            raise ValueError(f"sizes of blocks must be integers of at least 2, got {wrong}")
+
+
+def unit_bytes_for(bytes_per_s: int, vmem_bytes: int) -> int:
+    """As many as main memory moves in FETCH_S, but no more than a quarter of what the kernel may take."""
+    return min(_power_of_two(int(FETCH_S * bytes_per_s)), _power_of_two(vmem_bytes // 4))
 
 
 @dataclass(frozen=True)
@@ -64,6 +104,7 @@ class Call:
     tree_words: int
     vmem_bytes: int
     """That the kernel may take of the chip's vector memory."""
+    sizes: Sizes
     interpret: Any
     """Parameters of the interpreter; None to run on a TPU."""
 
@@ -89,8 +130,8 @@ class Call:
 
     @property
     def slab(self) -> int:
-        """Tokens of a page that are written together: the rows of a tile of memory."""
-        return SUBLANES * 4 // self.kv_dtype.itemsize
+        """As `slab_tokens`."""
+        return slab_tokens(self.kv_dtype)
 
     @property
     def width(self) -> int:
@@ -141,7 +182,7 @@ def choose_blocks(call: Call) -> Blocks:
     """
     if call.interpret is not None:  # small, so that short rows have several
         kinds = (ALIGNED_TOKENS, 2 * ALIGNED_TOKENS) if call.num_tokens > 2 * ALIGNED_TOKENS else (ALIGNED_TOKENS,)
-        return Blocks(2, max(1, 32 // call.page_size), kinds, max(1, 64 // call.page_size), SLOTS, 2)
+        return Blocks(2, max(1, 32 // call.page_size), kinds, max(1, 64 // call.page_size), call.sizes.slots, 2)
     for divisor in (1, 2, 4, 8, 16, 32):
         blocks = _blocks(call, divisor)
         if max(_lane_bytes(call, blocks), _tile_bytes(call, blocks), _write_bytes(call, blocks)) <= call.vmem_bytes:
@@ -153,18 +194,20 @@ def choose_blocks(call: Call) -> Blocks:
 
 
 def _blocks(call: Call, divisor: int) -> Blocks:
-    unit_tokens = max(1, UNIT_BYTES // divisor // call.token_bytes)
+    sizes = call.sizes
+    unit_tokens = max(1, sizes.unit_bytes // divisor // call.token_bytes)
     most_lanes = unit_tokens // max(LANES, call.page_size)
     lanes = max(1, min(SUBLANES, UNIT_DOTS // call.num_kv_heads, call.num_rows, most_lanes))
-    lane_tokens = min(LANE_KEYS, _power_of_two(unit_tokens // lanes))
-    tall = max(ALIGNED_TOKENS, min(LANES, _power_of_two(TILE_ROWS // min(call.group, 4))) // divisor)
+    lane_tokens = _power_of_two(min(sizes.lane_keys, unit_tokens // lanes))
+    tile_tokens = _power_of_two(min(sizes.tile_keys // divisor, unit_tokens))
+    tall = max(ALIGNED_TOKENS, min(LANES, _power_of_two(sizes.tile_rows // min(call.group, 4))) // divisor)
     short_only = call.num_tokens <= 2 * ALIGNED_TOKENS or tall == ALIGNED_TOKENS
     return Blocks(
         lanes=lanes,
         lane_pages=max(1, min(lane_tokens // call.page_size, PAGE_IDS)),
         tile_tokens=(ALIGNED_TOKENS,) if short_only else (ALIGNED_TOKENS, tall),
-        tile_pages=max(1, min(TILE_KEYS // divisor, _power_of_two(unit_tokens)) // call.page_size),
-        slots=SLOTS,
+        tile_pages=max(1, min(tile_tokens // call.page_size, PAGE_IDS)),
+        slots=sizes.slots,
         writes=max(2, 8 // divisor),
     )
 
@@ -211,7 +254,7 @@ def _page_bytes(call: Call) -> int:
 
 def heads_together(call: Call, tile_tokens: int) -> int:
     """Query heads of one kv head whose queries are the rows of one matrix: a divisor of the group."""
-    most = max(1, TILE_ROWS // tile_tokens)
+    most = max(1, call.sizes.tile_rows // tile_tokens)
     return max(n for n in range(1, min(call.group, most) + 1) if call.group % n == 0)
 
 

@@ -1,0 +1,95 @@
+"""Sizes of blocks of the TPU's kernel, as they are and with one of them changed, for shapes that models have.
+
+What it finds becomes the kernel's table by `tuned_sizes.py`; measured again after that, it goes on from there.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import partial
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from device_report_parts import machine as machines
+from device_report_parts.attention import Bench, Shape
+from device_report_parts.grid import FULL_TPU, TINY_TPU, WIDE
+from device_report_parts.points import Figures, Point
+from pallas_kernels.ragged_paged_attention import default_page_size, mosaic_tpu
+from pallas_kernels.ragged_paged_attention.interface import Problem
+from pallas_kernels.tuning import measured_sizes
+
+machine = machines.with_jax
+
+BACKEND = "mosaic_tpu"
+CHANGES = (
+    *(("unit_bytes", n * 2**20) for n in (1, 2, 4, 8)),
+    *((name, n) for name in ("tile_keys", "tile_rows") for n in (256, 1024)),
+    *(("lane_keys", n) for n in (512, 2048)),
+    *(("slots", n) for n in (2, 4)),
+)
+
+
+class Heads(NamedTuple):
+    """What a chip has of a model's attention."""
+
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    kv_dtype: str
+
+
+class Steps(NamedTuple):
+    """What is timed: so many rows of one token, and a chunk of one row."""
+
+    rows: int
+    context: int
+    chunk: int
+    chunk_context: int
+
+
+HEADS = (
+    Heads(8, 4, 128, WIDE),  # Llama 3.1 8B
+    Heads(1, 8, 128, WIDE),  # Llama 3.1 70B over eight
+    Heads(8, 4, 64, WIDE),  # Llama 3.2 1B
+    Heads(8, 4, 128, "int8"),
+)
+STEPS = Steps(64, 4096, 2048, 8192)
+TINY_STEPS = Steps(2, 40, 24, 24)
+
+
+def points(device: str, dry_run: bool) -> Iterator[Point]:
+    """Of each shape as it is first, then each change."""
+    grid, steps = (TINY_TPU, TINY_STEPS) if dry_run else (FULL_TPU, STEPS)
+    tiny = Heads(grid.num_kv_heads, 2, grid.head_dim, WIDE)
+    for heads in [tiny] if dry_run else HEADS:
+        own = dataclasses.replace(grid, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
+        tuner = Tuner(Bench(device, own, dry_run), heads, steps, dry_run)
+        for name, size in [("none", 0), *(CHANGES[:1] if dry_run else CHANGES)]:
+            change = {name: size} if size else {}
+            facts = {**heads._asdict(), "change": f"{name}={size}" if size else name}
+            yield Point("tuning", facts, partial(tuner.measure, change))
+
+
+class Tuner:
+    """Measures changes for one shape."""
+
+    def __init__(self, bench: Bench, heads: Heads, steps: Steps, dry_run: bool) -> None:
+        num_kv_heads, self._group, head_dim, self._kv_dtype = heads
+        kv_dtype = jnp.dtype(self._kv_dtype)
+        self._page_size = default_page_size(num_kv_heads, head_dim, kv_dtype, platform="tpu")
+        problem = Problem(num_kv_heads * self._group, num_kv_heads, head_dim, self._page_size, kv_dtype, "tpu")
+        self._class = mosaic_tpu.shape_class(problem)
+        self._bench, self._steps, self._dry_run = bench, steps, dry_run
+
+    def measure(self, change: dict[str, int]) -> Figures:
+        """Of the sizes that are in use with this change."""
+        chip = "none" if self._dry_run else mosaic_tpu.chip_name()
+        sizes = {**measured_sizes(mosaic_tpu.TUNED, chip, self._class), **change}
+        decode = self._measure((1,) * self._steps.rows, self._steps.context, sizes)
+        prefill = self._measure((self._steps.chunk,), self._steps.chunk_context, sizes)
+        times = {"decode_us": decode["us"], "prefill_us": prefill["us"], "kv_gb_per_s": decode["kv_gb_per_s"]}
+        return {"chip": chip, "class": self._class, "sizes": sizes, **times}
+
+    def _measure(self, q_lens: tuple[int, ...], context: int, sizes: dict[str, int]) -> Figures:
+        facts = (self._group, self._page_size, self._kv_dtype, BACKEND)
+        return self._bench.measure(Shape(*facts, q_lens, tuple(sizes.items())), context)

@@ -1,0 +1,53 @@
+"""From a report of a TPU to the sizes of blocks that its kernel takes from then on, where they were faster.
+
+python scripts/tpu_report.py --part tuning && python scripts/tuned_sizes.py
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from device_report_parts.document import Document, Entry
+from pallas_kernels import tuning
+from pallas_kernels.ragged_paged_attention import mosaic_tpu
+
+RESULTS = Path(__file__).parent / "results" / "tpu.json"
+GAIN = 0.03  # of the time that decode and prefill take together, each counted as much: less may be chance
+TIMES = ("decode_us", "prefill_us")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS, metavar="FILE", help="the report")
+    parser.add_argument("--to", type=Path, default=mosaic_tpu.TUNED, metavar="DIR", help="of the tables")
+    args = parser.parse_args()
+    document = Document.read(args.json, "tpu")
+    if document.dry_run and args.to == mosaic_tpu.TUNED:
+        raise SystemExit(f"{args.json} must be of a TPU, not of a dry run; name another folder with --to to try this")
+    for chip, entries in faster(document).items():
+        path = tuning.write_entries(args.to, chip, entries)
+        for entry in entries:
+            print(json.dumps({"table": str(path), "shape": entry.shape, "sizes": entry.sizes, **entry.evidence}))
+
+
+def faster(document: Document) -> dict[str, list[tuning.Entry]]:
+    """By chip, the best sizes of each class of shapes for which there are better ones than were in use."""
+    found: dict[str, list[tuning.Entry]] = {}
+    points = document.points("tuning")
+    machine = next((content["machine"] for _, stage, content in document.stages() if stage == "tuning"), {})
+    for before in (point for point in points if point["change"] == "none"):
+        best = min((x for x in points if x["class"] == before["class"]), key=lambda x: _time(x, before))
+        if _time(best, before) <= 1 - GAIN:
+            times = {name: best[name] for name in TIMES} | {f"{name}_before": before[name] for name in TIMES}
+            evidence = {**times, "at": best["at"], **machine}
+            found.setdefault(best["chip"], []).append(tuning.Entry(best["class"], best["sizes"], evidence))
+    return found
+
+
+def _time(point: Entry, before: Entry) -> float:
+    """Beside that before."""
+    return sum(point[name] / before[name] for name in TIMES) / len(TIMES)
+
+
+if __name__ == "__main__":
+    main()
