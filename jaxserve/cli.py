@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "starts when all programs are compiled"
     )
     batch.add_argument("--stats", action="store_true", help=text)
-    text = "spread the requests over engines on the Ray cluster of RAY_ADDRESS, or on a local one; needs jaxserve[ray]"
+    text = "spread the requests over engines on the Ray cluster of RAY_ADDRESS, or on a local one (extra: ray)"
     batch.add_argument("--ray", action="store_true", help=text)
     text = "engines on the cluster (default: as many as its GPUs or TPUs have room for; without any, one)"
     batch.add_argument("--ray-actors", type=int, metavar="INT", help=text)
