@@ -22,7 +22,7 @@ from jaxserve import __version__, peers
 from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, PeerLostError, RequestError
-from jaxserve.live_stats import LiveStats
+from jaxserve.live_stats import LiveStats, wait_until_warm
 from jaxserve.planner.flags import PLANNED, add_plan
 from jaxserve.request import SamplingParams
 
@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         "starts when all programs are compiled"
     )
     batch.add_argument("--stats", action="store_true", help=text)
-    text = "spread the requests over engines on the Ray cluster of RAY_ADDRESS, or on a local one; needs jaxserve[ray]"
+    text = "spread the requests over engines on the Ray cluster of RAY_ADDRESS, or on a local one (extra: ray)"
     batch.add_argument("--ray", action="store_true", help=text)
     text = "engines on the cluster (default: as many as its GPUs or TPUs have room for; without any, one)"
     batch.add_argument("--ray-actors", type=int, metavar="INT", help=text)
@@ -222,7 +222,7 @@ def _generate(args: argparse.Namespace) -> int:
     params = dataclasses.replace(llm.get_default_sampling_params(), **given)
     output = None
     if args.stats:
-        llm.engine.wait_until_warm()  # compiles would slow down what is measured
+        wait_until_warm(llm.engine, sys.stderr)  # compiles would slow down what is measured
     same_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     with _live_stats(args.stats and not same_terminal, llm):
         for output in llm.stream(prompt, params):

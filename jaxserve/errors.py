@@ -11,3 +11,8 @@ class RequestError(ValueError):
 
 class PeerLostError(RuntimeError):
     """A process of this run is gone, and its devices with it: start the run again."""
+
+
+def install_extra(extra: str) -> str:
+    """What to do where a package is missing that comes with an extra of this one."""
+    return f"install the extra {extra}: pip install 'jaxserve[{extra}]', or in a clone pip install -e '.[{extra}]'"

@@ -1,4 +1,4 @@
-"""One line about what an engine is doing, about once a second."""
+"""What there is to say of an engine while it works, or compiles."""
 
 import dataclasses
 import threading
@@ -8,10 +8,23 @@ from typing import Any
 from jaxserve.metrics import Ceilings, EngineStats
 
 _ERASE_TO_END = "\x1b[K"
+_PATIENCE_S = 2.0  # programs that are kept are mostly loaded in less
+
+
+def wait_until_warm(engine: Any, stream: Any) -> None:
+    """Block until every program of an engine is there; where that takes long, say so in a line to `stream`."""
+    line = "jaxserve: loading or compiling all programs first, which can take minutes where none are kept\n"
+    told = threading.Timer(_PATIENCE_S, stream.write, (line,))
+    told.daemon = True
+    told.start()
+    try:
+        engine.wait_until_warm()
+    finally:
+        told.cancel()
 
 
 class LiveStats:
-    """Writes the line while it is entered: rewritten in place on a terminal, one below the other elsewhere.
+    """Writes a line about once a second while it is entered: rewritten on a terminal, one below the other elsewhere.
 
     It reads the engine's counters from a thread of its own, so steps neither wait for it nor know of it.
 
@@ -30,7 +43,7 @@ class LiveStats:
         self._num_lines = 0
 
     def __enter__(self) -> "LiveStats":
-        self._engine.wait_until_warm()
+        wait_until_warm(self._engine, self._stream)
         self._ceilings: Ceilings = self._engine.ceilings
         self._thread.start()
         return self

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxserve.config import EngineConfig, ray_address
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, install_extra
 from jaxserve.fleet import Died, Fleet, NewRequest, Served, Server, Started
 
 _ACCELERATORS = ("GPU", "TPU")  # as Ray calls them
@@ -87,7 +87,7 @@ def _connected() -> Iterator[Any]:
     try:
         import ray  # noqa: PLC0415 - an extra, and slow
     except ModuleNotFoundError as error:
-        raise ConfigError("a fleet needs Ray; pip install 'jaxserve[ray]'") from error
+        raise ConfigError(f"a fleet needs Ray; {install_extra('ray')}") from error
     if ray.is_initialized():
         yield ray
         return

@@ -6,8 +6,8 @@
     python scripts/tpu_report.py --part report --pictures DIR    # the table and pictures of what is there
     python scripts/tpu_report.py --part all --dry-run            # the same code with tiny sizes on a CPU
 
-What tuning finds becomes the kernel's sizes of blocks by tuned_sizes.py. Needs jaxserve[tpu] and, to compare ids with
-those of transformers, jaxserve[test]. All else is as in gpu_report.py.
+What tuning finds becomes the kernel's sizes of blocks by tuned_sizes.py. Needs the extra tpu and, to compare ids with
+those of transformers, the extra test. All else is as in gpu_report.py.
 """
 
 from device_report_parts import driver

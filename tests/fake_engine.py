@@ -38,7 +38,7 @@ class FakeEngine:
     num_added: int = 0
     num_cache_resets: int = 0
     stats: EngineStats = field(default_factory=EngineStats)
-    last_step: StepStats | None = None
+    last_steps: list[StepStats] = field(default_factory=list)
     is_warm: bool = False
 
     @property
@@ -120,7 +120,7 @@ class FakeEngine:
     def _account(self, outputs: list[RequestOutput]) -> None:
         """A step that computes one token for each row and holds one page for each."""
         wall_ms = self.step_s * 1e3
-        self.last_step = StepStats(
+        account = StepStats(
             step_id=self.stats.num_steps,
             num_steps=1,
             num_rows=len(outputs),
@@ -140,7 +140,8 @@ class FakeEngine:
             kv_bytes=0,
             flops=2000,
         )
-        self.stats.add(self.last_step)
+        self.last_steps = [account]
+        self.stats.add(account)
         self.stats.num_output_tokens += len(outputs)
 
 

@@ -2,12 +2,14 @@
 
 import io
 import itertools
+import re
+import threading
 import time
 
 import fake_engine
 import pytest
 
-from jaxserve.live_stats import LiveStats, stats_line
+from jaxserve.live_stats import LiveStats, stats_line, wait_until_warm
 from jaxserve.metrics import Ceilings, EngineStats
 from jaxserve.request import SamplingParams
 
@@ -69,6 +71,42 @@ def test_nothing_is_written_before_the_first_interval() -> None:
         with LiveStats(fake_engine.FakeEngine(None), stream, interval_s=60.0):
             pass
         assert stream.getvalue() == ""
+
+
+class CompilingEngine(fake_engine.FakeEngine):
+    """Is warm when someone has been told that it takes long."""
+
+    def __init__(self, stream: io.StringIO) -> None:
+        super().__init__(None)
+        self._stream = stream
+
+    def wait_until_warm(self) -> None:
+        deadline = time.monotonic() + 30
+        while not self._stream.getvalue().endswith("\n"):
+            assert time.monotonic() < deadline, "nothing has been said"
+            time.sleep(0.001)
+        super().wait_until_warm()
+
+
+def test_that_compiling_takes_long_is_said_once_while_it_does() -> None:
+    stream = io.StringIO()
+    engine = CompilingEngine(stream)
+    for _ in range(2):
+        wait_until_warm(engine, stream)
+        assert engine.is_warm
+    assert re.fullmatch(r"jaxserve: loading or compiling all programs .*\n", stream.getvalue())
+
+
+def test_a_warm_engine_says_nothing_nor_one_that_cannot_compile() -> None:
+    stream, before = io.StringIO(), threading.active_count()
+    wait_until_warm(fake_engine.FakeEngine(None), stream)
+    with pytest.raises(AttributeError):
+        wait_until_warm(None, stream)
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert stream.getvalue() == ""
 
 
 def test_an_error_inside_passes_and_ends_the_lines() -> None:

@@ -173,7 +173,7 @@ def test_ray_is_asked_for_and_named_where_it_is_missing(
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(config.os, "environ", {})
     assert cli.main(["batch", "in", "out", "--ray"]) == 2
-    assert "a fleet needs Ray; pip install 'jaxserve[ray]'" in capsys.readouterr().err
+    assert "needs Ray; install the extra ray: pip install 'jaxserve[ray]'" in capsys.readouterr().err
     assert cli.main(["batch", "in", "out", "--ray-actors", "2"]) == 2
     assert "--ray-actors needs --ray" in capsys.readouterr().err
 

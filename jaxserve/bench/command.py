@@ -17,7 +17,7 @@ from jaxserve.bench.tables import render
 from jaxserve.bench.workloads import Workload, WorkloadRequest, load_workload, poisson_arrivals, token_ids
 from jaxserve.config import ScheduleConfig
 from jaxserve.errors import ConfigError
-from jaxserve.live_stats import LiveStats
+from jaxserve.live_stats import LiveStats, wait_until_warm
 from jaxserve.whole_file import check_writable, write_whole
 
 
@@ -110,8 +110,7 @@ def _run(engine: Any, prompts: list[tuple[list[int], int]], job: BenchJob, rate:
 
 def _warm_up(engine: Any, prompt: list[int]) -> None:
     """Every program compiled and each part of the engine used once."""
-    print("jaxserve: loading or compiling all programs before anything is measured", file=sys.stderr)
-    engine.wait_until_warm()
+    wait_until_warm(engine, sys.stderr)
     run_load(engine, [TimedRequest(prompt, output_len=1)])
 
 

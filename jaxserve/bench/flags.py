@@ -9,8 +9,8 @@ _OFFLINE = "all requests at once: throughput"
 _SERVE = "requests arrive on their own schedule, whether or not earlier ones are done: latency"
 
 
-def add_bench(bench: argparse.ArgumentParser, add_engine_flags: AddEngineFlags) -> list[argparse.ArgumentParser]:
-    """Add `offline` and `serve` to the parser of `jaxserve bench`; returns their parsers."""
+def add_bench(bench: argparse.ArgumentParser, add_engine_flags: AddEngineFlags) -> None:
+    """Add `offline` and `serve` to the parser of `jaxserve bench`."""
     kinds = bench.add_subparsers(required=True, metavar="KIND", dest="kind")
     offline = kinds.add_parser("offline", help=_OFFLINE, description=f"Measure an engine with {_OFFLINE}.")
     _add_workload(offline, "mixed-64")
@@ -21,7 +21,6 @@ def add_bench(bench: argparse.ArgumentParser, add_engine_flags: AddEngineFlags) 
     for parser in (offline, serve):
         _add_results(parser)
         add_engine_flags(parser)
-    return [offline, serve]
 
 
 def _add_workload(parser: argparse.ArgumentParser, default: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxserve.metrics import EngineStats, StepStats
+from jaxserve.metrics import EngineStats
 from jaxserve.request import RequestOutput, SamplingParams
 
 
@@ -71,7 +71,7 @@ class RequestTrace:
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What the engine was doing up to one moment: a step that has just ended, or nothing."""
+    """What a replica was doing up to one moment: a step that has just ended; or that the engine did nothing."""
 
     time_s: float
     num_rows: int = 0
@@ -116,7 +116,6 @@ class _OpenLoop:
         self._free_since_s = deque([0.0] * max_concurrency)  # places for further requests
         self._traces = [RequestTrace(r.arrival_s, len(r.prompt)) for r in requests]
         self._steps: list[StepSample] = []
-        self._last_step: StepStats | None = engine.last_step
         self._start_s = 0.0
 
     def run(self) -> LoadTrace:
@@ -165,9 +164,7 @@ class _OpenLoop:
             self._free_since_s.append(now_s)
 
     def _sample(self, now_s: float) -> None:
-        step = self._engine.last_step
-        if step is not None and step is not self._last_step:
-            self._last_step = step
+        for step in self._engine.last_steps:
             num_waiting = step.num_waiting + self._num_due(now_s)
             self._steps.append(StepSample(now_s, step.num_rows, step.num_tokens, step.num_pages_used, num_waiting))
 

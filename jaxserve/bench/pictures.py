@@ -10,6 +10,7 @@ import numpy as np
 from jaxserve.bench.report import median_run, offered_rate
 from jaxserve.bench.summary import Json
 from jaxserve.bench.tables import number
+from jaxserve.errors import install_extra
 
 Axes = Any  # matplotlib's
 Numbers = Sequence[float] | Sequence[int]
@@ -24,7 +25,7 @@ def reason_missing() -> str | None:
     """Why there can be no pictures, and what to do; None if there can."""
     if find_spec("matplotlib") is not None:
         return None
-    return "there will be no pictures, because they need matplotlib: pip install 'jaxserve[bench]'"
+    return f"there will be no pictures, because they need matplotlib; {install_extra('bench')}"
 
 
 def draw(report: Json, directory: Path) -> list[Path]:

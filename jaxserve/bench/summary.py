@@ -137,7 +137,7 @@ def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
 
 
 def _timeline(trace: LoadTrace) -> Json:
-    """One list per quantity, an entry at the end of each step and of each time without one."""
+    """One list per quantity, an entry at the end of each step, of any replica, and of each time without one."""
     return {
         "time_s": [round(s.time_s, 6) for s in trace.steps],
         "num_rows": [s.num_rows for s in trace.steps],

@@ -71,14 +71,17 @@ class Accounts:
         self._device_free_s = now_s
         self._unwritten.append(_Ended(step, num_steps, device_s, wall_s, now_s))
 
-    def write(self, num_waiting: int) -> None:
-        """Add all steps that have ended to the totals."""
+    def write(self, num_waiting: int) -> list[StepStats]:
+        """Add all steps that have ended to the totals; returns the accounts of those that ran at all."""
         ended, self._unwritten = self._unwritten, []
+        written = []
         for step in ended:
             account = self._account(step, num_waiting)
             self.stats.add(account)
             if account.num_steps:
                 self.last_step, self.last_end_s = account, step.end_s
+                written.append(account)
+        return written
 
     def _account(self, ended: _Ended, num_waiting: int) -> StepStats:
         step, num_steps, device_s, wall_s, _ = ended

@@ -313,8 +313,13 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_
     """What the pool may take on a CPU: a share of the memory, no more than the requests of a step can use."""
     row_pages = -(-(config.max_model_len or arch.max_position) // page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=True)
-    share = psutil.virtual_memory().total * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
+    share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
     return float(min(share, max_num_seqs * row_pages * page_bytes))
+
+
+def machine_bytes() -> int:
+    """Of this machine's memory, in use or not."""
+    return int(psutil.virtual_memory().total)
 
 
 def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int] | None) -> float:

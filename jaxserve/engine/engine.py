@@ -58,6 +58,7 @@ class Engine:
         stats: totals since start, of all steps but those that may have ended since the last dispatch.
         tokenizer: None with `skip_tokenizer_init`.
         default_sampling_params: what the checkpoint recommends.
+        last_steps: accounts, of any replica, that the last call of `step` has written.
     """
 
     def __init__(self, config: EngineConfig, runner: Runner | None = None) -> None:
@@ -71,6 +72,7 @@ class Engine:
         if len(self._eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(self._eos_ids)}")
         self.stats = EngineStats()
+        self.last_steps: list[StepStats] = []
         self._peers = distributed.peers() if runner is None else None
         if self._peers is not None:
             self._peers.claim()
@@ -318,6 +320,7 @@ class Engine:
         cumulative outputs, final where `finished`.
         """
         self._placement.place()
+        self.last_steps = []
         progressed: dict[str, RequestOutput] = {}
         while cores := self._placement.next_cores():
             worked = [self._step(core, progressed) for core in cores]
@@ -333,7 +336,7 @@ class Engine:
                 planned = core.dispatch()
                 self._note_admitted(planned)
             finally:  # while the device runs what was just dispatched
-                core.accounts.write(self.num_waiting)
+                self.last_steps += core.accounts.write(self.num_waiting)
                 progressed |= self._deliver(known)
         keep = 1 if planned and self.config.step_ahead else 0
         if not self._placement.is_lone:  # others need not wait for it
@@ -344,7 +347,7 @@ class Engine:
         if not core.scheduler.has_unfinished():
             core.drop_in_flight()
         if not core.in_flight:
-            core.accounts.write(self.num_waiting)
+            self.last_steps += core.accounts.write(self.num_waiting)
         return bool(planned or known or read)
 
     def _note_admitted(self, plan: StepPlan | None) -> None:

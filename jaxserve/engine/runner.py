@@ -129,7 +129,9 @@ class Runner:
         self.param_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self.state = self._new_state()
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
-        # Before jax cleans up at exit, which ends badly while it compiles or runs a step.
+        # Before jax cleans up at exit, which ends badly while it compiles or runs a step; and before finalizers are run
+        # there, as the first one registers: jax has some for the constants of what is being traced.
+        weakref.finalize(self, int)
         atexit.register(_close, weakref.ref(self))
         self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes), devices)
 

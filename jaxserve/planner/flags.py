@@ -36,7 +36,7 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--context-len", type=int, metavar="INT", help=text)
     text = "rows of a decode step that is predicted beside the usual ones, and compared in a sweep"
     plan.add_argument("--batch", type=int, metavar="INT", help=text)
-    text = "draw how many requests fit, by their length, as a PNG (needs the extra bench)"
+    text = "draw how many requests fit, by their length, as a PNG (extra: bench)"
     plan.add_argument("--plot", metavar="FILE", help=text)
     text = "compile every program that the engine has there, and show what each takes to compile here: minutes in all"
     plan.add_argument("--programs", action="store_true", help=text)

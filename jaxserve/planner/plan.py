@@ -18,6 +18,7 @@ from jaxserve.engine.build import (
     choose_page_size,
     compute_dtype,
     cpu_pool_bytes,
+    machine_bytes,
     page_bytes,
     pool_dtype,
     select_backend,
@@ -42,7 +43,7 @@ class Memory:
     """What lies on one chip, in bytes; or on a part of it that jax calls a device.
 
     Attributes:
-        limit: that XLA takes; None on a CPU, where only the pool is bounded.
+        limit: that XLA takes; on a CPU the machine's.
         weights: all of them.
         slots: what the device remembers of each row of a step.
         temp: temporaries of the largest step; 0 where nothing was compiled.
@@ -52,7 +53,7 @@ class Memory:
         request: one of max_model_len in the pool: whole pages.
     """
 
-    limit: int | None
+    limit: int
     weights: int
     slots: int
     temp: int
@@ -68,16 +69,22 @@ class Memory:
     @property
     def missing(self) -> int:
         """What one request of max_model_len lacks; 0 where it fits."""
+        return max(0, self.missing_in_pool, self._missing_in_all)
+
+    @property
+    def missing_in_pool(self) -> int:
+        """The same if it is the pool that is too small, rather than the whole; else 0."""
         lacking = self.request - self.pool_limit
-        if self.limit is not None:
-            pool = max(self.request, self.num_pages * self.page)
-            lacking = max(lacking, self.weights + self.slots + self.temp + pool - self.limit)
-        return max(0, lacking)
+        return max(0, lacking) if lacking > self._missing_in_all else 0
+
+    @property
+    def _missing_in_all(self) -> int:
+        pool = max(self.request, self.num_pages * self.page)
+        return self.weights + self.slots + self.temp + pool - self.limit
 
     def times(self, count: int) -> "Memory":
         """On so many devices that are one chip."""
-        sizes: dict[str, Any] = {name: size and count * size for name, size in dataclasses.asdict(self).items()}
-        return Memory(**sizes)
+        return Memory(**{name: count * size for name, size in dataclasses.asdict(self).items()})
 
 
 @dataclass(frozen=True)
@@ -279,7 +286,11 @@ def _memory(
     page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     if sheet is None:
+<<<<<<< HEAD
         limit, pool_limit = None, cpu_pool_bytes(config, local, schedule.page_size, page)
+=======
+        limit, pool_limit = machine_bytes(), cpu_pool_bytes(config, local, page)
+>>>>>>> readme
     else:
         limit = sheet.limit_bytes
         pool_limit = accelerator_pool_bytes(config, local, limit_bytes=limit, used_bytes=weight_bytes)

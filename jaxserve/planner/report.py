@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any
 
 from jaxserve.bench.tables import Row, align, number
+from jaxserve.engine.build import CPU_POOL_SHARE
 from jaxserve.planner.plan import Plan, Speed
 from jaxserve.planner.program import StepProgram
 from jaxserve.planner.sweep import Candidate, cheapest
@@ -87,20 +88,31 @@ def render(plan: Plan) -> str:
 
 def _header(plan: Plan) -> str:
     schedule = plan.schedule
-    verdict = "fits" if plan.fits else f"does not fit: each chip lacks {_gb(plan.memory.missing)}"
     stored = f"{plan.dtype}, weights in {plan.quantization}," if plan.quantization else plan.dtype
     return (
-        f"{plan.model} in {stored} on {plan.target.name}: {verdict}\n"
+        f"{plan.model} in {stored} on {plan.target.name}: {_verdict(plan)}\n"
         f"requests of up to {schedule.max_model_len} tokens, {schedule.max_num_seqs} of them in a step of up to "
         f"{schedule.max_num_batched_tokens} tokens"
     )
 
 
+def _verdict(plan: Plan) -> str:
+    if plan.fits:
+        return "fits"
+    if plan.target.sheet is not None:
+        who = "each chip"
+    else:
+        who = "the pool" if plan.memory.missing_in_pool else "this machine"
+    return f"does not fit: {who} lacks {_gb(plan.memory.missing)}"
+
+
 def _memory(plan: Plan) -> list[Row]:
     memory, sheet = plan.memory, plan.target.sheet
     rows: list[Row] = []
-    if memory.limit is not None and sheet is not None:
+    if sheet is not None:
         rows.append(("memory XLA takes", f"{_gb(memory.limit)} of {_gb(sheet.memory_bytes)} on each chip"))
+    else:
+        rows.append(("this machine", f"{_gb(memory.limit)}, the pool has 1/{1 / CPU_POOL_SHARE:.0f} of it at most"))
     rows += [("weights", _gb(memory.weights)), ("slots of requests", _gb(memory.slots))]
     if plan.largest is not None and plan.decode is not None:
         largest, decode = (_gb(_temp_bytes(plan, program)) for program in (plan.largest, plan.decode))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxserve.config import gpu_memory_fraction
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, install_extra
 from pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 
 
@@ -174,7 +174,6 @@ def find_target(name: str) -> Target:
     target = parse_target(name)
     if target.sheet is not None and (reason := target.sheet.chip.unavailable()) is not None:
         raise ConfigError(
-            f"to plan for {name}, programs must be compiled for it, but {reason}; "
-            f"pip install 'jaxserve[{target.sheet.extra}]'"
+            f"to plan for {name}, programs must be compiled for it, but {reason}; {install_extra(target.sheet.extra)}"
         )
     return target

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from device_report_parts.document import Document, Entry
+from jaxserve.errors import install_extra
 
 Axes = Any  # matplotlib's
 Sizes = tuple[int, int, str, str]
@@ -17,7 +18,7 @@ _LABELS = {"decode": "decode attention", "mixed": "mixed attention", "serve": "e
 def draw(document: Document, directory: Path) -> list[str]:
     """The paths of those for which there are figures; else a line that says why there are none."""
     if find_spec("matplotlib") is None:
-        return ["there are no pictures, because they need matplotlib: pip install 'jaxserve[bench]'"]
+        return [f"there are no pictures, because they need matplotlib; {install_extra('bench')}"]
     if document.copy_gb_per_s is None:
         return ["there are no pictures, because they need the ceilings: --part ceilings"]
     directory.mkdir(parents=True, exist_ok=True)

@@ -1,5 +1,7 @@
 """The open loop over a fake engine and a fake clock: every time is known beforehand."""
 
+from typing import Any
+
 import fake_engine
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.load import Clock, LoadTrace, RequestTrace, TimedRequest, run_load
 from jaxserve.errors import RequestError
+from jaxserve.request import RequestOutput
 
 STEP_S = 0.25
 
@@ -28,6 +31,29 @@ class FakeClock(Clock):
 
     def work(self, seconds: float) -> None:
         self.time_s += seconds
+
+
+class TwoReplicas(fake_engine.FakeEngine):
+    """Requests go to both in turns, and those that have any step at the same time."""
+
+    def __init__(self, clock: FakeClock) -> None:
+        super().__init__(None)
+        self._clock = clock
+        self._replicas = [fake_engine.FakeEngine(None, stats=self.stats) for _ in range(2)]
+
+    def add_request(self, *args: Any) -> None:
+        self._replicas[0].add_request(*args)
+        self._replicas.reverse()
+
+    def has_unfinished(self) -> bool:
+        return any(replica.has_unfinished() for replica in self._replicas)
+
+    def step(self) -> list[RequestOutput]:
+        self._clock.work(STEP_S)
+        working = [replica for replica in self._replicas if replica.has_unfinished()]
+        outputs = [output for replica in working for output in replica.step()]
+        self.last_steps = [step for replica in working for step in replica.last_steps]
+        return outputs
 
 
 def serve(
@@ -125,6 +151,15 @@ def test_totals_are_of_the_run_alone() -> None:
     for _ in range(2):
         trace = run_load(engine, [TimedRequest([1], 3)], FakeClock())
         assert (trace.stats.num_steps, len(trace.steps), trace.stats.num_output_tokens) == (3, 3, 3)
+
+
+def test_steps_are_those_of_every_replica() -> None:
+    clock = FakeClock()
+    engine = TwoReplicas(clock)
+    trace = run_load(engine, [TimedRequest([i], i) for i in (1, 2, 3, 4, 5)], clock)
+    assert len(trace.steps) == trace.stats.num_steps == 5 + 4
+    assert sum(step.num_tokens for step in trace.steps) == 1 + 2 + 3 + 4 + 5
+    assert [(step.time_s, step.num_rows) for step in trace.steps[:3]] == [(0.25, 2), (0.25, 3), (0.5, 2)]
 
 
 def test_an_itl_is_between_arrivals_and_tpot_is_per_token() -> None:

@@ -186,3 +186,20 @@ def test_an_interrupt_while_compiling_ends_the_process_in_order(
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert "interrupted" in done.stderr
     assert done.returncode == 130, done.stderr
+
+
+EXIT_WHILE_COMPILING = """
+import sys, weakref
+from jaxserve import LLM
+from jaxserve.engine import runner
+
+runner._close = lambda _: print("closed")
+llm = LLM(compile_ahead="minimal", compilation_cache_dir=sys.argv[1])
+weakref.finalize(llm, print, "finalized")
+"""
+
+
+def test_at_exit_compiling_stops_before_finalizers_take_what_is_traced(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", EXIT_WHILE_COMPILING, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert done.stdout.split() == ["closed", "finalized"]

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,6 +102,42 @@ def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any]) -> No
     assert report["slots_bytes_per_chip"] == device_bytes(runner.state.slots)
     assert plan.schedule == runner.schedule
     assert plan.backend == runner._backend
+
+
+def on_a_machine_of(num_bytes: int, model: str, **options: Any) -> Plan:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=num_bytes))
+        return plan_of(model, "cpu", **options)
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
+    """With a pool of one request, what is missing is missing beside the weights, to the byte."""
+    small = on_a_machine_of(16 * 10**9, name, max_model_len=4096, max_num_seqs=1)
+    memory = small.memory
+    assert memory.missing == memory.weights + memory.slots + memory.request - 16 * 10**9 > 10**9
+    assert memory.weights == pytest.approx(4 * PARAMS[name] * 1e6, rel=0.001)
+    told = build_report(small)
+    assert (told["fits"], told["missing_bytes_per_chip"], told["limit_bytes_per_chip"]) == (False, memory.missing, 16e9)
+    assert f"does not fit: this machine lacks {memory.missing / 1e9:.2f} GB\n" in render(small)
+    enough = 16 * 10**9 + memory.missing
+    assert on_a_machine_of(enough, name, max_model_len=4096, max_num_seqs=1).fits
+    assert on_a_machine_of(enough - 1, name, max_model_len=4096, max_num_seqs=1).memory.missing == 1
+
+
+@pytest.mark.parametrize(("gigabytes", "who"), [(16, "this machine"), (200, "the pool"), (500, None), (1000, None)])
+def test_the_pool_of_a_machine_is_a_sixteenth_of_it_at_most(gigabytes: int, who: str | None) -> None:
+    """Of requests of which 16 GB lack the weights too, 200 GB the sixteenth alone."""
+    plan = on_a_machine_of(gigabytes * 10**9, "llama-3.1-8b", max_model_len=65536, max_num_seqs=2)
+    memory = plan.memory
+    pool = min(gigabytes * 10**9 / 16, 2 * memory.request)
+    assert memory.num_pages * memory.page == pytest.approx(pool, abs=memory.page)
+    assert plan.fits == (who is None) == (pool >= memory.request)
+    assert "the pool has 1/16 of it at most\n" in render(plan)
+    if who == "the pool":
+        assert memory.missing == memory.request - memory.pool_limit
+    if who is not None:
+        assert f"does not fit: {who} lacks {memory.missing / 1e9:.2f} GB\n" in render(plan)
 
 
 @given(
@@ -420,7 +457,7 @@ def test_what_cannot_be_planned_is_said_in_a_line(
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
     for name, extra in (("h200", "cuda"), ("v6e:2x4", "tpu")):
-        message = rf"to plan for {name}, .* but this is missing; pip install 'jaxserve\[{extra}\]'"
+        message = rf"to plan for {name}, .* but this is missing; install the extra {extra}: pip install "
         with pytest.raises(ConfigError, match=message):
             find_target(name)
     assert find_target("cpu") == parse_target("cpu")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,18 @@ def test_the_command_sweeps_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
     }
     assert "planning for cpu" in shown.err
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_sweep_says_what_this_machine_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=16 * 10**9))
+    arguments = ["plan", "--sweep", "cpu", "--model", "llama-3.1-405b"]
+    assert cli.main([*arguments, "--json"]) == 0
+    (target,) = json.loads(capsys.readouterr().out)["targets"]
+    assert not target["fits"]
+    assert cli.main(arguments) == 0
+    assert f"lacks {target['missing_bytes_per_chip'] / 1e9:.2f} GB" in capsys.readouterr().out
 
 
 def test_without_matplotlib_nothing_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

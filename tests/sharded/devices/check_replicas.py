@@ -8,6 +8,7 @@ import jax
 import pytest
 from hypothesis import given, settings
 
+from jaxserve.bench.load import TimedRequest, run_load
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
@@ -161,6 +162,14 @@ def test_a_request_can_be_aborted_while_no_replica_has_room(start: Start) -> Non
     assert outputs[11].outputs[0].finish_reason == "abort"
     finish_all(engine)
     assert [output.outputs[0].finish_reason for output in outputs] == ["length"] * 11 + ["abort"]
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_load_has_the_steps_of_all_replicas(start: Start, replicas: int) -> None:
+    engine = start(replicas)
+    trace = run_load(engine, [TimedRequest(tokens(9, n), 12) for n in range(12)])
+    assert sum(step.num_tokens for step in trace.steps) == trace.stats.num_tokens
+    assert max(step.num_rows for step in trace.steps) <= engine.schedule.max_num_seqs
 
 
 def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) -> None:
