@@ -18,7 +18,8 @@ OP = "pallas_kernels.ragged_paged_attention"
 KERNELS = {
     "mosaic_gpu": [f"{OP}.mosaic_gpu.kernel", f"{OP}.mosaic_gpu.merge"],
     "mosaic_tpu": [
-        f"{OP}.mosaic_tpu.{name}" for name in ("kernel", "plan", "writes", "units", "lanes", "tiles", "softmax")
+        f"{OP}.mosaic_tpu.{name}"
+        for name in ("kernel", "plan", "writes", "units", "pages", "lanes", "tiles", "softmax")
     ],
 }
 

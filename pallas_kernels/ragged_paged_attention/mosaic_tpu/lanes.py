@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Unit
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     FIRST_BLOCK,
     KV_LEN,
@@ -19,14 +20,14 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Blocks,
     Call,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, State, absorb, result
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Pages, Phase, Span
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Phase, Span
 
 
 class _LaneScratch(NamedTuple):
     queries: Any  # f32[slots, lanes, K, filled, width]
     out: Any  # f32[2, lanes, K, filled, width]
-    state: State  # [lanes, K * filled, ...]
+    state: Softmax  # [lanes, K * filled, ...]
     query_sems: Any
     out_sems: Any
 
@@ -46,7 +47,7 @@ class Lanes(Phase):
         return _LaneScratch(
             queries=pltpu.VMEM((slots, *heads), jnp.float32),
             out=pltpu.VMEM((2, *heads), jnp.float32),
-            state=State(columns, columns, pltpu.VMEM((lanes, self.rows, call.width), jnp.float32)),
+            state=Softmax(columns, columns, pltpu.VMEM((lanes, self.rows, call.width), jnp.float32)),
             query_sems=pltpu.SemaphoreType.DMA((slots,)),
             out_sems=pltpu.SemaphoreType.DMA((2,)),
         )
@@ -80,7 +81,7 @@ class Lanes(Phase):
         lanes = self.refs.lane_out.at[pl.ds(entry * self.sequences, self.sequences)]
         return pltpu.make_async_copy(scratch.out.at[half], lanes, scratch.out_sems.at[half])
 
-    def _compute(self, entry: Any, block: Any, unit: Any, ring: Pages, scratch: _LaneScratch) -> None:
+    def _compute(self, entry: Any, block: Any, unit: Unit, scratch: _LaneScratch) -> None:
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -90,7 +91,7 @@ class Lanes(Phase):
             self._reset(scratch.state)
 
         for lane in range(self.sequences):
-            self._compute_lane(entry, block, lane, ring, scratch.queries.at[slot, lane], scratch.state)
+            self._compute_lane(entry, block, lane, unit, scratch.queries.at[slot, lane], scratch.state)
 
         @pl.when(block + 1 == self._num_blocks(entry))
         def store() -> None:
@@ -101,21 +102,21 @@ class Lanes(Phase):
             half = lax.rem(entry, 2)
             for lane in range(self.sequences):
                 shape = scratch.out.shape[2:]
-                scratch.out[half, lane] = result(scratch.state, lane).reshape(shape)
+                scratch.out[half, lane] = scratch.state.result(lane).reshape(shape)
             self._out_copy(entry, scratch).start()
 
-    def _reset(self, state: State) -> None:
+    def _reset(self, state: Softmax) -> None:
         sinks = self.refs.inputs.lane_sinks
         for lane in range(self.sequences):
             state.max_score[lane] = sinks[...] if self.call.has_sinks else jnp.full(sinks.shape, MASKED, jnp.float32)
             state.denominator[lane] = jnp.full(sinks.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
-    def _compute_lane(self, entry: Any, block: Any, lane: int, ring: Pages, queries: Any, state: State) -> None:
+    def _compute_lane(self, entry: Any, block: Any, lane: int, unit: Unit, queries: Any, state: Softmax) -> None:
         first, kv_len = self._first_token(entry, lane, block), self._column(entry, lane, KV_LEN)
-        self._prepare(ring, lane, kv_len - first)
-        heads = [self._head_block(ring, lane, head) for head in range(self.call.num_kv_heads)]
-        scores = [self._scores(queries[head].astype(own.keys.dtype), own) for head, own in enumerate(heads)]
+        unit.prepare(lane, kv_len - first)
+        heads = [unit.head_block(lane, head) for head in range(self.call.num_kv_heads)]
+        scores = [own.scores(queries[head].astype(own.keys.dtype)) for head, own in enumerate(heads)]
         key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
         visible = key < kv_len
         if self.call.window is not None:
@@ -123,10 +124,10 @@ class Lanes(Phase):
 
         def add_up(weights: Any) -> Any:
             size = self.call.filled_group
-            own = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
-            return jnp.concatenate([self._weighted_sum(p, block) for p, block in zip(own, heads, strict=True)])
+            parts = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
+            return jnp.concatenate([own.weighted_sum(part) for own, part in zip(heads, parts, strict=True)])
 
-        absorb(state, lane, jnp.concatenate(scores), visible, add_up, first < kv_len)
+        state.absorb(lane, jnp.concatenate(scores), visible, add_up, first < kv_len)
 
     def _finish(self, scratch: _LaneScratch) -> None:
         num_entries = self._count_entries()

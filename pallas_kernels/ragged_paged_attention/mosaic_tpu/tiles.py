@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Unit
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     BASE_TOKEN,
     LANES,
@@ -26,8 +27,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Call,
     heads_together,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, State, absorb, result
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Pages, Phase, Span
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Phase, Span
 
 
 class _TileScratch(NamedTuple):
@@ -35,7 +36,7 @@ class _TileScratch(NamedTuple):
     words: Any  # i32[slots, tokens, words]
     out: Any  # [Q, tokens, width]
     others: Any  # what is there in its place
-    state: State  # [Q, tokens, ...]
+    state: Softmax  # [Q, tokens, ...]
     query_sems: Any
     out_sems: Any  # of what leaves, and of what is read
 
@@ -57,7 +58,7 @@ class Tiles(Phase):
             words=pltpu.VMEM((slots, self.tokens, max(1, call.tree_words)), jnp.int32),
             out=pltpu.VMEM(queries, dtype),
             others=pltpu.VMEM(queries, dtype),
-            state=State(columns, columns, pltpu.VMEM(queries, jnp.float32)),
+            state=Softmax(columns, columns, pltpu.VMEM(queries, jnp.float32)),
             query_sems=pltpu.SemaphoreType.DMA((slots,)),
             out_sems=pltpu.SemaphoreType.DMA((2,)),
         )
@@ -97,7 +98,7 @@ class Tiles(Phase):
         place = self.refs.tile_out.at[:, self._place(entry)]
         return pltpu.make_async_copy(place, scratch.others, scratch.out_sems.at[1])
 
-    def _compute(self, entry: Any, block: Any, unit: Any, ring: Pages, scratch: _TileScratch) -> None:
+    def _compute(self, entry: Any, block: Any, unit: Unit, scratch: _TileScratch) -> None:
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -113,23 +114,23 @@ class Tiles(Phase):
             self._reset(scratch.state)
 
         first = (self._column(entry, TILE_FIRST_BLOCK) + block) * self.block_tokens
-        self._prepare(ring, 0, self._end(entry) - first)
+        unit.prepare(0, self._end(entry) - first)
         visible = self._visible(entry, first, scratch.words.at[slot])
         together = heads_together(self.call, self.tokens)
 
         @pl.loop(0, self.call.num_query_heads // together)
         def attend(number: Any) -> None:
             heads = pl.ds(number * together, together)
-            own = self._head_block(ring, 0, number * together // self.call.group)
+            own = unit.head_block(0, number * together // self.call.group)
             q = scratch.queries[slot, heads].reshape(together * self.tokens, self.call.width)
-            scores = self._scores(q, own).reshape(together, self.tokens, self.block_tokens)
+            scores = own.scores(q).reshape(together, self.tokens, self.block_tokens)
 
             def add_up(weights: Any) -> Any:
                 rows = weights.reshape(together * self.tokens, self.block_tokens)
-                return self._weighted_sum(rows, own).reshape(together, self.tokens, self.call.width)
+                return own.weighted_sum(rows).reshape(together, self.tokens, self.call.width)
 
             seen = jnp.broadcast_to(visible[None], scores.shape)
-            absorb(scratch.state, heads, scores, seen, add_up, None)
+            scratch.state.absorb(heads, scores, seen, add_up, None)
 
         @pl.when(block + 1 == self._num_blocks(entry))
         def store() -> None:
@@ -137,7 +138,7 @@ class Tiles(Phase):
             self._merge(entry, scratch)
             self._store_copy(entry, scratch).start()
 
-    def _reset(self, state: State) -> None:
+    def _reset(self, state: Softmax) -> None:
         shape = (self.tokens, LANES)
         for head in range(self.call.num_query_heads):
             sink = self.refs.inputs.tile_sinks[head] if self.call.has_sinks else MASKED
@@ -176,7 +177,7 @@ class Tiles(Phase):
         @pl.loop(0, self.call.num_query_heads)
         def merge_head(head: Any) -> None:
             others = scratch.others[head].astype(jnp.float32)
-            scratch.out[head] = jnp.where(is_own, result(scratch.state, head), others).astype(scratch.out.dtype)
+            scratch.out[head] = jnp.where(is_own, scratch.state.result(head), others).astype(scratch.out.dtype)
 
     def _finish(self, scratch: _TileScratch) -> None:
         @pl.when(self.num_units > 0)
