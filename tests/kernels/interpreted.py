@@ -17,7 +17,7 @@ ON_CPU = jax.default_backend() == "cpu"
 OP = "pallas_kernels.ragged_paged_attention"
 KERNELS = {
     "mosaic_gpu": [
-        f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "merge")
+        f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
     ],
     "mosaic_tpu": [
         f"{OP}.mosaic_tpu.{name}"

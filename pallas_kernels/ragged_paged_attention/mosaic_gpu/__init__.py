@@ -15,7 +15,7 @@ New keys and values are scattered to their pages, in place; then one persistent 
   S = Q K^T, online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`computing.py`).
   Masks only in blocks that cross the diagonal, the end of the row or the edge of a window.
 - Of a quantized pool the ring holds the narrow numbers; those who compute multiply each block with its scales, on its
-  way to where wgmma reads it.
+  way to where wgmma reads it (`ring.py`).
 
 Where an item is cut depends on the whole step, and so do the last bits of its output: not whether they are right.
 
