@@ -16,8 +16,13 @@ import numpy as np
 ON_CPU = jax.default_backend() == "cpu"
 OP = "pallas_kernels.ragged_paged_attention"
 KERNELS = {
-    "mosaic_gpu": [f"{OP}.mosaic_gpu.kernel", f"{OP}.mosaic_gpu.merge"],
-    "mosaic_tpu": [f"{OP}.mosaic_tpu.kernel", f"{OP}.mosaic_tpu.plan", f"{OP}.mosaic_tpu.writes"],
+    "mosaic_gpu": [
+        f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
+    ],
+    "mosaic_tpu": [
+        f"{OP}.mosaic_tpu.{name}"
+        for name in ("kernel", "plan", "writes", "units", "pages", "lanes", "tiles", "softmax")
+    ],
 }
 
 

@@ -61,11 +61,15 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
         "k_ready=barriers(pages, stages)",
         "k_ready=barriers(pages + 1, stages)",
     ),
-    "keys are never given back": ("half", "self.give_back(shared.k_free.at[slot])", "pass"),
+    "keys are never given back": ("half", "self.ring.give_back_keys(slot)", "pass"),
     "a query sees the key after its own": ("half", "visible = key <= query\n", "visible = key <= query + 1\n"),
     "stale values are not cleared": ("half", "@pl.when(end < BLOCK_KV)", "@pl.when(end < 0)"),
     "the last part is not merged": ("half", "lax.div(item_end + span - 1, span)", "lax.div(item_end - 1, span)"),
-    "output leaves before it is written": ("half", "    plgpu.commit_smem()\n    tokens = min(", "    tokens = min("),
+    "output leaves before it is written": (
+        "half",
+        "        plgpu.commit_smem()\n        tokens = min(",
+        "        tokens = min(",
+    ),
     "merged output leaves before it is written": (
         "half",
         "        plgpu.commit_smem()\n        token, head =",
@@ -79,7 +83,7 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
     ),
     "a block is used before others have widened it": (
         "narrow",
-        "v_free.at[slot])\n        self.meet()",
+        "v_free.at[slot])\n        self._meet()",
         "v_free.at[slot])",
     ),
     "a block is given back before it is committed": ("narrow", "plgpu.commit_smem()  # so that", "pass  # so that"),

@@ -55,12 +55,12 @@ def test_matches_reference_without_races(name):
 PLANTED = {  # bug: (what is there, what is put in its place)
     "none": ("", ""),
     "pages are read before they are there": (
-        "            self.wait_for_pages(here, ring.at(slot), page_sems.at[slot])\n",
+        "            self._wait_for_pages(here, pages, memory.page_sems.at[slot])\n",
         "",
     ),
     "pages of another unit are waited for": (
-        "self.wait_for_pages(here, ring.at(slot), page_sems.at[slot])",
-        "self.wait_for_pages(here, ring.at(slot), page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
+        "self._wait_for_pages(here, pages, memory.page_sems.at[slot])",
+        "self._wait_for_pages(here, pages, memory.page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
     ),
     "pages are loaded over those still in use": ("ahead = self.blocks.slots - 1", "ahead = self.blocks.slots"),
     "page ids are read before they are there": ("pl.when(span.num_pages > 0)(copy.wait)", "pass"),

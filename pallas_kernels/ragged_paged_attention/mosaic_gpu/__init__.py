@@ -1,6 +1,7 @@
 """Ragged paged attention for Hopper GPUs, in Pallas (Mosaic GPU): the serving backend on NVIDIA GPUs.
 
-New keys and values are scattered to their pages, in place; then one persistent kernel attends for all rows.
+New keys and values are scattered to their pages, in place; then one persistent kernel attends for all rows
+(`kernel.py`).
 
 - The queries of a row are cut into tiles: some tokens times the query heads of one kv head, 64 rows of a matrix for
   each warpgroup. A tile with its kv head is an item; the blocks of keys it sees are its units of work (`plan.py`).
@@ -10,11 +11,11 @@ New keys and values are scattered to their pages, in place; then one persistent 
 - An item inside one worker's span is written to the output at once. The parts of an item that several workers share
   go to a scratch buffer of two parts a worker, and a second, small kernel merges them
   (`merge.py`).
-- In a worker one warpgroup feeds a ring of shared memory by TMA, page by page, and one or two compute: S = Q K^T,
-  online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`kernel.py`). Masks only in
-  blocks that cross the diagonal, the end of the row or the edge of a window.
+- In a worker one warpgroup feeds a ring of shared memory by TMA, page by page (`loading.py`), and one or two compute:
+  S = Q K^T, online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`computing.py`).
+  Masks only in blocks that cross the diagonal, the end of the row or the edge of a window.
 - Of a quantized pool the ring holds the narrow numbers; those who compute multiply each block with its scales, on its
-  way to where wgmma reads it.
+  way to where wgmma reads it (`ring.py`).
 
 Where an item is cut depends on the whole step, and so do the last bits of its output: not whether they are right.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     ROW,
 )
 
+LOG2E = math.log2(math.e)
 MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
 
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}

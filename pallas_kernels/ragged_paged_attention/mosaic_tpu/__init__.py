@@ -1,20 +1,22 @@
 """Ragged paged attention for TPUs, in Pallas (Mosaic): the serving backend there.
 
-One kernel does it all, in place, and goes through three lists of work that are planned on the device (`plan.py`).
+One kernel (`kernel.py`) does it all, in place, and goes through three lists of work that are planned on the device
+(`plan.py`).
 
-- Writes: new keys and values reach their pages by slabs, the rows of a tile of memory, which is the least that can be
-  written. So pages that tokens are written to belong to one row; those that are only read may be shared.
-- Lanes: rows of one token, several side by side, the longest first, each through its own pages; one product for each
-  kv head and lane. Many short rows take few units of work, then.
-- Tiles: some tokens of a row times the query heads of a kv head, for rows of several tokens; tiles of two kinds, low
-  and tall, in steps of many tokens.
+- Writes (`writes.py`): new keys and values reach their pages by slabs, the rows of a tile of memory, which is the least
+  that can be written. So pages that tokens are written to belong to one row; those that are only read may be shared.
+- Lanes (`lanes.py`): rows of one token, several side by side, the longest first, each through its own pages; one
+  product for each kv head and lane. Many short rows take few units of work, then.
+- Tiles (`tiles.py`): some tokens of a row times the query heads of a kv head, for rows of several tokens; tiles of two
+  kinds, low and tall, in steps of many tokens.
 
-Lanes and tiles go through units of pages with an online softmax (FlashAttention-2, Dao 2023). Pages of the next units
-come by copies started ahead, across the borders of lanes and tiles; so do queries, and the page ids before them: the
-page table stays in main memory, whatever its width (the scheme is that of ragged paged attention v3, arXiv 2604.15464).
+Lanes and tiles go through units of pages (`units.py`) with an online softmax (`softmax.py`; FlashAttention-2, Dao
+2023). Pages of the next units come by copies started ahead, across the borders of lanes and tiles; so do queries, and
+the page ids before them: the page table stays in main memory, whatever its width (the scheme is that of ragged paged
+attention v3, arXiv 2604.15464).
 
-Pools of narrow numbers are fetched as they are; a block of one head at a time is made wider. Scales of keys multiply
-the columns of scores, those of values the columns of weights.
+Pools of narrow numbers are fetched as they are; a block of one head at a time is made wider (`pages.py`). Scales of
+keys multiply the columns of scores, those of values the columns of weights.
 
 Pages are `[K, P, 2H]`, a head's keys and values side by side. So nothing is filled up where kv heads are few or odd in
 number or a head has 64 columns, which tiles of memory of `[P, 2K, H]` would be, and a head's block is a matrix as it
@@ -60,6 +62,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     token_bytes,
     unit_bytes_for,
 )
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, quantize, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 from pallas_kernels.tuning import measured_sizes
@@ -88,7 +91,6 @@ INTERPRETED_VMEM_BYTES = 32 * 2**20
 MANY_TOKENS, MANY_ROWS = 2048, 256  # of a step that makes blocks as large as any
 
 _KERNEL = f"{__name__}.kernel"
-_LOG2E = 1.4426950408889634
 
 _given_sizes: ContextVar[dict[str, int] | None] = ContextVar("given_sizes", default=None)
 _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
@@ -294,7 +296,7 @@ def write_and_attend(
         lane_queries=_lane_queries(call, plan, q),
         tile_queries=_tile_queries(call, blocks, q),
         lane_sinks=_lane_sinks(call, sinks),
-        tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * _LOG2E,
+        tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
         tree_words=_tree_words(call, blocks, tree_mask),
         kv_pages=pool,
         new_scales=new_scales,
@@ -371,7 +373,7 @@ def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q H"]) -> Shape
 def _lane_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
     if sinks is None:
         return jnp.zeros((call.num_kv_heads * call.filled_group, LANES), jnp.float32)
-    heads = (sinks.astype(jnp.float32) * _LOG2E).reshape(call.num_kv_heads, call.group)
+    heads = (sinks.astype(jnp.float32) * LOG2E).reshape(call.num_kv_heads, call.group)
     rows = jnp.pad(heads, ((0, 0), (0, call.filled_group - call.group))).reshape(-1, 1)
     return jnp.broadcast_to(rows, (rows.shape[0], LANES))
 

@@ -1,0 +1,189 @@
+"""The warpgroups of a worker that compute: products, masks and the softmax. See the package."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
+    LOG2E,
+    MASKED,
+    Item,
+    Softmax,
+    cast,
+    copy_tokens,
+    i32,
+    load,
+)
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, MIN_TILE_TOKENS, WARPGROUP_ROWS, Call, Tiles
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.ring import RingReader
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup, part_of
+
+_ROWS = plgpu.Layout.WGMMA.reduce(1)
+
+
+class ComputingWarpgroup(Warpgroup):
+    """Attends with some rows of each tile, and some columns of the values."""
+
+    def __init__(self, call: Call, tiles: Tiles, inputs: Inputs, shared: Shared, thread: Any) -> None:
+        warpgroups = i32(tiles.warpgroups)
+        super().__init__(call, tiles, inputs, shared, lax.div(thread, warpgroups))
+        self.part = part_of(tiles, lax.rem(thread, warpgroups))
+        self.ring = RingReader(call, tiles, shared, self.lane, self.part)
+
+    def run(self) -> None:
+        """Attends with its part of each tile."""
+
+        def compute_item(index: Any, block_count: Any) -> Any:
+            item = self._item(index)
+            plgpu.barrier_wait(self.shared.q_ready.at[self.lane])
+            state = self._attend_item(item, block_count)
+            plgpu.barrier_arrive(self.shared.q_free.at[self.lane])
+
+            @pl.when(item.is_first & item.is_last)
+            def finish() -> None:
+                self._store(item, state)
+
+            @pl.when(~(item.is_first & item.is_last))
+            def leave_to_merge() -> None:
+                place = self.index, jnp.where(item.is_first, 1, 0), self.part.column, self.part.rows
+                self.inputs.values[place] = state.values
+                self.inputs.max_score[place] = state.max_score
+                self.inputs.denominator[place] = state.denominator
+
+            return block_count + item.end - item.begin
+
+        lax.fori_loop(*self.items, compute_item, i32(0))
+
+    def _attend_item(self, item: Item, block_count: Any) -> Softmax:
+        """The softmax over the blocks of one item; masks only where it must."""
+        call = self.call
+        state = self._start(item)
+        # Blocks that all tokens of the tile see from end to end.
+        num_seen = item.past_len if call.tree_words else item.position + 1
+        full_end = jnp.clip(lax.div(num_seen, i32(BLOCK_KV)), item.begin, item.end)
+        full_begin = item.begin
+        if call.window is not None:
+            last = item.position + item.num_tokens - 1
+            first_full = lax.div(jnp.maximum(last - call.window + 1, 0) + (BLOCK_KV - 1), i32(BLOCK_KV))
+            full_begin = jnp.clip(first_full, item.begin, full_end)
+
+        def absorb(block: Any, state: Softmax, masked: bool) -> Softmax:
+            slot = self._slot(block_count + block - item.begin)
+            return self._absorb_block(item, block, slot, state, masked)
+
+        if call.window is not None:
+            state = lax.fori_loop(item.begin, full_begin, functools.partial(absorb, masked=True), state)
+        state = lax.fori_loop(full_begin, full_end, functools.partial(absorb, masked=False), state)
+        return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
+
+    def _start(self, item: Item) -> Softmax:
+        """The softmax before any key: empty, or holding the sinks of the rows where the item begins."""
+        max_score = cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
+        denominator = cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
+        if self.call.has_sinks:
+            sinks = load(self.inputs.sink_rows.at[item.head, self.part.rows], _ROWS)
+            max_score = jnp.where(item.is_first, sinks, max_score)
+            denominator = jnp.where(item.is_first, jnp.full_like(denominator, 1), denominator)
+        shape = (WARPGROUP_ROWS, self.call.head_dim // self.tiles.column_parts)
+        values = cast(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA)
+        return Softmax(values, max_score, denominator)
+
+    def _absorb_block(self, item: Item, block: Any, slot: Any, state: Softmax, masked: bool) -> Softmax:
+        """The softmax after one more block of keys."""
+        k = self.ring.keys(item, block, slot, masked)
+        scores = _scores(self.shared.q.at[self.lane, self.part.rows], k)
+        self.ring.give_back_keys(slot)
+        scores = self._scale_and_mask(scores, item, block, masked)
+        max_score = jnp.maximum(state.max_score, scores.max(axis=1))
+        rescale = jnp.exp2(state.max_score - max_score)
+        weights = jnp.exp2(scores - lax.broadcast_in_dim(max_score, scores.shape, [0]))
+        denominator = state.denominator * rescale + weights.sum(axis=1)
+        weights = weights.astype(self.call.dtype)
+        v = self.ring.values(slot, masked)
+        values = state.values * lax.broadcast_in_dim(rescale, state.values.shape, [0])
+        values = self._add_values(values, weights, v)
+        self.ring.give_back_values(slot)
+        return Softmax(values, max_score, denominator)
+
+    def _scale_and_mask(self, scores: Any, item: Item, block: Any, masked: bool) -> Any:
+        """Scores in base 2, soft-capped; those that a query does not see are MASKED."""
+        scale, soft_cap, window = self.call.scale, self.call.soft_cap, self.call.window
+        if soft_cap is None:
+            scores *= scale * LOG2E
+        else:
+            # tanh by its definition: the approximate instruction has 11 bits.
+            growth = jnp.exp2(scores * (2 * LOG2E * scale / soft_cap))
+            scores = (soft_cap * LOG2E) * (1 - 2 / (growth + 1))
+        if not masked:
+            return scores
+        key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + block * BLOCK_KV
+        row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_ROWS) + self.part.row
+        query = lax.broadcast_in_dim(item.position - item.lead + (row & (self.tiles.tokens - 1)), scores.shape, [0])
+        visible = key <= query
+        if window is not None:
+            visible &= key > query - window
+        if self.call.tree_words:
+            visible &= self._in_tree(key - item.past_len, item)
+        return jnp.where(visible, scores, MASKED)
+
+    def _in_tree(self, new_id: Any, item: Item) -> Any:
+        """Which keys each query sees; `new_id` counts from the row's first new token, past ones are negative."""
+        num_words = self.call.tree_words
+        visible = (new_id < 0) | (new_id >= 32 * num_words)
+        for i in range(num_words):
+            word = load(self.inputs.tree_rows.at[item.tile, i, self.part.rows], _ROWS)
+            bit = lax.shift_right_logical(lax.broadcast_in_dim(word, new_id.shape, [0]), new_id & 31) & 1
+            visible |= (new_id >= 32 * i) & (new_id < 32 * (i + 1)) & (bit == 1)
+        return visible
+
+    def _add_values(self, values: Any, weights: Any, v: Any) -> Any:
+        """`values + weights @ v`."""
+        if self.call.interpret is None:
+            return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, v))(plgpu.ACC.init(values))
+        p = self.shared.p.at[self.lane * self.tiles.warpgroups + self.part.index]
+        p[...] = weights
+        plgpu.commit_smem()
+
+        def multiply(acc: Any) -> Any:
+            plgpu.wgmma(acc, p, v)
+            return acc[...]
+
+        return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
+
+    def _store(self, item: Item, state: Softmax) -> None:
+        """Writes its part to the output, by way of shared memory; live tokens only."""
+        call, tiles, part = self.call, self.tiles, self.part
+        out = self.shared.out.at[self.lane * tiles.warpgroups + part.index]
+        shift = MIN_TILE_TOKENS - item.lead  # so that the first token stored is at a multiple of eight
+        out[pl.ds(shift, WARPGROUP_ROWS)] = state.result(plgpu.Layout.WGMMA, call.dtype)
+        plgpu.commit_smem()
+        tokens = min(tiles.tokens, WARPGROUP_ROWS)  # of one head in one part
+
+        @pl.loop(0, WARPGROUP_ROWS // tokens)
+        def store_head(segment: Any) -> None:
+            row = part.row + segment * tokens
+            g, first = lax.div(row, i32(tiles.tokens)), lax.rem(row, i32(tiles.tokens))
+            begin = jnp.maximum(item.lead - first, 0)  # among this head's tokens in this part
+            end = jnp.clip(item.lead + item.num_tokens - first, begin, tokens)
+            num_tokens = jnp.where(g < call.group, end - begin, 0)
+            token, head = item.base_token + first + begin, item.head * call.group + g
+            copy_tokens(
+                out, shift + segment * tokens + begin, self.inputs.out, token, head, part.column, num_tokens, tokens
+            )
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _scores(q: Any, k: Any) -> Any:
+    def multiply(acc: Any) -> Any:
+        plgpu.wgmma(acc, q, k.transpose((1, 0)))
+        return acc[...]
+
+    return pl.run_scoped(multiply, plgpu.ACC((WARPGROUP_ROWS, k.shape[0]), jnp.float32))

@@ -1,0 +1,115 @@
+"""The warpgroup of a worker that loads queries, keys and values. See the package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, i32
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import first_scale
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, SCALES
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup
+
+
+class LoadingWarpgroup(Warpgroup):
+    """Feeds the others of its worker."""
+
+    def run(self) -> None:
+        """Fills the ring, one block of keys and values after the other."""
+        shared, stages = self.shared, self.tiles.stages
+
+        def load_item(index: Any, block_count: Any) -> Any:
+            item = self._item(index)
+
+            @pl.when(index > self.items[0])
+            def wait_for_q() -> None:
+                plgpu.barrier_wait(shared.q_free.at[self.lane])
+
+            self._load_queries(item)
+
+            def load_block(block: Any, block_count: Any) -> Any:
+                slot = self._slot(block_count)
+                page_ids = self._page_ids(item, block)
+
+                @pl.when(block_count >= stages)
+                def wait_for_keys() -> None:
+                    plgpu.barrier_wait(shared.k_free.at[slot])
+
+                self._load_pages(page_ids, block, 2 * item.head, 0, shared.k.at[slot], shared.k_ready.at[slot])
+
+                @pl.when(block_count >= stages)
+                def wait_for_values() -> None:
+                    plgpu.barrier_wait(shared.v_free.at[slot])
+
+                for part in range(self.tiles.column_parts):
+                    self._load_pages(
+                        page_ids, block, 2 * item.head + 1, part, shared.v.at[slot, part], shared.v_ready.at[slot]
+                    )
+                if self.call.is_quantized:
+                    self._load_scales(page_ids, block, item, shared.scales.at[slot], shared.v_ready.at[slot])
+                return block_count + 1
+
+            return lax.fori_loop(item.begin, item.end, load_block, block_count)
+
+        block_count = lax.fori_loop(*self.items, load_item, i32(0))
+
+        # What is still in flight is seen to its end.
+        @pl.when(self.items[1] > self.items[0])
+        def drain_q() -> None:
+            plgpu.barrier_wait(shared.q_free.at[self.lane])
+
+        @pl.loop(jnp.maximum(block_count - stages, 0), block_count)
+        def drain(count: Any) -> None:
+            plgpu.barrier_wait(shared.k_free.at[self._slot(count)])
+            plgpu.barrier_wait(shared.v_free.at[self._slot(count)])
+
+    def _load_queries(self, item: Item) -> None:
+        """A tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
+        tokens = self.tiles.tokens
+
+        @pl.loop(0, self.call.group)
+        def load_head(g: Any) -> None:
+            plgpu.copy_gmem_to_smem(
+                self.inputs.q.at[pl.ds(item.base_token, tokens), item.head * self.call.group + g],
+                self.shared.q.at[self.lane, pl.ds(g * tokens, tokens)],
+                self.shared.q_ready.at[self.lane],
+            )
+
+    def _page_ids(self, item: Item, block: Any) -> list[Any]:
+        """The pages of one block; of a page past the end, which the table may not have, the first one again."""
+        size = self.call.page_size
+        if size > BLOCK_KV:
+            return [self.inputs.page_table[item.row, lax.div(block, i32(size // BLOCK_KV))]]
+        num_pages = lax.div(item.position + item.num_tokens + (size - 1), i32(size))
+        first = block * (BLOCK_KV // size)
+        columns = [jnp.where(first + i < num_pages, first + i, first) for i in range(BLOCK_KV // size)]
+        return [self.inputs.page_table[item.row, column] for column in columns]
+
+    def _load_pages(self, page_ids: list[Any], block: Any, head: Any, part: int, buffer: Any, ready: Any) -> None:
+        """As many columns of a head's block as the buffer has, from the part-th on."""
+        pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(part * buffer.shape[1], buffer.shape[1])
+        self._copy_block(
+            page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, head, columns], buffer, ready
+        )
+
+    def _load_scales(self, page_ids: list[Any], block: Any, item: Item, buffer: Any, ready: Any) -> None:
+        """Those of a head's keys and values, with its neighbours'."""
+        scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(first_scale(item.head), SCALES)
+        self._copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
+
+    def _copy_block(
+        self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
+    ) -> None:
+        """What `source(page, tokens)` refers to, for all tokens of a block."""
+        size = self.call.page_size
+        if size > BLOCK_KV:
+            offset = lax.rem(block, i32(size // BLOCK_KV)) * BLOCK_KV
+            plgpu.copy_gmem_to_smem(source(page_ids[0], pl.ds(offset, BLOCK_KV)), buffer, ready)
+            return
+        for i, page_id in enumerate(page_ids):
+            plgpu.copy_gmem_to_smem(source(page_id, slice(None)), buffer.at[pl.ds(i * size, size)], ready)

@@ -1,0 +1,110 @@
+"""What the kernel that attends has in global and in shared memory. See the package."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import i32
+from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BLOCK_KV,
+    MIN_TILE_TOKENS,
+    SCALES,
+    WARPGROUP_ROWS,
+    Call,
+    Tiles,
+)
+
+
+class Inputs(NamedTuple):
+    """What the kernel gets in global memory."""
+
+    layer: Any  # [1]
+    tiles: Any
+    workers: Any
+    page_table: Any
+    sink_rows: Any
+    tree_rows: Any
+    q: Any
+    kv_pages: Any
+    scales: Any  # of their numbers, if they have any
+    out: Any
+    values: Any
+    max_score: Any
+    denominator: Any
+
+
+class Shared(NamedTuple):
+    """Shared memory and barriers of a block of threads; a worker has its own part of each."""
+
+    q: Any  # [workers, rows, H]
+    k: Any  # [workers * stages, BLOCK_KV, H]
+    v: Any  # [workers * stages, column_parts, BLOCK_KV, H / column_parts]
+    scales: Any  # [workers * stages, BLOCK_KV, SCALES], those of the head's keys and values, and of its neighbours'
+    wide_k: Any  # [workers, BLOCK_KV, H], a block of keys multiplied with their scales
+    wide_v: Any
+    out: Any  # [workers * warpgroups, 8 + 64, H / column_parts]
+    q_ready: Any
+    q_free: Any
+    k_ready: Any
+    k_free: Any
+    v_ready: Any
+    v_free: Any
+    meeting: Any
+    p: Any  # weights of the values; in the interpreter alone, which lacks wgmma from registers
+
+
+def shared_memory(call: Call, tiles: Tiles) -> Shared:
+    """What a block of threads asks for."""
+    workers, stages, H = tiles.workers, tiles.workers * tiles.stages, call.head_dim
+    pages, columns = max(1, BLOCK_KV // call.page_size), H // tiles.column_parts
+    warpgroups = workers * tiles.warpgroups
+
+    def matrix(*shape: int) -> Any:
+        return plgpu.SMEM(shape, call.dtype, transforms=_layout(call, call.swizzle))
+
+    def ring(*shape: int) -> Any:
+        swizzle = call.tile_columns * call.kv_dtype.itemsize
+        return plgpu.SMEM((stages, *shape), call.kv_dtype, transforms=_layout(call, swizzle))
+
+    def barriers(num_arrivals: int, num_barriers: int) -> Any:
+        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
+
+    unused = plgpu.SMEM((8,), jnp.int32)
+    wide = matrix(workers, BLOCK_KV, H) if call.is_quantized else unused
+    return Shared(
+        q=matrix(workers, tiles.rows, H),
+        k=ring(BLOCK_KV, H),
+        v=ring(tiles.column_parts, BLOCK_KV, columns),
+        scales=plgpu.SMEM((stages, BLOCK_KV, SCALES), jnp.float32) if call.is_quantized else unused,
+        wide_k=wide,
+        wide_v=wide,
+        out=_out_type(call, tiles, warpgroups),
+        q_ready=barriers(call.group, workers),
+        q_free=barriers(tiles.warpgroups, workers),
+        k_ready=barriers(pages, stages),
+        k_free=barriers(tiles.warpgroups, stages),
+        v_ready=barriers(pages * (tiles.column_parts + call.is_quantized), stages),
+        v_free=barriers(tiles.warpgroups, stages),
+        meeting=barriers(tiles.warpgroups, workers),
+        p=unused if call.interpret is None else matrix(warpgroups, WARPGROUP_ROWS, BLOCK_KV),
+    )
+
+
+def _out_type(call: Call, tiles: Tiles, warpgroups: int) -> Any:
+    """Where output waits to be stored; with room to shift a tile's rows."""
+    shape = (warpgroups, MIN_TILE_TOKENS + WARPGROUP_ROWS, call.head_dim // tiles.column_parts)
+    return plgpu.SMEM(shape, call.dtype)
+
+
+def _layout(call: Call, swizzle: int) -> tuple[Any, Any]:
+    """Of matrices in shared memory that wgmma reads, or that become such."""
+    return plgpu.TilingTransform((8, call.tile_columns)), plgpu.SwizzleTransform(swizzle)
+
+
+def first_scale(head: Any) -> Any:
+    """Of the scales that are fetched with a head's own."""
+    return lax.div(2 * head, i32(SCALES)) * SCALES

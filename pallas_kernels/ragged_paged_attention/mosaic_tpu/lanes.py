@@ -1,0 +1,142 @@
+"""How rows of one token attend, several side by side. See the package."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Unit
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    FIRST_BLOCK,
+    KV_LEN,
+    LANES,
+    NUM_LANE_COLUMNS,
+    ROW,
+    Blocks,
+    Call,
+)
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Phase, Span
+
+
+class _LaneScratch(NamedTuple):
+    queries: Any  # f32[slots, lanes, K, filled, width]
+    out: Any  # f32[2, lanes, K, filled, width]
+    state: Softmax  # [lanes, K * filled, ...]
+    query_sems: Any
+    out_sems: Any
+
+
+class Lanes(Phase):
+    """Rows of one token: an entry is a group of them that go side by side, each through its own pages."""
+
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
+        self.sequences, self.pages = blocks.lanes, blocks.lane_pages
+        super().__init__(call, blocks, refs, refs.counts[1])
+        self.rows = call.num_kv_heads * call.filled_group  # of a lane
+
+    def _scratch(self) -> _LaneScratch:
+        call, slots, lanes = self.call, self.blocks.slots, self.sequences
+        heads = (lanes, call.num_kv_heads, call.filled_group, call.width)
+        columns = pltpu.VMEM((lanes, self.rows, LANES), jnp.float32)
+        return _LaneScratch(
+            queries=pltpu.VMEM((slots, *heads), jnp.float32),
+            out=pltpu.VMEM((2, *heads), jnp.float32),
+            state=Softmax(columns, columns, pltpu.VMEM((lanes, self.rows, call.width), jnp.float32)),
+            query_sems=pltpu.SemaphoreType.DMA((slots,)),
+            out_sems=pltpu.SemaphoreType.DMA((2,)),
+        )
+
+    def _num_blocks(self, entry: Any) -> Any:
+        return self.refs.groups[jnp.minimum(entry, self.refs.groups.shape[0] - 1)]
+
+    def _column(self, entry: Any, lane: int, column: int) -> Any:
+        last = self.refs.lanes.shape[0] // NUM_LANE_COLUMNS - self.sequences
+        index = jnp.minimum(entry * self.sequences, last) + lane
+        return self.refs.lanes[index * NUM_LANE_COLUMNS + column]
+
+    def _first_token(self, entry: Any, lane: int, block: Any) -> Any:
+        return (self._column(entry, lane, FIRST_BLOCK) + block) * self.block_tokens
+
+    def _spans(self, entry: Any, block: Any) -> list[Span]:
+        spans = []
+        for lane in range(self.sequences):
+            first_page = (self._column(entry, lane, FIRST_BLOCK) + block) * self.pages
+            row_pages = pl.cdiv(self._column(entry, lane, KV_LEN), self.call.page_size)
+            num_pages = jnp.clip(row_pages - first_page, 0, self.pages)
+            spans.append(Span(self._column(entry, lane, ROW), first_page, num_pages))
+        return spans
+
+    def _query_copies(self, entry: Any, slot: Any, scratch: _LaneScratch) -> list[Any]:
+        lanes = self.refs.inputs.lane_queries.at[pl.ds(entry * self.sequences, self.sequences)]
+        return [pltpu.make_async_copy(lanes, scratch.queries.at[slot], scratch.query_sems.at[slot])]
+
+    def _out_copy(self, entry: Any, scratch: _LaneScratch) -> Any:
+        half = lax.rem(entry, 2)
+        lanes = self.refs.lane_out.at[pl.ds(entry * self.sequences, self.sequences)]
+        return pltpu.make_async_copy(scratch.out.at[half], lanes, scratch.out_sems.at[half])
+
+    def _compute(self, entry: Any, block: Any, unit: Unit, scratch: _LaneScratch) -> None:
+        slot = lax.rem(entry, self.blocks.slots)
+
+        @pl.when(block == 0)
+        def begin() -> None:
+            for copy in self._query_copies(entry, slot, scratch):
+                copy.wait()
+            self._reset(scratch.state)
+
+        for lane in range(self.sequences):
+            self._compute_lane(entry, block, lane, unit, scratch.queries.at[slot, lane], scratch.state)
+
+        @pl.when(block + 1 == self._num_blocks(entry))
+        def store() -> None:
+            @pl.when(entry >= 2)
+            def free() -> None:
+                self._out_copy(entry - 2, scratch).wait()
+
+            half = lax.rem(entry, 2)
+            for lane in range(self.sequences):
+                shape = scratch.out.shape[2:]
+                scratch.out[half, lane] = scratch.state.result(lane).reshape(shape)
+            self._out_copy(entry, scratch).start()
+
+    def _reset(self, state: Softmax) -> None:
+        sinks = self.refs.inputs.lane_sinks
+        for lane in range(self.sequences):
+            state.max_score[lane] = sinks[...] if self.call.has_sinks else jnp.full(sinks.shape, MASKED, jnp.float32)
+            state.denominator[lane] = jnp.full(sinks.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
+        state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
+
+    def _compute_lane(self, entry: Any, block: Any, lane: int, unit: Unit, queries: Any, state: Softmax) -> None:
+        first, kv_len = self._first_token(entry, lane, block), self._column(entry, lane, KV_LEN)
+        unit.prepare(lane, kv_len - first)
+        heads = [unit.head_block(lane, head) for head in range(self.call.num_kv_heads)]
+        scores = [own.scores(queries[head].astype(own.keys.dtype)) for head, own in enumerate(heads)]
+        key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
+        visible = key < kv_len
+        if self.call.window is not None:
+            visible &= key >= kv_len - self.call.window
+
+        def add_up(weights: Any) -> Any:
+            size = self.call.filled_group
+            parts = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
+            return jnp.concatenate([own.weighted_sum(part) for own, part in zip(heads, parts, strict=True)])
+
+        state.absorb(lane, jnp.concatenate(scores), visible, add_up, first < kv_len)
+
+    def _finish(self, scratch: _LaneScratch) -> None:
+        num_entries = self._count_entries()
+
+        @pl.loop(jnp.maximum(num_entries - 2, 0), num_entries)
+        def drain(entry: Any) -> None:
+            self._out_copy(entry, scratch).wait()
+
+    def _count_entries(self) -> Any:
+        """Groups that have any block: the first ones."""
+        groups = self.refs.groups
+        return lax.fori_loop(0, groups.shape[0], lambda i, n: n + (groups[i] > 0).astype(jnp.int32), jnp.int32(0))

@@ -1,0 +1,141 @@
+"""Pages of keys and values in memory, and what is computed from a head's block of them. See the package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, Call
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
+
+
+class Pages(NamedTuple):
+    """Those of units in memory, or of one."""
+
+    values: Any  # [slots, pages, K, P, 2H]
+    scales: Any  # f32[slots, pages, slabs, rows, 128]; None for pools without
+    scales_by_token: Any  # f32[sequences, keys and values of heads, tokens], of the unit that is worked on
+
+    def at(self, slot: Any) -> Pages:
+        """Those of one unit."""
+        scales = None if self.scales is None else self.scales.at[slot]
+        return self._replace(values=self.values.at[slot], scales=scales)
+
+
+class HeadBlock(NamedTuple):
+    """A kv head of a sequence's block."""
+
+    call: Call
+    keys: Any  # [tokens, width]
+    values: Any
+    key_scales: Any  # f32[1, tokens]; None for pools without
+    value_scales: Any
+
+    def scores(self, q: Any) -> Any:
+        """Of queries `[rows, width]` with the keys, `[rows, tokens]`: in base 2, soft-capped."""
+        scale, soft_cap = self.call.scale, self.call.soft_cap
+        products = _dot(q, self.keys, 1)
+        if self.key_scales is not None:
+            products *= self.key_scales
+        if soft_cap is None:
+            return products * (scale * LOG2E)
+        return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
+
+    def weighted_sum(self, weights: Any) -> Any:
+        """Of the values, `[rows, width]`, by weights `[rows, tokens]`."""
+        if self.value_scales is not None:
+            weights = weights * self.value_scales
+        return _dot(weights.astype(self.values.dtype), self.values, 0)
+
+
+def _dot(a: Any, b: Any, contracted: int) -> Any:
+    """`a[m, c] . b`, over the given dimension of b, in float32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (contracted,)), ((), ())),
+        precision=lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT,
+        preferred_element_type=jnp.float32,
+    )
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A block of each of some sequences, whose pages have come."""
+
+    call: Call
+    pages: Pages
+    num_pages: int  # of a sequence
+
+    @property
+    def num_tokens(self) -> int:
+        """Of a sequence."""
+        return self.num_pages * self.call.page_size
+
+    def prepare(self, sequence: int, end: Any) -> None:
+        """Zeros in place of a sequence's keys and values from token `end` of the block on, if it ends there.
+
+        A stale NaN would pass through a weight of zero; integers are none, but their scales may be.
+        """
+        if not jnp.issubdtype(self.call.kv_dtype, jnp.integer):
+            self._clear_tail(sequence, end)
+        if self.call.has_scales:
+            self._order_scales(sequence, end)
+
+    def head_block(self, sequence: int, head: Any) -> HeadBlock:
+        """A kv head of a sequence that is prepared, in the dtype of products."""
+        own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, head]  # [pages, P, 2H]
+        kv = own.reshape(self.num_tokens, own.shape[-1]).astype(self.call.product_dtype)
+        H = self.call.head_dim
+        keys, values = (kv[:, :H], kv[:, H:]) if self.call.width == H else (kv, kv)
+        if not self.call.has_scales:
+            return HeadBlock(self.call, keys, values, None, None)
+        tokens = slice(0, self.num_tokens)
+        scales = [self.pages.scales_by_token[sequence, pl.ds(2 * head + part, 1), tokens] for part in range(2)]
+        return HeadBlock(self.call, keys, values, *scales)
+
+    def _clear_tail(self, sequence: int, end: Any) -> None:
+        slab = self.call.slab
+        slabs_per_page, num_slabs = self.call.page_size // slab, self.num_tokens // slab
+
+        @pl.when((end > 0) & (end < self.num_tokens))
+        def clear() -> None:
+            @pl.loop(end // slab, num_slabs)
+            def clear_slab(index: Any) -> None:
+                page, offset = index // slabs_per_page, lax.rem(index, slabs_per_page) * slab
+                rows = pl.ds(pl.multiple_of(offset, slab), slab)
+                place = self.pages.values.at[sequence * self.num_pages + page, :, rows]
+                token = lax.broadcasted_iota(jnp.int32, place.shape, 1) + index * slab
+                place[...] = jnp.where(token < end, place[...].astype(jnp.float32), 0).astype(place.dtype)
+
+    def _order_scales(self, sequence: int, end: Any) -> None:
+        """Puts the scales of each head side by side, token after token; zeros from token `end` of the block on.
+
+        Rows of a tile of scales hold several heads for the tokens of a slab, then for several slabs one head.
+        """
+        pages, num_rows = self.pages, self.pages.scales.shape[-2]
+        slabs_per_page, num_slabs = self.call.page_size // SCALE_TOKENS, self.num_tokens // SCALE_TOKENS
+        together = min(SCALE_HEADS, num_slabs)
+
+        @pl.loop(0, num_slabs // together)
+        def order(group: Any) -> None:
+            columns = pl.ds(pl.multiple_of(group * LANES, LANES), LANES)
+            column = lax.broadcasted_iota(jnp.int32, (num_rows, LANES), 1)
+            slabs = []
+            for number in range(together):
+                index = group * together + number
+                page = sequence * self.num_pages + index // slabs_per_page
+                slabs.append(pages.scales[page, lax.rem(index, slabs_per_page)])
+            for part in range(SCALE_HEADS):
+                ordered = jnp.zeros((num_rows, LANES), jnp.float32)
+                for number, slab in enumerate(slabs):
+                    shift = (number - part) % SCALE_HEADS * SCALE_TOKENS
+                    moved = pltpu.roll(slab, shift, 1) if shift else slab
+                    ordered = jnp.where(column >= number * SCALE_TOKENS, moved, ordered)
+                ordered = jnp.where(column + group * LANES < end, ordered, 0)
+                pages.scales_by_token[sequence, part * num_rows : (part + 1) * num_rows, columns] = ordered

@@ -1,0 +1,185 @@
+"""How rows of several tokens attend, a tile of their queries at a time. See the package."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Unit
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    BASE_TOKEN,
+    LANES,
+    LEAD,
+    NUM_BLOCKS,
+    NUM_TILE_COLUMNS,
+    NUM_TOKENS,
+    PAST_LEN,
+    POSITION,
+    SUBLANES,
+    TILE_FIRST_BLOCK,
+    TILE_ROW,
+    Blocks,
+    Call,
+    heads_together,
+)
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Phase, Span
+
+
+class _TileScratch(NamedTuple):
+    queries: Any  # [slots, Q, tokens, width]
+    words: Any  # i32[slots, tokens, words]
+    out: Any  # [Q, tokens, width]
+    others: Any  # what is there in its place
+    state: Softmax  # [Q, tokens, ...]
+    query_sems: Any
+    out_sems: Any  # of what leaves, and of what is read
+
+
+class Tiles(Phase):
+    """Rows of several tokens: an entry is a tile of queries of one row."""
+
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs, kind: int) -> None:
+        self.sequences, self.pages = 1, blocks.tile_pages
+        self.tokens, self.table = blocks.tile_tokens[kind], refs.tiles[kind]
+        super().__init__(call, blocks, refs, refs.counts[2 + kind])
+
+    def _scratch(self) -> _TileScratch:
+        call, slots = self.call, self.blocks.slots
+        queries, dtype = (call.num_query_heads, self.tokens, call.width), call.product_dtype
+        columns = pltpu.VMEM((*queries[:2], LANES), jnp.float32)
+        return _TileScratch(
+            queries=pltpu.VMEM((slots, *queries), dtype),
+            words=pltpu.VMEM((slots, self.tokens, max(1, call.tree_words)), jnp.int32),
+            out=pltpu.VMEM(queries, dtype),
+            others=pltpu.VMEM(queries, dtype),
+            state=Softmax(columns, columns, pltpu.VMEM(queries, jnp.float32)),
+            query_sems=pltpu.SemaphoreType.DMA((slots,)),
+            out_sems=pltpu.SemaphoreType.DMA((2,)),
+        )
+
+    def _column(self, entry: Any, column: int) -> Any:
+        last = self.table.shape[0] // NUM_TILE_COLUMNS - 1
+        return self.table[jnp.minimum(entry, last) * NUM_TILE_COLUMNS + column]
+
+    def _num_blocks(self, entry: Any) -> Any:
+        return self._column(entry, NUM_BLOCKS)
+
+    def _end(self, entry: Any) -> Any:
+        """Of the keys that the tile sees."""
+        return self._column(entry, POSITION) + self._column(entry, NUM_TOKENS)
+
+    def _spans(self, entry: Any, block: Any) -> list[Span]:
+        first_page = (self._column(entry, TILE_FIRST_BLOCK) + block) * self.pages
+        num_pages = jnp.clip(pl.cdiv(self._end(entry), self.call.page_size) - first_page, 0, self.pages)
+        return [Span(self._column(entry, TILE_ROW), first_page, num_pages)]
+
+    def _place(self, entry: Any) -> Any:
+        """The tile's tokens in the step."""
+        return pl.ds(pl.multiple_of(self._column(entry, BASE_TOKEN), SUBLANES * 2), self.tokens)
+
+    def _query_copies(self, entry: Any, slot: Any, scratch: _TileScratch) -> list[Any]:
+        queries, sem = self.refs.inputs.tile_queries.at[:, self._place(entry)], scratch.query_sems.at[slot]
+        copies = [pltpu.make_async_copy(queries, scratch.queries.at[slot], sem)]
+        if self.call.tree_words:
+            words = self.refs.inputs.tree_words.at[self._place(entry)]
+            copies.append(pltpu.make_async_copy(words, scratch.words.at[slot], sem))
+        return copies
+
+    def _store_copy(self, entry: Any, scratch: _TileScratch) -> Any:
+        return pltpu.make_async_copy(scratch.out, self.refs.tile_out.at[:, self._place(entry)], scratch.out_sems.at[0])
+
+    def _others_copy(self, entry: Any, scratch: _TileScratch) -> Any:
+        place = self.refs.tile_out.at[:, self._place(entry)]
+        return pltpu.make_async_copy(place, scratch.others, scratch.out_sems.at[1])
+
+    def _compute(self, entry: Any, block: Any, unit: Unit, scratch: _TileScratch) -> None:
+        slot = lax.rem(entry, self.blocks.slots)
+
+        @pl.when(block == 0)
+        def begin() -> None:
+            for copy in self._query_copies(entry, slot, scratch):
+                copy.wait()
+
+            @pl.when(entry > 0)
+            def order() -> None:  # the tile before may have written what this one must keep
+                self._store_copy(entry - 1, scratch).wait()
+
+            self._others_copy(entry, scratch).start()
+            self._reset(scratch.state)
+
+        first = (self._column(entry, TILE_FIRST_BLOCK) + block) * self.block_tokens
+        unit.prepare(0, self._end(entry) - first)
+        visible = self._visible(entry, first, scratch.words.at[slot])
+        together = heads_together(self.call, self.tokens)
+
+        @pl.loop(0, self.call.num_query_heads // together)
+        def attend(number: Any) -> None:
+            heads = pl.ds(number * together, together)
+            own = unit.head_block(0, number * together // self.call.group)
+            q = scratch.queries[slot, heads].reshape(together * self.tokens, self.call.width)
+            scores = own.scores(q).reshape(together, self.tokens, self.block_tokens)
+
+            def add_up(weights: Any) -> Any:
+                rows = weights.reshape(together * self.tokens, self.block_tokens)
+                return own.weighted_sum(rows).reshape(together, self.tokens, self.call.width)
+
+            seen = jnp.broadcast_to(visible[None], scores.shape)
+            scratch.state.absorb(heads, scores, seen, add_up, None)
+
+        @pl.when(block + 1 == self._num_blocks(entry))
+        def store() -> None:
+            self._others_copy(entry, scratch).wait()
+            self._merge(entry, scratch)
+            self._store_copy(entry, scratch).start()
+
+    def _reset(self, state: Softmax) -> None:
+        shape = (self.tokens, LANES)
+        for head in range(self.call.num_query_heads):
+            sink = self.refs.inputs.tile_sinks[head] if self.call.has_sinks else MASKED
+            state.max_score[head] = jnp.full(shape, sink, jnp.float32)
+        state.denominator[...] = jnp.full(state.denominator.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
+        state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
+
+    def _visible(self, entry: Any, first: Any, words: Any) -> Any:
+        """Which keys of the block from token `first` on each query of the tile sees, `[tokens, keys]`."""
+        shape = (self.tokens, self.block_tokens)
+        query = lax.broadcasted_iota(jnp.int32, shape, 0) + self._column(entry, POSITION) - self._column(entry, LEAD)
+        key = lax.broadcasted_iota(jnp.int32, shape, 1) + first
+        visible = key <= query
+        if self.call.window is not None:
+            visible &= key > query - self.call.window
+        if self.call.tree_words:
+            visible &= self._in_tree(key - self._column(entry, PAST_LEN), words)
+        return visible
+
+    def _in_tree(self, new_id: Any, words: Any) -> Any:
+        """Which keys each query sees; `new_id` counts from the row's first new token, past ones are negative."""
+        num_words = self.call.tree_words
+        visible = (new_id < 0) | (new_id >= 32 * num_words)
+        for i in range(num_words):
+            word = jnp.broadcast_to(words[:, i : i + 1], new_id.shape)
+            bit = lax.shift_right_logical(word, new_id & 31) & 1
+            visible |= (new_id >= 32 * i) & (new_id < 32 * (i + 1)) & (bit == 1)
+        return visible
+
+    def _merge(self, entry: Any, scratch: _TileScratch) -> None:
+        """The tile's output, and what others wrote to the same memory tiles."""
+        shape = (self.tokens, self.call.width)
+        token = lax.broadcasted_iota(jnp.int32, shape, 0) - self._column(entry, LEAD)
+        is_own = (token >= 0) & (token < self._column(entry, NUM_TOKENS))
+
+        @pl.loop(0, self.call.num_query_heads)
+        def merge_head(head: Any) -> None:
+            others = scratch.others[head].astype(jnp.float32)
+            scratch.out[head] = jnp.where(is_own, scratch.state.result(head), others).astype(scratch.out.dtype)
+
+    def _finish(self, scratch: _TileScratch) -> None:
+        @pl.when(self.num_units > 0)
+        def drain() -> None:
+            self._store_copy(0, scratch).wait()

@@ -1,0 +1,185 @@
+"""Going through units of keys, with the pages of later ones on their way. See the package."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Pages, Unit
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, PAGE_IDS, SCALE_HEADS, Blocks, Call
+
+
+class Span(NamedTuple):
+    """What a unit has of one sequence."""
+
+    row: Any
+    first_page: Any  # among those of the row
+    num_pages: Any  # zero where the sequence has ended
+
+
+class _Memory(NamedTuple):
+    """What a phase has in memory."""
+
+    pages: Pages
+    ids: Any  # i32[2, sequences, 1, 128], of the pages of a unit and of the next
+    page_sems: Any
+    id_sems: Any
+    scratch: Any  # the phase's own
+
+
+class Phase(ABC):
+    """A list of entries, each with blocks of keys to go through: one after the other they are the units of the phase.
+
+    While one unit is worked on, the pages of the next ones are on their way, and the page ids of the one after those.
+    """
+
+    sequences: int  # of a unit
+    pages: int  # of a sequence in a unit
+
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs, num_units: Any) -> None:
+        self.call, self.blocks, self.refs, self.num_units = call, blocks, refs, num_units
+        self.block_tokens = self.pages * call.page_size
+        self.id_chunks = -(-call.table_width // PAGE_IDS)
+
+    @abstractmethod
+    def _num_blocks(self, entry: Any) -> Any:
+        """Of an entry."""
+
+    @abstractmethod
+    def _spans(self, entry: Any, block: Any) -> list[Span]:
+        """The pages of each sequence in the block-th block of an entry, counted from its first."""
+
+    @abstractmethod
+    def _query_copies(self, entry: Any, slot: Any, scratch: Any) -> list[Any]:
+        """What brings the queries of an entry."""
+
+    @abstractmethod
+    def _compute(self, entry: Any, block: Any, unit: Unit, scratch: Any) -> None:
+        """Attends to the unit, which is the block-th block of an entry."""
+
+    @abstractmethod
+    def _finish(self, scratch: Any) -> None:
+        """After the last unit."""
+
+    @abstractmethod
+    def _scratch(self) -> Any:
+        """What else the phase keeps in memory."""
+
+    def run(self) -> None:
+        """Goes through all."""
+        slots = self.blocks.slots
+        memory = _Memory(
+            pages=self._page_memory(),
+            ids=pltpu.SMEM((2, self.sequences, 1, PAGE_IDS), jnp.int32),
+            page_sems=pltpu.SemaphoreType.DMA((slots,)),
+            id_sems=pltpu.SemaphoreType.DMA((2,)),
+            scratch=self._scratch(),
+        )
+        pl.run_scoped(self._go_through, memory)
+
+    def _page_memory(self) -> Pages:
+        slots, num_pages = self.blocks.slots, self.sequences * self.pages
+        page = (self.call.num_kv_heads, self.call.page_size, 2 * self.call.head_dim)
+        values = pltpu.VMEM((slots, num_pages, *page), self.call.kv_dtype)
+        if not self.call.has_scales:
+            return Pages(values, None, None)
+        tiles = self.refs.scales.shape[2:]
+        by_token = (self.sequences, SCALE_HEADS * tiles[1], -(-self.block_tokens // LANES) * LANES)
+        scales = pltpu.VMEM((slots, num_pages, *tiles), jnp.float32)
+        return Pages(values, scales, pltpu.VMEM(by_token, jnp.float32))
+
+    def _go_through(self, memory: _Memory) -> None:
+        ahead = self.blocks.slots - 1
+
+        def fetch(number: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
+            """Asks for the pages of a unit and the page ids of the next; tells where that is."""
+            following = self._after(*at)
+
+            @pl.when(number + 1 < self.num_units)
+            def next_ids() -> None:
+                self._start_ids(following, lax.rem(number + 1, 2), memory)
+
+            @pl.when(number < self.num_units)
+            def pages() -> None:
+                self._start_pages(at, number, memory)
+
+            return following
+
+        @pl.when(self.num_units > 0)
+        def first_ids() -> None:
+            self._start_ids((0, 0), 0, memory)
+
+        start = (jnp.int32(0), jnp.int32(0))
+        fetched = lax.fori_loop(0, ahead, fetch, start)
+
+        def step(number: Any, at: tuple[tuple[Any, Any], tuple[Any, Any]]) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+            here, fetched = at
+            fetched = fetch(number + ahead, fetched)
+            slot = lax.rem(number, self.blocks.slots)
+            pages = memory.pages.at(slot)
+            self._wait_for_pages(here, pages, memory.page_sems.at[slot])
+            self._compute(*here, Unit(self.call, pages, self.pages), memory.scratch)
+            return self._after(*here), fetched
+
+        lax.fori_loop(0, self.num_units, step, (start, fetched))
+        self._finish(memory.scratch)
+
+    def _after(self, entry: Any, block: Any) -> tuple[Any, Any]:
+        """The entry and block that follow."""
+        is_last = block + 1 >= self._num_blocks(entry)
+        return jnp.where(is_last, entry + 1, entry), jnp.where(is_last, 0, block + 1)
+
+    def _id_copies(self, at: tuple[Any, Any], half: Any, memory: _Memory) -> list[tuple[Span, Any]]:
+        copies = []
+        for sequence, span in enumerate(self._spans(*at)):
+            chunk = span.row * self.id_chunks + span.first_page // PAGE_IDS
+            source = self.refs.inputs.page_ids.at[jnp.where(span.num_pages > 0, chunk, 0)]
+            target = memory.ids.at[half, sequence]
+            copies.append((span, pltpu.make_async_copy(source, target, memory.id_sems.at[half])))
+        return copies
+
+    def _start_ids(self, at: tuple[Any, Any], half: Any, memory: _Memory) -> None:
+        for span, copy in self._id_copies(at, half, memory):
+            pl.when(span.num_pages > 0)(copy.start)
+
+    def _start_pages(self, at: tuple[Any, Any], number: Any, memory: _Memory) -> None:
+        entry, block = at
+        half, slot = lax.rem(number, 2), lax.rem(number, self.blocks.slots)
+        pages, sem = memory.pages.at(slot), memory.page_sems.at[slot]
+
+        @pl.when(block == 0)
+        def queries() -> None:
+            for copy in self._query_copies(entry, lax.rem(entry, self.blocks.slots), memory.scratch):
+                copy.start()
+
+        for span, copy in self._id_copies(at, half, memory):
+            pl.when(span.num_pages > 0)(copy.wait)
+        for sequence, span in enumerate(self._spans(*at)):
+            first_id = lax.rem(span.first_page, PAGE_IDS)
+
+            @pl.loop(0, span.num_pages)
+            def start(page: Any, sequence: int = sequence, first_id: Any = first_id) -> None:
+                page_id = memory.ids[half, sequence, 0, first_id + page]
+                place = sequence * self.pages + page
+                for copy in self._page_copies(self.refs.layer[0], page_id, pages, place, sem):
+                    copy.start()
+
+    def _page_copies(self, layer: Any, page_id: Any, pages: Pages, place: Any, sem: Any) -> list[Any]:
+        copies = [pltpu.make_async_copy(self.refs.kv_pages.at[layer, page_id], pages.values.at[place], sem)]
+        if self.call.has_scales:
+            copies.append(pltpu.make_async_copy(self.refs.scales.at[layer, page_id], pages.scales.at[place], sem))
+        return copies
+
+    def _wait_for_pages(self, at: tuple[Any, Any], pages: Pages, sem: Any) -> None:
+        num_pages = sum(span.num_pages for span in self._spans(*at))
+
+        @pl.loop(0, num_pages)
+        def wait(page: Any) -> None:
+            for copy in self._page_copies(0, 0, pages, 0, sem):
+                copy.wait()
