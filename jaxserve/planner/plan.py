@@ -286,11 +286,7 @@ def _memory(
     page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     if sheet is None:
-<<<<<<< HEAD
-        limit, pool_limit = None, cpu_pool_bytes(config, local, schedule.page_size, page)
-=======
-        limit, pool_limit = machine_bytes(), cpu_pool_bytes(config, local, page)
->>>>>>> readme
+        limit, pool_limit = machine_bytes(), cpu_pool_bytes(config, local, schedule.page_size, page)
     else:
         limit = sheet.limit_bytes
         pool_limit = accelerator_pool_bytes(config, local, limit_bytes=limit, used_bytes=weight_bytes)
