@@ -48,8 +48,8 @@ class EngineConfig:
         max_model_len: longest prompt plus output; None is the model's own.
         max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere.
         max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere.
-        page_size: tokens per page of the KV pool; None is 16, on TPUs as many as make a page of a layer worth a copy of
-            its own, up to 128.
+        page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
+            on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
         gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
             for weights, temporaries and the pool.

@@ -23,8 +23,8 @@ class Entry:
 
     Attributes:
         shape: facts that are the same for all of the class.
-        sizes: those that differ from what is chosen without measuring.
-        evidence: what was measured, with units in the names: of these sizes, and without them.
+        sizes: in place of those that are chosen without measuring.
+        evidence: what was measured, with units in the names: of these sizes, and of those in use before.
     """
 
     shape: dict[str, int | str]

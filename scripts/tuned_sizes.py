@@ -36,11 +36,11 @@ def faster(document: Document) -> dict[str, list[tuning.Entry]]:
     points = document.points("tuning")
     machine = next((content["machine"] for _, stage, content in document.stages() if stage == "tuning"), {})
     for before in (point for point in points if point["change"] == "none"):
-        best = min((x for x in points if x["class"] == before["class"]), key=lambda x: _time(x, before))
+        best = min((x for x in points if x["shape"] == before["shape"]), key=lambda x: _time(x, before))
         if _time(best, before) <= 1 - GAIN:
             times = {name: best[name] for name in TIMES} | {f"{name}_before": before[name] for name in TIMES}
             evidence = {**times, "at": best["at"], **machine}
-            found.setdefault(best["chip"], []).append(tuning.Entry(best["class"], best["sizes"], evidence))
+            found.setdefault(best["chip"], []).append(tuning.Entry(best["shape"], best["sizes"], evidence))
     return found
 
 

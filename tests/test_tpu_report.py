@@ -1,8 +1,10 @@
 """The report of a TPU with tiny sizes on a CPU, the kernel in the interpreter; what a GPU's shares is tested there."""
 
 import importlib
+import json
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import tuned_sizes
 from device_report_parts.document import Document
 from device_report_parts.grid import FULL_TPU, TINY_TPU, grid_of
 from device_report_parts.kernels import KERNELS
+from device_report_parts.points import Latest
 from device_report_parts.shapes import load_of
 from pallas_kernels import tuning
 
@@ -68,10 +71,14 @@ def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path,
 
 
 def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
-    document, directory, printed = dry_run
-    before, changed = document.points("tuning")
+    document, _, printed = dry_run
+    points = document.points("tuning")
+    assert [(p["num_kv_heads"], p["change"]) for p in points] == [
+        (heads, change) for heads in (1, 2) for change in ("none", "unit_bytes=1048576")
+    ]
     assert "changed size" in printed
-    assert (before["sizes"], changed["sizes"]) == ({}, {"unit_bytes": 2**20})
+    before, changed = points[:2]
+    assert {k: v for k, v in changed["sizes"].items() if before["sizes"][k] != v} == {"unit_bytes": 2**20}
     report = Document(tmp_path / "tpu.json", "tpu", dry_run=False)
     report.begin("tuning", "tuning", MACHINE)
     for name, times in {"same": (98.0, 98.0), "slower": (70.0, 140.0), "faster": (90.0, 99.0)}.items():
@@ -79,16 +86,33 @@ def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Pat
         report.put("tuning", "tuning", "before", {**before, **dict.fromkeys(tuned_sizes.TIMES, 100.0)})
         report.put("tuning", "tuning", "changed", {**changed, **times_by_name})
         found = tuned_sizes.faster(report)
-        if name != "faster":
-            assert not found, name
+        assert bool(found) == (name == "faster"), name
     (entry,) = found["none"]
-    assert (entry.shape, entry.sizes) == (before["class"], {"unit_bytes": 2**20})
+    assert (entry.shape, entry.sizes) == (before["shape"], changed["sizes"])
     assert (entry.evidence["decode_us"], entry.evidence["decode_us_before"]) == (90.0, 100.0)
-    tuning.write_entries(tmp_path, "none", [entry])
-    assert tuning.measured_sizes(tmp_path, "none", before["class"]) == entry.sizes
+
+
+def test_tables_of_sizes_are_written(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
+    """In the folder that is named; what is of no TPU never becomes what TPUs take."""
+    document, directory, _ = dry_run
     script = [sys.executable, tuned_sizes.__file__, "--json", str(directory / "tpu.json")]
     refused = subprocess.run(script, check=False, capture_output=True, text=True, timeout=100)
     assert "must be of a TPU, not of a dry run" in refused.stderr
+    written = subprocess.run([*script, "--to", str(tmp_path)], check=True, capture_output=True, text=True, timeout=100)
+    expected = tuned_sizes.faster(document).get("none", [])
+    assert [json.loads(line)["sizes"] for line in written.stdout.splitlines()] == [entry.sizes for entry in expected]
+    assert list(tuning.read_entries(tmp_path, "none")) == expected
+
+
+def test_what_is_measured_next_has_the_memory_for_itself() -> None:
+    class Itself:
+        def __init__(self) -> None:
+            self.itself = self
+
+    latest = Latest(lambda _: Itself())
+    first = weakref.ref(latest.get(1))
+    latest.get(2)
+    assert first() is None
 
 
 def test_every_stage_is_there_and_knows_the_device() -> None:

@@ -232,15 +232,6 @@ def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
     return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
 
 
-def choose_page_size(
-    config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None
-) -> int:
-    """Tokens per page of the pool of a device that has `arch` of the model; `platform` as of `select_backend`."""
-    if config.page_size is not None:
-        return config.page_size
-    return attention.default_page_size(arch.num_kv_heads, arch.head_dim, kv_dtype, platform=platform)
-
-
 def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None) -> str:
     """The attention that serves what a device has of a model; ConfigError where the one asked for cannot.
 
@@ -256,12 +247,20 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
             num_query_heads=arch.num_heads,
             num_kv_heads=arch.num_kv_heads,
             head_dim=arch.head_dim,
-            page_size=choose_page_size(config, arch, kv_dtype, platform=platform),
+            page_size=config.page_size,
             kv_dtype=kv_dtype,
             platform=platform,
         )
     except UnsupportedBackendError as error:
         raise ConfigError(str(error)) from error
+
+
+def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
+    """Tokens per page of the pool of a device that has `arch` of the model, in the layout of `backend`."""
+    if config.page_size is not None:
+        return config.page_size
+    sizes = {"num_kv_heads": arch.num_kv_heads, "head_dim": arch.head_dim}
+    return attention.default_page_size(backend, **sizes, kv_dtype=kv_dtype)
 
 
 def build_schedule(
@@ -276,7 +275,7 @@ def build_schedule(
         backend: of attention, whose layout it has.
         devices: of all replicas; the one with the least free memory decides.
     """
-    page_size = choose_page_size(config, arch, kv_dtype)
+    page_size = choose_page_size(config, arch, kv_dtype, backend)
     num_bytes = page_bytes(arch, page_size, kv_dtype, backend)
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_size, num_bytes, devices)
     return resolve_schedule(

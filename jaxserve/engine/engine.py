@@ -29,6 +29,7 @@ from jaxserve.engine.lockstep import WeightsRead, follow
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.engine.programs import source_digest
 from jaxserve.engine.prompt import Prompt, read_prompt
 from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner
@@ -91,7 +92,9 @@ class Engine:
     def _require_same_options(self, peers: Leader | Follower) -> None:
         """ConfigError, in all processes, unless they have the same options and versions."""
         own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config) if f.name not in _OWN}
-        first, *others = peers.exchange(own | {"versions of jaxserve and jax": (version("jaxserve"), version("jax"))})
+        own["versions of jaxserve and jax"] = version("jaxserve"), version("jax")
+        own["files of jaxserve"] = source_digest("py", "json")
+        first, *others = peers.exchange(own)
         for index, other in enumerate(others, start=1):
             for name, value in first.items():
                 if other[name] != value:

@@ -115,7 +115,7 @@ def _environment() -> tuple[object, ...]:
         (version("jax"), version("jaxlib"), device.client.platform_version),
         (device.platform, device.device_kind, jax.device_count(), _cpu_flags(), num_cores()),
         (settings, xla_flags(), os.environ.get("LIBTPU_INIT_ARGS")),
-        _source_digest(),
+        source_digest("py", "so", "json"),
     )
 
 
@@ -129,11 +129,11 @@ def _cpu_flags() -> str:
 
 
 @cache
-def _source_digest() -> str:
-    """Of our Python source and of the native kernels."""
+def source_digest(*kinds: str) -> str:
+    """Of our files of some kinds: "py", "so" of the native kernels, "json" of sizes of blocks that were measured."""
     digest = hashlib.sha256()
     for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
-        for path in sorted((*root.rglob("*.py"), *root.rglob("*.so"))):
+        for path in sorted(path for kind in kinds for path in root.rglob(f"*.{kind}")):
             digest.update(f"{path.relative_to(root)}".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()

@@ -223,7 +223,7 @@ def make_plan(
         config,
         max_position=arch.max_position,
         platform=target.platform,
-        page_size=choose_page_size(config, local, kv_dtype, platform=target.platform),
+        page_size=choose_page_size(config, local, kv_dtype, backend),
         num_pages=1,
     )
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)

@@ -17,9 +17,9 @@ from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
 from pallas_kernels.dispatch import target_platform
 
 GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
-ADJUST_ROWS = 64  # whose logits are adjusted at a time: there are three times as many numbers meanwhile
+ADJUST_ROWS = 64  # whose logits are adjusted at a time where more are sampled: meanwhile there are three times as many
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
-TPU_ROWS = 16  # that a TPU samples at a time: their logits stay in its vector memory for all that reads them
+TPU_ROWS = 16  # that a TPU samples at a time, so that what is read again and again may stay in its vector memory
 
 
 def sample(
@@ -32,26 +32,28 @@ def sample(
     and position alone, whatever its neighbours. `base_key` must be a threefry key: other generators give a batch of
     keys different bits than each key alone.
     """
-
-    def adjust_and_draw(block: tuple[Array, SamplingRows]) -> Int[Array, " R"]:
-        logits, rows = block
-        logits = adjust_logits(logits.astype(jnp.float32), rows, table)
-        most_likely = first_argmax(logits)
-        sampled = _sampled_rows(rows)
-
-        def draw() -> Int[Array, " R"]:
-            drawn = draw_tokens(token_weights(logits, rows), rows, base_key)
-            return jnp.where(sampled, drawn, most_likely)
-
-        token_ids: Array = lax.cond(jnp.any(sampled), draw, lambda: most_likely)
-        return token_ids
-
     at_a_time = TPU_ROWS if target_platform() == "tpu" else logits.shape[0]
     token_ids: Array = lax.cond(
         takes_most_likely(rows),
         lambda: first_argmax(logits.astype(jnp.float32)),
-        lambda: by_blocks(adjust_and_draw, (logits, rows), at_a_time),
+        lambda: by_blocks(lambda block: _adjust_and_draw(block, table, base_key), (logits, rows), at_a_time),
     )
+    return token_ids
+
+
+def _adjust_and_draw(
+    block: tuple[Float[Array, "R V"], SamplingRows], table: SlotTable, base_key: PRNGKeyArray
+) -> Int[Array, " R"]:
+    logits, rows = block
+    logits = adjust_logits(logits.astype(jnp.float32), rows, table)
+    most_likely = first_argmax(logits)
+    sampled = _sampled_rows(rows)
+
+    def draw() -> Int[Array, " R"]:
+        drawn = draw_tokens(token_weights(logits, rows), rows, base_key)
+        return jnp.where(sampled, drawn, most_likely)
+
+    token_ids: Array = lax.cond(jnp.any(sampled), draw, lambda: most_likely)
     return token_ids
 
 

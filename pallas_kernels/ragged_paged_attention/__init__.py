@@ -58,8 +58,6 @@ BACKENDS: Mapping[str, Backend] = {
 }
 """Every backend, best first."""
 
-PAGE_TOKENS = 16
-
 
 def ragged_paged_attention(
     q: Float[Array, "T Q H"],
@@ -139,7 +137,7 @@ def select_backend(
     num_query_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    page_size: int,
+    page_size: int | None,
     kv_dtype: DTypeLike,
     platform: str | None = None,
 ) -> str:
@@ -150,32 +148,29 @@ def select_backend(
       num_query_heads: Q.
       num_kv_heads: K.
       head_dim: H.
-      page_size: tokens per page, P.
+      page_size: tokens per page, P; None for the `default_page_size` of each backend.
       kv_dtype: dtype of the pool.
       platform: "cpu", "gpu" or "tpu"; None for the one computations run on.
 
     Raises:
       UnsupportedBackendError: no backend, or not the named one, can run these sizes.
     """
-    platform = platform or target_platform()
-    problem = Problem(num_query_heads, num_kv_heads, head_dim, page_size, jnp.dtype(kv_dtype), platform)
-    return select("ragged_paged_attention", BACKENDS, backend, lambda candidate: candidate.supports(problem))
+    kv_dtype, platform = jnp.dtype(kv_dtype), platform or target_platform()
+
+    def supports(candidate: Backend) -> str | None:
+        tokens = page_size or candidate.default_page_size(num_kv_heads, head_dim, kv_dtype)
+        return candidate.supports(Problem(num_query_heads, num_kv_heads, head_dim, tokens, kv_dtype, platform))
+
+    return select("ragged_paged_attention", BACKENDS, backend, supports)
 
 
-def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: DTypeLike, *, platform: str | None = None) -> int:
-    """Tokens of a page where nobody says otherwise: few, so that little of a row's last page is empty.
+def default_page_size(backend: str, *, num_kv_heads: int, head_dim: int, kv_dtype: DTypeLike) -> int:
+    """Tokens of a page of a named backend (see `select_backend`) where nobody says otherwise.
 
-    On TPUs they are as many as make a page of a layer worth a copy of its own.
-
-    Args:
-      num_kv_heads: K.
-      head_dim: H.
-      kv_dtype: dtype of the pool.
-      platform: as of `select_backend`.
+    Raises:
+      ValueError: the name is not that of a backend.
     """
-    if (platform or target_platform()) == "tpu":
-        return mosaic_tpu.default_page_size(num_kv_heads, head_dim, jnp.dtype(kv_dtype))
-    return PAGE_TOKENS
+    return _named(backend).default_page_size(num_kv_heads, head_dim, jnp.dtype(kv_dtype))
 
 
 def kv_shape(

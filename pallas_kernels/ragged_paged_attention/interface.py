@@ -80,6 +80,9 @@ class Backend(Protocol):
     def supports(self, problem: Problem) -> str | None:
         """Why this backend cannot run the problem; None if it can."""
 
+    def default_page_size(self, num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
+        """Tokens of a page where nobody says otherwise."""
+
     def kv_shape(
         self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:

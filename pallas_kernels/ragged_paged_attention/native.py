@@ -19,6 +19,7 @@ from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPage
 POOL_DTYPES = ("float32", "bfloat16")
 VECTOR = 4  # numbers of the narrowest vectors in use
 
+default_page_size = xla.default_page_size
 kv_shape = xla.kv_shape
 scale_shape = xla.scale_shape
 pool_dims = xla.pool_dims

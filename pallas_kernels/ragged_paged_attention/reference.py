@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Float32, Int32, Shaped
 from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
 from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized
 
+PAGE_TOKENS = 16
+
 
 def supports(problem: Problem) -> str | None:
     """Why this backend cannot run the problem; None if it can."""
@@ -25,6 +27,11 @@ def unsupported_dtype(dtype: jnp.dtype) -> str | None:
     if is_quantized(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
         return None
     return f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(LARGEST)}, not {dtype}"
+
+
+def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
+    """Few tokens, so that little of a row's last page is empty."""
+    return PAGE_TOKENS
 
 
 def kv_shape(

@@ -33,6 +33,9 @@ PREFILL_BLOCK_TOKENS = 128
 _LOWEST = float(np.finfo(np.float32).min)
 
 
+default_page_size = reference.default_page_size
+
+
 def supports(problem: Problem) -> str | None:
     """Why this backend cannot run the problem; None if it can."""
     return reference.unsupported_dtype(problem.kv_dtype)

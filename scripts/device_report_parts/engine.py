@@ -4,11 +4,12 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from tempfile import TemporaryDirectory
 
 from device_report_parts import machine as machines
+from device_report_parts.kernels import KERNELS
 from device_report_parts.points import Figures, Latest, Point
 from device_report_parts.served import Served
 from device_report_parts.shapes import Load, load_of
@@ -39,6 +40,13 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
         yield Point("whole start", {"shape": shape}, partial(bench.whole_start, shape), needs_s)
 
 
+def _page_size(device: str, model: Mapping[str, int]) -> int:
+    """What an engine takes by itself with the kernel of the device."""
+    head_dim = model["hidden_size"] // model["num_attention_heads"]
+    sizes = {"num_kv_heads": model["num_key_value_heads"], "head_dim": head_dim}
+    return default_page_size(KERNELS[device].backend, **sizes, kv_dtype="bfloat16")
+
+
 class Bench:
     """Measures points; keeps the last model."""
 
@@ -49,8 +57,7 @@ class Bench:
 
     def _serve(self, shape: str) -> Served:
         load, most, model = self._load, max(self._load.rows), self._load.shapes[shape]
-        num_heads = model["num_attention_heads"], model["num_key_value_heads"]
-        page_size = default_page_size(num_heads[1], model["hidden_size"] // num_heads[0], "bfloat16")
+        page_size = _page_size(self._device, model)
         row_len = load.prompt_len + load.output_len + MAX_TRACED_LEN
         served = Served(
             self._device,

@@ -1,5 +1,6 @@
 """What a process measures: points, each by itself; and how a time is taken."""
 
+import gc
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -48,6 +49,7 @@ class Latest(Generic[K, V]):
         """The value of this key, made now unless it was the last one asked for."""
         if key not in self._kept:
             self._kept.clear()
+            gc.collect()  # what refers to itself lives on until then, and arrays with it
             self._kept[key] = self._make(key)
         return self._kept[key]
 

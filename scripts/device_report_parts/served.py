@@ -13,7 +13,7 @@ import jax
 import weights
 from device_report_parts.kernels import KERNELS
 from jaxserve.config import MAX_BURST_STEPS, EngineConfig
-from jaxserve.engine.build import build_arch, build_schedule, choose_page_size, compute_dtype, stacked_if_scanned
+from jaxserve.engine.build import build_arch, build_schedule, compute_dtype, stacked_if_scanned
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
 from jaxserve.models.params import split_array
@@ -52,9 +52,8 @@ class Served:
         self.weights_s = time.perf_counter() - started
         dtype = compute_dtype(config, arch)
         local_arch = arch.local(config.tensor_parallel_size)
-        page_size = choose_page_size(config, local_arch, dtype)
         heads = local_arch.num_heads, local_arch.num_kv_heads, arch.head_dim
-        self.backend = KERNELS[device].served(Problem(*heads, page_size, dtype, jax.default_backend()))
+        self.backend = KERNELS[device].served(Problem(*heads, options["page_size"], dtype, jax.default_backend()))
         self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
         self.num_params = arch.num_params
         self.runner = Runner(

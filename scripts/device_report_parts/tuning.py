@@ -8,24 +8,25 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from device_report_parts import machine as machines
 from device_report_parts.attention import Bench, Shape
 from device_report_parts.grid import FULL_TPU, TINY_TPU, WIDE
-from device_report_parts.points import Figures, Point
+from device_report_parts.kernels import KERNELS
+from device_report_parts.points import Figures, Latest, Point, UnavailableError
 from pallas_kernels.ragged_paged_attention import default_page_size, mosaic_tpu
 from pallas_kernels.ragged_paged_attention.interface import Problem
-from pallas_kernels.tuning import measured_sizes
 
 machine = machines.with_jax
 
 BACKEND = "mosaic_tpu"
 CHANGES = (
     *(("unit_bytes", n * 2**20) for n in (1, 2, 4, 8)),
-    *((name, n) for name in ("tile_keys", "tile_rows") for n in (256, 1024)),
-    *(("lane_keys", n) for n in (512, 2048)),
-    *(("slots", n) for n in (2, 4)),
+    *((name, n) for name in ("tile_keys", "tile_rows") for n in (256, 512, 1024)),
+    *(("lane_keys", n) for n in (512, 1024, 2048)),
+    *(("slots", n) for n in (2, 3, 4)),
 )
 
 
@@ -60,36 +61,53 @@ TINY_STEPS = Steps(2, 40, 24, 24)
 def points(device: str, dry_run: bool) -> Iterator[Point]:
     """Of each shape as it is first, then each change."""
     grid, steps = (TINY_TPU, TINY_STEPS) if dry_run else (FULL_TPU, STEPS)
-    tiny = Heads(grid.num_kv_heads, 2, grid.head_dim, WIDE)
-    for heads in [tiny] if dry_run else HEADS:
+
+    def make(heads: Heads) -> Tuner:
         own = dataclasses.replace(grid, num_kv_heads=heads.num_kv_heads, head_dim=heads.head_dim)
-        tuner = Tuner(Bench(device, own, dry_run), heads, steps, dry_run)
-        for name, size in [("none", 0), *(CHANGES[:1] if dry_run else CHANGES)]:
-            change = {name: size} if size else {}
-            facts = {**heads._asdict(), "change": f"{name}={size}" if size else name}
-            yield Point("tuning", facts, partial(tuner.measure, change))
+        return Tuner(Bench(device, own, dry_run), heads, steps)
+
+    tuners: Latest[Heads, Tuner] = Latest(make)
+
+    def measure(heads: Heads, change: dict[str, int]) -> Figures:
+        return tuners.get(heads).measure(change)
+
+    tiny = [Heads(count, 2, grid.head_dim, WIDE) for count in (1, 2)]
+    for heads in tiny if dry_run else HEADS:
+        yield Point("tuning", {**heads._asdict(), "change": "none"}, partial(measure, heads, {}))
+        for name, size in CHANGES[:1] if dry_run else CHANGES:
+            facts = {**heads._asdict(), "change": f"{name}={size}"}
+            yield Point("tuning", facts, partial(measure, heads, {name: size}))
 
 
 class Tuner:
     """Measures changes for one shape."""
 
-    def __init__(self, bench: Bench, heads: Heads, steps: Steps, dry_run: bool) -> None:
+    def __init__(self, bench: Bench, heads: Heads, steps: Steps) -> None:
         num_kv_heads, self._group, head_dim, self._kv_dtype = heads
         kv_dtype = jnp.dtype(self._kv_dtype)
-        self._page_size = default_page_size(num_kv_heads, head_dim, kv_dtype, platform="tpu")
-        problem = Problem(num_kv_heads * self._group, num_kv_heads, head_dim, self._page_size, kv_dtype, "tpu")
-        self._class = mosaic_tpu.shape_class(problem)
-        self._bench, self._steps, self._dry_run = bench, steps, dry_run
+        page_size = default_page_size(BACKEND, num_kv_heads=num_kv_heads, head_dim=head_dim, kv_dtype=kv_dtype)
+        num_heads = num_kv_heads * self._group, num_kv_heads
+        self._problem = Problem(*num_heads, head_dim, page_size, kv_dtype, jax.default_backend())
+        self._bench, self._steps = bench, steps
 
     def measure(self, change: dict[str, int]) -> Figures:
         """Of the sizes that are in use with this change."""
-        chip = "none" if self._dry_run else mosaic_tpu.chip_name()
-        sizes = {**measured_sizes(mosaic_tpu.TUNED, chip, self._class), **change}
+        with KERNELS["tpu"].runnable():
+            in_use = dataclasses.asdict(mosaic_tpu.sizes_for(self._problem))
+        if change and all(in_use[name] == size for name, size in change.items()):
+            raise UnavailableError("that is in use")
+        sizes = in_use | change
         decode = self._measure((1,) * self._steps.rows, self._steps.context, sizes)
         prefill = self._measure((self._steps.chunk,), self._steps.chunk_context, sizes)
-        times = {"decode_us": decode["us"], "prefill_us": prefill["us"], "kv_gb_per_s": decode["kv_gb_per_s"]}
-        return {"chip": chip, "class": self._class, "sizes": sizes, **times}
+        return {
+            "chip": mosaic_tpu.chip_name() if self._problem.platform == "tpu" else "none",
+            "shape": mosaic_tpu.shape_class(self._problem),
+            "sizes": sizes,
+            "decode_us": decode["us"],
+            "prefill_us": prefill["us"],
+            "kv_gb_per_s": decode["kv_gb_per_s"],
+        }
 
     def _measure(self, q_lens: tuple[int, ...], context: int, sizes: dict[str, int]) -> Figures:
-        facts = (self._group, self._page_size, self._kv_dtype, BACKEND)
+        facts = (self._group, self._problem.page_size, self._kv_dtype, BACKEND)
         return self._bench.measure(Shape(*facts, q_lens, tuple(sizes.items())), context)

@@ -17,9 +17,10 @@ from jaxserve.planner.program import (
     temp_bytes,
     tree_bytes,
 )
+from pallas_kernels.ragged_paged_attention import default_page_size
 
 BFLOAT16 = jnp.dtype("bfloat16")
-SCHEDULE = ScheduleConfig(256, 2048, 8192, 16, num_pages=4000)
+POOL_TOKENS = 64_000
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 
 
@@ -42,11 +43,13 @@ def check_exchanges(arch, num_tokens, text, num_copies):
 )
 def test_steps_work_in_place(targets, name, target, decode_megabytes, largest_megabytes):
     target, (_, arch) = targets(target), read_model(name)
-    platform = target.sheet.chip.platform
-    compiler = StepCompiler(target, SCHEDULE, BFLOAT16, BFLOAT16, BACKENDS[platform])
-    buckets = (decode_bucket(SCHEDULE), SCHEDULE.max_num_batched_tokens)
-    local = arch.local(target.num_devices)
-    state = abstract_state(local, SCHEDULE, kv_dtype=BFLOAT16, backend=BACKENDS[platform])
+    platform, local = target.sheet.chip.platform, arch.local(target.num_devices)
+    backend, sizes = BACKENDS[platform], {"num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
+    page_size = default_page_size(backend, **sizes, kv_dtype=BFLOAT16)
+    schedule = ScheduleConfig(256, 2048, 8192, page_size, num_pages=POOL_TOKENS // page_size)
+    compiler = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend)
+    buckets = (decode_bucket(schedule), schedule.max_num_batched_tokens)
+    state = abstract_state(local, schedule, kv_dtype=BFLOAT16, backend=backend)
     planned = tree_bytes(abstract_params(arch, BFLOAT16, None, target.num_devices)) + tree_bytes(state)
     limits = (decode_megabytes, largest_megabytes)
     for num_tokens, limit, program in zip(buckets, limits, compiler.compile(arch, buckets), strict=True):

@@ -188,7 +188,7 @@ def test_an_interrupt_while_compiling_ends_the_process_in_order(
     assert done.returncode == 130, done.stderr
 
 
-EXIT_WHILE_COMPILING = """
+ORDER_AT_EXIT = """
 import sys, weakref
 from jaxserve import LLM
 from jaxserve.engine import runner
@@ -199,7 +199,7 @@ weakref.finalize(llm, print, "finalized")
 """
 
 
-def test_at_exit_compiling_stops_before_finalizers_take_what_is_traced(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", EXIT_WHILE_COMPILING, str(tmp_path)]
+def test_at_exit_a_runner_stops_compiling_before_finalizers_take_what_is_traced(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ORDER_AT_EXIT, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     assert done.stdout.split() == ["closed", "finalized"]

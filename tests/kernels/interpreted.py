@@ -123,15 +123,17 @@ def plant(name, old, new):
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
     name, old, new = sys.argv[1:]
-    backend = "mosaic_tpu" if name == "tpu" else "mosaic_gpu"
+    backend = "mosaic_tpu" if name.startswith("tpu") else "mosaic_gpu"
     if old:
         plant(backend, old, new)
     from pallas_kernels.ragged_paged_attention.cases import Case
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
+    tpu_lengths = (1, 20, 1, 3, 1), (190, 150, 110, 3, 70)
     cases = {
         "half": Case("half", *lengths, 4, 1, kv_dtype="bfloat16", **sizes),
         "narrow": Case("narrow", *lengths, 16, 1, kv_dtype="float8_e4m3fn", **sizes),
-        "tpu": Case("tpu", (1, 20, 1, 3, 1), (190, 150, 110, 3, 70), 4, 1, kv_dtype="bfloat16", **sizes),
+        "tpu": Case("tpu", *tpu_lengths, 4, 1, kv_dtype="bfloat16", **sizes),
+        "tpu_narrow": Case("tpu_narrow", *tpu_lengths, 4, 1, page_size=32, kv_dtype="float8_e4m3fn", **sizes),
     }
     print(json.dumps(dataclasses.asdict(run(cases[name], backend))))

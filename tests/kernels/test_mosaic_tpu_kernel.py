@@ -18,6 +18,7 @@ from hypothesis import given, settings
 
 from pallas_kernels import tuning
 from pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
+from pallas_kernels.dispatch import UnsupportedBackendError
 from pallas_kernels.ragged_paged_attention import BACKENDS, default_page_size, mosaic_tpu, select_backend
 from pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
@@ -73,14 +74,25 @@ PLANTED = {  # bug: (what is there, what is put in its place)
         "                pass\n",
     ),
 }
+PLANTED_NARROW = {
+    "none in a narrow pool": ("", ""),
+    "scales of pages are read before they are there": (
+        "for copy in self._page_copies(0, 0, pages, 0, sems):",
+        "for copy in self._page_copies(0, 0, pages, 0, sems)[:1]:",
+    ),
+    "scales of a slab are changed before they are there": (
+        "            for copy in reads(index):\n                copy.wait()\n",
+        "            for copy in reads(index)[:2]:\n                copy.wait()\n",
+    ),
+}
 
 
-@pytest.mark.parametrize("bug", PLANTED)
+@pytest.mark.parametrize("bug", [*PLANTED, *PLANTED_NARROW])
 def test_a_planted_bug_is_caught_on_tpu(bug, tmp_path):
     """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
-    old, new = PLANTED[bug]
+    case, (old, new) = ("tpu", PLANTED[bug]) if bug in PLANTED else ("tpu_narrow", PLANTED_NARROW[bug])
     assert not old or len(interpreted.places_of("mosaic_tpu", old)) == 1, "there is no such place any more"
-    script = [sys.executable, str(Path(interpreted.__file__)), "tpu", old, new]
+    script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
     try:
         done = subprocess.run(
             script, capture_output=True, text=True, timeout=20 if old else 100, cwd=tmp_path, check=False
@@ -306,8 +318,8 @@ def test_what_does_not_fit_the_memory_is_told():
 def test_units_are_what_memory_moves_meanwhile(chip):
     """As much on each chip as its memory moves while the next ones are asked for, as far as they can be held."""
     with jax.sharding.use_abstract_mesh(chip.mesh()):
-        sizes, facts = mosaic_tpu._sizes(PROBLEM), mosaic_tpu._chip()
-        moved = planning.FETCH_S * facts.mem_bw_bytes_per_second
+        sizes, facts = mosaic_tpu.sizes_for(PROBLEM), mosaic_tpu._chip()
+        moved = planning.FETCH_S * facts.num_cores * facts.mem_bw_bytes_per_second
         assert sizes.unit_bytes <= moved
         assert sizes.unit_bytes > moved / 2 or 8 * sizes.unit_bytes > facts.vmem_capacity_bytes // 4
         assert dataclasses.replace(sizes, unit_bytes=planning.Sizes().unit_bytes) == planning.Sizes()
@@ -317,19 +329,20 @@ def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
     monkeypatch.setattr(mosaic_tpu, "TUNED", tmp_path)
     shape = mosaic_tpu.shape_class(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
-        untuned = mosaic_tpu._sizes(PROBLEM)
+        untuned = mosaic_tpu.sizes_for(PROBLEM)
         for lane_keys in (512, 2048):  # what is measured again replaces what was there
             tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, {"lane_keys": lane_keys}, {"us": 3.0})])
-            assert mosaic_tpu._sizes(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
+            assert mosaic_tpu.sizes_for(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
         with mosaic_tpu.sized(slots=2):
-            assert mosaic_tpu._sizes(PROBLEM) == dataclasses.replace(untuned, slots=2)
+            assert mosaic_tpu.sizes_for(PROBLEM) == dataclasses.replace(untuned, slots=2)
         other = dataclasses.replace(PROBLEM, page_size=2 * PROBLEM.page_size)
-        assert mosaic_tpu._sizes(other) == untuned
-        tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, {"slots": 1}, {})])
-        with pytest.raises(ValueError, match=r"at least 2, got \{'slots': 1\}"):
-            mosaic_tpu._sizes(PROBLEM)
+        assert mosaic_tpu.sizes_for(other) == untuned
+        for wrong, reason in (({"slots": 1}, r"at least 2, got \{'slots': 1\}"), ({"pages": 4}, r"called \['pages'\]")):
+            tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, wrong, {})])
+            with pytest.raises(ValueError, match=reason):
+                mosaic_tpu.sizes_for(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
-        assert mosaic_tpu._sizes(PROBLEM).lane_keys == untuned.lane_keys
+        assert mosaic_tpu.sizes_for(PROBLEM).lane_keys == untuned.lane_keys
     assert len(tuning.read_entries(tmp_path, "v6e")) == 1
 
 
@@ -342,11 +355,20 @@ def test_a_file_of_sizes_that_is_none_is_told(tmp_path):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (1, 128), (3, 96), (8, 128), (32, 256)])
 def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
-    """The kernel takes them, whatever the pool holds; on other devices they are as small as ever."""
+    """The kernel takes them, whatever the pool holds; where others serve they are as small as ever."""
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "kv_dtype": jnp.dtype(kv_dtype)}
-    page_size = default_page_size(**sizes, platform="tpu")
-    assert select_backend(num_query_heads=num_kv_heads, page_size=page_size, **sizes, platform="tpu") == "mosaic_tpu"
+    unchosen = {"num_query_heads": num_kv_heads, "page_size": None, **sizes}
+    assert select_backend(**unchosen, platform="tpu") == "mosaic_tpu"
+    page_size = default_page_size("mosaic_tpu", **sizes)
     page_bytes = page_size * planning.token_bytes(*sizes.values())
     assert 2 * page_bytes > planning.COPY_BYTES or page_size == planning.COPY_TOKENS
     assert page_bytes <= planning.COPY_BYTES or page_size == max(16, 32 // jnp.dtype(kv_dtype).itemsize)
-    assert default_page_size(**sizes, platform="cpu") == default_page_size(**sizes, platform="gpu") == 16
+    assert {default_page_size(name, **sizes) for name in BACKENDS if name != "mosaic_tpu"} == {16}
+
+
+def test_pages_are_those_of_the_backend_that_serves():
+    """On a TPU those of XLA, where the kernel cannot run."""
+    sizes = {"num_query_heads": 8, "num_kv_heads": 1, "head_dim": 32, "kv_dtype": "bfloat16"}
+    assert select_backend(page_size=None, **sizes, platform="tpu") == "xla"
+    with pytest.raises(UnsupportedBackendError, match="from 64 to 256, not 32"):
+        select_backend("mosaic_tpu", page_size=None, **sizes, platform="tpu")

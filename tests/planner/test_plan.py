@@ -177,6 +177,8 @@ def test_each_chip_has_its_share(name: str, target: Target) -> None:
     kv_token_bytes = copies * kv_size * 2
     assert memory.page == kv_token_bytes * plan.schedule.page_size // num_chips
     assert memory.request == kv_token_bytes * 8192 // num_chips
+    layer_token_bytes = 4 * arch.local(target.num_devices).num_kv_heads * arch.head_dim
+    assert plan.schedule.page_size == (16 if target in GPUS else min(128, 128 * 1024 // layer_token_bytes))
     assert plan.num_requests == plan.kv_tokens // 8192
     assert plan.fits == (memory.missing == 0) == (plan.num_requests > 0)
     assert (plan.speed is not None) == plan.fits

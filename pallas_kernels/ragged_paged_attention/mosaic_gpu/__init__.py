@@ -54,6 +54,7 @@ from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, Quan
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
+    "default_page_size",
     "from_canonical",
     "interpreted",
     "kv_shape",
@@ -71,6 +72,7 @@ HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 HOPPER_CORES = 132
 INTERPRETED_CORES = 3  # few, so that every worker has something to do
 
+default_page_size = reference.default_page_size
 kv_shape = reference.kv_shape
 pool_dims = reference.pool_dims
 

@@ -26,6 +26,7 @@ comes: no row of it has to be looked for among those of other heads.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -78,6 +79,7 @@ __all__ = [
     "scale_shape",
     "shape_class",
     "sized",
+    "sizes_for",
     "supports",
     "to_canonical",
     "write_and_attend",
@@ -132,6 +134,23 @@ def chip_name() -> str:
     return str(_chip().chip_version.value)
 
 
+def sizes_for(problem: Problem) -> Sizes:
+    """Of blocks on the chip: those asked for, else those measured to be best for such problems; else by its facts.
+
+    Raises:
+      ValueError: there are no such sizes; or of a chip that jax does not know.
+    """
+    if _interpret_params.get() is not None:
+        return Sizes()
+    chip, given = _chip(), _given_sizes.get()
+    if given is None:
+        given = measured_sizes(TUNED, chip_name(), shape_class(problem))
+    if unknown := sorted(given.keys() - {field.name for field in dataclasses.fields(Sizes)}):
+        raise ValueError(f"there are no sizes of blocks called {unknown}, which {TUNED} has for {chip_name()}")
+    bytes_per_s = chip.num_cores * chip.mem_bw_bytes_per_second
+    return Sizes(**({"unit_bytes": unit_bytes_for(bytes_per_s, _vmem_bytes())} | given))
+
+
 def supports(problem: Problem) -> str | None:
     """Why this backend cannot run the problem; None if it can."""
     if problem.platform != "tpu" and _interpret_params.get() is None:
@@ -173,7 +192,7 @@ def _memory_failure(problem: Problem) -> str | None:
             has_sinks=False,
             tree_words=0,
             vmem_bytes=_vmem_bytes(),
-            sizes=Sizes(),
+            sizes=sizes_for(problem),
             interpret=None,
         )
         choose_blocks(call)
@@ -281,7 +300,7 @@ def write_and_attend(
         has_sinks=sinks is not None,
         tree_words=0 if tree_mask is None else tree_mask.shape[1],
         vmem_bytes=_vmem_bytes(),
-        sizes=_sizes(Problem(q.shape[1], k.shape[1], q.shape[2], pool.shape[3], pool.dtype, "tpu")),
+        sizes=sizes_for(Problem(q.shape[1], k.shape[1], q.shape[2], pool.shape[3], pool.dtype, "tpu")),
         interpret=_interpret_params.get(),
     )
     blocks = choose_blocks(call)
@@ -312,17 +331,6 @@ def _vmem_bytes() -> int:
     if _interpret_params.get() is not None:
         return INTERPRETED_VMEM_BYTES
     return int(_chip().vmem_capacity_bytes) // 4
-
-
-def _sizes(problem: Problem) -> Sizes:
-    """Of blocks on the chip: those asked for, else those measured to be best for such problems; else by its facts."""
-    if _interpret_params.get() is not None:
-        return Sizes()
-    chip, given = _chip(), _given_sizes.get()
-    if given is None:
-        given = measured_sizes(TUNED, chip_name(), shape_class(problem))
-    by_facts = {"unit_bytes": unit_bytes_for(chip.mem_bw_bytes_per_second, _vmem_bytes())}
-    return Sizes(**(by_facts | given))
 
 
 def _chip() -> Any:

@@ -19,10 +19,10 @@ PAGE_IDS = 128  # that are fetched at once, the least there is
 MAX_PAGE_TOKENS = 256
 SCALE_TOKENS = 32  # of a tile of scales: those of a slab of 8-bit numbers
 SCALE_HEADS = LANES // SCALE_TOKENS  # keys or values of heads side by side in a row of such a tile
-COPY_BYTES = 128 * 2**10  # at which memory of 2 TB/s takes as long as it does to ask for the next ones
+COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, which is assumed, not measured, to be what asking for a copy takes
 COPY_TOKENS = 128  # of a page whose size nobody chose, at most
 MAX_PAGE_BYTES = 3 * 2**20  # so that units of one page fit into the least memory of a chip that is served
-FETCH_S = 2.6e-6  # of main memory's bandwidth that a unit takes: enough to hide what it takes to ask for the next ones
+FETCH_S = 2.6e-6  # that a unit's way takes: assumed, not measured, to hide what it takes to ask for the next ones
 UNIT_DOTS = 32  # products of a unit of lanes: more take long to compile
 
 # Columns of the plan.
@@ -58,6 +58,7 @@ class Sizes:
     """What blocks are made as large as, where they fit.
 
     Without a measurement all are as they are here, but for `unit_bytes`, which follow from the chip (`unit_bytes_for`).
+    Which blocks come of them, `choose_blocks` says: smaller ones where these do not fit.
 
     Attributes:
         unit_bytes: of keys and values that are fetched together.
@@ -130,7 +131,7 @@ class Call:
 
     @property
     def slab(self) -> int:
-        """As `slab_tokens`."""
+        """Tokens of a page that are written together."""
         return slab_tokens(self.kv_dtype)
 
     @property

@@ -37,7 +37,7 @@ class _TileScratch(NamedTuple):
     out: Any  # [Q, tokens, width]
     others: Any  # what is there in its place
     state: Softmax  # [Q, tokens, ...]
-    query_sems: Any
+    query_sems: Any  # of queries, and of words
     out_sems: Any  # of what leaves, and of what is read
 
 
@@ -59,7 +59,7 @@ class Tiles(Phase):
             out=pltpu.VMEM(queries, dtype),
             others=pltpu.VMEM(queries, dtype),
             state=Softmax(columns, columns, pltpu.VMEM(queries, jnp.float32)),
-            query_sems=pltpu.SemaphoreType.DMA((slots,)),
+            query_sems=pltpu.SemaphoreType.DMA((slots, 2)),
             out_sems=pltpu.SemaphoreType.DMA((2,)),
         )
 
@@ -84,11 +84,11 @@ class Tiles(Phase):
         return pl.ds(pl.multiple_of(self._column(entry, BASE_TOKEN), SUBLANES * 2), self.tokens)
 
     def _query_copies(self, entry: Any, slot: Any, scratch: _TileScratch) -> list[Any]:
-        queries, sem = self.refs.inputs.tile_queries.at[:, self._place(entry)], scratch.query_sems.at[slot]
-        copies = [pltpu.make_async_copy(queries, scratch.queries.at[slot], sem)]
+        queries = self.refs.inputs.tile_queries.at[:, self._place(entry)]
+        copies = [pltpu.make_async_copy(queries, scratch.queries.at[slot], scratch.query_sems.at[slot, 0])]
         if self.call.tree_words:
             words = self.refs.inputs.tree_words.at[self._place(entry)]
-            copies.append(pltpu.make_async_copy(words, scratch.words.at[slot], sem))
+            copies.append(pltpu.make_async_copy(words, scratch.words.at[slot], scratch.query_sems.at[slot, 1]))
         return copies
 
     def _store_copy(self, entry: Any, scratch: _TileScratch) -> Any:

@@ -28,7 +28,7 @@ class _Memory(NamedTuple):
 
     pages: Pages
     ids: Any  # i32[2, sequences, 1, 128], of the pages of a unit and of the next
-    page_sems: Any
+    page_sems: Any  # of numbers, and of scales
     id_sems: Any
     scratch: Any  # the phase's own
 
@@ -77,7 +77,7 @@ class Phase(ABC):
         memory = _Memory(
             pages=self._page_memory(),
             ids=pltpu.SMEM((2, self.sequences, 1, PAGE_IDS), jnp.int32),
-            page_sems=pltpu.SemaphoreType.DMA((slots,)),
+            page_sems=pltpu.SemaphoreType.DMA((slots, 2)),
             id_sems=pltpu.SemaphoreType.DMA((2,)),
             scratch=self._scratch(),
         )
@@ -151,7 +151,7 @@ class Phase(ABC):
     def _start_pages(self, at: tuple[Any, Any], number: Any, memory: _Memory) -> None:
         entry, block = at
         half, slot = lax.rem(number, 2), lax.rem(number, self.blocks.slots)
-        pages, sem = memory.pages.at(slot), memory.page_sems.at[slot]
+        pages, sems = memory.pages.at(slot), memory.page_sems.at[slot]
 
         @pl.when(block == 0)
         def queries() -> None:
@@ -167,19 +167,20 @@ class Phase(ABC):
             def start(page: Any, sequence: int = sequence, first_id: Any = first_id) -> None:
                 page_id = memory.ids[half, sequence, 0, first_id + page]
                 place = sequence * self.pages + page
-                for copy in self._page_copies(self.refs.layer[0], page_id, pages, place, sem):
+                for copy in self._page_copies(self.refs.layer[0], page_id, pages, place, sems):
                     copy.start()
 
-    def _page_copies(self, layer: Any, page_id: Any, pages: Pages, place: Any, sem: Any) -> list[Any]:
-        copies = [pltpu.make_async_copy(self.refs.kv_pages.at[layer, page_id], pages.values.at[place], sem)]
+    def _page_copies(self, layer: Any, page_id: Any, pages: Pages, place: Any, sems: Any) -> list[Any]:
+        copies = [pltpu.make_async_copy(self.refs.kv_pages.at[layer, page_id], pages.values.at[place], sems.at[0])]
         if self.call.has_scales:
-            copies.append(pltpu.make_async_copy(self.refs.scales.at[layer, page_id], pages.scales.at[place], sem))
+            scales = self.refs.scales.at[layer, page_id]
+            copies.append(pltpu.make_async_copy(scales, pages.scales.at[place], sems.at[1]))
         return copies
 
-    def _wait_for_pages(self, at: tuple[Any, Any], pages: Pages, sem: Any) -> None:
+    def _wait_for_pages(self, at: tuple[Any, Any], pages: Pages, sems: Any) -> None:
         num_pages = sum(span.num_pages for span in self._spans(*at))
 
         @pl.loop(0, num_pages)
         def wait(page: Any) -> None:
-            for copy in self._page_copies(0, 0, pages, 0, sem):
+            for copy in self._page_copies(0, 0, pages, 0, sems):
                 copy.wait()

@@ -44,8 +44,8 @@ class Writer:
             pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, 2 * call.head_dim), call.kv_dtype),
             pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, 2 * call.head_dim), jnp.float32),
             [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), jnp.float32)] * 2 if call.has_scales else [],
-            pltpu.SemaphoreType.DMA((self.slots,)),
-            pltpu.SemaphoreType.DMA((self.slots,)),
+            pltpu.SemaphoreType.DMA((self.slots, 4)),
+            pltpu.SemaphoreType.DMA((self.slots, 2)),
         )
 
     def _write_all(self, slabs: Any, news: Any, scales: Sequence[Any], read_sems: Any, write_sems: Any) -> None:
@@ -59,15 +59,15 @@ class Writer:
                 sources += [self._scale_place(index), new_scales.at[index]]
             targets = [x.at[slot] for x in (slabs, news, *scales)]
             return [
-                pltpu.make_async_copy(source, target, read_sems.at[slot])
-                for source, target in zip(sources, targets, strict=True)
+                pltpu.make_async_copy(source, target, read_sems.at[slot, number])
+                for number, (source, target) in enumerate(zip(sources, targets, strict=True))
             ]
 
         def writes(index: Any) -> Sequence[Any]:
             slot = lax.rem(index, self.slots)
-            copies = [pltpu.make_async_copy(slabs.at[slot], self._place(index), write_sems.at[slot])]
+            copies = [pltpu.make_async_copy(slabs.at[slot], self._place(index), write_sems.at[slot, 0])]
             for kept in scales[:1]:
-                copies.append(pltpu.make_async_copy(kept.at[slot], self._scale_place(index), write_sems.at[slot]))
+                copies.append(pltpu.make_async_copy(kept.at[slot], self._scale_place(index), write_sems.at[slot, 1]))
             return copies
 
         @pl.loop(0, jnp.minimum(self.ahead, self.count))
