@@ -71,8 +71,7 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
     def measure(heads: Heads, change: dict[str, int]) -> Figures:
         return tuners.get(heads).measure(change)
 
-    tiny = [Heads(count, 2, grid.head_dim, WIDE) for count in (1, 2)]
-    for heads in tiny if dry_run else HEADS:
+    for heads in [Heads(grid.num_kv_heads, 2, grid.head_dim, WIDE)] if dry_run else HEADS:
         yield Point("tuning", {**heads._asdict(), "change": "none"}, partial(measure, heads, {}))
         for name, size in CHANGES[:1] if dry_run else CHANGES:
             facts = {**heads._asdict(), "change": f"{name}={size}"}
