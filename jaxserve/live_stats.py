@@ -14,7 +14,12 @@ _PATIENCE_S = 2.0  # programs that are kept are mostly loaded in less
 def wait_until_warm(engine: Any, stream: Any) -> None:
     """Block until every program of an engine is there; where that takes long, say so in a line to `stream`."""
     line = "jaxserve: loading or compiling all programs first, which can take minutes where none are kept\n"
-    told = threading.Timer(_PATIENCE_S, stream.write, (line,))
+
+    def tell() -> None:
+        stream.write(line)
+        stream.flush()
+
+    told = threading.Timer(_PATIENCE_S, tell)
     told.daemon = True
     told.start()
     try:

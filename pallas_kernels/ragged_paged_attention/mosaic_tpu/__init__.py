@@ -18,9 +18,9 @@ attention v3, arXiv 2604.15464).
 Pools of narrow numbers are fetched as they are; a block of one head at a time is made wider (`pages.py`). Scales of
 keys multiply the columns of scores, those of values the columns of weights.
 
-Pages are `[K, P, 2H]`, a head's keys and values side by side. So nothing is filled up where kv heads are few or odd in
-number or a head has 64 columns, which tiles of memory of `[P, 2K, H]` would be, and a head's block is a matrix as it
-comes: no row of it has to be looked for among those of other heads.
+Pages are `[K, P, 2H]`, a head's keys and values side by side (`layout.py`). So nothing is filled up where kv heads are
+few or odd in number or a head has 64 columns, which tiles of memory of `[P, 2K, H]` would be, and a head's block is a
+matrix as it comes: no row of it has to be looked for among those of other heads.
 """
 
 from __future__ import annotations
@@ -35,36 +35,31 @@ from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.dispatch import import_failure, target_platform
-from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands
+from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import (
+    from_canonical,
+    kv_shape,
+    pool_dims,
+    scale_shape,
+    to_canonical,
+)
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
 from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
-    ALIGNED_TOKENS,
-    FIRST_TOKEN,
-    LANES,
     MAX_PAGE_BYTES,
     MAX_PAGE_TOKENS,
-    NUM_WRITE_COLUMNS,
-    PAGE_IDS,
-    SCALE_HEADS,
-    SCALE_TOKENS,
-    SUBLANES,
-    Blocks,
     Call,
-    Plan,
     Sizes,
     choose_blocks,
     default_page_size,
     make_plan,
-    scale_rows,
     slab_tokens,
     token_bytes,
     unit_bytes_for,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, quantize, values_of
+from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, values_of
 from pallas_kernels.ragged_paged_attention.rope import apply_rope
 from pallas_kernels.tuning import measured_sizes
 
@@ -206,63 +201,6 @@ def _kernel() -> ModuleType:
     return importlib.import_module(_KERNEL)
 
 
-def kv_shape(
-    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
-) -> tuple[int, int, int, int, int]:
-    """Shape of the pool: `[L, N, K, P, 2H]`."""
-    return (num_layers, num_pages, num_kv_heads, page_size, 2 * head_dim)
-
-
-def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int, int]:
-    """Shape of the scales: of each slab of a page a tile of memory, so that it is written with the slab.
-
-    In a row of it are 32 tokens for each of four vectors: the rows' first ones are those of the first heads.
-    """
-    return (num_layers, num_pages, page_size // SCALE_TOKENS, scale_rows(num_kv_heads), LANES)
-
-
-def pool_dims(shape: tuple[int, ...]) -> PoolDims:
-    """The inverse of `kv_shape`."""
-    if len(shape) != 5 or shape[4] % 2:
-        raise ValueError(
-            f"the pool of backend 'mosaic_tpu' must be [L, N, K, P, 2H], got shape {shape}; make it with new_pages"
-        )
-    num_layers, num_pages, num_kv_heads, page_size, columns = shape
-    return PoolDims(num_layers, num_pages, page_size, num_kv_heads, columns // 2)
-
-
-def to_canonical(kv_pages: Pages) -> Pages:
-    """The pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
-    values = values_of(kv_pages)
-    L, N, K, P, columns = values.shape
-    heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
-    heads = heads.reshape(L, N, P, 2 * K, columns // 2)
-    if not isinstance(kv_pages, QuantizedPages):
-        return heads
-    tiles = kv_pages.scales.reshape(L, N, P // SCALE_TOKENS, -1, SCALE_HEADS, SCALE_TOKENS)
-    scales = tiles.transpose(0, 1, 2, 5, 4, 3).reshape(L, N, P, -1)
-    return QuantizedPages(heads, scales[..., : 2 * K])
-
-
-def from_canonical(kv_pages: Pages) -> Pages:
-    """The inverse of `to_canonical`."""
-    values = values_of(kv_pages)
-    L, N, P, num_heads, H = values.shape
-    values = values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
-    if not isinstance(kv_pages, QuantizedPages):
-        return values
-    return QuantizedPages(values, _scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
-
-
-def _scale_tiles(scales: Float32[Array, "*slabs 32 KV"]) -> Float32[Array, "*slabs rows 128"]:
-    """Scales of slabs as the pool has them."""
-    slabs, num_heads = scales.shape[:-2], scales.shape[-1]
-    rows = scale_rows(num_heads // 2)
-    padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_heads)]
-    tiles = jnp.pad(scales, padding).reshape(*slabs, SCALE_TOKENS, SCALE_HEADS, rows)
-    return tiles.swapaxes(-1, -3).reshape(*slabs, rows, LANES)
-
-
 def write_and_attend(
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
@@ -305,25 +243,10 @@ def write_and_attend(
     )
     blocks = choose_blocks(call)
     plan = make_plan(call, blocks, rows)
-    new_scales = None
-    if isinstance(kv_pages, QuantizedPages):
-        (k, key_scales), (v, value_scales) = (quantize(x, pool.dtype) for x in (k, v))
-        new_scales = _new_scales(call, plan, key_scales, value_scales)
-    operands = Operands(
-        page_ids=_page_ids(call, rows),
-        new=_new(call, k, v),
-        lane_queries=_lane_queries(call, plan, q),
-        tile_queries=_tile_queries(call, blocks, q),
-        lane_sinks=_lane_sinks(call, sinks),
-        tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
-        tree_words=_tree_words(call, blocks, tree_mask),
-        kv_pages=pool,
-        new_scales=new_scales,
-        scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
-    )
+    operands = make_operands(call, blocks, plan, rows, q, k, v, kv_pages, sinks, tree_mask)
     layer = jnp.asarray(layer, jnp.int32)[None]
     kv_pages, lane_out, tile_out = _kernel().write_and_attend(call, blocks, layer, plan, operands)
-    return _output(call, plan, rows, lane_out, tile_out).astype(dtype), kv_pages
+    return token_outputs(call, plan, rows, lane_out, tile_out).astype(dtype), kv_pages
 
 
 def _vmem_bytes() -> int:
@@ -338,75 +261,3 @@ def _chip() -> Any:
     from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
 
     return pltpu.get_tpu_info()
-
-
-def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
-    table = jnp.pad(rows.page_table, ((0, 0), (0, -call.table_width % PAGE_IDS)))
-    return table.reshape(-1, 1, PAGE_IDS)
-
-
-def _new(call: Call, k: Shaped[Array, "T K H"], v: Shaped[Array, "T K H"]) -> Float32[Array, "K padded columns"]:
-    """In float32, whose rows lie in memory one by one: those of narrower numbers cannot be moved singly."""
-    kv = jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1).swapaxes(0, 1)  # [K, T, 2H]
-    behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
-    return jnp.pad(kv, ((0, 0), (call.slab, behind), (0, 0)))
-
-
-def _new_scales(
-    call: Call, plan: Plan, keys: Float32[Array, "T K"], values: Float32[Array, "T K"]
-) -> Float32[Array, "slabs rows 128"]:
-    scales = jnp.stack([keys, values], axis=-1).reshape(call.num_tokens, 2 * call.num_kv_heads)
-    first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
-    token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]
-    return _scale_tiles(scales.at[token].get(mode="clip"))
-
-
-def _lane_queries(call: Call, plan: Plan, q: Float[Array, "T Q H"]) -> Float32[Array, "lanes K filled width"]:
-    queries = q.at[plan.token_of_lane].get(mode="clip").astype(jnp.float32)
-    queries = queries.reshape(-1, call.num_kv_heads, call.group, call.head_dim)
-    columns = call.width - call.head_dim
-    return jnp.pad(queries, ((0, 0), (0, 0), (0, call.filled_group - call.group), (0, columns)))
-
-
-def _padded_tokens(call: Call, blocks: Blocks) -> int:
-    """So that every tile of tokens exists."""
-    return -call.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
-
-
-def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q H"]) -> Shaped[Array, "Q padded width"]:
-    queries = q.astype(call.product_dtype).swapaxes(0, 1)  # [Q, T, H]
-    return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, call.width - call.head_dim)))
-
-
-def _lane_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
-    if sinks is None:
-        return jnp.zeros((call.num_kv_heads * call.filled_group, LANES), jnp.float32)
-    heads = (sinks.astype(jnp.float32) * LOG2E).reshape(call.num_kv_heads, call.group)
-    rows = jnp.pad(heads, ((0, 0), (0, call.filled_group - call.group))).reshape(-1, 1)
-    return jnp.broadcast_to(rows, (rows.shape[0], LANES))
-
-
-def _tree_words(call: Call, blocks: Blocks, tree_mask: Int32[Array, "T words"] | None) -> Int32[Array, "padded words"]:
-    if tree_mask is None:
-        return jnp.zeros((SUBLANES, 1), jnp.int32)
-    return jnp.pad(tree_mask, ((0, _padded_tokens(call, blocks)), (0, 0)))
-
-
-def _output(
-    call: Call,
-    plan: Plan,
-    rows: RaggedRows,
-    lane_out: Float32[Array, "lanes K filled width"],
-    tile_out: Shaped[Array, "Q padded width"],
-) -> Float32[Array, "T Q H"]:
-    """Of every token, from its lane or its tile; zeros for padding tokens."""
-    values = slice(call.width - call.head_dim, call.width)
-    of_lanes = lane_out[:, :, : call.group, values].reshape(-1, call.num_query_heads, call.head_dim)
-    of_lanes = of_lanes.at[plan.lane_of_token].get(mode="clip")
-    if call.num_tokens == 1:
-        of_tiles = jnp.zeros_like(of_lanes)
-    else:
-        of_tiles = tile_out[:, : call.num_tokens, values].swapaxes(0, 1).astype(jnp.float32)
-    is_live = jnp.arange(call.num_tokens, dtype=jnp.int32) < rows.cu_q_lens[rows.num_rows]
-    in_lane = (plan.lane_of_token >= 0)[:, None, None]
-    return jnp.where(in_lane, of_lanes, jnp.where(is_live[:, None, None], of_tiles, 0))

@@ -1,10 +1,28 @@
-"""What the kernel gets and gives, and its references to that."""
+"""What the kernel gets and gives, made of a call's arrays and made into its output; and its references to that."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from jaxtyping import Array, Float32, Int32, Shaped
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    ALIGNED_TOKENS,
+    FIRST_TOKEN,
+    LANES,
+    NUM_WRITE_COLUMNS,
+    PAGE_IDS,
+    SCALE_TOKENS,
+    SUBLANES,
+    Blocks,
+    Call,
+    Plan,
+)
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 
 
 class Operands(NamedTuple):
@@ -40,3 +58,106 @@ class Refs(NamedTuple):
     scales: Any  # None for pools without
     lane_out: Any
     tile_out: Any
+
+
+def make_operands(
+    call: Call,
+    blocks: Blocks,
+    plan: Plan,
+    rows: RaggedRows,
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    kv_pages: Pages,
+    sinks: Float[Array, "Q"] | None,
+    tree_mask: Int32[Array, "T words"] | None,
+) -> Operands:
+    """Of queries and keys that are rotated already."""
+    new_scales = None
+    if isinstance(kv_pages, QuantizedPages):
+        (k, key_scales), (v, value_scales) = (quantize(x, call.kv_dtype) for x in (k, v))
+        new_scales = _new_scales(call, plan, key_scales, value_scales)
+    return Operands(
+        page_ids=_page_ids(call, rows),
+        new=_new(call, k, v),
+        lane_queries=_lane_queries(call, plan, q),
+        tile_queries=_tile_queries(call, blocks, q),
+        lane_sinks=_lane_sinks(call, sinks),
+        tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
+        tree_words=_tree_words(call, blocks, tree_mask),
+        kv_pages=values_of(kv_pages),
+        new_scales=new_scales,
+        scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
+    )
+
+
+def token_outputs(
+    call: Call,
+    plan: Plan,
+    rows: RaggedRows,
+    lane_out: Float32[Array, "lanes K filled width"],
+    tile_out: Shaped[Array, "Q padded width"],
+) -> Float32[Array, "T Q H"]:
+    """Of every token, from its lane or its tile; zeros for padding tokens."""
+    values = slice(call.width - call.head_dim, call.width)
+    of_lanes = lane_out[:, :, : call.group, values].reshape(-1, call.num_query_heads, call.head_dim)
+    of_lanes = of_lanes.at[plan.lane_of_token].get(mode="clip")
+    if call.num_tokens == 1:
+        of_tiles = jnp.zeros_like(of_lanes)
+    else:
+        of_tiles = tile_out[:, : call.num_tokens, values].swapaxes(0, 1).astype(jnp.float32)
+    is_live = jnp.arange(call.num_tokens, dtype=jnp.int32) < rows.cu_q_lens[rows.num_rows]
+    in_lane = (plan.lane_of_token >= 0)[:, None, None]
+    return jnp.where(in_lane, of_lanes, jnp.where(is_live[:, None, None], of_tiles, 0))
+
+
+def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
+    table = jnp.pad(rows.page_table, ((0, 0), (0, -call.table_width % PAGE_IDS)))
+    return table.reshape(-1, 1, PAGE_IDS)
+
+
+def _new(call: Call, k: Shaped[Array, "T K H"], v: Shaped[Array, "T K H"]) -> Float32[Array, "K padded columns"]:
+    """In float32, whose rows lie in memory one by one: those of narrower numbers cannot be moved singly."""
+    kv = jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1).swapaxes(0, 1)  # [K, T, 2H]
+    behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
+    return jnp.pad(kv, ((0, 0), (call.slab, behind), (0, 0)))
+
+
+def _new_scales(
+    call: Call, plan: Plan, keys: Float32[Array, "T K"], values: Float32[Array, "T K"]
+) -> Float32[Array, "slabs rows 128"]:
+    scales = jnp.stack([keys, values], axis=-1).reshape(call.num_tokens, 2 * call.num_kv_heads)
+    first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
+    token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]
+    return scale_tiles(scales.at[token].get(mode="clip"))
+
+
+def _lane_queries(call: Call, plan: Plan, q: Float[Array, "T Q H"]) -> Float32[Array, "lanes K filled width"]:
+    queries = q.at[plan.token_of_lane].get(mode="clip").astype(jnp.float32)
+    queries = queries.reshape(-1, call.num_kv_heads, call.group, call.head_dim)
+    columns = call.width - call.head_dim
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, call.filled_group - call.group), (0, columns)))
+
+
+def _padded_tokens(call: Call, blocks: Blocks) -> int:
+    """So that every tile of tokens exists."""
+    return -call.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
+
+
+def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q H"]) -> Shaped[Array, "Q padded width"]:
+    queries = q.astype(call.product_dtype).swapaxes(0, 1)  # [Q, T, H]
+    return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, call.width - call.head_dim)))
+
+
+def _lane_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
+    if sinks is None:
+        return jnp.zeros((call.num_kv_heads * call.filled_group, LANES), jnp.float32)
+    heads = (sinks.astype(jnp.float32) * LOG2E).reshape(call.num_kv_heads, call.group)
+    rows = jnp.pad(heads, ((0, 0), (0, call.filled_group - call.group))).reshape(-1, 1)
+    return jnp.broadcast_to(rows, (rows.shape[0], LANES))
+
+
+def _tree_words(call: Call, blocks: Blocks, tree_mask: Int32[Array, "T words"] | None) -> Int32[Array, "padded words"]:
+    if tree_mask is None:
+        return jnp.zeros((SUBLANES, 1), jnp.int32)
+    return jnp.pad(tree_mask, ((0, _padded_tokens(call, blocks)), (0, 0)))

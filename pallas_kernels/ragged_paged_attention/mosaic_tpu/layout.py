@@ -1,0 +1,67 @@
+"""How the pool lies in memory. See the package."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
+
+from pallas_kernels.ragged_paged_attention.interface import PoolDims
+from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, scale_rows
+from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+
+
+def kv_shape(
+    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """Shape of the pool: `[L, N, K, P, 2H]`."""
+    return (num_layers, num_pages, num_kv_heads, page_size, 2 * head_dim)
+
+
+def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int, int]:
+    """Shape of the scales: of each slab of a page a tile of memory, so that it is written with the slab.
+
+    In a row of it are 32 tokens for each of four vectors: the rows' first ones are those of the first heads.
+    """
+    return (num_layers, num_pages, page_size // SCALE_TOKENS, scale_rows(num_kv_heads), LANES)
+
+
+def pool_dims(shape: tuple[int, ...]) -> PoolDims:
+    """The inverse of `kv_shape`."""
+    if len(shape) != 5 or shape[4] % 2:
+        raise ValueError(
+            f"the pool of backend 'mosaic_tpu' must be [L, N, K, P, 2H], got shape {shape}; make it with new_pages"
+        )
+    num_layers, num_pages, num_kv_heads, page_size, columns = shape
+    return PoolDims(num_layers, num_pages, page_size, num_kv_heads, columns // 2)
+
+
+def to_canonical(kv_pages: Pages) -> Pages:
+    """The pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
+    values = values_of(kv_pages)
+    L, N, K, P, columns = values.shape
+    heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
+    heads = heads.reshape(L, N, P, 2 * K, columns // 2)
+    if not isinstance(kv_pages, QuantizedPages):
+        return heads
+    tiles = kv_pages.scales.reshape(L, N, P // SCALE_TOKENS, -1, SCALE_HEADS, SCALE_TOKENS)
+    scales = tiles.transpose(0, 1, 2, 5, 4, 3).reshape(L, N, P, -1)
+    return QuantizedPages(heads, scales[..., : 2 * K])
+
+
+def from_canonical(kv_pages: Pages) -> Pages:
+    """The inverse of `to_canonical`."""
+    values = values_of(kv_pages)
+    L, N, P, num_heads, H = values.shape
+    values = values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
+    if not isinstance(kv_pages, QuantizedPages):
+        return values
+    return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
+
+
+def scale_tiles(scales: Float32[Array, "*slabs 32 KV"]) -> Float32[Array, "*slabs rows 128"]:
+    """Scales of slabs as the pool has them."""
+    slabs, num_heads = scales.shape[:-2], scales.shape[-1]
+    rows = scale_rows(num_heads // 2)
+    padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_heads)]
+    tiles = jnp.pad(scales, padding).reshape(*slabs, SCALE_TOKENS, SCALE_HEADS, rows)
+    return tiles.swapaxes(-1, -3).reshape(*slabs, rows, LANES)
