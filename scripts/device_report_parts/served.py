@@ -19,6 +19,7 @@ from jaxserve.engine.runner import Runner
 from jaxserve.models.params import split_array
 from jaxserve.models.registry import param_specs
 from jaxserve.sharding import tensor_mesh
+from pallas_kernels.ragged_paged_attention import default_page_size
 from pallas_kernels.ragged_paged_attention.interface import Problem
 
 Shape = dict[str, Any]
@@ -53,7 +54,9 @@ class Served:
         dtype = compute_dtype(config, arch)
         local_arch = arch.local(config.tensor_parallel_size)
         heads = local_arch.num_heads, local_arch.num_kv_heads, arch.head_dim
-        self.backend = KERNELS[device].served(Problem(*heads, options["page_size"], dtype, jax.default_backend()))
+        kernel, sizes = KERNELS[device], {"num_kv_heads": heads[1], "head_dim": heads[2]}
+        page_size = config.page_size or default_page_size(kernel.backend, **sizes, kv_dtype=dtype)
+        self.backend = kernel.served(Problem(*heads, page_size, dtype, jax.default_backend()))
         self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
         self.num_params = arch.num_params
         self.runner = Runner(
