@@ -302,7 +302,7 @@ def _bench(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     import jax  # noqa: PLC0415 - as in _load
 
-    import weights  # noqa: PLC0415 - imports jax
+    from jaxserve import weights  # noqa: PLC0415 - imports jax
     from jaxserve.models import registry  # noqa: PLC0415 - imports jax
 
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, no_type_check
 
@@ -196,9 +195,7 @@ def ray_address() -> str:
 
 def embedded_model(name: str) -> Path:
     """Directory of a checkpoint shipped with the package."""
-    spec = find_spec("weights")  # found, not imported: that would load jax
-    assert spec is not None, "weights is installed with jaxserve"
-    return Path(str(spec.origin)).parent / name
+    return Path(__file__).parent / "weights" / name
 
 
 @dataclass(frozen=True)

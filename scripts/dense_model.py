@@ -13,8 +13,8 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
-from pallas_kernels.ragged_paged_attention import apply_rope
-from weights import load, read_config
+from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.weights import load, read_config
 
 _QUERY_BLOCK = 128  # queries of a block skip the keys behind it: half of the causal square is never computed
 

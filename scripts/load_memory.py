@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import tensorstore  # noqa: F401 - for its code to be there before
 
-import weights
+from jaxserve import weights
 from jaxserve.config import QUANTIZATIONS, EngineConfig
 from jaxserve.engine.build import build_arch, build_params
 from jaxserve.models.params import device_bytes

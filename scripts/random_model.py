@@ -4,7 +4,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 
-import weights
+from jaxserve import weights
 from jaxserve.models.registry import from_hf_config, param_specs
 
 SMALL = {  # 110.9M parameters

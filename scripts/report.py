@@ -27,8 +27,8 @@ from jaxserve.bench.workloads import load_workload, token_ids
 from jaxserve.engine.build import build_arch, build_params
 from jaxserve.engine.step import AttentionCarry, new_pool, paged_attend
 from jaxserve.models import decoder
-from pallas_kernels import packed_linear
-from pallas_kernels import ragged_paged_attention as attention
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels import ragged_paged_attention as attention
 
 ROOT = Path(__file__).parent.parent
 CONFIGS_PER_FAMILY = 5

@@ -34,7 +34,7 @@ from dense_model import load_model, logits, token_nats
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree
 from jaxserve.models.registry import from_hf_config, param_specs
-from weights import save
+from jaxserve.weights import save
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 Tensors = dict[str, Array]  # by Hugging Face name: Muon is to see each projection by itself, not fused ones

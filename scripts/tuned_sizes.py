@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 
 from device_report_parts.document import Document, Entry
-from pallas_kernels import tuning
-from pallas_kernels.ragged_paged_attention import mosaic_tpu
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_tpu
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
 GAIN = 0.03  # of the time that decode and prefill take together, each counted as much: less may be chance

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-import weights
+from jaxserve import weights
 from jaxserve.models.registry import from_hf_config, param_specs
 from load_memory import load_apart
 

@@ -17,7 +17,7 @@ from device_report_parts.grid import FULL_TPU, TINY_TPU, grid_of
 from device_report_parts.kernels import KERNELS
 from device_report_parts.points import Latest
 from device_report_parts.shapes import load_of
-from pallas_kernels import tuning
+from jaxserve.pallas_kernels import tuning
 
 SCRIPT = Path(tpu_report.__file__)
 MACHINE = {"device": "test", "platform": "tpu", "driver": None, "versions": {"python": "3"}}

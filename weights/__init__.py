@@ -3,14 +3,14 @@
 Orbax is imported only where something is written with it: it is slow to import.
 """
 
-from weights.convert import convert
-from weights.dummy import dummy
-from weights.errors import CheckpointError
-from weights.load import assemble, check, load
-from weights.rows import TensorRow
-from weights.safetensors_store import read_config, read_generation_config
-from weights.save import save, save_orbax
-from weights.stored_tensor import StoredTensor, host_buffer
+from jaxserve.weights.convert import convert
+from jaxserve.weights.dummy import dummy
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.load import assemble, check, load
+from jaxserve.weights.rows import TensorRow
+from jaxserve.weights.safetensors_store import read_config, read_generation_config
+from jaxserve.weights.save import save, save_orbax
+from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
 
 __all__ = [
     "CheckpointError",

@@ -5,12 +5,12 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path as FilePath
 
-from weights import orbax_store, safetensors_store
-from weights.errors import CheckpointError
-from weights.load import is_orbax, open_tensors
-from weights.new_directory import new_directory, require_free
-from weights.progress import progress_bar
-from weights.rows import TensorRow
+from jaxserve.weights import orbax_store, safetensors_store
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.load import is_orbax, open_tensors
+from jaxserve.weights.new_directory import new_directory, require_free
+from jaxserve.weights.progress import progress_bar
+from jaxserve.weights.rows import TensorRow
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _TEMPLATES = "additional_chat_templates"

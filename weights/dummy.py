@@ -12,7 +12,7 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import Sharding
 
-from weights.rows import Params, Shardings, TensorRow, build_tree, sharding_at
+from jaxserve.weights.rows import Params, Shardings, TensorRow, build_tree, sharding_at
 
 _STD = 0.02
 _CONSTANTS = {"ones": 1, "zeros": 0}

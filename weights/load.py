@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from weights import orbax_store, safetensors_store
-from weights.errors import Mismatch
-from weights.progress import progress_bar
-from weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
-from weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
-from weights.tree import tensors_of
+from jaxserve.weights import orbax_store, safetensors_store
+from jaxserve.weights.errors import Mismatch
+from jaxserve.weights.progress import progress_bar
+from jaxserve.weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
+from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
+from jaxserve.weights.tree import tensors_of
 
 _NUM_READERS = 8
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path as FilePath
 from typing import IO
 
-from weights.errors import CheckpointError
+from jaxserve.weights.errors import CheckpointError
 
 
 def require_free(target: FilePath) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.errors import CheckpointError
-from weights.safetensors_file import release
-from weights.stored_tensor import Tensor, Tensors
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.safetensors_file import release
+from jaxserve.weights.stored_tensor import Tensor, Tensors
 
 FOLDER = "orbax"
 _STATE = "state"  # where Orbax puts a tree of arrays

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.errors import CheckpointError
+from jaxserve.weights.errors import CheckpointError
 
 _HEADER_ALIGNMENT = 8
 _FAULT_BYTES = max(mmap.PAGESIZE, 2 << 20)  # Linux may map all of an aligned huge page where one byte is touched

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.errors import CheckpointError
-from weights.safetensors_file import map_file, num_bytes, write_file
-from weights.stored_tensor import Tensor, Tensors
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.safetensors_file import map_file, num_bytes, write_file
+from jaxserve.weights.stored_tensor import Tensor, Tensors
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from weights import orbax_store, safetensors_store
-from weights.new_directory import new_directory
-from weights.rows import Params, TensorRow
-from weights.stored_tensor import Tensor
-from weights.tree import tensors_of
+from jaxserve.weights import orbax_store, safetensors_store
+from jaxserve.weights.new_directory import new_directory
+from jaxserve.weights.rows import Params, TensorRow
+from jaxserve.weights.stored_tensor import Tensor
+from jaxserve.weights.tree import tensors_of
 
 _ADVICE = "save the tree that load returned, layers unstacked, in a floating dtype"
 

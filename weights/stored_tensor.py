@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Sharding
 from numpy.typing import NDArray
 
-from weights.safetensors_file import release
+from jaxserve.weights.safetensors_file import release
 
 _READ_BYTES = 4 << 20  # of a file at a time in each reader
 

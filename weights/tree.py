@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from weights.errors import CheckpointError, Mismatch
-from weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
-from weights.stored_tensor import Tensor, host_rows
+from jaxserve.weights.errors import CheckpointError, Mismatch
+from jaxserve.weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
+from jaxserve.weights.stored_tensor import Tensor, host_rows
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import psutil
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
-import weights
+from jaxserve import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
@@ -23,13 +23,13 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels import ragged_paged_attention as attention
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.peers import Follower, Leader
 from jaxserve.request import SamplingParams
 from jaxserve.sharding import named_sharding, replica_meshes
-from pallas_kernels import packed_linear
-from pallas_kernels import ragged_paged_attention as attention
-from pallas_kernels.dispatch import UnsupportedBackendError
-from weights.rows import Shardings
+from jaxserve.weights.rows import Shardings
 
 logger = logging.getLogger(__name__)
 

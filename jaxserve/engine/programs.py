@@ -18,7 +18,6 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-import pallas_kernels
 from jaxserve.config import xla_flags
 from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.roofline import num_cores
@@ -132,8 +131,9 @@ def _cpu_flags() -> str:
 def source_digest(*kinds: str) -> str:
     """Of our files of some kinds: "py", "so" of the native kernels, "json" of sizes of blocks that were measured."""
     digest = hashlib.sha256()
-    for root in (Path(__file__).parents[1], Path(str(pallas_kernels.__file__)).parent):
-        for path in sorted(path for kind in kinds for path in root.rglob(f"*.{kind}")):
-            digest.update(f"{path.relative_to(root)}".encode())
-            digest.update(path.read_bytes())
+    root = Path(__file__).parents[1]
+    roots = (root, root / "pallas_kernels")  # in a checkout a link, which rglob does not follow
+    for path in sorted({path for kind in kinds for top in roots for path in top.rglob(f"*.{kind}")}):
+        digest.update(f"{path.relative_to(root)}".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()

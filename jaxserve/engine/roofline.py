@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxserve.config import user_cache_dir
 from jaxserve.layers.linear import linear
 from jaxserve.metrics import Ceilings
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.whole_file import write_whole
-from pallas_kernels import packed_linear
 
 Call = Callable[[], jax.Array]
 

@@ -24,10 +24,10 @@ from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout, StepBatch
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 from jaxserve.request import MAX_LOGIT_BIAS
 from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, by_blocks, sample, token_logprobs
 from jaxserve.sharding import joined
-from pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 
 MANY_HEADS = 4  # times as many are more, however a backend fills them up
 PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, Int
 from jaxserve import quant
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 from jaxserve.quant import QuantizedMatrix
-from pallas_kernels import packed_linear
-from pallas_kernels.packed_linear import PackedMatrix
 
 Matrix = Float[Array, "out in"] | QuantizedMatrix | PackedMatrix
 

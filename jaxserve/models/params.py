@@ -12,12 +12,12 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
 from jaxserve.quant import QuantizedMatrix, block_size, quantize
 from jaxserve.sharding import held_heads, named_sharding, split_dimension
-from pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
-from weights import StoredTensor, host_buffer
-from weights.rows import Params, build_tree, leaf_at
-from weights.stored_tensor import Part, host_rows
+from jaxserve.weights import StoredTensor, host_buffer
+from jaxserve.weights.rows import Params, build_tree, leaf_at
+from jaxserve.weights.stored_tensor import Part, host_rows
 
 __all__ = [
     "ParamSpec",

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-import weights
+from jaxserve import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
 from jaxserve.engine.build import (
     accelerator_pool_bytes,

@@ -21,10 +21,10 @@ from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree, scale_block
+from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.planner.targets import Target
 from jaxserve.quant import QuantizedMatrix
 from jaxserve.sharding import named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
-from pallas_kernels.deviceless import Chip, UnknownTopologyError
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE

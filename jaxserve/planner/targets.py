@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from jaxserve.config import gpu_memory_fraction
 from jaxserve.errors import ConfigError, install_extra
-from pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
+from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from jaxserve.pallas_kernels.dispatch import target_platform
 from jaxserve.sampling.by_token import add_at, first_argmax
 from jaxserve.sampling.penalties import apply_penalties, penalised_rows
 from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
-from pallas_kernels.dispatch import target_platform
 
 GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
 ADJUST_ROWS = 64  # whose logits are adjusted at a time where more are sampled: meanwhile there are three times as many

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int, Shaped
 from numpy.typing import NDArray
 
-from pallas_kernels import native
+from jaxserve.pallas_kernels import native
 
 __all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "multiply", "pack", "rows", "unpack", "unsupported"]
 

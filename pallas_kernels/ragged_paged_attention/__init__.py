@@ -26,11 +26,17 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.dispatch import AUTO, select, target_platform
-from pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, reference, xla
-from pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized, values_of
-from pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
+from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, reference, xla
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    LARGEST,
+    Pages,
+    QuantizedPages,
+    is_quantized,
+    values_of,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
     "BACKENDS",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.ragged_paged_attention.quantized import (
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     LARGEST,
     Pages,
     QuantizedPages,

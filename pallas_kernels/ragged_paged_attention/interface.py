@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from pallas_kernels.ragged_paged_attention.quantized import Pages
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 
 
 class PoolDims(NamedTuple):

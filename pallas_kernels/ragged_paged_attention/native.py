@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels import native
-from pallas_kernels.ragged_paged_attention import xla
-from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.ragged_paged_attention import xla
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 
 POOL_DTYPES = ("float32", "bfloat16")
 VECTOR = 4  # numbers of the narrowest vectors in use

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized
 
 PAGE_TOKENS = 16
 

@@ -19,10 +19,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from pallas_kernels.ragged_paged_attention import reference
-from pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, dequantize, encode, values_of
-from pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention import reference
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    Pages,
+    QuantizedPages,
+    dequantize,
+    encode,
+    values_of,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 DECODE_GROUP_ROWS = 16
 DECODE_BLOCK_TOKENS = 64

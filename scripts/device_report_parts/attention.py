@@ -22,15 +22,15 @@ from device_report_parts import machine as machines
 from device_report_parts.grid import WIDE, Grid, grid_of
 from device_report_parts.kernels import KERNELS
 from device_report_parts.points import Figures, Latest, Point, UnavailableError, effort, median_s
-from pallas_kernels.ragged_paged_attention import (
+from jaxserve.pallas_kernels.ragged_paged_attention import (
     Pages,
     QuantizedPages,
     from_canonical,
     mosaic_tpu,
     ragged_paged_attention,
 )
-from pallas_kernels.ragged_paged_attention.interface import Problem
-from pallas_kernels.ragged_paged_attention.quantized import is_quantized, quantize
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import is_quantized, quantize
 
 machine = machines.with_jax
 

@@ -15,10 +15,10 @@ from device_report_parts import invariants
 from device_report_parts import machine as machines
 from device_report_parts.kernels import KERNELS, Kernel
 from device_report_parts.points import Figures, Point, UnavailableError
-from pallas_kernels.dispatch import UnsupportedBackendError
-from pallas_kernels.ragged_paged_attention import Pages, from_canonical, ragged_paged_attention, to_canonical
-from pallas_kernels.ragged_paged_attention.cases import Case, Inputs, pool_error
-from pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, from_canonical, ragged_paged_attention, to_canonical
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case, Inputs, pool_error
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 
 machine = machines.with_jax
 

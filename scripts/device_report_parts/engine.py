@@ -17,8 +17,8 @@ from device_report_parts.trace import busy_share
 from jaxserve.config import MAX_BURST_ROWS
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.request import RequestOutput, SamplingParams
-from pallas_kernels.ragged_paged_attention import default_page_size
 
 machine = machines.with_jax
 

@@ -10,10 +10,10 @@ from types import ModuleType
 import jax
 
 from device_report_parts.points import UnavailableError
-from pallas_kernels.dispatch import AUTO, select
-from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, mosaic_tpu
-from pallas_kernels.ragged_paged_attention.cases import CASES, GPU_CASES, TPU_CASES, Case, widened
-from pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.dispatch import AUTO, select
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, mosaic_tpu
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, GPU_CASES, TPU_CASES, Case, widened
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 
 FALLBACK = "xla"
 

@@ -15,7 +15,7 @@ from device_report_parts.kernels import KERNELS
 from device_report_parts.points import Figures, Point, UnavailableError
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 
 machine = machines.with_jax
 

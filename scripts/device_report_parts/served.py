@@ -10,17 +10,17 @@ from typing import Any
 
 import jax
 
-import weights
 from device_report_parts.kernels import KERNELS
+from jaxserve import weights
 from jaxserve.config import MAX_BURST_STEPS, EngineConfig
 from jaxserve.engine.build import build_arch, build_schedule, compute_dtype, stacked_if_scanned
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
 from jaxserve.models.params import split_array
 from jaxserve.models.registry import param_specs
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.sharding import tensor_mesh
-from pallas_kernels.ragged_paged_attention import default_page_size
-from pallas_kernels.ragged_paged_attention.interface import Problem
 
 Shape = dict[str, Any]
 

@@ -16,8 +16,8 @@ from device_report_parts.attention import Bench, Shape
 from device_report_parts.grid import FULL_TPU, TINY_TPU, WIDE
 from device_report_parts.kernels import KERNELS
 from device_report_parts.points import Figures, Latest, Point, UnavailableError
-from pallas_kernels.ragged_paged_attention import default_page_size, mosaic_tpu
-from pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size, mosaic_tpu
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 
 machine = machines.with_jax
 

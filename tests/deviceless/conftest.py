@@ -1,7 +1,7 @@
 import pytest
 
+from jaxserve.pallas_kernels.deviceless import H200, TPU_V6E
 from jaxserve.planner.targets import parse_target
-from pallas_kernels.deviceless import H200, TPU_V6E
 
 
 @pytest.fixture(scope="session")

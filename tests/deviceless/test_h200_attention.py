@@ -5,10 +5,10 @@ import re
 import jax
 import pytest
 
-from pallas_kernels.ragged_paged_attention import from_canonical, ragged_paged_attention
-from pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
-from pallas_kernels.ragged_paged_attention.quantized import values_of
+from jaxserve.pallas_kernels.ragged_paged_attention import from_canonical, ragged_paged_attention
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 
 # What serving compiles beside the cases of tests: wide steps, where tall tiles take part, of models in use.
 _MANY = ((*([1] * 40), 200, 300), (*range(500, 540), 1200, 300))

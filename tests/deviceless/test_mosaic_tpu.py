@@ -15,10 +15,8 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.step import AttentionCarry, Model, abstract_state, locate_tokens
 from jaxserve.models import decoder, registry
-from jaxserve.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes, tree_bytes
-from jaxserve.planner.targets import parse_target
-from pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
-from pallas_kernels.ragged_paged_attention import (
+from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
+from jaxserve.pallas_kernels.ragged_paged_attention import (
     Problem,
     default_page_size,
     from_canonical,
@@ -26,8 +24,10 @@ from pallas_kernels.ragged_paged_attention import (
     ragged_paged_attention,
     select_backend,
 )
-from pallas_kernels.ragged_paged_attention.cases import CASES, Case, widened
-from pallas_kernels.ragged_paged_attention.quantized import values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, widened
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
+from jaxserve.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes, tree_bytes
+from jaxserve.planner.targets import parse_target
 
 pytestmark = pytest.mark.skipif(TPU_V6E.unavailable() is not None, reason=str(TPU_V6E.unavailable()))
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.step import abstract_state
+from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner.plan import decode_bucket, read_model
 from jaxserve.planner.program import (
     StepCompiler,
@@ -17,7 +18,6 @@ from jaxserve.planner.program import (
     temp_bytes,
     tree_bytes,
 )
-from pallas_kernels.ragged_paged_attention import default_page_size
 
 BFLOAT16 = jnp.dtype("bfloat16")
 POOL_TOKENS = 64_000

@@ -13,8 +13,8 @@ from checkpoints import ROPES, reference_logits
 from scipy.special import log_softmax
 
 from jaxserve.engine.engine import Engine
+from jaxserve.pallas_kernels import native
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
-from pallas_kernels import native
 from workloads import TOLERANCE, generate, tokens
 
 Start = Callable[..., Engine]

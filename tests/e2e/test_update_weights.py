@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 from conftest import EOS, SIZES, VOCAB_SIZE, Start
 
-import weights
+from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError

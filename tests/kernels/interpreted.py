@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 ON_CPU = jax.default_backend() == "cpu"
-OP = "pallas_kernels.ragged_paged_attention"
+OP = "jaxserve.pallas_kernels.ragged_paged_attention"
 KERNELS = {
     "mosaic_gpu": [
         f"{OP}.mosaic_gpu.{name}" for name in ("kernel", "memory", "warpgroup", "loading", "computing", "ring", "merge")
@@ -37,9 +37,9 @@ class Found:
 
 
 def run(case, name):
-    from pallas_kernels.ragged_paged_attention import BACKENDS, reference
-    from pallas_kernels.ragged_paged_attention.cases import pool_error
-    from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+    from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, reference
+    from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
+    from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 
     kernels = BACKENDS[name]
     inputs = case.inputs()
@@ -126,7 +126,7 @@ if __name__ == "__main__":
     backend = "mosaic_tpu" if name.startswith("tpu") else "mosaic_gpu"
     if old:
         plant(backend, old, new)
-    from pallas_kernels.ragged_paged_attention.cases import Case
+    from jaxserve.pallas_kernels.ragged_paged_attention.cases import Case
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
     tpu_lengths = (1, 20, 1, 3, 1), (190, 150, 110, 3, 70)

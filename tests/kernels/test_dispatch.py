@@ -3,8 +3,8 @@ import logging
 import jax
 import pytest
 
-from pallas_kernels import deviceless, dispatch
-from pallas_kernels.dispatch import UnsupportedBackendError, select, target_platform
+from jaxserve.pallas_kernels import deviceless, dispatch
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError, select, target_platform
 
 REASONS = {"fast": "needs a GPU", "plain": None, "slow": None}
 
@@ -15,7 +15,7 @@ def test_auto_takes_the_best_that_supports_the_call():
 
 def test_auto_logs_its_choice_once(caplog):
     dispatch._log_choice.cache_clear()
-    with caplog.at_level(logging.INFO, logger="pallas_kernels.dispatch"):
+    with caplog.at_level(logging.INFO, logger="jaxserve.pallas_kernels.dispatch"):
         for _ in range(3):
             select("logged_op", REASONS, "auto", lambda reason: reason)
     assert [record.message for record in caplog.records] == [

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels.deviceless import Chip
-from pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
-from pallas_kernels.ragged_paged_attention.cases import GPU_CASES
-from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.deviceless import Chip
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MIN_SPAN,
     MIN_TILE_TOKENS,

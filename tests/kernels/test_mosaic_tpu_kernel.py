@@ -16,14 +16,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels import tuning
-from pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
-from pallas_kernels.dispatch import UnsupportedBackendError
-from pallas_kernels.ragged_paged_attention import BACKENDS, default_page_size, mosaic_tpu, select_backend
-from pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
-from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
+from jaxserve.pallas_kernels import tuning
+from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, default_page_size, mosaic_tpu, select_backend
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
 
 BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
 RUN = [

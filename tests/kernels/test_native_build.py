@@ -4,7 +4,7 @@ import shutil
 import jax
 import pytest
 
-from pallas_kernels import native
+from jaxserve.pallas_kernels import native
 
 CAN_BUILD = platform.system() == "Linux" and any(map(shutil.which, ("g++", "c++", "clang++")))
 
@@ -17,11 +17,11 @@ def test_where_there_is_a_compiler_there_are_kernels():
 
 def test_a_build_without_a_compiler_leaves_a_note(tmp_path, monkeypatch):
     setuptools = pytest.importorskip("setuptools")
-    from pallas_kernels.native.build import BuildKernels
+    from jaxserve.pallas_kernels.native.build import BuildKernels
 
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("CC", "/nonexistent/cc")
-    extension = setuptools.Extension("pallas_kernels.native._kernels", ["pallas_kernels/native/ffi.cc"])
+    extension = setuptools.Extension("jaxserve.pallas_kernels.native._kernels", ["pallas_kernels/native/ffi.cc"])
     command = BuildKernels(setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
     command.build_lib, command.build_temp = str(tmp_path / "lib"), str(tmp_path / "temp")
     command.ensure_finalized()

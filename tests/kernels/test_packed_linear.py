@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import native, packed_linear
+from jaxserve.pallas_kernels import native, packed_linear
 
 reason = packed_linear.unsupported("float32", jax.default_backend())
 INSTRUCTION_SETS = native.instruction_sets() if reason is None else []

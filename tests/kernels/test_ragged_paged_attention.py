@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pallas_kernels import native
-from pallas_kernels.dispatch import UnsupportedBackendError
-from pallas_kernels.ragged_paged_attention import (
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
     QuantizedPages,
     from_canonical,
@@ -21,9 +21,9 @@ from pallas_kernels.ragged_paged_attention import (
     select_backend,
     to_canonical,
 )
-from pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
-from pallas_kernels.ragged_paged_attention.interface import Problem
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, dequantize, quantize, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, dequantize, quantize, values_of
 
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if name != "reference" and BACKENDS[name].supports(PLAIN) is None]

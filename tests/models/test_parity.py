@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import weights
+from jaxserve import weights
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
-from pallas_kernels import packed_linear
-from pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from tests.checkpoints import FAMILIES, ROPES, hf_dict, random_configs, reference_logits, write_checkpoint
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window

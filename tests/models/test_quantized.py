@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import weights
+from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, step_bytes
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.packed_linear import PackedMatrix
 from jaxserve.quant import QuantizedMatrix
-from pallas_kernels import native
-from pallas_kernels.packed_linear import PackedMatrix
 from tests.checkpoints import FAMILIES, hf_dict, random_configs, write_checkpoint
 from tests.models.test_parity import load_logits, run
 

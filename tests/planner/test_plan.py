@@ -16,11 +16,11 @@ from jaxserve import EngineConfig, cli
 from jaxserve.engine.build import build_arch, build_runners
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import device_bytes
+from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.planner.plan import Memory, Plan, make_plan, read_model
 from jaxserve.planner.program import Collective, StepCompiler, StepProgram, collectives, layer_collectives
 from jaxserve.planner.report import build_report, capacity_curve, render
 from jaxserve.planner.targets import Target, find_target, parse_target
-from pallas_kernels.deviceless import Chip
 
 PARAMS = {  # in millions, as their makers tell
     "llama-3.1-8b": 8030,

@@ -8,9 +8,9 @@ SHARDED = """
 import jax, numpy as np
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-import weights
-from weights import stored_tensor
-from weights.rows import build_tree, leaf_at
+from jaxserve import weights
+from jaxserve.weights import stored_tensor
+from jaxserve.weights.rows import build_tree, leaf_at
 from jaxserve.models import registry
 
 path = {path!r}
@@ -58,7 +58,7 @@ assert max(device_reads) == largest // 2
 
 IMPORTS = """
 import sys
-import weights
+from jaxserve import weights
 import jaxserve.models.registry, jaxserve.models.decoder
 assert not any(name.partition(".")[0] in ("torch", "transformers", "orbax", "tensorstore") for name in sys.modules)
 """

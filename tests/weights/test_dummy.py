@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import weights
-from weights.rows import leaf_at
+from jaxserve import weights
+from jaxserve.weights.rows import leaf_at
 
 
 @dataclass(frozen=True)

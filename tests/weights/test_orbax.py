@@ -24,15 +24,15 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from orbax.checkpoint import v1 as ocp
 
-import weights
+from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.models.params import ParamSpec, matrix_transform
-from pallas_kernels import packed_linear
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.weights import CheckpointError, convert, orbax_store, safetensors_store
+from jaxserve.weights.load import open_tensors
+from jaxserve.weights.new_directory import new_directory
+from jaxserve.weights.stored_tensor import Part, StoredTensor
 from tests.checkpoints import FAMILIES, random_configs, write_checkpoint
-from weights import CheckpointError, convert, orbax_store, safetensors_store
-from weights.load import open_tensors
-from weights.new_directory import new_directory
-from weights.stored_tensor import Part, StoredTensor
 
 TEXTS = {
     "generation_config.json": '{"eos_token_id": [2, 3]}',
@@ -270,7 +270,7 @@ def test_what_is_interrupted_leaves_nothing(
 HANGS = """
 import sys, time
 from pathlib import Path
-from weights.new_directory import new_directory
+from jaxserve.weights.new_directory import new_directory
 with new_directory(Path(sys.argv[1])) as scratch:
     (scratch / "orbax").mkdir()
     (scratch / "orbax" / "half").touch()

@@ -16,11 +16,11 @@ import safetensors.numpy
 import torch
 import transformers
 
-import weights
+from jaxserve import weights
 from jaxserve.models import registry
+from jaxserve.weights import safetensors_store, stored_tensor
+from jaxserve.weights.rows import leaf_at
 from tests.checkpoints import FAMILIES, build_config, write_checkpoint
-from weights import safetensors_store, stored_tensor
-from weights.rows import leaf_at
 
 CONFIG = {**build_config("llama").to_dict(), "architectures": ["LlamaForCausalLM"]}
 SPECS = registry.param_specs(registry.from_hf_config(CONFIG))

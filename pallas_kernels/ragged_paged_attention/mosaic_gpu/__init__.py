@@ -36,10 +36,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.dispatch import import_failure
-from pallas_kernels.ragged_paged_attention import reference
-from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.dispatch import import_failure
+from jaxserve.pallas_kernels.ragged_paged_attention import reference
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MAX_PART_COLUMNS,
     MIN_TILE_TOKENS,
@@ -50,8 +50,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     Tiles,
     plan,
 )
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, encode, values_of
-from pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, encode, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
     "default_page_size",

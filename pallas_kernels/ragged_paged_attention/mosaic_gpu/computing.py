@@ -10,7 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
     LOG2E,
     MASKED,
     Item,
@@ -20,10 +20,16 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
     i32,
     load,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, MIN_TILE_TOKENS, WARPGROUP_ROWS, Call, Tiles
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.ring import RingReader
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup, part_of
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+    BLOCK_KV,
+    MIN_TILE_TOKENS,
+    WARPGROUP_ROWS,
+    Call,
+    Tiles,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.ring import RingReader
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup, part_of
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 

@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BASE_TOKEN,
     FIRST_BLOCK,
     FIRST_UNIT,

@@ -13,14 +13,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.ragged_paged_attention.interface import RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.loading import LoadingWarpgroup
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BASE_TOKEN, SCALES, Call, Plan, Tiles
-from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading import LoadingWarpgroup
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BASE_TOKEN, SCALES, Call, Plan, Tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 # Of a thread that loads and of one that computes, by the number of warpgroups; of two each has enough. A block of
 # threads starts with as many as divide evenly, in eights, and waits forever for more.

@@ -10,10 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, i32
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import first_scale
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, SCALES
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, i32
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import first_scale
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, SCALES
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup
 
 
 class LoadingWarpgroup(Warpgroup):

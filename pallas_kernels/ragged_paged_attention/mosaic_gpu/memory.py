@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import i32
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import i32
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MIN_TILE_TOKENS,
     SCALES,

@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
     MASKED,
     Item,
     Softmax,
@@ -26,7 +26,7 @@ from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import (
     read_item,
     spread,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     END_ITEM,
     FIRST_ITEM,
     FIRST_UNIT,

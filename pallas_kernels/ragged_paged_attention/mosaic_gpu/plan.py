@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 
 BLOCK_KV = 64  # tokens
 WARPGROUP_ROWS = 64  # of a wgmma instruction

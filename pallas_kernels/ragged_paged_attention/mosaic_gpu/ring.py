@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, cast, load, spread
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Shared, first_scale
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, Call, Tiles
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Part
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, cast, load, spread
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Shared, first_scale
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, Call, Tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Part
 
 
 class RingReader:

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, i32, read_item
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
-from pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, i32, read_item
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     END_ITEM,
     FIRST_ITEM,
     SPAN_END,

@@ -37,17 +37,17 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.dispatch import import_failure, target_platform
-from pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import (
+from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import (
     from_canonical,
     kv_shape,
     pool_dims,
     scale_shape,
     to_canonical,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     MAX_PAGE_BYTES,
     MAX_PAGE_TOKENS,
     Call,
@@ -59,9 +59,9 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     token_bytes,
     unit_bytes_for,
 )
-from pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, values_of
-from pallas_kernels.ragged_paged_attention.rope import apply_rope
-from pallas_kernels.tuning import measured_sizes
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.tuning import measured_sizes
 
 __all__ = [
     "TUNED",

@@ -10,12 +10,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.lanes import Lanes
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Blocks, Call, Plan
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.tiles import Tiles
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
-from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.lanes import Lanes
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Blocks, Call, Plan
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.tiles import Tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 
 
 def write_and_attend(

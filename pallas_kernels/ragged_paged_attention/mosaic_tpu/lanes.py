@@ -9,9 +9,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Unit
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Unit
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     FIRST_BLOCK,
     KV_LEN,
     LANES,
@@ -20,8 +20,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Blocks,
     Call,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Phase, Span
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Phase, Span
 
 
 class _LaneScratch(NamedTuple):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from pallas_kernels.ragged_paged_attention.interface import PoolDims
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, scale_rows
-from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import PoolDims
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, scale_rows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 
 def kv_shape(

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from pallas_kernels.ragged_paged_attention.interface import RaggedRows
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     ALIGNED_TOKENS,
     FIRST_TOKEN,
     LANES,
@@ -21,8 +21,8 @@ from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Call,
     Plan,
 )
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
-from pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 
 
 class Operands(NamedTuple):

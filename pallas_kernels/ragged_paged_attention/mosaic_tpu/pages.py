@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, Call
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, Call
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
 
 
 class Pages(NamedTuple):

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from pallas_kernels.ragged_paged_attention.interface import RaggedRows
-from pallas_kernels.ragged_paged_attention.quantized import is_quantized
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import is_quantized
 
 LANES = 128  # numbers in a row of a tile of memory
 SUBLANES = 8  # 32-bit rows of such a tile

@@ -10,9 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Pages, Unit
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, PAGE_IDS, SCALE_HEADS, Blocks, Call
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Pages, Unit
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, PAGE_IDS, SCALE_HEADS, Blocks, Call
 
 
 class Span(NamedTuple):

@@ -10,8 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     BEGIN,
     END,
     FIRST_TOKEN,

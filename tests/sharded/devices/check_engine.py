@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-import weights
-from jaxserve import LLM
+from jaxserve import LLM, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner

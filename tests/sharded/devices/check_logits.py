@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-import weights
+from jaxserve import weights
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
-from pallas_kernels import packed_linear
 from tests.checkpoints import FAMILIES, reference_logits, write_checkpoint
 from tests.models.test_parity import attend
 

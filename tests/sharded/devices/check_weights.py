@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import tensorstore
 
-import weights
+from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import ParamSpec, device_bytes, matrix_transform, split_array, unsplit
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.quant import block_size, quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
-from pallas_kernels import packed_linear
-from weights import orbax_store, stored_tensor
-from weights.load import open_tensors
-from weights.rows import leaf_at
+from jaxserve.weights import orbax_store, stored_tensor
+from jaxserve.weights.load import open_tensors
+from jaxserve.weights.rows import leaf_at
 
 SEED = 3
 CONFIG = {
