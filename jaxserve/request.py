@@ -308,32 +308,40 @@ class RequestMetrics:
 
 
 class GrowingText:
-    """Text that comes in pieces: they are joined when it is read, so that a piece costs what it adds."""
+    """Text that one thread appends to while any other reads it.
+
+    The pieces are an immutable tuple that `append` replaces as a whole, so a reader sees the text as it was at one
+    moment and changes nothing. Each piece is at least twice as long as the next: the text is a logarithmic number of
+    pieces, and appending copies each character as often as that.
+    """
 
     def __init__(self, text: str = "") -> None:
-        self._pieces = [text]
-        self._num_chars = len(text)
+        self._pieces = (text,) if text else ()
 
-    def append(self, piece: str) -> None:
-        """Add to the end."""
-        if piece:
-            self._pieces.append(piece)
-            self._num_chars += len(piece)
+    def append(self, text: str) -> None:
+        """Add to the end. Only one thread may do so."""
+        if not text:
+            return
+        pieces = self._pieces
+        num_kept, num_chars = len(pieces), len(text)
+        while num_kept and len(pieces[num_kept - 1]) < 2 * num_chars:
+            num_kept -= 1
+            num_chars += len(pieces[num_kept])
+        self._pieces = (*pieces[:num_kept], "".join((*pieces[num_kept:], text)))
 
     def __len__(self) -> int:
-        return self._num_chars
+        return sum(map(len, self._pieces))
 
     def __str__(self) -> str:
-        """All of it; a second read joins only what came since the first."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        """Return the whole text."""
+        return "".join(self._pieces)
 
     def since(self, start: int) -> str:
-        """What follows the first `start` characters, at the cost of that alone."""
+        """Return what follows the first `start` characters, at the cost of that alone."""
+        pieces = self._pieces
+        missing = sum(map(len, pieces)) - start
         new: list[str] = []
-        missing = self._num_chars - start
-        for piece in reversed(self._pieces):
+        for piece in reversed(pieces):
             if missing <= 0:
                 break
             new.append(piece[max(0, len(piece) - missing) :])
