@@ -34,12 +34,14 @@ def test_it_is_the_concatenation_whenever_it_is_read(
     assert str(text) == expected
 
 
-def test_it_is_few_pieces_however_many_are_appended() -> None:
-    text = GrowingText()
+def test_appending_costs_the_same_however_long_the_text_is() -> None:
+    text, num_copied = GrowingText(), 0
     for i in range(10_000):
         text.append("a" * (1 + i * 7919 % 5))
-        assert len(text._pieces) <= 17
+        num_copied += len(text._pieces[-1])
+        assert len(text._pieces) <= 16
     assert len(text) == 30_000
+    assert num_copied < 10 * len(text)
 
 
 def between_instructions(call: Callable[[], object], meanwhile: Callable[[], object]) -> None:
