@@ -268,9 +268,11 @@ class Engine:
         if request_id in self._groups:
             raise RequestError(f"request_id must be unique among unfinished requests, got {request_id!r} again")
         longest, vocab = self.schedule.max_model_len, self.arch.vocab_size
-        if not 0 < len(token_ids) < longest:
+        if not token_ids:
+            raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
+        if len(token_ids) >= longest:
             raise RequestError(
-                f"a prompt must have at least 1 and fewer than max_model_len tokens, got {len(token_ids)} with "
+                f"a prompt must have fewer than max_model_len tokens, got {len(token_ids)} with "
                 f"max_model_len {longest}; shorten it{self._advice_on_length()}"
             )
         named = {
