@@ -21,6 +21,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models.params import Params
 from jaxserve.request import RequestOutput, SamplingParams, brief
 from jaxserve.tokenizer import Tokenizer, load_hf_tokenizer
+from jaxserve.vllm_options import engine_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +40,8 @@ class LLM:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
-        options: any further field of EngineConfig.
+        options: any further field of EngineConfig, and vLLM's options where they ask for what jaxserve does anyway (see
+            `vllm_options.VLLM_OPTIONS`).
 
     Raises:
         ConfigError: the checkpoint or an option is not usable.
@@ -52,7 +54,7 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **options: Any,
     ) -> None:
-        self.engine = Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **options))
+        self.engine = Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **engine_options(options)))
         if self.engine.is_follower:
             self.engine.follow()
             raise SystemExit(0)

@@ -302,7 +302,9 @@ prompts = [
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
 
 # Create an LLM.
-llm = LLM(model=MODEL, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True)
+llm = LLM(model=MODEL, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True,
+          trust_remote_code=False, enforce_eager=False, block_size=16, swap_space=0, load_format="auto", seed=None,
+          disable_log_stats=True, tokenizer_mode="auto", revision=None, max_logprobs=20, enable_chunked_prefill=True)
 # Generate texts from the prompts. The output is a list of RequestOutput objects
 # that contain the prompt, generated text, and other information.
 outputs = llm.generate(prompts, sampling_params)
@@ -337,7 +339,10 @@ for completion in outputs[-1].outputs:
 assert outputs[-1].prompt_logprobs[0] is None and len(outputs[-1].prompt_logprobs) == 3
 assert all(output.finished and output.request_id and output.num_cached_tokens >= 0 for output in outputs)
 tokenizer = llm.get_tokenizer()
-assert tokenizer.encode(prompts[0]) == outputs[0].prompt_token_ids
+assert tokenizer.encode(prompts[0]) == tokenizer(prompts[0]).input_ids == outputs[0].prompt_token_ids
+assert tokenizer.decode(tokenizer.convert_tokens_to_ids(["</s>"])) == tokenizer.eos_token
+assert len(tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]) > 0
+llm.reset_prefix_cache()
 """
 
 
@@ -354,6 +359,8 @@ def test_a_script_written_for_vllm_runs_with_its_import_changed(llama: Path) -> 
 def test_llm_takes_engine_options(llama: Path) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
         LLM(str(llama), **SIZES, skip_tokenizer_init=True).generate(PROMPT)
+    with pytest.raises(ConfigError, match="enforce_eager must be False or None, got True"):
+        LLM(str(llama), enforce_eager=True)
 
 
 def test_default_sampling_params_are_the_checkpoints(llama: Path, tmp_path: Path) -> None:
