@@ -18,6 +18,7 @@ import tokenizers
 from jaxserve.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import GrowingText, SamplingParams, TokenIds
+from jaxserve.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
 
 
@@ -31,6 +32,7 @@ class Tokenizer:
         bos_token_id: first token of a sequence, if the model has one.
         eos_token_ids: every id that ends a sequence: the tokenizer's, then those of `generation_config.json`.
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
+        token_text: token id -> its text by itself, special tokens included; decodes each id once.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Tokenizer:
         self.chat_template = chat_template
         self.byte_table = byte_table
         self._compiled: dict[str, ChatTemplate] = {}
+        self.token_text: Callable[[int], str] = _TokenTexts(decode).__getitem__
 
     @property
     def eos_token_id(self) -> int | None:
@@ -153,6 +156,17 @@ class Tokenizer:
         if source not in self._compiled:
             self._compiled[source] = ChatTemplate(source)
         return self._compiled[source]
+
+
+class _TokenTexts(dict[int, str]):
+    """Token id -> its text, special tokens included; fills itself, so that a look-up is a dict's."""
+
+    def __init__(self, decode: Callable[[Sequence[int], bool], str]) -> None:
+        self._decode = decode
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._decode([token_id], False)
+        return text
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -306,7 +320,8 @@ class Detokenizer:
 
     Text is visible once it is certain: incomplete UTF-8 is held back, and so is whatever may turn out to be the
     beginning of a stop string. The stop string that is complete first ends the text (of two complete at once, the
-    longer), however the tokens cut it. `push` takes amortised O(1) per token whatever the length of the text.
+    longer), however the tokens cut it. A token costs what its own text does, whatever the length of the text before it
+    and the number of stop strings.
 
     Args:
         tokenizer: None, or any tokenizer with `params.detokenize=False`, gives no text.
@@ -322,14 +337,14 @@ class Detokenizer:
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> None:
         self._stream = _token_stream(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
-        self._stops: tuple[str, ...] = tuple(params.stop or ())
-        self._longest_stop = max(map(len, self._stops), default=0)
+        self._stops = compile_stop_strings(tuple(params.stop)) if params.stop else None
+        self._state = StopStrings.START
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self.visible = GrowingText()
         self._held = ""  # a suffix of the text that begins some stop string
-        self._stop: str | None = None
+        self._found: str | None = None
         self._finished = False
 
     @property
@@ -347,7 +362,7 @@ class Detokenizer:
                 break
             self._num_tokens += 1
             self._extend(self._stream.push(token_id), self._num_tokens > self._min_tokens)
-        return self._stop
+        return self._found
 
     def finish(self) -> str | None:
         """Show what was held back, the output being over; returns the stop string if that completes one."""
@@ -355,33 +370,21 @@ class Detokenizer:
             self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
             self.visible.append(self._held)
             self._finished = True
-        return self._stop
+        return self._found
 
     def _extend(self, piece: str, may_stop: bool) -> None:
-        if not self._stops or not piece:
+        if self._stops is None or not piece:
             self.visible.append(piece)
             return
-        text = self._held + piece
-        if may_stop and (hit := self._first_stop(text, len(self._held))):
-            end, start, self._stop = hit
-            self.visible.append(text[: end if self._keep_stop else start])
+        self._state, num_read, self._found = self._stops.scan(self._state, piece, may_stop)
+        text = self._held + piece[:num_read]
+        if self._found is not None:
+            self.visible.append(text if self._keep_stop else text.removesuffix(self._found))
             self._held, self._finished = "", True
             return
-        split = self._hold_from(text)
+        split = len(text) - self._stops.num_held(self._state)
         self.visible.append(text[:split])
         self._held = text[split:]
-
-    def _first_stop(self, text: str, num_searched: int) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the first to be complete after `num_searched` characters."""
-        found = ((text.find(stop, max(0, num_searched - len(stop) + 1)), stop) for stop in self._stops)
-        return min(((start + len(stop), start, stop) for start, stop in found if start >= 0), default=None)
-
-    def _hold_from(self, text: str) -> int:
-        """Where the longest suffix begins that a stop string may begin with."""
-        for start in range(max(0, len(text) - self._longest_stop + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
-                return start
-        return len(text)
 
 
 def _token_stream(

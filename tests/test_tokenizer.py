@@ -342,18 +342,6 @@ def test_incomplete_characters_are_held_back(byte_level: Tokenizer) -> None:
     assert texts == ["a", "a", "a", "a", "a😀", "a😀", "a😀é"]
 
 
-def test_push_costs_the_same_however_long_the_text_is(byte_level: Tokenizer) -> None:
-    """Nothing but a read of `text` joins the pieces, and each read only those that came since the last."""
-    detokenizer = Detokenizer(byte_level, SamplingParams())
-    (token_id,) = byte_level.encode("a", add_special_tokens=False)
-    detokenizer.push([token_id] * 1000)
-    assert len(detokenizer.visible._pieces) > 1000
-    assert detokenizer.text == "a" * 1000
-    assert detokenizer.text is detokenizer.text
-    detokenizer.push([token_id])
-    assert len(detokenizer.visible._pieces) == 2
-
-
 def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     """By definition: the stop string that is complete first, of several the longest."""
     for end in range(len(text) + 1):
