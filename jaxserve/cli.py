@@ -1,8 +1,8 @@
 """The command line: `jaxserve generate`, `batch`, `bench`, `convert` and `plan`.
 
-Exit codes: 0 done, which a batch is with a record for every line, error records included; 2 a wrong command line or
-configuration, or a file that cannot be read or written, told in one line; 75 another process of the run was lost; 130
-interrupted; 141 the reader of the output went away.
+Exit codes: 0 done, which a batch is with a record for every line, error records included; 1 a sweep of plans of which
+none could be computed; 2 a wrong command line or configuration, or a file that cannot be read or written, told in one
+line; 75 another process of the run was lost; 130 interrupted; 141 the reader of the output went away.
 """
 
 import argparse
@@ -321,5 +321,4 @@ def _convert(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
 
-    run_plan(args, _engine_options(args))
-    return 0
+    return run_plan(args, _engine_options(args))
