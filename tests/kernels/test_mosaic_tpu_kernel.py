@@ -31,6 +31,8 @@ RUN = [
     "many_rows_share_a_prefix_of_wide_heads",
     "two_prompts_of_many_tiles",
     "shared_prefix_sinks_soft_cap",
+    "shared_token_written_now",
+    "shared_prefix_written_now",
     "stale_nan_window",
     "group_of_3",
     "pages_of_256",
