@@ -132,17 +132,28 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, it refuses the messages, or it has no such variable.
         """
-        template = self._template(self._template_source(chat_template, bool(tools)))
-        asked = variables.keys() | ({"tools"} if tools else set())
-        if unknown := sorted(asked - template.variables):
-            raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
-        text = template.render(
-            {"tools": tools, "documents": None}
-            | self.special_tokens
-            | variables
-            | {"messages": plain_messages(messages), "add_generation_prompt": add_generation_prompt}
-        )
+        given = variables | ({"tools": tools} if tools else {}) | {"add_generation_prompt": add_generation_prompt}
+        text = self.render_chat(messages, given, chat_template)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], chat_template: str | None = None
+    ) -> str:
+        """Render a chat, with the template's variables as a mapping: their names may come from a request.
+
+        Args:
+            messages: as `apply_chat_template` takes them.
+            variables: template variables, `tools` and `add_generation_prompt` (True by default) among them.
+            chat_template: Jinja source, or the name of one of the tokenizer's templates.
+
+        Raises:
+            RequestError: there is no template, it refuses the messages, or it has no such variable.
+        """
+        template = self._template(self._template_source(chat_template, bool(variables.get("tools"))))
+        if unknown := sorted(variables.keys() - template.variables - {"add_generation_prompt"}):
+            raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True} | self.special_tokens
+        return template.render(defaults | dict(variables) | {"messages": plain_messages(messages)})
 
     def _template_source(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
