@@ -124,16 +124,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
         tokenizer = self._engine_tokenizer()
-        texts = [
-            tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt,
-                chat_template=chat_template,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in _as_conversations(messages)
-        ]
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
+        variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
+        variables |= chat_template_kwargs or {}
+        texts = [tokenizer.render_chat(chat, variables, chat_template) for chat in _as_conversations(messages)]
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -145,7 +140,8 @@ class LLM:
         Raises:
             RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
-        (output,) = self._add_all([prompt], [sampling_params or self.get_default_sampling_params()])
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        (output,) = self._add_all([prompt], _per_prompt(params, 1))
         sent = [_Sent() for _ in output.outputs]
         try:
             while True:
