@@ -68,8 +68,13 @@ class Tokenizer:
         """The id that ends a sequence; the first where there are several."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> TokenIds:
-        """Token ids of `text`; `add_special_tokens` adds what the model wants around a prompt, usually a BOS.
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
+        """Return the token ids of `text`.
+
+        Args:
+            text: what to cut into tokens.
+            add_special_tokens: add what the model wants around a prompt, usually a BOS.
+            max_tokens: keep only the last tokens of the text, so that there are at most so many with those added.
 
         Raises:
             RequestError: `text` is not valid Unicode.
@@ -78,7 +83,16 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"a prompt must be valid Unicode, got a lone surrogate at index {error.start}") from None
-        return self._encode(text, add_special_tokens)
+        token_ids = self._encode(text, add_special_tokens)
+        if max_tokens is None or len(token_ids) <= max_tokens:
+            return token_ids
+        plain = self._encode(text, False) if add_special_tokens else token_ids
+        num_kept = max_tokens - (len(token_ids) - len(plain))
+        if num_kept <= 0:  # no room for text between what is added
+            return token_ids[-max_tokens:]
+        starts = range(len(token_ids) - len(plain) + 1)
+        start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
+        return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""

@@ -9,7 +9,7 @@ import tiny_tokenizers
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
@@ -348,6 +348,26 @@ def test_malformed_messages_are_refused(tmp_path: Path, messages: Any, message: 
 def test_an_assistant_that_calls_tools_needs_no_content(tmp_path: Path) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]
     assert chat("{{ messages[0].tool_calls[0].id }}", tmp_path, messages) == "a"
+
+
+# Truncation
+
+
+@pytest.mark.parametrize("with_special", [True, False])
+def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool) -> None:
+    tokenizer = tiny_tokenizers.byte_fallback()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    directory = tiny_tokenizers.write(tmp_path, tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    ours, theirs = load_tokenizer(directory), load_hf_tokenizer(directory)
+    theirs.truncation_side = "left"
+    for text in SAMPLES:
+        for length in range(3, 30):
+            ids = ours.encode(text, with_special, max_tokens=length)
+            assert ids == theirs.encode(text, add_special_tokens=with_special, truncation=True, max_length=length)
+            assert len(ids) == min(length, len(ours.encode(text, with_special)))
+    assert ours.encode("many words", max_tokens=1) == [2], "no room for text: the last ones"
 
 
 # Detokenizer
