@@ -216,6 +216,19 @@ class TestAborts:
         assert_same(warm, cold)
 
 
+def test_prompt_logprobs_are_not_those_of_an_aborted_request_of_the_same_id(start: Start) -> None:
+    engine, params = start(), SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    old, new = tokens(12, "old"), tokens(12, "new")
+    (expected,) = generate(engine, [new], params)
+    engine.add_request("a", old, params)
+    busy_step(engine)
+    engine.abort("a")
+    output = engine.add_request("a", new, params)
+    while engine.has_unfinished():
+        busy_step(engine)
+    assert_same(output, expected)
+
+
 def test_metrics_are_in_order(start: Start) -> None:
     (output,) = generate(start(), [PROMPT], GREEDY)
     m = output.metrics
