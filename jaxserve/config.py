@@ -53,7 +53,7 @@ class EngineConfig:
         gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
             for weights, temporaries and the pool.
         enable_prefix_caching: share pages between requests that begin alike.
-        seed: of the weights where they are random, and of requests that bring none.
+        seed: seed of the weights where they are random, and of requests that bring none; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
         burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has stop
@@ -125,6 +125,8 @@ class EngineConfig:
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.seed is None:  # vLLM's default, which it takes for 0 too
+            object.__setattr__(self, "seed", 0)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:

@@ -47,7 +47,8 @@ class SamplingParams:
         stop_token_ids: ids that end the output; at most 64.
         ignore_eos: go on after the end-of-sequence token.
         seed: the same seed and prompt give the same samples whatever else runs; None draws one from the
-            engine's seed, so that the same requests have the same samples at the next start.
+            engine's seed, so that the same requests have the same samples at the next start. Sample i of `n` has the
+            seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their samples.
         logprobs: also return the log probabilities of this many most likely tokens (0..20).
         prompt_logprobs: the same for every prompt token.
         presence_penalty: subtracted once from the logit of each token already in the output; in [-2, 2].

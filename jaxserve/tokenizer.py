@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import tokenizers
 
@@ -20,6 +20,9 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import GrowingText, SamplingParams, TokenIds
 from jaxserve.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Tokenizer:
@@ -224,21 +227,26 @@ def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directo
     )
 
 
-def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of `load_tokenizer` as the class that `transformers` has for it.
 
-    try:
-        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
-            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
-        ) from error
+    Where there is a `tokenizer.json`, that file says how text is cut, as it does in `load_tokenizer`. AutoTokenizer may
+    instead build a family's tokenizer anew from its vocabulary.
+
+    Raises:
+        ConfigError: the directory holds no tokenizer that transformers loads.
+    """
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
+
+    directory = Path(path)
+    if not (directory / "tokenizer.json").is_file():
+        return _load_slow(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+
+def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
+    slow = _load_slow(directory)
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
-    if not len(slow) > len(slow.all_special_ids):
-        raise ConfigError(
-            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
-        )
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
         return _from_backend(backend, config | special, directory)
     return Tokenizer(
@@ -251,6 +259,23 @@ def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenize
         eos_token_ids=_eos_ids(slow.eos_token_id, directory),
         chat_template=_chat_templates(config, directory),
     )
+
+
+def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+
+    try:
+        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
+            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
+        ) from error
+    if not len(slow) > len(slow.all_special_ids):
+        raise ConfigError(
+            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
+        )
+    return slow
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:

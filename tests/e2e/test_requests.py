@@ -28,8 +28,8 @@ BAD_PARAMS: dict[str, list[Any]] = {
     "min_p": [-0.1, 1.01, NAN, None],
     "max_tokens": [0, -1, 2**31, 1.0, "16", True],
     "min_tokens": [-1, 17, 2.0, None],
-    "stop": ["", [""], [1], b"x", [None], 5, {"a": 1}, ["a", ""]],
-    "stop_token_ids": [[-1], ["1"], [2**31], [1.0], 5, "5", [VOCAB_SIZE], list(range(65)), [True]],
+    "stop": ["", [""], [1], b"x", [None], 5, {"a": 1}, ["a", ""], 0, {}, ["a"] * 65, "a" * 4097],
+    "stop_token_ids": [[-1], ["1"], [2**31], [1.0], 5, "5", [VOCAB_SIZE], list(range(65)), [True], {}, 0],
     "ignore_eos": [1, None, "yes"],
     "seed": [2**64, -(2**63) - 1, 1.0, "1", True],
     "logprobs": [-1, 21, 1.0, True, "1"],
@@ -199,6 +199,19 @@ class TestAborts:
         (warm,) = generate(engine, [tokens(30, "a")], GREEDY)
         assert warm.num_cached_tokens == 16
         assert_same(warm, cold)
+
+
+def test_prompt_logprobs_are_not_those_of_an_aborted_request_of_the_same_id(start: Start) -> None:
+    engine, params = start(), SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=1)
+    old, new = tokens(12, "old"), tokens(12, "new")
+    (expected,) = generate(engine, [new], params)
+    engine.add_request("a", old, params)
+    busy_step(engine)
+    engine.abort("a")
+    output = engine.add_request("a", new, params)
+    while engine.has_unfinished():
+        busy_step(engine)
+    assert_same(output, expected)
 
 
 def test_metrics_are_in_order(start: Start) -> None:
