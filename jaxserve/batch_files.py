@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import stat
 import time
@@ -25,7 +26,7 @@ from typing import IO, Any
 
 from jaxserve.batch_output import BatchOutput, DoneLines, fingerprint_of, make_record, numbered_lines
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.openai_format import (
     CHAT,
     COMPLETIONS,
@@ -38,6 +39,8 @@ from jaxserve.openai_format import (
     response_body,
 )
 from jaxserve.request import RequestFailure, RequestOutput, brief
+
+logger = logging.getLogger(__name__)
 
 _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 
@@ -105,11 +108,8 @@ def run_batch(
     """
     engine = getattr(engine, "engine", engine)
     config: EngineConfig = engine.config
-    with contextlib.ExitStack() as stack:
-        lines = stack.enter_context(_open_input(Path(in_path)))
-        out = stack.enter_context(BatchOutput(Path(out_path)))
-        key = str(config.seed if seed is None else seed).encode()
-        done = out.resume(lines, key)
+    key = _key(config.seed if seed is None else seed)
+    with _open_files(in_path, out_path, key) as (lines, out, done), contextlib.ExitStack() as stack:
         num_rows = engine.schedule.max_num_seqs * config.data_parallel_size
         run = _BatchRun(
             engine=engine,
@@ -123,6 +123,32 @@ def run_batch(
         )
         stack.callback(run.abort)
         return run.run(lines)
+
+
+def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> BatchSummary | None:
+    """Return the summary of a batch that has a record for every line, None where lines are left to serve.
+
+    Needs no engine, so that a finished batch starts none and files that cannot be used are found at once.
+
+    Raises:
+        ConfigError: as `run_batch`.
+    """
+    with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
+        if done.num_records < done.num_lines:
+            return None
+        return BatchSummary(out.num_records, out.num_errors, done.num_records, 0, 0, 0.0)
+
+
+@contextlib.contextmanager
+def _open_files(
+    in_path: str | Path, out_path: str | Path, key: bytes
+) -> Iterator[tuple[IO[bytes], BatchOutput, DoneLines]]:
+    with _open_input(Path(in_path)) as lines, BatchOutput(Path(out_path)) as out:
+        yield lines, out, out.resume(lines, key)
+
+
+def _key(seed: int) -> bytes:
+    return str(seed).encode()
 
 
 @dataclass(slots=True)
@@ -174,18 +200,22 @@ class _BatchRun:
         """The prompts to serve, in order of input; a line that cannot be served gets its error record here."""
         seen: set[int] = set()
         for number, raw in numbered_lines(lines):
-            custom_id = None
+            custom_id: Any = None
             try:
                 content = _parse_json(raw)
-                custom_id = _read_custom_id(content)
+                custom_id = content.get("custom_id")
+                _check_custom_id(custom_id)
                 _claim(custom_id, seen)
+                if number in self.done:
+                    continue
+                request = self._parse(content)
+            except Exception as error:  # whatever a line provokes is that line's error
                 if number not in self.done:
-                    request = self._parse(content)
-                    line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
-                    yield from (_InFlight(line, index) for index in range(len(request.prompts)))
-            except RequestError as error:
-                if number not in self.done:
-                    self._write_error(number, custom_id, fingerprint_of(raw, self.key), error)
+                    fingerprint = fingerprint_of(raw, self.key)
+                    self._write_error(number, custom_id, fingerprint, _line_error(number, error))
+            else:
+                line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
+                yield from (_InFlight(line, index) for index in range(len(request.prompts)))
 
     def _parse(self, content: Json) -> ParsedRequest:
         refuse_unknown("line", content, _LINE_FIELDS)
@@ -215,8 +245,11 @@ class _BatchRun:
             params = dataclasses.replace(params, seed=_derived_seed(self.key, line.number, index))
         try:
             self.engine.add_request(request_id, request.prompts[index], params, cache_salt=request.cache_salt)
-        except RequestError as error:
-            self._fail(line, error)
+        except PeerLostError:  # not the line's fault: the run ends
+            raise
+        except Exception as error:
+            self.engine.abort(request_id)
+            self._fail(line, _line_error(line.number, error))
             return
         self.in_flight[request_id] = prompt
         self.num_sequences += params.n
@@ -245,15 +278,18 @@ class _BatchRun:
             return
         line.outputs[prompt.index] = output
         if len(line.outputs) == len(line.request.prompts):
-            outputs = [line.outputs[index] for index in range(len(line.outputs))]
-            body = response_body(
-                line.request,
-                outputs,
-                self.engine.tokenizer,
-                response_id=line.fingerprint,
-                created_s=int(time.time()),
-            )
-            self._write(make_record(line.number, line.custom_id, line.fingerprint, 200, body, None))
+            try:
+                body = self._response(line)
+            except Exception as error:
+                self._fail(line, _line_error(line.number, error))
+            else:
+                self._write(make_record(line.number, line.custom_id, line.fingerprint, 200, body, None))
+
+    def _response(self, line: _Line) -> Json:
+        outputs = [line.outputs[index] for index in range(len(line.outputs))]
+        return response_body(
+            line.request, outputs, self.engine.tokenizer, response_id=line.fingerprint, created_s=int(time.time())
+        )
 
     def _fail(self, line: _Line, error: RequestError) -> None:
         line.failed = True
@@ -267,9 +303,10 @@ class _BatchRun:
         self.num_sequences -= prompt.line.request.params.n
         return prompt
 
-    def _write_error(self, number: int, custom_id: str | None, fingerprint: str, error: RequestError) -> None:
+    def _write_error(self, number: int, custom_id: Any, fingerprint: str, error: RequestError) -> None:
         body = error_body(error)
         short = {"code": body["error"]["code"], "message": body["error"]["message"]}
+        custom_id = custom_id if type(custom_id) in (str, int) else None  # others are in the message
         status_code = error.status_code if isinstance(error, BadRequestError) else 400
         self.out.num_errors += 1
         self._write(make_record(number, custom_id, fingerprint, status_code, body, short))
@@ -304,11 +341,17 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _read_custom_id(content: Json) -> str:
-    custom_id = content.get("custom_id")
+def _check_custom_id(custom_id: object) -> None:
     if not isinstance(custom_id, str) or not custom_id:
         raise BadRequestError(f"custom_id must be a non-empty string, got {brief(custom_id)}", "custom_id")
-    return custom_id
+
+
+def _line_error(number: int, error: Exception) -> RequestError:
+    """The error as the line's record tells it; one that nobody raised on purpose is logged with its traceback."""
+    if isinstance(error, RequestError):
+        return error
+    logger.error("line %d of the batch failed unexpectedly", number, exc_info=error)
+    return BadRequestError(f"the line could not be served: {error!r}", None, "internal_error", 500)
 
 
 def _claim(custom_id: str, seen: set[int]) -> None:

@@ -23,7 +23,7 @@ from jaxserve.openai_format import Json
 FSYNC_INTERVAL_S = 1.0
 _RECORD_START = b'{"id": "batch_req_'
 _RECORD = re.compile(  # a record's head, in the order that `make_record` gives its fields; the rest is not needed again
-    _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|null), '
+    _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|-?[0-9]+|null), '
     rb'"response": \{"status_code": ([0-9]+), "request_id": "([0-9a-f]{16})"'
 )
 
@@ -140,7 +140,7 @@ def fingerprint_of(raw: bytes, key: bytes) -> str:
 
 
 def make_record(
-    number: int, custom_id: str | None, fingerprint: str, status_code: int, body: Json, error: Json | None
+    number: int, custom_id: str | int | None, fingerprint: str, status_code: int, body: Json, error: Json | None
 ) -> Json:
     """A record of OpenAI's batch output, its fields in the order that a restart looks for."""
     response = {"status_code": status_code, "request_id": fingerprint, "body": body}

@@ -1,8 +1,8 @@
 """The command line: `jaxserve generate`, `batch`, `bench`, `convert` and `plan`.
 
-Exit codes: 0 done, which a batch is with a record for every line, error records included; 2 a wrong command line or
-configuration, or a file that cannot be read or written, told in one line; 75 another process of the run was lost; 130
-interrupted; 141 the reader of the output went away.
+Exit codes: 0 done, which a batch is with a record for every line, error records included; 1 a sweep of plans of which
+none could be computed; 2 a wrong command line or configuration, or a file that cannot be read or written, told in one
+line; 75 another process of the run was lost; 130 interrupted; 141 the reader of the output went away.
 """
 
 import argparse
@@ -257,11 +257,15 @@ def _stats(output: "RequestOutput") -> str:
 
 
 def _batch(args: argparse.Namespace) -> int:
-    from jaxserve.batch_files import run_batch  # noqa: PLC0415 - locks files by fcntl, which not every system has
+    from jaxserve.batch_files import find_finished, run_batch  # noqa: PLC0415 - fcntl, which not every system has
 
-    with _batch_engine(args) as engine:
-        names, use_tqdm = args.served_model_name, not args.stats
-        summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
+    summary = None
+    if not _is_distributed(args):  # the other processes wait for this one's engine
+        summary = find_finished(args.input, args.output, EngineConfig(**_engine_options(args)).seed)
+    if summary is None:
+        with _batch_engine(args) as engine:
+            names, use_tqdm = args.served_model_name, not args.stats
+            summary = run_batch(engine, args.input, args.output, model_names=names, use_tqdm=use_tqdm)
     resumed = f" ({summary.num_resumed} from before)" if summary.num_resumed else ""
     print(
         f"{args.output}: {summary.num_records} records{resumed}, {summary.num_errors} errors; "
@@ -317,5 +321,4 @@ def _convert(args: argparse.Namespace) -> int:
 def _plan(args: argparse.Namespace) -> int:
     from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
 
-    run_plan(args, _engine_options(args))
-    return 0
+    return run_plan(args, _engine_options(args))

@@ -10,6 +10,7 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 from jaxserve.errors import RequestError
@@ -26,6 +27,7 @@ _SAMPLING_FIELDS = {  # those that SamplingParams knows by the same name and mea
     *("skip_special_tokens", "include_stop_str_in_output"),
 }
 _LABELS = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}  # ignored
+_TYPES = {"cache_salt": str, "model": str, "stop": str | list, "stop_token_ids": list}
 _NEUTRAL_SHARED = {"stream": ["false"], "store": ["false"], "service_tier": ['"auto"', '"default"']}
 _NEUTRAL = {  # as JSON, the values of unsupported features that ask for nothing
     COMPLETIONS: _NEUTRAL_SHARED | {"echo": ["false"], "suffix": ['""'], "best_of": ["1", "n"]},
@@ -98,7 +100,7 @@ def parse_body(
     given = {name: value for name, value in body.items() if value is not None}
     refuse_unknown("body", given, _FIELDS[url])
     _refuse_features(given, _NEUTRAL[url])
-    for name, wanted in ({"cache_salt": str, "model": str} | _LABELS).items():
+    for name, wanted in (_TYPES | _LABELS).items():
         _check_type(given, name, wanted)
     model = given.get("model", own_name)
     if model_names and model not in model_names:
@@ -158,13 +160,16 @@ def _chat_prompt(given: Json, tokenizer: Tokenizer | None) -> TokenIds:
     messages = given.get("messages")
     if not isinstance(messages, list):
         raise BadRequestError(f"messages must be a list of messages, got {brief(messages)}", "messages")
-    if not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
-        raise BadRequestError("every message must be an object with a role", "messages")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise BadRequestError(f"every message must be an object with a role, got {brief(message)}", "messages")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise BadRequestError(f"every message must have a content or tool_calls, got {brief(message)}", "messages")
     _check_type(given, "chat_template_kwargs", dict)
     variables = given.get("chat_template_kwargs", {})
     if reserved := sorted(variables.keys() & _RESERVED):
         raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
-    return tokenizer.encode(tokenizer.apply_chat_template(messages, **variables), add_special_tokens=False)
+    return tokenizer.encode(tokenizer.render_chat(messages, variables), add_special_tokens=False)
 
 
 def _completion_prompts(prompt: Any) -> list[Prompt]:
@@ -185,9 +190,10 @@ def _are_token_ids(items: list[Any]) -> bool:
     return bool(items) and all(type(item) is int and 0 <= item < 2**31 for item in items)
 
 
-def _check_type(given: Json, name: str, wanted: type) -> None:
+def _check_type(given: Json, name: str, wanted: type | UnionType) -> None:
     if name in given and not isinstance(given[name], wanted):
-        raise BadRequestError(f"{name} must be a {wanted.__name__}, got {brief(given[name])}", name)
+        kind = wanted.__name__ if isinstance(wanted, type) else wanted
+        raise BadRequestError(f"{name} must be a {kind}, got {brief(given[name])}", name)
 
 
 def error_body(error: RequestError) -> Json:

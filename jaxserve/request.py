@@ -14,6 +14,10 @@ from jaxserve.errors import RequestError
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 300
 MAX_STOP_TOKEN_IDS = 64
+# OpenAI allows 4 stop strings and prompts in common use have some 10. The bounds keep a request's automaton below a
+# megabyte, and the time in which it is built near that of tokenising as much text.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
 TokenIds = list[int]
 
 
@@ -38,11 +42,13 @@ class SamplingParams:
         min_p: keep tokens at least `min_p` times as likely as the most likely one; in [0, 1].
         max_tokens: output limit; None means up to the model's maximum length.
         min_tokens: end-of-sequence and stop ids cannot be sampled before this many tokens.
-        stop: strings that end the output; removed from the text unless `include_stop_str_in_output`.
+        stop: strings that end the output; removed from the text unless `include_stop_str_in_output`. At most 64 of 4096
+            characters in all.
         stop_token_ids: ids that end the output; at most 64.
         ignore_eos: go on after the end-of-sequence token.
         seed: the same seed and prompt give the same samples whatever else runs; None draws one from the
-            engine's seed, so that the same requests have the same samples at the next start.
+            engine's seed, so that the same requests have the same samples at the next start. Sample i of `n` has the
+            seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their samples.
         logprobs: also return the log probabilities of this many most likely tokens (0..20).
         prompt_logprobs: the same for every prompt token.
         presence_penalty: subtracted once from the logit of each token already in the output; in [-2, 2].
@@ -52,6 +58,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: produce text at all; must hold when `stop` is given.
+        truncate_prompt_tokens: keep only the last so many tokens of a longer prompt, and with text the special tokens
+            around it; -1 keeps as many as leave room for `max_tokens`.
 
     Raises:
         RequestError: a value is out of range or a parameter is unknown.
@@ -77,6 +85,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuse unknown names with the error that bad values get."""
@@ -97,18 +106,26 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be positive, -1 or None, got 0")
         if self.seed == -1:  # as in vLLM
             self.seed = None
         self._check_stop()
         self._check_logit_bias()
 
     def _check_stop(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
         if isinstance(stop, bytes) or not _is_sequence(stop) or not all(isinstance(s, str) and s for s in stop):
             raise RequestError(f"stop must be a non-empty string or a list of them, got {brief(self.stop)}")
+        num_chars = sum(map(len, stop))
+        if len(stop) > MAX_STOP_STRINGS or num_chars > MAX_STOP_CHARS:
+            raise RequestError(
+                f"stop must be at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters in all, "
+                f"got {len(stop)} of {num_chars}; keep those that matter, or look for the others in the output"
+            )
         if stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; drop stop, or use stop_token_ids")
-        ids = self.stop_token_ids or ()
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
         if not _is_sequence(ids) or isinstance(ids, bytes) or len(ids) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
                 f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids, "
@@ -151,8 +168,9 @@ _INTEGERS = {  # name -> least and largest value
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "truncate_prompt_tokens": (-1, _MAX_INT32),
 }
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
 _REALS = {
     "temperature": (0, 10_000),
     "top_p": (0, 1),
@@ -254,7 +272,7 @@ class Request:
         return self.prompt_token_ids[start:split] + self.output_token_ids[max(start - split, 0) : stop - split]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: that doubles the time to make one, and a token can come with 21
 class Logprob:
     """Log probability of one token at one position, before temperature, penalties and masks."""
 
@@ -308,32 +326,40 @@ class RequestMetrics:
 
 
 class GrowingText:
-    """Text that comes in pieces: they are joined when it is read, so that a piece costs what it adds."""
+    """Text that one thread appends to while any other reads it.
+
+    The pieces are an immutable tuple that `append` replaces as a whole, so a reader sees the text as it was at one
+    moment and changes nothing. Each piece is at least twice as long as the next: the text is a logarithmic number of
+    pieces, and appending copies each character as often as that.
+    """
 
     def __init__(self, text: str = "") -> None:
-        self._pieces = [text]
-        self._num_chars = len(text)
+        self._pieces: tuple[str, ...] = (text,) if text else ()
 
-    def append(self, piece: str) -> None:
-        """Add to the end."""
-        if piece:
-            self._pieces.append(piece)
-            self._num_chars += len(piece)
+    def append(self, text: str) -> None:
+        """Add to the end. Only one thread may do so."""
+        if not text:
+            return
+        pieces = self._pieces
+        num_kept, num_chars = len(pieces), len(text)
+        while num_kept and len(pieces[num_kept - 1]) < 2 * num_chars:
+            num_kept -= 1
+            num_chars += len(pieces[num_kept])
+        self._pieces = (*pieces[:num_kept], "".join((*pieces[num_kept:], text)))
 
     def __len__(self) -> int:
-        return self._num_chars
+        return sum(map(len, self._pieces))
 
     def __str__(self) -> str:
-        """All of it; a second read joins only what came since the first."""
-        if len(self._pieces) > 1:
-            self._pieces = ["".join(self._pieces)]
-        return self._pieces[0]
+        """Return the whole text."""
+        return "".join(self._pieces)
 
     def since(self, start: int) -> str:
-        """What follows the first `start` characters, at the cost of that alone."""
+        """Return what follows the first `start` characters, at the cost of that alone."""
+        pieces = self._pieces
+        missing = sum(map(len, pieces)) - start
         new: list[str] = []
-        missing = self._num_chars - start
-        for piece in reversed(self._pieces):
+        for piece in reversed(pieces):
             if missing <= 0:
                 break
             new.append(piece[max(0, len(piece) - missing) :])
@@ -359,7 +385,7 @@ class CompletionOutput:
     text: str = cast("str", _TextField())  # a descriptor, to which dataclasses leave the value
     token_ids: TokenIds = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: list[dict[int, Logprob]] | None = None
+    logprobs: Sequence[dict[int, Logprob]] | None = None  # by output token
     finish_reason: str | None = None  # "stop", "length" or "abort" once ended
     stop_reason: int | str | None = None  # the stop id or string that ended it; None for end-of-sequence
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
@@ -387,7 +413,7 @@ class RequestOutput:
     prompt_token_ids: TokenIds
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by prompt token; None for the first
 
     @property
     def metrics(self) -> RequestMetrics:

@@ -11,14 +11,18 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import tokenizers
 
 from jaxserve.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import GrowingText, SamplingParams, TokenIds
+from jaxserve.request import GrowingText, SamplingParams, TokenIds, brief
+from jaxserve.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Tokenizer:
@@ -31,6 +35,7 @@ class Tokenizer:
         bos_token_id: first token of a sequence, if the model has one.
         eos_token_ids: every id that ends a sequence: the tokenizer's, then those of `generation_config.json`.
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
+        token_text: token id -> its text by itself, special tokens included; decodes each id once.
     """
 
     def __init__(
@@ -56,14 +61,20 @@ class Tokenizer:
         self.chat_template = chat_template
         self.byte_table = byte_table
         self._compiled: dict[str, ChatTemplate] = {}
+        self.token_text: Callable[[int], str] = _TokenTexts(decode).__getitem__
 
     @property
     def eos_token_id(self) -> int | None:
         """The id that ends a sequence; the first where there are several."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> TokenIds:
-        """Token ids of `text`; `add_special_tokens` adds what the model wants around a prompt, usually a BOS.
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
+        """Return the token ids of `text`.
+
+        Args:
+            text: what to cut into tokens.
+            add_special_tokens: add what the model wants around a prompt, usually a BOS.
+            max_tokens: keep only the last tokens of the text, so that there are at most so many with those added.
 
         Raises:
             RequestError: `text` is not valid Unicode.
@@ -72,7 +83,16 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"a prompt must be valid Unicode, got a lone surrogate at index {error.start}") from None
-        return self._encode(text, add_special_tokens)
+        token_ids = self._encode(text, add_special_tokens)
+        if max_tokens is None or len(token_ids) <= max_tokens:
+            return token_ids
+        plain = self._encode(text, False) if add_special_tokens else token_ids
+        num_kept = max_tokens - (len(token_ids) - len(plain))
+        if num_kept <= 0:  # no room for text between what is added
+            return token_ids[-max_tokens:]
+        starts = range(len(token_ids) - len(plain) + 1)
+        start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
+        return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -126,17 +146,28 @@ class Tokenizer:
         Raises:
             RequestError: there is no template, it refuses the messages, or it has no such variable.
         """
-        template = self._template(self._template_source(chat_template, bool(tools)))
-        asked = variables.keys() | ({"tools"} if tools else set())
-        if unknown := sorted(asked - template.variables):
-            raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
-        text = template.render(
-            {"tools": tools, "documents": None}
-            | self.special_tokens
-            | variables
-            | {"messages": plain_messages(messages), "add_generation_prompt": add_generation_prompt}
-        )
+        given = variables | ({"tools": tools} if tools else {}) | {"add_generation_prompt": add_generation_prompt}
+        text = self.render_chat(messages, given, chat_template)
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    def render_chat(
+        self, messages: Sequence[Message], variables: Mapping[str, Any], chat_template: str | None = None
+    ) -> str:
+        """Render a chat, with the template's variables as a mapping: their names may come from a request.
+
+        Args:
+            messages: as `apply_chat_template` takes them.
+            variables: template variables, `tools` and `add_generation_prompt` (True by default) among them.
+            chat_template: Jinja source, or the name of one of the tokenizer's templates.
+
+        Raises:
+            RequestError: there is no template, it refuses the messages, or it has no such variable.
+        """
+        template = self._template(self._template_source(chat_template, bool(variables.get("tools"))))
+        if unknown := sorted(variables.keys() - template.variables - {"add_generation_prompt"}):
+            raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True} | self.special_tokens
+        return template.render(defaults | dict(variables) | {"messages": plain_messages(messages)})
 
     def _template_source(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
@@ -153,6 +184,42 @@ class Tokenizer:
         if source not in self._compiled:
             self._compiled[source] = ChatTemplate(source)
         return self._compiled[source]
+
+
+def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], TokenIds]) -> list[TokenIds]:
+    """Return the token sequences that `bad_words` forbids, as vLLM finds them.
+
+    Each word is encoded as the beginning of a text and, with a space before it, as a word inside. The second sequence
+    counts only if it begins with another token and is as long: otherwise it is the first behind a token for the space,
+    or a longer way to write it.
+
+    Args:
+        words: what must not be generated.
+        encode: text -> token ids, without special tokens.
+
+    Raises:
+        RequestError: a word has no tokens.
+    """
+    sequences = []
+    for word in words:
+        first, inside = encode(word.lstrip()), encode(" " + word.lstrip())
+        if not first:
+            raise RequestError(f"bad_words must be strings of some text, got {brief(word)}")
+        sequences.append(first)
+        if inside[0] != first[0] and len(inside) == len(first):
+            sequences.append(inside)
+    return sequences
+
+
+class _TokenTexts(dict[int, str]):
+    """Token id -> its text, special tokens included; fills itself, so that a look-up is a dict's."""
+
+    def __init__(self, decode: Callable[[Sequence[int], bool], str]) -> None:
+        self._decode = decode
+
+    def __missing__(self, token_id: int) -> str:
+        text = self[token_id] = self._decode([token_id], False)
+        return text
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -199,21 +266,26 @@ def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directo
     )
 
 
-def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of `load_tokenizer` as the class that `transformers` has for it.
 
-    try:
-        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
-            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
-        ) from error
+    Where there is a `tokenizer.json`, that file says how text is cut, as it does in `load_tokenizer`. AutoTokenizer may
+    instead build a family's tokenizer anew from its vocabulary.
+
+    Raises:
+        ConfigError: the directory holds no tokenizer that transformers loads.
+    """
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
+
+    directory = Path(path)
+    if not (directory / "tokenizer.json").is_file():
+        return _load_slow(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+
+def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
+    slow = _load_slow(directory)
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
-    if not len(slow) > len(slow.all_special_ids):
-        raise ConfigError(
-            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
-        )
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
         return _from_backend(backend, config | special, directory)
     return Tokenizer(
@@ -226,6 +298,23 @@ def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenize
         eos_token_ids=_eos_ids(slow.eos_token_id, directory),
         chat_template=_chat_templates(config, directory),
     )
+
+
+def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+
+    try:
+        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
+            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
+        ) from error
+    if not len(slow) > len(slow.all_special_ids):
+        raise ConfigError(
+            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
+        )
+    return slow
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
@@ -306,7 +395,8 @@ class Detokenizer:
 
     Text is visible once it is certain: incomplete UTF-8 is held back, and so is whatever may turn out to be the
     beginning of a stop string. The stop string that is complete first ends the text (of two complete at once, the
-    longer), however the tokens cut it. `push` takes amortised O(1) per token whatever the length of the text.
+    longer), however the tokens cut it. A token costs what its own text does, whatever the length of the text before it
+    and the number of stop strings.
 
     Args:
         tokenizer: None, or any tokenizer with `params.detokenize=False`, gives no text.
@@ -322,14 +412,14 @@ class Detokenizer:
         self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
     ) -> None:
         self._stream = _token_stream(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
-        self._stops: tuple[str, ...] = tuple(params.stop or ())
-        self._longest_stop = max(map(len, self._stops), default=0)
+        self._stops = compile_stop_strings(tuple(params.stop)) if params.stop else None
+        self._state = StopStrings.START
         self._keep_stop = params.include_stop_str_in_output
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self.visible = GrowingText()
         self._held = ""  # a suffix of the text that begins some stop string
-        self._stop: str | None = None
+        self._found: str | None = None
         self._finished = False
 
     @property
@@ -347,7 +437,7 @@ class Detokenizer:
                 break
             self._num_tokens += 1
             self._extend(self._stream.push(token_id), self._num_tokens > self._min_tokens)
-        return self._stop
+        return self._found
 
     def finish(self) -> str | None:
         """Show what was held back, the output being over; returns the stop string if that completes one."""
@@ -355,33 +445,21 @@ class Detokenizer:
             self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
             self.visible.append(self._held)
             self._finished = True
-        return self._stop
+        return self._found
 
     def _extend(self, piece: str, may_stop: bool) -> None:
-        if not self._stops or not piece:
+        if self._stops is None or not piece:
             self.visible.append(piece)
             return
-        text = self._held + piece
-        if may_stop and (hit := self._first_stop(text, len(self._held))):
-            end, start, self._stop = hit
-            self.visible.append(text[: end if self._keep_stop else start])
+        self._state, num_read, self._found = self._stops.scan(self._state, piece, may_stop)
+        text = self._held + piece[:num_read]
+        if self._found is not None:
+            self.visible.append(text if self._keep_stop else text.removesuffix(self._found))
             self._held, self._finished = "", True
             return
-        split = self._hold_from(text)
+        split = len(text) - self._stops.num_held(self._state)
         self.visible.append(text[:split])
         self._held = text[split:]
-
-    def _first_stop(self, text: str, num_searched: int) -> tuple[int, int, str] | None:
-        """(end, start, stop string) of the first to be complete after `num_searched` characters."""
-        found = ((text.find(stop, max(0, num_searched - len(stop) + 1)), stop) for stop in self._stops)
-        return min(((start + len(stop), start, stop) for start, stop in found if start >= 0), default=None)
-
-    def _hold_from(self, text: str) -> int:
-        """Where the longest suffix begins that a stop string may begin with."""
-        for start in range(max(0, len(text) - self._longest_stop + 1), len(text)):
-            if any(stop.startswith(text[start:]) for stop in self._stops):
-                return start
-        return len(text)
 
 
 def _token_stream(

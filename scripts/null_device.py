@@ -52,8 +52,8 @@ class NullRunner:
     def weight_bytes(self, num_tokens: int) -> int:
         return 0
 
-    def restore_state(self) -> None:
-        """There is none."""
+    def restore_state(self) -> bool:
+        return False
 
 
 def null_engine(**options: Any) -> Engine:

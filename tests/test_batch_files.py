@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killing import records_by_id, run_with_kills
 
-from jaxserve import batch_output
-from jaxserve.batch_files import run_batch
-from jaxserve.errors import ConfigError
+from jaxserve import batch_files, batch_output, openai_format
+from jaxserve.batch_files import find_finished, run_batch
+from jaxserve.errors import ConfigError, PeerLostError
 from jaxserve.openai_format import CHAT, COMPLETIONS, parse_body
 from jaxserve.request import SamplingParams
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
@@ -220,8 +220,8 @@ def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_pa
         (b'{"custom_id": NaN}', "invalid_json_line", "NaN is not JSON"),
         (b"[" * 100_000, "invalid_json_line", "JSON object"),
         (b'{"custom_id": "a", "body": {"max_tokens": ' + b"9" * 5000 + b"}}", "invalid_json_line", "JSON object"),
-        ({"method": "POST"}, "invalid_request", "custom_id must be a non-empty string"),
-        (completion("a") | {"custom_id": 7}, "invalid_request", "custom_id must be a non-empty string"),
+        ({"method": "POST"}, "invalid_request", "custom_id must be a non-empty string, got None"),
+        (completion("a") | {"custom_id": [17]}, "invalid_request", "custom_id must be a non-empty string, got [17]"),
         (completion("a") | {"method": "GET"}, "invalid_request", "method must be"),
         (completion("a") | {"url": "/v1/embeddings"}, "invalid_url", "url must be"),
         (completion("a") | {"url": ["/v1/completions"]}, "invalid_url", "url must be"),
@@ -257,12 +257,18 @@ def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_pa
         (chat("a", messages=[{"content": "Hi"}]), "invalid_request", "with a role"),
         (chat("a", messages=[{"role": "user", "content": [{"type": "image_url"}]}]), "invalid_request", "parts must"),
         (chat("a", messages=[]), "invalid_request", "messages must be"),
+        (chat("a", messages=[{"role": "user"}]), "invalid_request", "must have a content"),
+        (chat("a", messages=[{"role": "user", "content": None}]), "invalid_request", "must have a content"),
+        (completion("a", stop=0), "invalid_request", "stop must be a str | list, got 0"),
+        (completion("a", stop={}), "invalid_request", "stop must be a str | list, got {}"),
+        (chat("a", stop_token_ids={}), "invalid_request", "stop_token_ids must be a list, got {}"),
         (chat("a", logprobs=3), "invalid_request", "logprobs must be a bool"),
         (chat("a", top_logprobs=3), "invalid_request", "top_logprobs needs"),
         (chat("a", max_completion_tokens=6), "invalid_request", "must agree"),
         (chat("a", chat_template_kwargs={"thinking": True}), "invalid_request", "no variables ['thinking']"),
         (chat("a", chat_template_kwargs={"messages": []}), "invalid_request", "cannot set"),
         (chat("a", chat_template_kwargs={"tokenize": True}), "invalid_request", "cannot set"),
+        (chat("a", chat_template_kwargs={"self": 1}), "invalid_request", "no variables ['self']"),
     ],
 )
 def test_bad_lines_get_error_records(engine: FakeEngine, tmp_path: Path, line: object, code: str, message: str) -> None:
@@ -298,6 +304,83 @@ def test_blank_lines_and_a_missing_last_newline(engine: FakeEngine, tmp_path: Pa
     summary = run_batch(engine, tmp_path / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
     assert (summary.num_records, summary.num_errors) == (2, 0)
     assert sorted(records_by_id(tmp_path / "out.jsonl")) == ["batch_req_1", "batch_req_4"]
+
+
+def test_a_custom_id_of_another_type_stays_visible(engine: FakeEngine, tmp_path: Path) -> None:
+    requests = [completion("a") | {"custom_id": 17}, completion("b")]
+    records = run(engine, tmp_path, requests)
+    assert records["batch_req_1"]["custom_id"] == 17
+    assert records["batch_req_1"]["error"]["message"] == "custom_id must be a non-empty string, got 17"
+    assert run(engine, tmp_path, requests) == records, "a restart reads its own records"
+
+
+def test_messages_of_tool_calls_need_no_content(engine: FakeEngine) -> None:
+    body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]}
+    assert parse_body(CHAT, body, "tiny", (), engine.tokenizer, SamplingParams()).prompts
+
+
+@pytest.mark.parametrize("where", ["parse_body", "response_body", "add_request"])
+def test_an_unexpected_error_is_its_lines_alone(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
+) -> None:
+    target = engine if where == "add_request" else batch_files
+    original, calls = getattr(target, where), iter(range(3))
+
+    def fails_once(*args: object, **options: object) -> object:
+        if next(calls) == 1:
+            raise ZeroDivisionError("by accident")
+        return original(*args, **options)
+
+    monkeypatch.setattr(target, where, fails_once)
+    records = run(engine, tmp_path, [completion("a"), completion("b"), completion("c")])
+    assert [records[f"batch_req_{i}"]["response"]["status_code"] for i in (1, 2, 3)] == [200, 500, 200]
+    assert records["batch_req_2"]["custom_id"] == "b"
+    assert records["batch_req_2"]["error"]["code"] == "internal_error"
+    assert "ZeroDivisionError('by accident')" in records["batch_req_2"]["error"]["message"]
+    assert "Traceback" in caplog.text
+    assert "line 2 of the batch failed unexpectedly" in caplog.text
+
+
+def test_a_lost_process_is_no_error_of_a_line(
+    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(*_: object, **__: object) -> None:
+        raise PeerLostError("process 1 is gone")
+
+    monkeypatch.setattr(engine, "add_request", lose)
+    with pytest.raises(PeerLostError):
+        run(engine, tmp_path, [completion("a")])
+    assert not (tmp_path / "out.jsonl").read_bytes()
+
+
+_NAMES = sorted({*openai_format._FIELDS[CHAT], *openai_format._FIELDS[COMPLETIONS], "self", "\ud800", ""})
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.sampled_from(["user", "Hi"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*_NAMES, "role", "content", "type", "text"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_odd_lines_end_nothing_but_themselves(engine: FakeEngine, tmp_path: Path, data: st.DataObject) -> None:
+    """Every line has one record, however odd the values in and around its body are."""
+    lines: list[object] = []
+    for index in range(data.draw(st.integers(1, 4))):
+        line = data.draw(st.sampled_from([completion, chat]))(f"odd {index}", max_tokens=2)
+        line["body"] |= data.draw(st.dictionaries(st.sampled_from(_NAMES), _VALUES, max_size=2))
+        if "messages" in line["body"]:
+            variables = st.dictionaries(st.sampled_from(["self", "tools", "messages", "x"]), _VALUES, max_size=2)
+            line["body"]["chat_template_kwargs"] = data.draw(variables)
+        line |= data.draw(st.dictionaries(st.sampled_from(["custom_id", "method", "url", "body"]), _VALUES, max_size=1))
+        lines.append(data.draw(st.sampled_from([line, line, line, data.draw(_VALUES)])))
+    (tmp_path / "out.jsonl").unlink(missing_ok=True)
+    records = run(engine, tmp_path, [*lines, completion("plain")])
+    assert len(records) == len(lines) + 1
+    assert records[f"batch_req_{len(lines) + 1}"]["error"] is None
 
 
 def test_an_aborted_request_is_an_error(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -408,6 +491,19 @@ def test_an_interrupt_leaves_a_resumable_file(engine: FakeEngine, finished: tupl
     summary = run_batch(engine, folder / "in.jsonl", tmp_path / "out.jsonl", use_tqdm=False)
     assert 0 < summary.num_resumed < 12
     assert records_by_id(tmp_path / "out.jsonl") == records_by_id(folder / "out.jsonl")
+
+
+def test_a_finished_batch_is_known_without_an_engine(engine: FakeEngine, tmp_path: Path) -> None:
+    paths = (write_lines(tmp_path / "in.jsonl", [completion("a"), completion("b", bad=1)]), tmp_path / "out.jsonl")
+    assert find_finished(*paths, seed=0) is None
+    run_batch(engine, *paths, use_tqdm=False)
+    summary = find_finished(*paths, seed=0)
+    assert (summary.num_records, summary.num_errors, summary.num_resumed, summary.completion_tokens) == (2, 1, 2, 0)
+    with pytest.raises(ConfigError, match="another seed"):
+        find_finished(*paths, seed=1)
+    with paths[0].open("a") as file:
+        file.write(json.dumps(completion("c")))
+    assert find_finished(*paths, seed=0) is None
 
 
 def test_lines_may_be_added_to_the_input(engine: FakeEngine, tmp_path: Path) -> None:

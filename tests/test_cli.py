@@ -141,7 +141,9 @@ def test_generate_reads_standard_input(model: str, argument: list[str]) -> None:
     assert piped.stdout == subprocess.run([*command, "Once"], check=True, capture_output=True).stdout
 
 
-def test_batch_exit_codes_and_resume(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_batch_exit_codes_and_resume(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, out = batch_input(tmp_path / "in.jsonl", 3), str(tmp_path / "out.jsonl")
     assert cli.main(["batch", source, out, "--model", model]) == 0
     assert "3 records, 0 errors; 15 tokens" in capsys.readouterr().err
@@ -149,6 +151,7 @@ def test_batch_exit_codes_and_resume(model: str, tmp_path: Path, capsys: pytest.
         file.write("{}\n")
     for _ in range(2):  # resumed and finished alike
         assert cli.main(["batch", source, out, "--model", model]) == 0  # complete, error records and all
+        monkeypatch.setattr(sys.modules["jaxserve.llm"], "LLM", lambda **_: pytest.fail("there is nothing to serve"))
     assert "4 records (4 from before), 1 errors; 0 tokens" in capsys.readouterr().err
 
 

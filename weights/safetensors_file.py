@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from jaxserve.weights.errors import CheckpointError
 
 _HEADER_ALIGNMENT = 8
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _FAULT_BYTES = max(mmap.PAGESIZE, 2 << 20)  # Linux may map all of an aligned huge page where one byte is touched
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -49,15 +50,24 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
     """
     try:
         data = np.asarray(np.memmap(file, np.uint8, mode="r"))
-        body_start = 8 + int(data[:8].view("<u8")[0])
+        body_start = 8 + _header_len(data)
         header = json.loads(data[8:body_start].tobytes())
         header.pop("__metadata__", None)
         return {name: _view(data[body_start:], **entry) for name, entry in header.items()}
-    except (OSError, ValueError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} must be a complete safetensors file, got {file.stat().st_size} bytes with a fault: {error}; "
             f"download or write it again"
         ) from error
+
+
+def _header_len(data: NDArray[np.uint8]) -> int:
+    """Return the claimed length of the header, checked before anything of that length is read."""
+    header_len = int(data[:8].view("<u8")[0])
+    most = min(data.size - 8, _MAX_HEADER_BYTES)
+    if header_len > most:
+        raise ValueError(f"its header can have at most {most} bytes and claims {header_len}")
+    return header_len
 
 
 def release(view: NDArray[Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import zlib
 from collections import deque
@@ -17,7 +18,7 @@ from jaxserve.engine.programs import compile_counter
 from jaxserve.engine.runner import StepResult
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.metrics import EngineStats
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from jaxserve.engine.runner import Runner
     from jaxserve.models.arch import ArchConfig
     from jaxserve.models.params import Params
+
+logger = logging.getLogger(__name__)
 
 _STEPS_BETWEEN_DIGESTS = 16
 
@@ -84,6 +87,7 @@ class EngineCore:
         self._tell = tell
         self._digest = 0  # of all that was packed
         self._is_stuck = False  # nothing can be planned before a step in flight is read
+        self._has_dropped = False  # steps that may have failed without anybody having read it
 
     # Requests
 
@@ -133,6 +137,7 @@ class EngineCore:
         """Plan and start the next step or burst; None where there is none, or where enough are in flight."""
         if not self._may_dispatch():
             return None
+        self._settle_dropped()
         started, max_steps = time.monotonic(), self._max_steps()
         plan = self.scheduler.schedule(max_steps)
         self._is_stuck = plan is None
@@ -192,16 +197,33 @@ class EngineCore:
             step = self.in_flight[0]
             self.accounts.ended(step, step.plan.num_steps, time.monotonic())
             self.take([[0] * step.plan.num_rows] * step.plan.num_steps)
+            self._has_dropped = True
         self.pacer.pause()
 
     def recover(self) -> None:
         """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
         self.in_flight.clear()
+        self._has_dropped = True  # until the state is known to be sound: waiting for it may be interrupted
         self.scheduler.forget_plans()
         self.scheduler.reset_prefix_cache()
         self.runner.restore_state()
+        self._has_dropped = False
 
     # Parts
+
+    def _settle_dropped(self) -> None:
+        """Before the next request's first step: find out whether a step failed that was dropped unread."""
+        if self.in_flight and all(r.status is RequestStatus.FINISHED for s in self.in_flight for r in s.plan.requests):
+            self.drop_in_flight()
+        if not (self._has_dropped and self.scheduler.has_unfinished()):
+            return
+        self._has_dropped = False
+        if not self.runner.restore_state():
+            return
+        if self._tell is not None:
+            raise RuntimeError("a step that no request waited for has failed on the devices of several processes")
+        logger.warning("a step that no request waited for has failed on the device; its cached pages are lost")
+        self.scheduler.reset_prefix_cache()
 
     def _may_dispatch(self) -> bool:
         return len(self.in_flight) < self._most_in_flight

@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from jaxserve.logprobs import LogprobList
 from jaxserve.request import (
     CompletionOutput,
     FinishReason,
@@ -23,6 +27,7 @@ class _Completion:
     request: Request
     output: CompletionOutput
     detokenizer: Detokenizer
+    logprobs: LogprobList[dict[int, Logprob]] | None  # those of `output`
 
 
 class RequestGroup:
@@ -39,21 +44,24 @@ class RequestGroup:
         self.params: SamplingParams = requests[0].params
         self._tokenizer = tokenizer
         self._clock = clock
-        self._texts: dict[int, str] = {}  # decoded single tokens, for logprobs
+        self._token_text = _no_text if tokenizer is None else tokenizer.token_text
         self._completions = {r.request_id: self._new_completion(i, r) for i, r in enumerate(requests)}
         outputs = [c.output for c in self._completions.values()]
         self.output = RequestOutput(request_id, prompt, requests[0].prompt_token_ids, outputs)
-        if self.params.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [None]
+        self._prompt_logprobs = self.output.prompt_logprobs = self._new_prompt_logprobs()
 
     def _new_completion(self, index: int, request: Request) -> _Completion:
         detokenizer = Detokenizer(self._tokenizer, self.params, request.prompt_token_ids)
         output = CompletionOutput(index)
         output.follow(detokenizer.visible)
         output.metrics.arrival_s = self._clock()
-        if self.params.logprobs is not None:
-            output.logprobs, output.cumulative_logprob = [], 0.0
-        return _Completion(request, output, detokenizer)
+        logprobs = None if self.params.logprobs is None else LogprobList[dict[int, Logprob]](self._token_text)
+        if logprobs is not None:
+            output.logprobs, output.cumulative_logprob = logprobs, 0.0
+        return _Completion(request, output, detokenizer, logprobs)
+
+    def _new_prompt_logprobs(self) -> LogprobList[dict[int, Logprob] | None] | None:
+        return None if self.params.prompt_logprobs is None else LogprobList(self._token_text, [None])
 
     @property
     def requests(self) -> list[Request]:
@@ -69,9 +77,8 @@ class RequestGroup:
             again.output.metrics.arrival_s = metrics.arrival_s
             again.output.metrics.num_restarts = metrics.num_restarts + 1
             vars(output).update(vars(again.output))
-            self._completions[request.request_id] = _Completion(request, output, again.detokenizer)
-        if self.output.prompt_logprobs is not None:
-            self.output.prompt_logprobs = [None]
+            self._completions[request.request_id] = _Completion(request, output, again.detokenizer, again.logprobs)
+        self._prompt_logprobs = self.output.prompt_logprobs = self._new_prompt_logprobs()
         return requests
 
     def admitted(self, request: Request) -> None:
@@ -101,11 +108,10 @@ class RequestGroup:
         output.token_ids += token_ids
         metrics.first_token_s = metrics.first_token_s or now_s
         metrics.last_token_s = now_s
-        if output.logprobs is not None and logprobs is not None:
+        if completion.logprobs is not None and logprobs is not None:
             (token_id,) = token_ids
-            entry = self._logprob_entry(logprobs, row, token_id, self.params.logprobs or 0)
-            output.logprobs.append(entry)
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + entry[token_id].logprob
+            logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
         if self._tokenizer is None:
             return None
         hidden = self._is_hidden_stop(request, token_ids[-1])
@@ -113,11 +119,11 @@ class RequestGroup:
 
     def append_prompt_logprobs(self, start: int, token_ids: TokenIds, logprobs: TokenLogprobs, row: int) -> None:
         """Take the logprobs of the prompt tokens `token_ids`, the first at position `start`; skips those it has."""
-        entries, top = self.output.prompt_logprobs, self.params.prompt_logprobs
+        entries = self._prompt_logprobs
         assert entries is not None, "no one asked for prompt logprobs"
         for offset, token_id in enumerate(token_ids):
             if start + offset == len(entries):
-                entries.append(self._logprob_entry(logprobs, row + offset, token_id, top or 0))
+                _append_logprobs(entries, logprobs, row + offset, token_id, self.params.prompt_logprobs or 0)
 
     def finish(self, request: Request, stop_string: str | None = None) -> bool:
         """Close a sample that has ended; returns whether that ended the whole group."""
@@ -140,21 +146,18 @@ class RequestGroup:
             return False
         return not self.params.include_stop_str_in_output
 
-    def _logprob_entry(self, logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> dict[int, Logprob]:
-        """The token itself, then the `top` most likely ones."""
-        entry = {token_id: Logprob(float(logprobs.logprob[row]), int(logprobs.rank[row]), self._text(token_id))}
-        ids, values = logprobs.top_ids[row, :top].tolist(), logprobs.top_logprobs[row, :top].tolist()
-        for rank, (other, value) in enumerate(zip(ids, values, strict=True), start=1):
-            if other >= 0 and other != token_id:
-                entry[other] = Logprob(value, rank, self._text(other))
-        return entry
 
-    def _text(self, token_id: int) -> str | None:
-        if self._tokenizer is None:
-            return None
-        if token_id not in self._texts:
-            self._texts[token_id] = self._tokenizer.decode([token_id], skip_special_tokens=False)
-        return self._texts[token_id]
+def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> float:
+    """Take what the device found at `row` for `token_id` and the `top` most likely; returns its log probability."""
+    logprob = float(logprobs.logprob[row])
+    top_ids = np.asarray(logprobs.top_ids[row, :top], np.int32).tobytes()
+    top_logprobs = np.asarray(logprobs.top_logprobs[row, :top], np.float32).tobytes()
+    entries.append(token_id, logprob, int(logprobs.rank[row]), top_ids, top_logprobs)
+    return logprob
+
+
+def _no_text(token_id: int) -> None:
+    return None
 
 
 def _again(request: Request) -> Request:

@@ -48,16 +48,13 @@ class PrefixCache:
         At least one known token is left over, because sampling needs the hidden state of the last one.
         """
         pages = []
-        for page_hash in self.hashes(request)[: self.num_matchable(request)]:
+        num_matchable = (request.num_known_tokens - 1) // self.page_size
+        for page_hash in self.hashes(request)[:num_matchable]:
             page = self._page_by_hash.get(page_hash)
             if page is None:
                 break
             pages.append(page)
         return pages
-
-    def num_matchable(self, request: Request) -> int:
-        """Most pages that `match` may return."""
-        return (request.num_known_tokens - 1) // self.page_size
 
     def num_evictable(self, pages: Iterable[int]) -> int:
         """How many of these cached pages nobody owns."""
@@ -66,7 +63,7 @@ class PrefixCache:
     def register(self, page_hash: bytes, page: int) -> None:
         """Makes an owned page findable. If another page has the same content already, that one stays the cached one.
 
-        The caller vouches that the content is in the pool before any step that could find the page runs.
+        The caller vouches that the content is in the pool before any row that could find the page attends to it.
         """
         assert self._pool.num_refs(page) > 0, f"page {page} must be owned while it is registered"
         if page_hash in self._page_by_hash:

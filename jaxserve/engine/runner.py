@@ -152,10 +152,12 @@ class Runner:
         state: ServeState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
         return state
 
-    def restore_state(self) -> None:
-        """After a step that broke off: a new state, empty, if the old one was donated to it."""
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
-            self.state = self._new_state()
+    def restore_state(self) -> bool:
+        """Wait for the state; where it was lost with a step that failed, make an empty one. Returns whether it was."""
+        if _is_sound(self.state):
+            return False
+        self.state = self._new_state()
+        return True
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
@@ -292,10 +294,10 @@ class Runner:
             raise self._compile_error
 
     def close(self) -> None:
-        """Stop compiling in the background, and wait for the steps in flight."""
+        """Stop compiling in the background, and wait for the steps in flight, whether they fail or not."""
         self._closing.set()
         self._compiled.wait()
-        jax.block_until_ready([leaf for leaf in jax.tree.leaves(self.state) if not leaf.is_deleted()])
+        _is_sound(self.state)
 
     # Steps
 
@@ -320,6 +322,17 @@ class Runner:
         handle = StepHandle(output, wants_logprobs, wants_prompt_logprobs, burst)
         handle.start_download()
         return handle
+
+
+def _is_sound(state: ServeState) -> bool:
+    """Wait for a state. It is lost if a step it was donated to never ran, or if a step that it comes from failed."""
+    try:
+        for leaf in jax.tree.leaves(state):  # each of them: the programs that made them may differ
+            leaf.block_until_ready()
+    except Exception as error:  # an array holds the error of its program; a deleted one raises too
+        logger.debug("the device state is lost: %s", error)
+        return False
+    return True
 
 
 def _close(runner: weakref.ref[Runner]) -> None:

@@ -9,10 +9,16 @@ a plan computes, and `num_pending_tokens` counts those sampled but not read. The
 is packed before the next call into the scheduler, the device runs all plans in order, and `update()` gets them in that
 order. Then what a request frees can be handed out at once, although a step in flight may still write to it:
 
-- Pages. The next owner computes the page's positions in a later step, thus after that write. A page is registered in
-  the prefix cache only when all its ids are known and all its positions are in plans already made, so that whoever
-  finds it runs after it is complete, and the steps in flight write nothing but this content to it.
+- Pages. The next owner computes the page's positions in a later step, thus after that write.
 - Slots. The next owner is marked `admitted` in a later plan and from then on sets every position that it reads.
+
+Shared pages. A page is registered in the prefix cache as soon as all its ids are known and all its positions are in
+plans made, or in rows already in the plan being made. A request that finds it attends to it in that same plan at the
+earliest, and `ragged_paged_attention` writes all new keys and values of a step before any row of the step attends: the
+page is complete before its content is read. Steps in flight write nothing but this content to it. A row of a plan
+keeps its pages while the plan is made, so that no page registered by it can be handed to another row of the same step.
+A chunk that does not complete its prefill takes the rest of the budget. So no sibling is admitted while the pages of
+its prompt are only partly planned, and a prefix is computed once however many requests begin with it.
 
 Bursts. A plan of several steps gives every running row, all of them in decode, a token per step. `most_steps()` says
 when that is possible. The device may end it early, so only another burst is planned beside it, which the device does
@@ -67,7 +73,6 @@ class Scheduler:
         self._running: dict[str, Request] = {}  # in order of admission
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._unshared: set[Request] = set()  # running since before the last reset of the prefix cache
-        self._new_pages: dict[bytes, int] = {}  # those that the plan in the making fills, by hash
         self._next_step_id = 0
         self._last_updated_step_id = -1
         self._chain: deque[StepPlan] = deque()  # bursts not updated yet; one may follow the one before it
@@ -224,7 +229,6 @@ class Scheduler:
         self._schedule_running(plan)
         if not plan.preempted:
             self._admit_waiting(plan)
-        self._register_new_pages()
         if not plan.requests:
             return None
         self._next_step_id += 1
@@ -358,8 +362,6 @@ class Scheduler:
         if self._cache.num_free <= num_reserved:
             return False
         cached = self._cached_pages(request)
-        if request.read_prefix_cache and self._next_page_is_new(request, len(cached)):
-            return False
         start = len(cached) * self.page_size
         num_tokens = min(request.num_tokens - start, self._budget_left(plan))
         pages = self._acquire(cached, self._num_pages_for(start + num_tokens) - len(cached), num_reserved)
@@ -386,16 +388,6 @@ class Scheduler:
             return None
         return cached + new
 
-    def _next_page_is_new(self, request: Request, num_cached: int) -> bool:
-        """Whether a row of this plan computes the page that `request` would need next.
-
-        It cannot be read in the same step, in which reads and writes have no order, but in the next one it need not be
-        computed again: many requests with one prefix compute it once.
-        """
-        if num_cached == self._cache.num_matchable(request):
-            return False
-        return self._cache.hashes(request)[num_cached] in self._new_pages
-
     def _prefill(self, request: Request, num_tokens: int, plan: StepPlan) -> None:
         """Puts the next `num_tokens` of a request into the plan and counts them as computed."""
         start = request.num_computed_tokens
@@ -408,13 +400,7 @@ class Scheduler:
         plan.samples.append(samples)
         plan.wants_logprobs |= samples and request.params.logprobs is not None
         plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
-        self._new_pages.update(self._full_pages(request, start))
-
-    def _register_new_pages(self) -> None:
-        """Lets later steps find what this one computes."""
-        for page_hash, page in self._new_pages.items():
-            self._cache.register(page_hash, page)
-        self._new_pages.clear()
+        self._register_full_pages(request, start)
 
     # Parts of update()
 
@@ -449,8 +435,7 @@ class Scheduler:
     def _review(self, request: Request) -> None:
         """Looks at a request whose last token may end it or come behind a full page."""
         num_known = request.num_known_tokens
-        for page_hash, page in self._full_pages(request, num_known - 2):
-            self._cache.register(page_hash, page)
+        self._register_full_pages(request, num_known - 2)
         if request.output_token_ids[-1] in request.stop_ids and _may_stop(request):
             self._end(request, FinishReason.STOP)
         elif num_known == request.max_total_tokens:
@@ -467,13 +452,14 @@ class Scheduler:
     def _has_pending_tokens(self) -> bool:
         return any(request.num_pending_tokens for request in self._running.values())
 
-    def _full_pages(self, request: Request, start: int) -> list[tuple[bytes, int]]:
-        """Hash and id of the pages, from the one of position `start` on, whose tokens are all computed and known."""
+    def _register_full_pages(self, request: Request, start: int) -> None:
+        """Registers the pages, from the one of position `start` on, whose tokens are all computed and known."""
         first = start // self.page_size
         stop = min(request.num_computed_tokens, request.num_known_tokens) // self.page_size
         if first >= stop or request in self._unshared:
-            return []
-        return list(zip(self._cache.hashes(request)[first:stop], request.pages[first:stop], strict=True))
+            return
+        for page_hash, page in zip(self._cache.hashes(request)[first:stop], request.pages[first:stop], strict=True):
+            self._cache.register(page_hash, page)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:

@@ -18,8 +18,8 @@ from jaxserve.planner.sweep import read_prices, sweep
 from jaxserve.planner.targets import SWEPT, Target, find_target
 
 
-def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> None:
-    """Print what was asked for.
+def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
+    """Print what was asked for; returns the exit code, 1 where no target of a sweep could be computed.
 
     Raises:
         ConfigError: the target, the model or an option is not one that can be planned with.
@@ -36,10 +36,13 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Non
         plan = make(args.target)
         plans = [plan]
         print(json.dumps(build_report(plan), indent=2) if args.json else render(plan))
-    else:
-        plans = _sweep(args, make)
+    elif not (plans := _sweep(args, make)):
+        plot = "" if args.plot is None else f", and {args.plot} is not drawn"
+        print(f"jaxserve: error: no target could be computed, for the reasons above{plot}", file=sys.stderr)
+        return 1
     if args.plot is not None:
         draw_capacity([plan for plan in plans if plan.fits], args.plot)
+    return 0
 
 
 def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:

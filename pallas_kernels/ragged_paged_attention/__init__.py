@@ -4,8 +4,10 @@ The binary interface, the same for all backends:
 
 - The rows of a step are packed on one token axis T: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]`, the last of its
   sequence, at positions `kv_lens[r] - q_len .. kv_lens[r] - 1`. A row of one token is a decode, a row of many a prefill
-  chunk; one step mixes them freely. A page may belong to several rows (a shared prefix), but one that the step writes
-  to belongs to the row that does.
+  chunk; one step mixes them freely.
+- All new keys and values of a step are written before any row of the step attends. A page may belong to several rows
+  (a shared prefix), one of which may write to it in this very step: the others then see what it writes. No position
+  of a page is written by two rows of a step. Schedulers rely on this order to share pages between rows of one step.
 - The pool is one array for all layers, in a layout that belongs to the backend: make it with `new_pages`. One of int8
   or fp8 has an array of scales beside it, one for every token and head (`QuantizedPages`). What moves pages elsewhere
   goes through `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
@@ -86,7 +88,8 @@ def ragged_paged_attention(
 ) -> tuple[Float[Array, "T Q H"], Pages]:
     """Writes `k` and `v` to the pages of their rows, then attends; returns the output and the updated pool.
 
-    All new keys and values are written before any row attends. Scores and softmax are float32 whatever the dtypes.
+    All new keys and values are written before any row attends, so that a row sees what another row of the same call
+    writes to a page that both have. Scores and softmax are float32 whatever the dtypes.
 
     Args:
       q: queries; Q is a multiple of K, query head h reads kv head h // (Q / K).

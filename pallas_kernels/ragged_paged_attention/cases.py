@@ -60,7 +60,8 @@ class Case:
     padding_rows: int = 0
     padding_tokens: int = 0
     shared_pages: int = 0
-    """Leading pages all rows have in common; their tokens must all be past ones."""
+    """Leading pages all rows have in common; their tokens must all be past ones, except that the first row may write
+    them in this step."""
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
@@ -197,6 +198,8 @@ def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
 _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
 _SHARING = ((1,) * 9 + (7, 1, 20, 1), (129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 135, 170, 131))
 
+_WRITTEN_NOW = ((150, *(1,) * 9, 7, 20), (150, 129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 170))
+
 _QUANTIZED = tuple(
     replace(case, name=f"{dtype}_{case.name}", kv_dtype=dtype)
     for dtype in LARGEST
@@ -204,6 +207,7 @@ _QUANTIZED = tuple(
         Case("ragged", *_RAGGED, padding_rows=2, padding_tokens=3),
         Case("pages_of_8_rope", *_RAGGED, num_query_heads=9, num_kv_heads=3, page_size=8, has_rope=True),
         Case("shared_prefix_window_sinks", *_SHARING, shared_pages=8, window=100, has_sinks=True),
+        Case("shared_prefix_written_now", *_WRITTEN_NOW, shared_pages=8, has_rope=True),
         Case("stale_nan", *_RAGGED, num_query_heads=8, head_dim=64, stale=float("nan")),
     )
 )
@@ -228,6 +232,8 @@ CASES: tuple[Case, ...] = (
     Case("many_rows_share_a_prefix_of_wide_heads", *_SHARING, shared_pages=8, num_query_heads=6, head_dim=128),
     Case("shared_prefix_sinks_soft_cap", *_SHARING, shared_pages=8, has_sinks=True, soft_cap=5.0),
     Case("shared_prefix_window", *_SHARING, shared_pages=8, window=100),
+    Case("shared_prefix_written_now", *_WRITTEN_NOW, shared_pages=8),
+    Case("shared_token_written_now", (1, 1, 1, 9, 1), (32, 33, 40, 45, 64), shared_pages=2),
     Case("window_inside_a_page", *_RAGGED, window=5),
     Case("window_of_one_token", *_RAGGED, window=1),
     Case("window_across_pages", (1, 90, 1, 1), (200, 210, 3, 17), window=40),

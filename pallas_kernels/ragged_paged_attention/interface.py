@@ -116,4 +116,8 @@ class Backend(Protocol):
         rope: Float32[Array, "2 T half"] | None,
         tree_mask: Int32[Array, "T words"] | None,
     ) -> tuple[Float[Array, "T Q H"], Pages]:
-        """Attention of every row, in the dtype of `q`, and the pool with this step's keys and values in their pages."""
+        """Attention of every row, in the dtype of `q`, and the pool with this step's keys and values in their pages.
+
+        A backend must write the keys and values of all rows before any row attends: rows of one call may share pages
+        that one of them writes in this call.
+        """

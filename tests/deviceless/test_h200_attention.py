@@ -10,6 +10,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 
+pytestmark = pytest.mark.deviceless
+
 # What serving compiles beside the cases of tests: wide steps, where tall tiles take part, of models in use.
 _MANY = ((*([1] * 40), 200, 300), (*range(500, 540), 1200, 300))
 WIDE = [

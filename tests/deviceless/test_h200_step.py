@@ -16,6 +16,8 @@ from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
 from jaxserve.planner.targets import parse_target
 
+pytestmark = pytest.mark.deviceless
+
 DEFAULT_MODEL = Path(__file__).parents[2] / "weights" / "default" / "config.json"
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],

@@ -29,7 +29,10 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 from jaxserve.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes, tree_bytes
 from jaxserve.planner.targets import parse_target
 
-pytestmark = pytest.mark.skipif(TPU_V6E.unavailable() is not None, reason=str(TPU_V6E.unavailable()))
+pytestmark = [
+    pytest.mark.deviceless,
+    pytest.mark.skipif(TPU_V6E.unavailable() is not None, reason=str(TPU_V6E.unavailable())),
+]
 
 CHIPS = {"v5e": TPU_V5E, "v5p": TPU_V5P, "v6e": TPU_V6E, "tpu7x": TPU7X}
 COMPILE_S = 20  # of a processor; on one that nothing else runs on it is a third of that

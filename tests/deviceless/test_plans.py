@@ -15,6 +15,8 @@ from jaxserve.planner.plan import read_model
 from jaxserve.planner.program import StepCompiler, temp_bytes
 from jaxserve.planner.targets import parse_target
 
+pytestmark = pytest.mark.deviceless
+
 BFLOAT16 = jnp.dtype("bfloat16")
 MAX_PROGRAMS = 12
 COMPILE_S = 60  # of a processor, for three programs

@@ -19,6 +19,8 @@ from jaxserve.planner.program import (
     tree_bytes,
 )
 
+pytestmark = pytest.mark.deviceless
+
 BFLOAT16 = jnp.dtype("bfloat16")
 POOL_TOKENS = 64_000
 BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}

@@ -180,9 +180,12 @@ def test_steps_are_full_while_requests_wait(start: Start, monkeypatch: pytest.Mo
 def test_shared_prefix_is_computed_once(start: Start, budget: int) -> None:
     engine, prefix = start(max_num_batched_tokens=budget), tokens(32, "shared")
     prefill = engine.stats.num_prefill_tokens
-    outputs = generate(engine, [[*prefix, 3 + i, 4] for i in range(64)], SamplingParams(temperature=0, max_tokens=1))
+    params = SamplingParams(temperature=0, max_tokens=1, logprobs=2)
+    outputs = generate(engine, [[*prefix, 3 + i, 4] for i in range(64)], params)
     assert engine.stats.num_prefill_tokens - prefill == 32 + 64 * 2
     assert [output.num_cached_tokens for output in outputs] == [0] + 63 * [32]
+    for output in outputs[1:4]:  # those beside the first, with a budget of 64
+        assert_same(output, run_alone(engine, Job(output.prompt_token_ids, params)))
 
 
 def test_samples_share_their_prompt_even_without_a_prefix_cache(start: Start) -> None:

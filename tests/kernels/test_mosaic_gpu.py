@@ -37,6 +37,7 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
+@pytest.mark.interpreter
 @needs_gpu_or_interpreter
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # the interpreter multiplies stale NaN too
 @pytest.mark.parametrize("case", GPU_CASES, ids=lambda case: case.name)
@@ -92,6 +93,7 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
 }
 
 
+@pytest.mark.interpreter
 @needs_interpreter
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, tmp_path):

@@ -31,6 +31,8 @@ RUN = [
     "many_rows_share_a_prefix_of_wide_heads",
     "two_prompts_of_many_tiles",
     "shared_prefix_sinks_soft_cap",
+    "shared_token_written_now",
+    "shared_prefix_written_now",
     "stale_nan_window",
     "group_of_3",
     "pages_of_256",
@@ -39,9 +41,13 @@ RUN = [
     *(case.name for case in TPU_CASES),
 ]
 """What each distinguishes: other backends go through all cases, which are slow here."""
+QUICK = ["no_live_rows", "stale_nan_window"]
+"""Part of the default run, so that a kernel that does not run at all is seen there."""
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.interpreter) for name in RUN]
+)
 def test_matches_reference_without_races(name):
     case = BY_NAME[name]
     found = interpreted.run(case, "mosaic_tpu")
@@ -87,6 +93,7 @@ PLANTED_NARROW = {
 }
 
 
+@pytest.mark.interpreter
 @pytest.mark.parametrize("bug", [*PLANTED, *PLANTED_NARROW])
 def test_a_planted_bug_is_caught_on_tpu(bug, tmp_path):
     """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""

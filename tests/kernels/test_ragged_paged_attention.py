@@ -285,6 +285,23 @@ def test_decode_row_does_not_depend_on_its_neighbours(backend, pasts, data):
     np.testing.assert_array_equal(out_alone[0], out[row_id])
 
 
+WRITTEN_NOW = [case for case in CASES if case.name.endswith("written_now") and case.kv_dtype not in QUANTIZED]
+
+
+@pytest.mark.parametrize("backend", ["reference", *SERVING, *OTHER_SETS])
+@pytest.mark.parametrize("case", WRITTEN_NOW, ids=lambda case: case.name)
+def test_rows_attend_to_what_another_row_writes_in_the_same_step(case, backend):
+    """As if the row that writes the shared pages had run in a step of its own before."""
+    inputs, writer, readers = case.inputs(), slice(case.q_lens[0]), slice(case.q_lens[0], sum(case.q_lens))
+    together, _ = run(case, inputs, backend, jitted_soon)
+    _, written = run(case, inputs._replace(num_rows=jnp.int32(1)), backend, jitted_soon)
+    afterwards, _ = run(case, inputs._replace(kv_pages=jnp.asarray(written)), backend, jitted_soon)
+    np.testing.assert_array_equal(live(case, together), live(case, afterwards))
+    other_values = inputs._replace(v=inputs.v.at[writer].multiply(-1))
+    other, _ = run(case, other_values, backend, jitted_soon)
+    assert (np.abs(other - together)[readers].max(axis=(1, 2)) > 1e-3).all()
+
+
 # Pages that rows may begin with: two prefixes, a branch of the second, and nothing.
 PREFIXES = (tuple(range(4)), tuple(range(4, 12)), (*range(4, 8), *range(12, 20)), ())
 NUM_SHARED, SHARING_ROWS, SHARING_TABLE = 20, 12, 16

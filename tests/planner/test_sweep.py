@@ -124,6 +124,23 @@ def test_a_sweep_says_what_this_machine_lacks(
     assert f"lacks {target['missing_bytes_per_chip'] / 1e9:.2f} GB" in capsys.readouterr().out
 
 
+def test_a_sweep_that_computes_nothing_says_so_and_draws_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+
+    def fail(*_: object, **__: object) -> Plan:
+        raise ConfigError("there is no compiler for it")
+
+    monkeypatch.setattr(command, "_plan", fail)
+    picture = tmp_path / "capacity.png"
+    assert cli.main(["plan", "--sweep", "h200", "v6e:2x2", "--plot", str(picture)]) == 1
+    shown = capsys.readouterr()
+    assert "h200: there is no compiler for it" in shown.out
+    assert f"no target could be computed, for the reasons above, and {picture} is not drawn" in shown.err
+    assert not picture.exists()
+
+
 def test_without_matplotlib_nothing_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("jaxserve.bench.pictures.find_spec", lambda _: None)
     monkeypatch.setattr(command, "make_plan", lambda *_, **__: pytest.fail("planned"))

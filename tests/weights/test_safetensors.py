@@ -245,6 +245,7 @@ def test_truncated_files(checkpoint, kept):
         b"not json",
         b"\xff\xfe",
         b"[]",
+        b"[" * 100_000,
         {"a": 3},
         {"a": {"dtype": "F32", "shape": [2]}},
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
@@ -258,6 +259,23 @@ def test_truncated_files(checkpoint, kept):
 def test_damaged_headers(tmp_path, header):
     write_raw(tmp_path / "model.safetensors", header, b"12345678")
     assert "complete safetensors file" in failure(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("claimed", "most"),
+    [(2**64 - 1, 192), (193, 192), (150_000_000, 100_000_000)],
+)
+def test_a_header_of_a_false_length_is_not_read(tmp_path, claimed, most):
+    file = tmp_path / "model.safetensors"
+    with file.open("wb") as out:  # sparse where it is large: it takes no space on the disk
+        out.write(claimed.to_bytes(8, "little") + b"{}")
+        out.truncate(200 if most == 192 else 200_000_000)
+    tracemalloc.start()
+    message = failure(tmp_path)
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert f"its header can have at most {most} bytes and claims {claimed}" in message
+    assert peak_bytes < 2**20
 
 
 def test_index_names_absent_files(tmp_path, params):

@@ -1,0 +1,77 @@
+"""Stop strings as one automaton: a character of the text costs the same however many there are."""
+
+import functools
+from collections.abc import Iterable
+
+
+class StopStrings:
+    """Aho-Corasick automaton (Communications of the ACM 18(6), 1975) of a request's stop strings.
+
+    A state is the longest end of the text that begins some stop string; `START` is that of the empty text. The
+    automaton itself never changes, so the samples of a request share it.
+
+    Args:
+        stops: non-empty strings. Building takes time and memory in proportion to their characters.
+    """
+
+    START = 0
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._next: list[dict[str, int]] = [{}]  # by state: character -> state one character deeper
+        self._stop: list[str | None] = [None]  # by state: the longest stop string that ends here
+        depths = [0]
+        for stop in stops:
+            state = self.START
+            for character in stop:
+                if character not in self._next[state]:
+                    self._next[state][character] = len(depths)
+                    self._next.append({})
+                    self._stop.append(None)
+                    depths.append(depths[state] + 1)
+                state = self._next[state][character]
+            self._stop[state] = stop
+        self._fallback = [self.START] * len(depths)  # by state: the longest shorter end of the text that is a state
+        self._num_held = [0] * len(depths)
+        breadth_first = [self.START]
+        for state in breadth_first:  # a fallback is less deep: it is complete when a deeper state needs it
+            for character, deeper in self._next[state].items():
+                fallback = self.START if state == self.START else self._step(self._fallback[state], character)
+                self._fallback[deeper] = fallback
+                self._stop[deeper] = self._stop[deeper] or self._stop[fallback]
+                self._num_held[deeper] = depths[deeper] if self._next[deeper] else self._num_held[fallback]
+                breadth_first.append(deeper)
+
+    def scan(self, state: int, text: str, may_stop: bool) -> tuple[int, int, str | None]:
+        """Read more text up to where a stop string is complete.
+
+        Args:
+            state: where the text before it led.
+            text: what is new.
+            may_stop: look for stop strings; otherwise they pass.
+
+        Returns:
+            The state reached, the number of characters read and the stop string that ends there, of several the
+            longest; all characters and None where there is none.
+        """
+        for num_read, character in enumerate(text, start=1):
+            state = self._step(state, character)
+            if may_stop and (stop := self._stop[state]) is not None:
+                return state, num_read, stop
+        return state, len(text), None
+
+    def num_held(self, state: int) -> int:
+        """Return how many characters at the end of the text may be the beginning of a stop string."""
+        return self._num_held[state]
+
+    def _step(self, state: int, character: str) -> int:
+        while (deeper := self._next[state].get(character)) is None:
+            if state == self.START:
+                return state
+            state = self._fallback[state]
+        return deeper
+
+
+@functools.lru_cache(maxsize=16)
+def compile_stop_strings(stops: tuple[str, ...]) -> StopStrings:
+    """Return the automaton of `stops`; the samples of a request, and requests with equal stop strings, share it."""
+    return StopStrings(stops)

@@ -1,0 +1,126 @@
+"""A program that fails on the device after it was dispatched: later requests are served as by a new engine."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.runner import StepHandle
+from jaxserve.pallas_kernels import native
+from jaxserve.request import SamplingParams
+from workloads import generate, tokens
+
+Start = Callable[..., Engine]
+
+PROMPTS = [tokens(4, f"device failures {i}") for i in range(3)]
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
+ERROR = "must give y"  # what the custom call says of its operands' shapes
+
+pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="needs a custom call that returns an error")
+
+
+@jax.jit
+def fail(arrays: Any) -> Any:
+    """Return the arrays as a program does whose custom call returns an error: each of them holds that error."""
+    shape = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    zero = jax.ffi.ffi_call(native.LINEAR, shape)(*[jnp.zeros((1,))] * 6, eps=np.float32(0))[0, 0]
+    return jax.tree.map(lambda x: x ^ (zero > 0) if x.dtype == bool else x + zero.astype(x.dtype), arrays)
+
+
+class Failing:
+    """An engine whose `call`-th step fails on the device."""
+
+    def __init__(self, engine: Engine, patch: pytest.MonkeyPatch, call: int) -> None:
+        self.runner, self.run, self.call, self.calls = engine.cores[0].runner, engine.cores[0].runner.run, call, 0
+        patch.setattr(self.runner, "run", self.run_and_fail)
+        patch.setattr(engine.cores[0], "_forbid_compiles", False)
+
+    def run_and_fail(self, *args: Any, **kwargs: Any) -> StepHandle:
+        handle = self.run(*args, **kwargs)
+        self.calls += 1
+        if self.calls == self.call:
+            self.runner.state, handle.output = fail((self.runner.state, handle.output))
+        return handle
+
+
+@pytest.fixture
+def engine(start: Start, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = start(**getattr(request, "param", {}))
+    yield engine
+    engine.stats.num_compiles = 0
+
+
+@pytest.fixture
+def expected(engine: Engine) -> list[Any]:
+    return token_ids(engine)
+
+
+def token_ids(engine: Engine) -> list[Any]:
+    engine.reset_prefix_cache()
+    return [output.outputs[0].token_ids for output in generate(engine, PROMPTS, PARAMS)]
+
+
+WAYS = {"alone": {"step_ahead": False}, "ahead": {}, "burst": {"burst": 5}}
+
+
+@pytest.mark.parametrize("call", [1, 2, 5])
+@pytest.mark.parametrize("engine", WAYS.values(), ids=WAYS.keys(), indirect=True)
+def test_a_failed_step_ends_its_requests_and_spoils_no_later_one(
+    engine: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
+    if engine.config.max_burst_steps > 1:
+        call = min(call, 2)
+    with monkeypatch.context() as patch:
+        failing = Failing(engine, patch, call)
+        with pytest.raises(jax.errors.JaxRuntimeError, match=ERROR):
+            generate(engine, PROMPTS, PARAMS)
+        assert failing.calls >= call
+    assert not engine.has_unfinished()
+    engine.check_integrity()
+    assert token_ids(engine) == expected
+    assert token_ids(engine) == expected
+
+
+def test_the_failure_of_a_step_that_nobody_waits_for_is_not_told_the_next_request(
+    engine: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step runs ahead of the stop that ends its only request."""
+    stopping = SamplingParams(temperature=0, max_tokens=8, stop_token_ids=None)
+    (free,) = generate(engine, PROMPTS[:1], stopping)
+    stopping.stop_token_ids = [free.outputs[0].token_ids[2]]
+    engine.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        failing = Failing(engine, patch, 4)
+        (stopped,) = generate(engine, PROMPTS[:1], stopping)
+        assert failing.calls == 4
+        assert stopped.outputs[0].finish_reason == "stop"
+        assert [output.outputs[0].token_ids for output in generate(engine, PROMPTS, PARAMS)] == expected
+    engine.check_integrity()
+
+
+def test_the_failure_of_an_aborted_request_is_not_told_the_next_one(
+    engine: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.reset_prefix_cache()
+    with monkeypatch.context() as patch:
+        failing = Failing(engine, patch, 2)
+        engine.add_request("aborted", PROMPTS[0], PARAMS)
+        while failing.calls < 2:
+            engine.step()
+        engine.abort("aborted")
+        assert [output.outputs[0].token_ids for output in generate(engine, PROMPTS, PARAMS)] == expected
+    engine.check_integrity()
+
+
+def test_close_does_not_raise_after_a_failure(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        failing = Failing(engine, patch, 2)
+        engine.add_request("last", PROMPTS[0], PARAMS)
+        while failing.calls < 2:
+            engine.step()
+        engine.abort("last")
+        engine.close()

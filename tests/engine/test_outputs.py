@@ -1,0 +1,123 @@
+"""Log probabilities on their way from the device's arrays to what a user reads."""
+
+import copy
+import gc
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny_tokenizers
+
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.request import CompletionOutput, Logprob, Request, SamplingParams
+from jaxserve.sampling import TokenLogprobs
+from jaxserve.tokenizer import Tokenizer, load_tokenizer
+
+NUM_ROWS = 3
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    return load_tokenizer(tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level()))
+
+
+def from_device(seed: int, num_real: int = 20) -> TokenLogprobs:
+    """Random tokens for some rows, of which each has `num_real` likely ones and padding."""
+    rng = np.random.default_rng(seed)
+    top_ids = np.stack([rng.permutation(300)[:20] for _ in range(NUM_ROWS)]).astype(np.int32)
+    top_ids[:, num_real:] = -1
+    top_logprobs = -np.sort(rng.random((NUM_ROWS, 20), np.float32), axis=1)
+    return TokenLogprobs(rng.random(NUM_ROWS, np.float32), rng.integers(1, 9, NUM_ROWS), top_ids, top_logprobs)
+
+
+def new_group(tokenizer: Tokenizer | None, **params: int) -> RequestGroup:
+    request = Request("0#0", [3, 4, 5, 6], SamplingParams(**params), seed=0, max_total_tokens=99)
+    return RequestGroup("0", None, [request], tokenizer, lambda: 0.0)
+
+
+def append(group: RequestGroup, token_id: int, logprobs: TokenLogprobs, row: int) -> CompletionOutput:
+    (request,) = group.requests
+    request.output_token_ids.append(token_id)
+    group.append(request, 1, 1.0, logprobs, row)
+    return group.output.outputs[0]
+
+
+def entry(
+    tokenizer: Tokenizer | None, logprobs: TokenLogprobs, row: int, token_id: int, top: int
+) -> dict[int, Logprob]:
+    """By definition: the token itself, then the most likely ones."""
+
+    def text(token_id: int) -> str | None:
+        return tokenizer and tokenizer.decode([token_id], skip_special_tokens=False)
+
+    expected = {token_id: Logprob(float(logprobs.logprob[row]), int(logprobs.rank[row]), text(token_id))}
+    for rank, other in enumerate(logprobs.top_ids[row, :top].tolist(), start=1):
+        if other >= 0 and other not in expected:
+            expected[other] = Logprob(float(logprobs.top_logprobs[row, rank - 1]), rank, text(other))
+    return expected
+
+
+@pytest.mark.parametrize("with_text", [True, False])
+@pytest.mark.parametrize("num_real", [20, 7])
+@pytest.mark.parametrize("top", [0, 1, 5, 20])
+def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, num_real: int, with_text: bool) -> None:
+    group = new_group(tokenizer if with_text else None, logprobs=top)
+    expected = []
+    for step in range(4):
+        found, row = from_device(step, num_real), step % NUM_ROWS
+        token_id = int(found.top_ids[row, step]) if step < 2 else 310 + step  # among the most likely, or not
+        output = append(group, token_id, found, row)
+        expected.append(entry(tokenizer if with_text else None, found, row, token_id, top))
+    read = output.logprobs
+    assert read is not None
+    assert read == expected
+    assert [list(got) for got in read] == [list(want) for want in expected], "in the same order"
+    assert (read[-1], read[1:3], len(read)) == (expected[-1], expected[1:3], 4)
+    with pytest.raises(IndexError):
+        read[4]
+    assert output.cumulative_logprob == sum(e[i].logprob for i, e in zip(output.token_ids, expected, strict=True))
+    for copied in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert type(copied.logprobs) is list
+        assert copied.logprobs == expected
+    assert repr(read) == repr(expected)
+
+
+def test_entries_of_the_prompt_follow_none(tokenizer: Tokenizer) -> None:
+    group, found = new_group(tokenizer, prompt_logprobs=2), from_device(0)
+    group.append_prompt_logprobs(1, [4, 5], found, 0)
+    group.append_prompt_logprobs(2, [5, 6], found, 1)  # after a preemption: it has the first of them
+    rows = [(0, 4), (1, 5), (2, 6)]
+    expected = [None, *(entry(tokenizer, found, row, token_id, 2) for row, token_id in rows)]
+    assert group.output.prompt_logprobs == expected
+    group.restart()
+    assert group.output.prompt_logprobs == [None]
+
+
+def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -> None:
+    decoded: list[int] = []
+    decode = tokenizer._decode
+    tokenizer = Tokenizer(
+        lambda text, add_special: [],
+        lambda ids, skip_special: [decoded.extend(ids), decode(ids, skip_special)][1],
+        vocab_size=320,
+        special_tokens={},
+        special_ids=frozenset(),
+        bos_token_id=None,
+        eos_token_ids=(),
+        chat_template={},
+    )
+    groups, found = [new_group(tokenizer, logprobs=20, detokenize=False) for _ in range(2)], from_device(0)
+    outputs = [append(group, 7, found, 0) for group in groups]
+    gc.collect()
+    before = len(gc.get_objects())
+    for group in groups:
+        for _ in range(50):
+            append(group, 7, found, 0)
+    gc.collect()
+    assert len(gc.get_objects()) < before + 50, "no object of a token is the garbage collector's"
+    assert not decoded
+    for output in outputs:
+        assert output.logprobs is not None
+        assert len(list(output.logprobs)) == 51
+    assert len(decoded) == len(set(decoded)) == 21, "each token once, however many requests show it"
