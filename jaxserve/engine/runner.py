@@ -327,7 +327,8 @@ class Runner:
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
         self._matrix_bytes = step_bytes(params)
         self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(len(devices)).vocab_size
-        self.state: ServeState | None = self._new_state()  # None only once closed
+        self.state: ServeState | None = self._new_state()  # None while it sleeps, and once it is closed
+        self._sleeping_params: Params | None = None  # in the host's memory
         self._kv_bytes = device_bytes(self.state.kv_pages)
         # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
         # traced.
@@ -360,7 +361,27 @@ class Runner:
         """Wait for the steps in flight, whether they fail or not, and let go of weights, state and programs."""
         self.programs.close()
         _is_sound(self.state)
+        self.params, self.state, self._sleeping_params = {}, None, None
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free the device's memory; the weights are copied to the host's unless others will be given."""
+        _is_sound(self.state)
+        if keep_weights and self.params:
+            self._sleeping_params = jax.device_get(self.params)
+        elif not keep_weights:
+            self._sleeping_params = None
         self.params, self.state = {}, None
+
+    def wake_weights(self) -> None:
+        """Copy the weights back to where they were, if they were kept."""
+        if self._sleeping_params is not None:
+            places = jax.tree.map(lambda shape: shape.sharding, self.param_shapes)
+            self.params, self._sleeping_params = jax.device_put(self._sleeping_params, places), None
+
+    def wake_state(self) -> None:
+        """Make an empty pool."""
+        if self.state is None:
+            self.state = self._new_state()
 
     # Steps
 
