@@ -46,8 +46,11 @@ class EngineConfig:
         data_parallel_size: replicas of the model, each on `tensor_parallel_size` devices of its own and with a pool of
             its own; a request goes to one that has room for it, best to one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.
-        max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere.
-        max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere.
+        max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere, or as many as leave
+            prompts their share of `max_num_batched_tokens`.
+        max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere, and at
+            least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
+            fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
             on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
@@ -201,6 +204,14 @@ def embedded_model(name: str) -> Path:
     return Path(__file__).parent / "weights" / name
 
 
+def prefill_share(max_num_batched_tokens: int) -> int:
+    """Tokens of a step that rows in decode leave to prompts while there are any to compute: an eighth, at least one.
+
+    So prompts go on however many rows are in decode, and these lose at most an eighth of their speed to the share.
+    """
+    return max(1, max_num_batched_tokens // 8)
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The numbers that scheduler, packing and compiled programs agree on; all resolved."""
@@ -215,7 +226,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens must be at least max_num_seqs so that every running request gets its token, "
+                f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
                 f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
 
@@ -278,9 +289,11 @@ def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
     """max_num_seqs and max_num_batched_tokens, defaults filled in without contradicting what was given."""
     seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
-        seqs = min(64 if on_cpu else 256, budget or 2**31)
+        seqs = 64 if on_cpu else 256
+        if budget is not None:
+            seqs = max(1, min(seqs, budget - prefill_share(budget)))
     if budget is None:
-        budget = max(512 if on_cpu else 2048, seqs)
+        budget = max(512 if on_cpu else 2048, 2 * seqs)
     return seqs, budget
 
 

@@ -4,6 +4,11 @@ There are no phases: every request has `num_computed_tokens` of `num_tokens`, an
 meet, which samples one further token. Chunked prefill, prefix-cache hits and recompute after preemption are that one
 case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
 
+The budget. Rows in decode come first, with a token each; then rows in prefill, oldest first, then new requests, each
+with as much of its prompt as the budget leaves. Where that would leave prompts less than `prefill_share` of the budget,
+some rows in decode are held back: they get what the prompts did not need, and otherwise take turns to miss a step. That
+can only be where max_num_batched_tokens is less than 8/7 of max_num_seqs; everywhere else no row in decode ever waits.
+
 Step-ahead. Plan n + 1 may be made before the tokens of plan n are read, so `schedule()` already counts the tokens that
 a plan computes, and `num_pending_tokens` counts those sampled but not read. The caller promises one thing: every plan
 is packed before the next call into the scheduler, the device runs all plans in order, and `update()` gets them in that
@@ -32,6 +37,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from jaxserve.config import prefill_share
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prefix_cache import PrefixCache
@@ -45,8 +51,8 @@ class Scheduler:
     """Continuous batching over a page pool: first come, first served; the last admitted is the first preempted.
 
     At most one request is between two chunks of its prefill at a time, and it is the last admitted: a chunk
-    that does not complete a prefill takes the whole budget. So a preemption on behalf of a prefill can only hit that
-    prefill itself, and no row in decode ever misses a step because of one.
+    that does not complete a prefill takes the rest of the budget. So a preemption on behalf of a prefill can only hit
+    that prefill itself, and no row in decode ever loses its pages because of one.
 
     Args:
         max_num_seqs: rows in a step and requests running at once.
@@ -71,6 +77,8 @@ class Scheduler:
         # Ordered by arrival, the preempted in front. Not a deque: an abort in the middle takes constant time.
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: dict[str, Request] = {}  # in order of admission
+        self._decode_limit = max_num_batched_tokens - prefill_share(max_num_batched_tokens)  # while prompts wait
+        self._next_held_slot = 0  # where the turn of rows in decode begins that are held back next
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._unshared: set[Request] = set()  # running since before the last reset of the prefix cache
         self._next_step_id = 0
@@ -226,9 +234,12 @@ class Scheduler:
         if max_steps > 1 and (plan.follows_burst or not self._has_pending_tokens()):
             plan.num_steps = self.most_steps(max_steps)
         assert plan.num_steps > 1 or not plan.follows_burst, "a burst must be updated before a plan of one step is made"
-        self._schedule_running(plan)
+        held_back = self._rows_to_hold_back()
+        self._schedule_running(plan, held_back)
         if not plan.preempted:
             self._admit_waiting(plan)
+        if held_back:
+            self._decode_held_back(plan, held_back)
         if not plan.requests:
             return None
         self._next_step_id += 1
@@ -279,10 +290,26 @@ class Scheduler:
 
     # Parts of schedule()
 
-    def _schedule_running(self, plan: StepPlan) -> None:
-        """Gives every running row in decode its token, then rows in prefill what the budget leaves, oldest first."""
+    def _rows_to_hold_back(self) -> list[Request]:
+        """Rows in decode that would take the prompts' share of the budget, in turn; none without prompts to compute."""
+        if len(self._running) <= self._decode_limit:
+            return []
+        rows = self._running.values()
+        if not (self._waiting and self._free_slots) and not any(map(_in_prefill, rows)):
+            return []
+        # Those at their length limit compute nothing more: `_can_decode`.
+        in_decode = [row for row in rows if not _in_prefill(row) and row.num_tokens < row.max_total_tokens]
+        in_decode.sort(key=lambda request: (request.slot - self._next_held_slot) % self.max_num_seqs)
+        return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
+
+    def _schedule_running(self, plan: StepPlan, held_back: list[Request]) -> None:
+        """Gives the running rows in decode their token, then rows in prefill what the budget leaves, oldest first."""
         num_steps, in_prefill = plan.num_steps, []
-        for request in list(self._running.values()):
+        rows = list(self._running.values())
+        if held_back:
+            held = set(held_back)
+            rows = [request for request in rows if request not in held]
+        for request in rows:
             start = request.num_computed_tokens
             if start + num_steps > request.quiet_until:
                 if _in_prefill(request):
@@ -302,6 +329,27 @@ class Scheduler:
             num_tokens = min(_num_remaining(request), self._budget_left(plan))
             if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
                 self._prefill(request, num_tokens, plan)
+
+    def _decode_held_back(self, plan: StepPlan, held_back: list[Request]) -> None:
+        """Gives rows held back what prompts left of the budget, those last whose turn it is to miss the step.
+
+        Takes no pages from anyone: all others may have rows in this plan already.
+        """
+        num_missing = len(held_back)
+        for request in reversed(held_back):
+            if not self._budget_left(plan):
+                break
+            num_missing -= 1
+            has_page = len(request.pages) * self.page_size > request.num_computed_tokens or self._cache.num_free
+            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, plan):
+                plan.requests.append(request)
+                plan.starts.append(request.num_computed_tokens)
+                plan.counts.append(1)
+                plan.samples.append(True)
+                plan.num_decode_tokens += 1
+                request.num_computed_tokens += 1
+        if num_missing:
+            self._next_held_slot = (held_back[num_missing - 1].slot + 1) % self.max_num_seqs
 
     def _can_decode(self, request: Request, plan: StepPlan) -> bool:
         """Whether a row in decode goes on; if so, its pages are there, and `quiet_until` says for how long."""

@@ -6,7 +6,15 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from jaxserve.config import MAX_BURST_ROWS, MAX_BURST_STEPS, EngineConfig, ScheduleConfig, resolve_schedule
+from jaxserve.config import (
+    MAX_BURST_ROWS,
+    MAX_BURST_STEPS,
+    EngineConfig,
+    ScheduleConfig,
+    default_batch,
+    prefill_share,
+    resolve_schedule,
+)
 
 MAX_PROGRAMS = 12  # on a TPU, where each may take half a minute
 
@@ -66,6 +74,17 @@ def test_programs_of_a_tpu_are_few_by_default() -> None:
 def test_a_doubled_step_takes_two_more_programs_where_they_are_few(budget: int) -> None:
     once, twice = (len(schedule(1, size, few=True).buckets()) for size in (budget, 2 * budget))
     assert twice == once + 2
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@given(seqs=st.none() | st.integers(1, 5000), budget=st.none() | st.integers(1, 5000))
+def test_by_default_prompts_have_their_share_beside_all_rows(
+    on_cpu: bool, seqs: int | None, budget: int | None
+) -> None:
+    given_both = seqs is not None and budget is not None
+    rows, tokens = default_batch(EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget), on_cpu=on_cpu)
+    assert (seqs or rows, budget or tokens) == (rows, tokens)
+    assert given_both or rows == 1 or rows <= tokens - prefill_share(tokens)
 
 
 @pytest.mark.parametrize("few", [False, True])
