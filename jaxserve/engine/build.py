@@ -120,8 +120,9 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         )
         for replica, mesh in zip(replicas, meshes, strict=True)
     ]
-    for runner, before in zip(runners, [None, *runners], strict=False):
-        runner.warm_up(config.compile_ahead, before)
+    programs = [runner.programs for runner in runners]
+    for own, before in zip(programs, [None, *programs], strict=False):
+        own.warm_up(config.compile_ahead, before)
     return runners
 
 

@@ -82,6 +82,7 @@ class Engine:
         tell = self._peers.tell if self._peers is not None else None
         self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
         self.schedule = runners[0].schedule
+        self._is_closed = False
         self._has_weights = True
         self._placement = Placement(self.cores)
         self._groups: dict[str, RequestGroup] = {}
@@ -121,6 +122,7 @@ class Engine:
             RequestError: the request cannot be served; nothing has changed.
         """
         params = (params or self.default_sampling_params).clone()  # checked anew: the caller may have changed it
+        self._check_open()
         if not self._has_weights:
             raise RequestError("the engine has no weights, as the last ones could not be read; call update_weights")
         limit = prompt_limit(params, self.schedule.max_model_len)
@@ -161,6 +163,7 @@ class Engine:
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
         """Serve with other weights from now on; see `LLM.update_weights`. Returns the requests that progressed."""
+        self._check_open()
         if running not in ("finish", "restart"):
             raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
         path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
@@ -205,12 +208,19 @@ class Engine:
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
         for core in self.cores:
-            core.runner.wait_until_warm()
+            core.runner.programs.wait_until_warm()
 
     def close(self) -> None:
-        """Stop compiling in the background."""
+        """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
+        self._is_closed = True
+        for request_id in list(self._groups):
+            self.abort(request_id)
         for core in self.cores:
-            core.runner.close()
+            core.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
 
     @property
     def is_follower(self) -> bool:

@@ -173,7 +173,7 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
     engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     early = generate(engine, [tokens(9, 0)], GREEDY)
     engine.wait_until_warm()
-    assert sorted(engine.cores[0].runner._programs) == [1, 2, 3]
+    assert sorted(engine.cores[0].runner.programs.steps) == [1, 2, 3]
     assert generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids == early[0].outputs[0].token_ids
     engine.close()
     engine.close()
@@ -227,7 +227,7 @@ import sys, weakref
 from jaxserve import LLM
 from jaxserve.engine import runner
 
-runner._close = lambda _: print("closed")
+runner._close_all = lambda: print("closed")
 llm = LLM(compile_ahead="minimal", compilation_cache_dir=sys.argv[1])
 weakref.finalize(llm, print, "finalized")
 """
