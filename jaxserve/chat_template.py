@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import RequestError
+from jaxserve.request import brief
 
 Message = Mapping[str, Any]
 
@@ -85,22 +86,34 @@ def _strftime_now(form: str) -> str:
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copies without None values, which templates would print, and with text parts joined into one string.
+    """Copy messages without None values, which templates would print, and with text parts joined into one string.
 
     Raises:
-        RequestError: not a list of dicts, or a content that is not text.
+        RequestError: not a list of dicts, a message without role or content, or a content that is not text.
     """
-    if not messages or isinstance(messages, str | bytes) or not all(isinstance(m, Mapping) for m in messages):
-        raise RequestError(f"messages must be a non-empty list of dicts with role and content, got {messages!r:.80}")
-    return [{k: _joined(v) if k == "content" else v for k, v in m.items() if v is not None} for m in messages]
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str | bytes)
+    if not is_list or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise RequestError(f"messages must be a non-empty list of dicts with role and content, got {brief(messages)}")
+    return [_plain(message) for message in messages]
+
+
+def _plain(message: Message) -> dict[str, Any]:
+    given = {name: value for name, value in message.items() if value is not None}
+    if not isinstance(given.get("role"), str):
+        raise RequestError(f"a message must have a role, which is a string, got {brief(dict(message))}")
+    if "content" in given:
+        given["content"] = _joined(given["content"])
+    elif given["role"] != "assistant" or not given.keys() - {"role", "name"}:  # an assistant may have called tools
+        raise RequestError(f"a message must have content, a string or a list of text parts, got {brief(dict(message))}")
+    return given
 
 
 def _joined(content: object) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
-        raise RequestError(f"a message's content must be a string or a list of text parts, got {content!r:.80}")
+        raise RequestError(f"a message's content must be a string or a list of text parts, got {brief(content)}")
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f'content parts must be {{"type": "text", "text": str}}, got {part!r:.80}')
+            raise RequestError(f'content parts must be {{"type": "text", "text": str}}, got {brief(part)}')
     return "\n".join(part["text"] for part in content)

@@ -35,7 +35,8 @@ class EngineConfig:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
-        dtype: weights and activations; "auto" is the checkpoint's on accelerators and float32 on CPU.
+        dtype: dtype of weights and activations; "auto" is float32 on CPU and the checkpoint's on accelerators, where a
+            float32 checkpoint is served in bfloat16.
         quantization: "int8" keeps the matrices as int8 with a float32 scale per 64 numbers or so, a quarter of the
             float32 memory; None as the numbers they are.
         kv_cache_dtype: keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32 scale for
@@ -53,7 +54,7 @@ class EngineConfig:
         gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
             for weights, temporaries and the pool.
         enable_prefix_caching: share pages between requests that begin alike.
-        seed: of the weights where they are random, and of requests that bring none.
+        seed: seed of the weights where they are random, and of requests that bring none; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
         burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has stop
@@ -125,6 +126,8 @@ class EngineConfig:
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if self.seed is None:  # vLLM's default, which it takes for 0 too
+            object.__setattr__(self, "seed", 0)
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
             raise ConfigError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:

@@ -2,13 +2,15 @@
 
 import copy
 import dataclasses
-import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from numbers import Integral
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
@@ -17,10 +19,16 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompt import Prompt
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models.params import Params
-from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.request import RequestOutput, SamplingParams, brief
+from jaxserve.shared_engine import Call, SharedEngine
+from jaxserve.tokenizer import Tokenizer, load_hf_tokenizer
+from jaxserve.vllm_options import engine_options
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
+ProgressBar = Callable[..., Any]  # tqdm, or what makes one: functools.partial(tqdm, leave=False)
 
 
 class LLM:
@@ -33,7 +41,8 @@ class LLM:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
-        options: any further field of EngineConfig.
+        options: any further field of EngineConfig, and vLLM's options where they ask for what jaxserve does anyway (see
+            `vllm_options.VLLM_OPTIONS`).
 
     Raises:
         ConfigError: the checkpoint or an option is not usable.
@@ -46,17 +55,53 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **options: Any,
     ) -> None:
-        self.engine = Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **options))
+        self.engine = Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **engine_options(options)))
         if self.engine.is_follower:
             self.engine.follow()
             raise SystemExit(0)
-        self._ids = itertools.count()
+        self._shared = SharedEngine(self.engine)
 
-    def get_tokenizer(self) -> Tokenizer:
-        """The tokenizer in use; ConfigError with `skip_tokenizer_init`."""
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory of weights and KV pool and stop compiling; unfinished calls of other threads fail.
+
+        The same happens when the last reference to an LLM goes. Whatever is asked of a closed one is a RuntimeError.
+        """
+        self._shared.close()
+
+    def get_tokenizer(self) -> "PreTrainedTokenizerBase":
+        """Return the tokenizer as Hugging Face has it: `transformers`' own class, interface and defaults.
+
+        It is loaded when first asked for, from the directory of the one that the engine uses, and gives the same ids.
+        What is changed on it changes nothing in the engine.
+
+        Raises:
+            ConfigError: there is none, because of `skip_tokenizer_init`.
+        """
+        self._engine_tokenizer()
+        return self._hf_tokenizer
+
+    @cached_property
+    def _hf_tokenizer(self) -> "PreTrainedTokenizerBase":
+        return load_hf_tokenizer(self.engine.config.tokenizer_path)
+
+    def _engine_tokenizer(self) -> Tokenizer:
         if self.engine.tokenizer is None:
             raise ConfigError("there is no tokenizer; drop skip_tokenizer_init")
         return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; returns True, as vLLM does where that succeeds."""
+        with self._shared.turn() as engine:
+            engine.reset_prefix_cache()
+        return True
 
     def get_default_sampling_params(self) -> SamplingParams:
         """SamplingParams with what the checkpoint's generation_config.json recommends."""
@@ -66,47 +111,44 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | ProgressBar = True,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs in the order of the prompts.
 
         Args:
             prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
-            use_tqdm: show a progress bar with tokens per second.
+            use_tqdm: show a progress bar with tokens per second; a callable with the arguments of `tqdm` makes it.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; names it, and none has been started.
         """
         many = _as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        outputs = self._add_all(many, _per_prompt(params, len(many)))
-        self._run(outputs, use_tqdm)
+        call, outputs = self._shared.add(many, _per_prompt(params, len(many)))
+        try:
+            self._run(call, len(outputs), use_tqdm)
+        finally:  # an interrupted call must not leave requests behind
+            self._shared.discard(call)
         return outputs
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | ProgressBar = True,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
-        tokenizer = self.get_tokenizer()
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        texts = [
-            tokenizer.apply_chat_template(
-                conversation,  # type: ignore[arg-type]
-                add_generation_prompt,
-                chat_template=chat_template,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
+        tokenizer = self._engine_tokenizer()
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
+        variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
+        variables |= chat_template_kwargs or {}
+        texts = [tokenizer.render_chat(chat, variables, chat_template) for chat in _as_conversations(messages)]
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -118,7 +160,8 @@ class LLM:
         Raises:
             RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
-        (output,) = self._add_all([prompt], [sampling_params or self.get_default_sampling_params()])
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        call, (output,) = self._shared.add([prompt], _per_prompt(params, 1))
         sent = [_Sent() for _ in output.outputs]
         try:
             while True:
@@ -129,9 +172,9 @@ class LLM:
                     yield _increment(output, sent)
                 if finished:
                     return
-                self.engine.step()
+                self._shared.step(call)
         finally:
-            self.engine.abort(output.request_id)
+            self._shared.discard(call)
 
     @property
     def params(self) -> Params:
@@ -154,58 +197,48 @@ class LLM:
             ConfigError: they are not of this model, and nothing has changed; or, in a run over many processes, it is
                 not a directory.
         """
-        self.engine.update_weights(weights, running=running)
+        self._shared.update_weights(weights, running=running)
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        added: list[RequestOutput] = []
-        try:
-            for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                try:
-                    added.append(self.engine.add_request(str(next(self._ids)), prompt, p))
-                except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        except BaseException:
-            self._abort_all(added)
-            raise
-        return added
-
-    def _run(self, outputs: list[RequestOutput], use_tqdm: bool) -> None:
-        unfinished = {output.request_id for output in outputs}
+    def _run(self, call: Call, count: int, use_tqdm: bool | ProgressBar) -> None:
+        new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         tokens_in = tokens_out = 0
         started = time.monotonic()
-        try:
-            with tqdm(total=len(outputs), desc="Generating", unit="req", disable=not use_tqdm) as bar:
-                while unfinished:
-                    for output in self.engine.step():
-                        if output.finished and output.request_id in unfinished:
-                            unfinished.remove(output.request_id)
-                            tokens_in += len(output.prompt_token_ids)
-                            tokens_out += sum(len(o.token_ids) for o in output.outputs)
-                            seconds = time.monotonic() - started
-                            rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
-                            bar.set_postfix_str(rates, refresh=False)
-                            bar.update()
-        except BaseException:  # an interrupted call must not leave requests behind
-            self._abort_all(outputs)
-            raise
-
-    def _abort_all(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            self.engine.abort(output.request_id)
+        with new_bar(total=count, desc="Generating", unit="req") as bar:
+            while call.unfinished or call.finished:
+                self._shared.step(call)
+                while call.finished:
+                    output = call.finished.popleft()
+                    tokens_in += len(output.prompt_token_ids)
+                    tokens_out += sum(len(o.token_ids) for o in output.outputs)
+                    seconds = time.monotonic() - started
+                    rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
+                    bar.update()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, which may itself be a list of ids, or many."""
+    """Return one prompt, which may itself be a list of ids, or many as a list."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise RequestError(f"prompts must be text, token ids, a dict, or a list of such prompts, got {brief(prompts)}")
     if len(prompts) and isinstance(prompts[0], Integral):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
 
+def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
+    """Return one conversation or many as a list of them."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
+        raise RequestError(f"messages must be a list of dicts, or a list of such lists, got {brief(messages)}")
+    return [messages] if messages and isinstance(messages[0], Mapping) else messages  # type: ignore[list-item, return-value]
+
+
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise RequestError(f"sampling_params must be SamplingParams(...), or a list of them, got {brief(params)}")
     if len(params) != count:
         raise RequestError(f"sampling_params must be one for all or one per prompt, got {len(params)} for {count}")
     return list(params)

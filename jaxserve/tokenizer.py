@@ -11,15 +11,18 @@ import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import tokenizers
 
 from jaxserve.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import GrowingText, SamplingParams, TokenIds
+from jaxserve.request import GrowingText, SamplingParams, TokenIds, brief
 from jaxserve.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Tokenizer:
@@ -65,8 +68,13 @@ class Tokenizer:
         """The id that ends a sequence; the first where there are several."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> TokenIds:
-        """Token ids of `text`; `add_special_tokens` adds what the model wants around a prompt, usually a BOS.
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
+        """Return the token ids of `text`.
+
+        Args:
+            text: what to cut into tokens.
+            add_special_tokens: add what the model wants around a prompt, usually a BOS.
+            max_tokens: keep only the last tokens of the text, so that there are at most so many with those added.
 
         Raises:
             RequestError: `text` is not valid Unicode.
@@ -75,7 +83,16 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"a prompt must be valid Unicode, got a lone surrogate at index {error.start}") from None
-        return self._encode(text, add_special_tokens)
+        token_ids = self._encode(text, add_special_tokens)
+        if max_tokens is None or len(token_ids) <= max_tokens:
+            return token_ids
+        plain = self._encode(text, False) if add_special_tokens else token_ids
+        num_kept = max_tokens - (len(token_ids) - len(plain))
+        if num_kept <= 0:  # no room for text between what is added
+            return token_ids[-max_tokens:]
+        starts = range(len(token_ids) - len(plain) + 1)
+        start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
+        return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -169,6 +186,31 @@ class Tokenizer:
         return self._compiled[source]
 
 
+def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], TokenIds]) -> list[TokenIds]:
+    """Return the token sequences that `bad_words` forbids, as vLLM finds them.
+
+    Each word is encoded as the beginning of a text and, with a space before it, as a word inside. The second sequence
+    counts only if it begins with another token and is as long: otherwise it is the first behind a token for the space,
+    or a longer way to write it.
+
+    Args:
+        words: what must not be generated.
+        encode: text -> token ids, without special tokens.
+
+    Raises:
+        RequestError: a word has no tokens.
+    """
+    sequences = []
+    for word in words:
+        first, inside = encode(word.lstrip()), encode(" " + word.lstrip())
+        if not first:
+            raise RequestError(f"bad_words must be strings of some text, got {brief(word)}")
+        sequences.append(first)
+        if inside[0] != first[0] and len(inside) == len(first):
+            sequences.append(inside)
+    return sequences
+
+
 class _TokenTexts(dict[int, str]):
     """Token id -> its text, special tokens included; fills itself, so that a look-up is a dict's."""
 
@@ -224,21 +266,26 @@ def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directo
     )
 
 
-def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
-    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Load the tokenizer of `load_tokenizer` as the class that `transformers` has for it.
 
-    try:
-        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
-            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
-        ) from error
+    Where there is a `tokenizer.json`, that file says how text is cut, as it does in `load_tokenizer`. AutoTokenizer may
+    instead build a family's tokenizer anew from its vocabulary.
+
+    Raises:
+        ConfigError: the directory holds no tokenizer that transformers loads.
+    """
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
+
+    directory = Path(path)
+    if not (directory / "tokenizer.json").is_file():
+        return _load_slow(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+
+def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
+    slow = _load_slow(directory)
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
-    if not len(slow) > len(slow.all_special_ids):
-        raise ConfigError(
-            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
-        )
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
         return _from_backend(backend, config | special, directory)
     return Tokenizer(
@@ -251,6 +298,23 @@ def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenize
         eos_token_ids=_eos_ids(slow.eos_token_id, directory),
         chat_template=_chat_templates(config, directory),
     )
+
+
+def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+
+    try:
+        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
+            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
+        ) from error
+    if not len(slow) > len(slow.all_special_ids):
+        raise ConfigError(
+            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
+        )
+    return slow
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 
 import jax
+import jaxtyping
 import mappings
 import pytest
 
@@ -25,3 +26,9 @@ def few_programs() -> Iterator[None]:
     if mappings.are_many():
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def no_type_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with arguments of wrong types meet the code, as a user's do, and not the suite's type checks."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)

@@ -1,18 +1,20 @@
+import functools
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_tokenizers
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from tokenizers import AddedToken, processors
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
-from jaxserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from jaxserve.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer, tokenize_bad_words
 
 CHAT_TEMPLATE = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}
@@ -111,6 +113,45 @@ def test_is_what_transformers_loads(kind: str, tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False) == theirs.encode(text, add_special_tokens=False)
         for skip in (True, False):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip)
+    check_hugging_face_interface(load_hf_tokenizer(directory), theirs, ours)
+
+
+def check_hugging_face_interface(hf: Any, theirs: Any, ours: Tokenizer) -> None:
+    """`hf` does what AutoTokenizer's does, defaults included, and gives the engine's ids."""
+    import transformers
+
+    assert isinstance(hf, transformers.PreTrainedTokenizerFast)
+    assert len(hf) == len(theirs) == ours.vocab_size
+    for name in (
+        *("vocab_size", "all_special_ids", "all_special_tokens", "special_tokens_map", "chat_template", "is_fast"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "bos_token", "eos_token", "pad_token"),
+    ):
+        assert getattr(hf, name) == getattr(theirs, name), name
+    assert hf.get_vocab() == theirs.get_vocab()
+    for text in SAMPLES:
+        ids = hf.encode(text)
+        assert ids == theirs.encode(text) == ours.encode(text)
+        assert hf(text).input_ids == ids
+        assert hf.decode(ids) == theirs.decode(ids) == ours.decode(ids, skip_special_tokens=False)
+        tokens = hf.convert_ids_to_tokens(ids)
+        assert tokens == theirs.convert_ids_to_tokens(ids)
+        assert hf.convert_tokens_to_ids(tokens) == ids
+        assert hf.tokenize(text) == theirs.tokenize(text)
+    batch = hf(SAMPLES)["input_ids"]
+    assert hf.batch_decode(batch, skip_special_tokens=True) == [ours.decode(ids) for ids in batch]
+    if hf.chat_template is not None:
+        chat = [{"role": "user", "content": "Hi"}]
+        assert hf.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+        assert hf.apply_chat_template(chat)["input_ids"] == ours.apply_chat_template(chat, False, tokenize=True)
+
+
+def test_the_hugging_face_tokenizer_cuts_text_as_the_engine_does(tmp_path: Path) -> None:
+    """AutoTokenizer takes the class from config.json, and that class would build Llama 2's way of cutting text."""
+    directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), bos_token="<s>", eos_token="</s>")
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    hf, ours = load_hf_tokenizer(directory), load_tokenizer(directory)
+    for text in SAMPLES:
+        assert hf.encode(text) == ours.encode(text)
 
 
 def test_bos_comes_from_the_post_processor_not_the_configuration(tmp_path: Path) -> None:
@@ -182,8 +223,9 @@ def test_without_tokenizer_json_transformers_loads(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.decode(tokenizer.encode("naïve 東京")) == "naïve 東京"
     assert tokenizer.eos_token_id == 320
-    assert tokenizer.apply_chat_template([{"role": "user"}]) == "hi"
+    assert tokenizer.apply_chat_template([{"role": "user", "content": ""}]) == "hi"
     assert incremental(tokenizer, tokenizer.encode("naïve 東京"))[0] == "naïve 東京"
+    assert load_hf_tokenizer(tmp_path).encode("naïve 東京") == tokenizer.encode("naïve 東京")
 
 
 def test_what_does_not_load_says_what_was_looked_for(tmp_path: Path) -> None:
@@ -243,7 +285,7 @@ def test_template_renders_as_transformers_does(tmp_path: Path, variables: dict, 
     assert ours.apply_chat_template(messages, tokenize=True, **options) == ids
 
 
-def chat(template: object, tmp_path: Path, messages: list | None = None, **variables: object) -> str:
+def chat(template: object, tmp_path: Path, messages: Any = None, **variables: object) -> str:
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), chat_template=template, bos_token="<s>")
     return load_tokenizer(directory).apply_chat_template(messages or [{"role": "user", "content": "Hi"}], **variables)
 
@@ -282,10 +324,85 @@ def test_what_a_template_cannot_do_is_a_request_error(
         chat(template, tmp_path, **variables)
 
 
-@pytest.mark.parametrize("messages", [[{"role": "user", "content": 5}], [{"role": "user", "content": [{}]}]])
-def test_malformed_messages_are_refused(tmp_path: Path, messages: list) -> None:
-    with pytest.raises(RequestError, match="must be"):
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([{"role": "user", "content": 5}], "content must be a string or a list of text parts, got 5"),
+        ([{"role": "user", "content": [{}]}], "content parts must be"),
+        ([{"role": "user"}], "must have content, .* got {'role': 'user'}"),
+        ([{"role": "user", "content": None}], "must have content"),
+        ([{"role": "assistant", "name": "a"}], "must have content"),
+        ([{"content": "Hi"}], "must have a role"),
+        ([{"role": 3, "content": "Hi"}], "must have a role"),
+        ([5], r"must be a non-empty list of dicts with role and content, got \[5\]"),
+        (5, "must be a non-empty list of dicts"),
+        ("Hi", "must be a non-empty list of dicts"),
+        ({"role": "user", "content": "Hi"}, "must be a non-empty list of dicts"),
+    ],
+)
+@pytest.mark.usefixtures("no_type_checks")
+def test_malformed_messages_are_refused(tmp_path: Path, messages: Any, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
         chat("x", tmp_path, messages)
+
+
+def test_an_assistant_that_calls_tools_needs_no_content(tmp_path: Path) -> None:
+    messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]
+    assert chat("{{ messages[0].tool_calls[0].id }}", tmp_path, messages) == "a"
+
+
+# Bad words
+
+
+def test_bad_words_are_tokenized_as_vllm_does() -> None:
+    """The cases of vLLM's rule: forbidden as the beginning of a text and, where that is one more word, inside it."""
+    vocabulary = {
+        "the": [10],
+        " the": [20],  # a word of its own inside a text
+        "New York": [30, 31],
+        " New York": [32, 31],
+        "odd": [40],
+        " odd": [3, 40],  # a token for the space, then the same: the first sequence forbids it too
+        "same": [50, 51],
+        " same": [50, 52],  # begins with the same token
+    }
+    tokenize = functools.partial(tokenize_bad_words, encode=vocabulary.__getitem__)
+    assert tokenize([]) == []
+    assert tokenize(["the"]) == tokenize([" the"]) == tokenize(["   the"]) == [[10], [20]]
+    assert tokenize(["New York", "the"]) == [[30, 31], [32, 31], [10], [20]]
+    assert tokenize(["odd"]) == [[40]]
+    assert tokenize(["same"]) == [[50, 51]]
+
+
+def test_bad_words_of_a_real_vocabulary(byte_level: Tokenizer) -> None:
+    encode = functools.partial(byte_level.encode, add_special_tokens=False)
+    for words in (["engine"], ["a", "東"], ["Once upon"]):
+        sequences = tokenize_bad_words(words, encode)
+        texts = [byte_level.decode(ids).lstrip() for ids in sequences]
+        assert list(dict.fromkeys(texts)) == words
+    for word in ("", "  "):
+        with pytest.raises(RequestError, match="bad_words must be strings of some text"):
+            tokenize_bad_words([word], encode)
+
+
+# Truncation
+
+
+@pytest.mark.parametrize("with_special", [True, False])
+def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool) -> None:
+    tokenizer = tiny_tokenizers.byte_fallback()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    directory = tiny_tokenizers.write(tmp_path, tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    ours, theirs = load_tokenizer(directory), load_hf_tokenizer(directory)
+    theirs.truncation_side = "left"
+    for text in SAMPLES:
+        for length in range(3, 30):
+            ids = ours.encode(text, with_special, max_tokens=length)
+            assert ids == theirs.encode(text, add_special_tokens=with_special, truncation=True, max_length=length)
+            assert len(ids) == min(length, len(ours.encode(text, with_special)))
+    assert ours.encode("many words", max_tokens=1) == [2], "no room for text: the last ones"
 
 
 # Detokenizer

@@ -30,7 +30,7 @@ from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.programs import source_digest
-from jaxserve.engine.prompt import Prompt, read_prompt
+from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
 from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
@@ -82,10 +82,12 @@ class Engine:
         tell = self._peers.tell if self._peers is not None else None
         self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
         self.schedule = runners[0].schedule
+        self._is_closed = False
         self._has_weights = True
         self._placement = Placement(self.cores)
         self._groups: dict[str, RequestGroup] = {}
-        self._group_of: dict[str, RequestGroup] = {}  # by the id of each sample
+        # By each unfinished sample itself: a step in flight may still hold an earlier request of the same id.
+        self._group_of: dict[Request, RequestGroup] = {}
         self._seeds = random.Random(config.seed)
         self._num_groups = 0
 
@@ -120,15 +122,17 @@ class Engine:
             RequestError: the request cannot be served; nothing has changed.
         """
         params = (params or self.default_sampling_params).clone()  # checked anew: the caller may have changed it
+        self._check_open()
         if not self._has_weights:
             raise RequestError("the engine has no weights, as the last ones could not be read; call update_weights")
-        text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer)
+        limit = prompt_limit(params, self.schedule.max_model_len)
+        text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer, limit)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
         self.cores[0].scheduler.check_fits(requests[0])  # then its siblings fit as well, and any replica has room
         group = RequestGroup(request_id, text, requests, self.tokenizer, time.monotonic)
         self._groups[request_id] = group
-        self._group_of.update({r.request_id: group for r in requests})
+        self._group_of.update(dict.fromkeys(requests, group))
         self._num_groups += 1
         self._placement.add(requests)
         return group.output
@@ -139,7 +143,7 @@ class Engine:
         if group is None:
             return None
         for request in group.requests:
-            if request.request_id in self._group_of:  # one that just ended may not have been told so yet
+            if request in self._group_of:  # one that just ended may not have been told so yet
                 self._finish(request, FinishReason.ABORT)
         return group.output
 
@@ -159,6 +163,7 @@ class Engine:
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
         """Serve with other weights from now on; see `LLM.update_weights`. Returns the requests that progressed."""
+        self._check_open()
         if running not in ("finish", "restart"):
             raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
         path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
@@ -177,10 +182,10 @@ class Engine:
 
     def _restart(self, group: RequestGroup) -> None:
         for request in group.requests:
-            if request.request_id in self._group_of:
+            if request in self._group_of:
                 self._let_go(request, FinishReason.ABORT)
         requests = group.restart()
-        self._group_of.update({r.request_id: group for r in requests})
+        self._group_of.update(dict.fromkeys(requests, group))
         self._placement.add(requests)
 
     def _read_weights(self, path: str) -> None:
@@ -203,12 +208,19 @@ class Engine:
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
         for core in self.cores:
-            core.runner.wait_until_warm()
+            core.runner.programs.wait_until_warm()
 
     def close(self) -> None:
-        """Stop compiling in the background."""
+        """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
+        self._is_closed = True
+        for request_id in list(self._groups):
+            self.abort(request_id)
         for core in self.cores:
-            core.runner.close()
+            core.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
 
     @property
     def is_follower(self) -> bool:
@@ -228,7 +240,7 @@ class Engine:
         """Raise AssertionError if a page, slot or request is lost or shared; for tests and audits."""
         for core in self.cores:
             core.scheduler.check_integrity()
-        self._placement.check_integrity(self._group_of)
+        self._placement.check_integrity(request.request_id for request in self._group_of)
 
     @cached_property
     def ceilings(self) -> Ceilings:
@@ -268,9 +280,11 @@ class Engine:
         if request_id in self._groups:
             raise RequestError(f"request_id must be unique among unfinished requests, got {request_id!r} again")
         longest, vocab = self.schedule.max_model_len, self.arch.vocab_size
-        if not 0 < len(token_ids) < longest:
+        if not token_ids:
+            raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
+        if len(token_ids) >= longest:
             raise RequestError(
-                f"a prompt must have at least 1 and fewer than max_model_len tokens, got {len(token_ids)} with "
+                f"a prompt must have fewer than max_model_len tokens, got {len(token_ids)} with "
                 f"max_model_len {longest}; shorten it{self._advice_on_length()}"
             )
         named = {
@@ -355,7 +369,7 @@ class Engine:
 
     def _note_admitted(self, plan: StepPlan | None) -> None:
         for request in plan.admitted if plan is not None else ():
-            if (group := self._group_of.get(request.request_id)) is not None:
+            if (group := self._group_of.get(request)) is not None:
                 group.admitted(request)
 
     @contextlib.contextmanager
@@ -364,7 +378,9 @@ class Engine:
         try:
             yield
         except BaseException:
-            for request_id in {self._group_of[sample].output.request_id for sample in self._placement.ids_on(core)}:
+            samples = set(self._placement.ids_on(core))
+            groups = [group for request, group in self._group_of.items() if request.request_id in samples]
+            for request_id in {group.output.request_id for group in groups}:
                 self.abort(request_id)
             self._recover(core)
             raise
@@ -398,7 +414,7 @@ class Engine:
         row_of = {} if result.logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
         outputs, num_output_tokens = {}, 0
         for request, num_tokens in step.progressed.items():
-            group = self._group_of.get(request.request_id)
+            group = self._group_of.get(request)
             if group is None:  # a stop string of a step read together with this one has ended it
                 continue
             stop = group.append(request, num_tokens, now_s, result.logprobs, row_of.get(request, -1))
@@ -414,7 +430,7 @@ class Engine:
     def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
         token = 0  # first of the row on the step's token axis
         for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
-            group = self._group_of.get(request.request_id)
+            group = self._group_of.get(request)
             if group is not None and wants_prompt_logprobs(request, start):
                 ids = request.prompt_token_ids[start + 1 : start + 1 + count]  # what is predicted lies one further
                 group.append_prompt_logprobs(start + 1, ids, logprobs, token)
@@ -429,4 +445,4 @@ class Engine:
 
     def _let_go(self, request: Request, reason: FinishReason | None) -> RequestGroup:
         self._placement.finish(request, reason)
-        return self._group_of.pop(request.request_id)
+        return self._group_of.pop(request)

@@ -90,6 +90,11 @@ class Case:
         return STEPS[self.kv_dtype] * (1.001 if self.kv_dtype in LARGEST else 1)  # scales are rounded, too
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return sum(self.q_lens) + self.padding_tokens
+
+    @property
     def pages_per_row(self) -> tuple[int, ...]:
         """Pages each row occupies."""
         return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
@@ -103,7 +108,7 @@ class Case:
     def inputs(self, seed: int = 0) -> Inputs:
         """Random arguments; the same for the same seed."""
         rng = np.random.default_rng(seed)
-        T, Q, K, H = sum(self.q_lens) + self.padding_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
+        T, Q, K, H = self.num_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
         page_table = self._page_table(rng)
         sinks = rng.normal(size=Q) if self.has_sinks else None
         return Inputs(

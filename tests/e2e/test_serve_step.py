@@ -21,10 +21,10 @@ Start = Callable[..., Engine]
 @pytest.mark.parametrize("burst", [False, True])
 def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
     """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
-    runner = copy.copy(start(burst=5).cores[0].runner)
-    runner.schedule = dataclasses.replace(runner.schedule, num_pages=50_000)
-    pool = runner.abstract_state().kv_pages
-    compiled = (runner.lower_burst(4) if burst else runner.lower(16)).compile()
+    programs = copy.copy(start(burst=5).cores[0].runner.programs)
+    programs.schedule = dataclasses.replace(programs.schedule, num_pages=50_000)
+    pool = programs.abstract_state().kv_pages
+    compiled = (programs.lower_burst(4) if burst else programs.lower(16)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize > 100e6
     assert memory.temp_size_in_bytes < 1e6
@@ -38,8 +38,8 @@ def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
 def test_token_history_is_not_copied(start: Start, bucket: int) -> None:
     """It grows with max_num_seqs * max_model_len, of which a step touches a few numbers."""
     runner = start().cores[0].runner
-    history = runner.abstract_state().slots.token_history
-    program = runner.lower(bucket).compile().as_text()
+    history = runner.programs.abstract_state().slots.token_history
+    program = runner.programs.lower(bucket).compile().as_text()
     shape = rf"s32\[{history.shape[0]},{history.shape[1]}\]"
     assert re.search(rf"= {shape}\S* parameter", program)
     assert not re.search(rf"= {shape}\S* copy", program)
@@ -153,7 +153,7 @@ def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
     """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
     runner = start().cores[0].runner
     for bucket in (1, 16):
-        program = runner.lower(bucket).compile().as_text()
+        program = runner.programs.lower(bucket).compile().as_text()
         entry = program[program.index("\nENTRY ") :]
         assert "top_k" in program
         assert "top_k" not in entry, bucket

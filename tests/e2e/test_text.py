@@ -6,12 +6,16 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import transformers
 from conftest import SIZES
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
@@ -31,7 +35,7 @@ def generate(
 @pytest.fixture(scope="module")
 def ascii_only(llm: LLM) -> dict[int, float]:
     """A bias after which only printable ASCII comes out."""
-    texts = {i: llm.get_tokenizer().decode([i], skip_special_tokens=False) for i in range(320)}
+    texts = {i: llm.engine.tokenizer.decode([i], skip_special_tokens=False) for i in range(320)}
     return {i: -100.0 for i, text in texts.items() if not (text.isascii() and text.isprintable())}
 
 
@@ -41,7 +45,7 @@ class TestStopStrings:
         params = replace(SAMPLED, logit_bias=ascii_only)
         (whole,) = generate(llm, [PROMPT], params)
         text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
-        assert llm.get_tokenizer().decode(ids) == text
+        assert llm.engine.tokenizer.decode(ids) == text
         num_straddling = 0
         for start in range(0, len(text) - 4, 5):
             for length in (1, 2, 5, 9):
@@ -51,7 +55,7 @@ class TestStopStrings:
                 at = text.index(stop)
                 assert (end.finish_reason, end.stop_reason, end.text) == ("stop", stop, text[:at])
                 assert end.token_ids == ids[: len(end.token_ids)]
-                cut = [len(llm.get_tokenizer().decode(ids[:n])) for n in (len(end.token_ids) - 1, len(end.token_ids))]
+                cut = [len(llm.engine.tokenizer.decode(ids[:n])) for n in (len(end.token_ids) - 1, len(end.token_ids))]
                 assert cut[0] < at + len(stop) <= cut[1], "no token too many or too few"
                 num_straddling += cut[0] > at
         assert num_straddling > 3
@@ -71,7 +75,7 @@ class TestStopStrings:
     def test_stop_in_the_last_token_allowed(self, llm: LLM, ascii_only: dict[int, float]) -> None:
         params = replace(SAMPLED, logit_bias=ascii_only, max_tokens=4)
         whole = generate(llm, [PROMPT], params)[0].outputs[0]
-        last = llm.get_tokenizer().decode(whole.token_ids[-1:])
+        last = llm.engine.tokenizer.decode(whole.token_ids[-1:])
         if last not in whole.text[: -len(last)]:
             (output,) = generate(llm, [PROMPT], replace(params, stop=last))
             assert (output.outputs[0].finish_reason, output.outputs[0].stop_reason) == ("stop", last)
@@ -123,7 +127,7 @@ class TestStream:
 
     def test_no_character_is_split(self, llm: LLM) -> None:
         """Bytes of one character in three tokens: it comes whole, and never as U+FFFD."""
-        character = llm.get_tokenizer().encode("\u4eac", add_special_tokens=False)  # in three bytes
+        character = llm.engine.tokenizer.encode("\u4eac", add_special_tokens=False)  # in three bytes
         forced = dict.fromkeys(character, 100.0)
         params = replace(SAMPLED, logit_bias=forced, max_tokens=40, temperature=2.0)
         pieces = [part.outputs[0].text for part in llm.stream(PROMPT, params)]
@@ -169,16 +173,22 @@ class TestStream:
         with pytest.raises(RequestError, match="logit_bias"):
             list(llm.stream(PROMPT, SamplingParams(logit_bias={10_000: 1})))
 
+    @pytest.mark.usefixtures("no_type_checks")
+    @pytest.mark.parametrize("params", [{}, {"max_tokens": 3}, 5])
+    def test_wrong_arguments_are_refused(self, llm: LLM, params: Any) -> None:
+        with pytest.raises(RequestError, match="must be SamplingParams"):
+            list(llm.stream(PROMPT, params))
+
 
 def bytes_of(llm: LLM, token_ids: Sequence[int]) -> bytes:
-    table = llm.get_tokenizer().byte_table
+    table = llm.engine.tokenizer.byte_table
     assert table is not None
     return b"".join(table[i] for i in token_ids)
 
 
 class TestCalls:
     def test_forms_of_prompts(self, llm: LLM) -> None:
-        ids = llm.get_tokenizer().encode(PROMPT)
+        ids = llm.engine.tokenizer.encode(PROMPT)
         forms = [PROMPT, ids, {"prompt": PROMPT}, {"prompt_token_ids": ids}]
         outputs = generate(llm, forms, SAMPLED)
         for form, output in zip(forms, outputs, strict=True):
@@ -201,10 +211,67 @@ class TestCalls:
         assert generate(llm, [], SAMPLED) == []
 
     def test_one_bad_prompt_starts_none(self, llm: LLM) -> None:
-        with pytest.raises(RequestError, match=r"prompt 1: .* got 0 with max_model_len 64"):
+        with pytest.raises(RequestError, match=r"prompt 1: .* at least 1 token, got 0; begin it with"):
             generate(llm, [PROMPT, []], SAMPLED)
         assert not llm.engine.has_unfinished()
         assert len(generate(llm, [PROMPT], SAMPLED)) == 1
+
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            ((5,), "prompts must be text, token ids, a dict, or a list of such prompts, got 5"),
+            ((None,), "prompts must be text"),
+            ((b"a",), "prompts must be text"),
+            (([[3], None],), "prompt 1: a prompt must be"),
+            (("a", {"max_tokens": 3}), r"must be SamplingParams\(...\), or a list of them, got {'max_tokens': 3}"),
+            ((["a"], [{"max_tokens": 3}]), "must be SamplingParams"),
+            (("a", 5), "must be SamplingParams"),
+        ],
+        ids=str,
+    )
+    @pytest.mark.usefixtures("no_type_checks")
+    def test_wrong_arguments_of_generate(self, llm: LLM, args: tuple[Any, ...], message: str) -> None:
+        with pytest.raises(RequestError, match=message):
+            llm.generate(*args, use_tqdm=False)
+
+    @pytest.mark.parametrize("messages", [[5], 5, "Hi", {"role": "user", "content": "Hi"}, [[]], [[5]], [None]])
+    @pytest.mark.usefixtures("no_type_checks")
+    def test_wrong_arguments_of_chat(self, llm: LLM, messages: Any) -> None:
+        with pytest.raises(RequestError, match="messages must be a"):
+            llm.chat(messages, use_tqdm=False)
+
+    @pytest.mark.usefixtures("no_type_checks")
+    @pytest.mark.parametrize(
+        ("variables", "message"), [(5, "must be a dict, got 5"), ({"self": 1}, r"no variables \['self'\]")]
+    )
+    def test_wrong_variables_of_a_chat(self, llm: LLM, variables: Any, message: str) -> None:
+        with pytest.raises(RequestError, match=message):
+            llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs=variables)
+
+    def test_a_callable_makes_the_progress_bar(self, llm: LLM) -> None:
+        out = io.StringIO()
+        outputs = llm.generate([PROMPT, "two"], SAMPLED, use_tqdm=partial(tqdm, file=out, ascii=True, colour="RED"))
+        assert len(outputs) == 2
+        assert "Generating: 100%" in out.getvalue()
+        assert "2/2" in out.getvalue()
+
+    def test_the_prefix_cache_can_be_emptied(self, llm: LLM) -> None:
+        prompt = tokens(20, "cached")
+        cached = [generate(llm, [prompt], SAMPLED)[0].num_cached_tokens for _ in range(2)]
+        assert llm.reset_prefix_cache() is True
+        cached.append(generate(llm, [prompt], SAMPLED)[0].num_cached_tokens)
+        assert cached == [0, 16, 0]
+
+    def test_the_tokenizer_is_hugging_faces(self, llm: LLM) -> None:
+        tokenizer = llm.get_tokenizer()
+        assert isinstance(tokenizer, transformers.PreTrainedTokenizerFast)
+        assert llm.get_tokenizer() is tokenizer
+        ids = tokenizer(PROMPT)["input_ids"]
+        assert generate(llm, [PROMPT], SAMPLED)[0].prompt_token_ids == ids
+        assert tokenizer.decode([*ids, 1]) == PROMPT + "</s>"
+        chat = [{"role": "user", "content": "a"}]
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        assert llm.chat(chat, SAMPLED, use_tqdm=False)[0].prompt == text
 
     def test_an_interrupted_call_leaves_nothing_behind(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         step, calls = llm.engine.step, []
@@ -249,7 +316,9 @@ prompts = [
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95)
 
 # Create an LLM.
-llm = LLM(model=MODEL, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True)
+llm = LLM(model=MODEL, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=1, enable_prefix_caching=True,
+          trust_remote_code=False, enforce_eager=False, block_size=16, swap_space=0, load_format="auto", seed=None,
+          disable_log_stats=True, tokenizer_mode="auto", revision=None, max_logprobs=20, enable_chunked_prefill=True)
 # Generate texts from the prompts. The output is a list of RequestOutput objects
 # that contain the prompt, generated text, and other information.
 outputs = llm.generate(prompts, sampling_params)
@@ -284,7 +353,10 @@ for completion in outputs[-1].outputs:
 assert outputs[-1].prompt_logprobs[0] is None and len(outputs[-1].prompt_logprobs) == 3
 assert all(output.finished and output.request_id and output.num_cached_tokens >= 0 for output in outputs)
 tokenizer = llm.get_tokenizer()
-assert tokenizer.encode(prompts[0]) == outputs[0].prompt_token_ids
+assert tokenizer.encode(prompts[0]) == tokenizer(prompts[0]).input_ids == outputs[0].prompt_token_ids
+assert tokenizer.decode(tokenizer.convert_tokens_to_ids(["</s>"])) == tokenizer.eos_token
+assert len(tokenizer.apply_chat_template(conversation, add_generation_prompt=True)["input_ids"]) > 0
+llm.reset_prefix_cache()
 """
 
 
@@ -301,6 +373,8 @@ def test_a_script_written_for_vllm_runs_with_its_import_changed(llama: Path) -> 
 def test_llm_takes_engine_options(llama: Path) -> None:
     with pytest.raises(RequestError, match="needs a tokenizer"):
         LLM(str(llama), **SIZES, skip_tokenizer_init=True).generate(PROMPT)
+    with pytest.raises(ConfigError, match="enforce_eager must be False or None, got True"):
+        LLM(str(llama), enforce_eager=True)
 
 
 def test_default_sampling_params_are_the_checkpoints(llama: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,18 @@ def test_requests_can_begin_again(start: Start, swapped: Start, other: Path, num
         if not was_finished:
             assert_same(output, wanted)
             assert output.metrics.num_restarts == 1
+
+
+def test_prompt_logprobs_in_flight_are_those_of_the_old_weights(start: Start, swapped: Start, other: Path) -> None:
+    params = replace(GREEDY, prompt_logprobs=1)
+    (expected,) = generate(start(model=str(other)), PROMPTS[:1], params)
+    engine = swapped()
+    output = engine.add_request("0", PROMPTS[0], params)
+    busy_step(engine)
+    engine.update_weights(other, running="restart")
+    while engine.has_unfinished():
+        busy_step(engine)
+    assert_same(output, expected)
 
 
 def test_texts_begin_again_with_their_requests(llm: LLM, llama: Path, other: Path) -> None:

@@ -1,0 +1,175 @@
+"""vLLM's options that LLM accepts beside its own: those whose value asks for what jaxserve does anyway.
+
+`python -m jaxserve.vllm_options` prints the table as Markdown.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.request import MAX_LOGPROBS, brief
+
+
+@dataclass(frozen=True, slots=True)
+class VllmOption:
+    """One option of vLLM that is no field of EngineConfig.
+
+    Attributes:
+        name: vLLM's name.
+        behaviour: what jaxserve does, as a clause.
+        accepts: values that ask for just that; None where every value does, as none changes what is served.
+        field: field of EngineConfig that takes the value; `accepts` then counts for nothing.
+    """
+
+    name: str
+    behaviour: str
+    accepts: Sequence[Any] | None = ()
+    field: str | None = None
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values, as errors and documentation show them."""
+        if self.field is not None:
+            return f"any value of {self.field}"
+        if self.accepts is None:
+            return "any"
+        if isinstance(self.accepts, range):
+            return f"{self.accepts.start} to {self.accepts.stop - 1}"
+        return " or ".join(map(repr, self.accepts))
+
+    def is_met_by(self, value: object) -> bool:
+        """Return whether `value` asks for what jaxserve does; True is not 1 here, but 0.0 is 0."""
+        if self.accepts is None:
+            return True
+        return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in self.accepts)
+
+
+_NONE_OR_EMPTY: tuple[Any, ...] = (None, {})
+_BOOLS = (False, True)
+VLLM_OPTIONS = (
+    # Other names
+    VllmOption("block_size", "is called page_size", field="page_size"),
+    VllmOption("num_gpu_blocks_override", "is called num_pages", field="num_pages"),
+    VllmOption("async_scheduling", "is called step_ahead, which is True by default", field="step_ahead"),
+    # Model and tokenizer
+    VllmOption("trust_remote_code", "no code of a checkpoint is run; a model that needs it is refused", _BOOLS),
+    VllmOption("revision", "models are local directories, which have no revisions", (None,)),
+    VllmOption("code_revision", "no code of a checkpoint is ever run", (None,)),
+    VllmOption("tokenizer_revision", "tokenizers are local directories, which have no revisions", (None,)),
+    VllmOption("download_dir", "nothing is downloaded", None),
+    VllmOption("hf_token", "nothing is downloaded", None),
+    VllmOption("tokenizer_mode", "tokenizer.json is read where there is one", ("auto", "hf")),
+    VllmOption("load_format", "checkpoints are safetensors, whole or in shards", ("auto", "safetensors")),
+    VllmOption("config_format", "config.json is read as Hugging Face writes it", ("auto", "hf")),
+    VllmOption("hf_config_path", "config.json is that of the model's directory", (None,)),
+    VllmOption("hf_overrides", "config.json counts as it is", _NONE_OR_EMPTY),
+    VllmOption("rope_scaling", "config.json counts as it is", _NONE_OR_EMPTY),
+    VllmOption("rope_theta", "config.json counts as it is", (None,)),
+    VllmOption("generation_config", "generation_config.json of the model's directory counts", ("auto",)),
+    VllmOption("override_generation_config", "generation_config.json counts as it is", _NONE_OR_EMPTY),
+    VllmOption("model_impl", "models have one implementation", ("auto",)),
+    VllmOption("model_loader_extra_config", "the loader has no options", _NONE_OR_EMPTY),
+    VllmOption("ignore_patterns", "nothing is downloaded", None),
+    VllmOption("use_tqdm_on_load", "a progress bar is shown where loading takes long", _BOOLS),
+    VllmOption("max_parallel_loading_workers", "loading needs no workers", (None,)),
+    VllmOption("served_model_name", "has no effect offline", None),
+    VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
+    VllmOption("calculate_kv_scales", "scales of a quantised KV cache are per token and head", (False,)),
+    # What is computed
+    VllmOption("task", "models generate text", ("auto", "generate", None)),
+    VllmOption("runner", "models generate text", ("auto", "generate")),
+    VllmOption("convert", "models generate text", ("auto", "none")),
+    VllmOption("enable_lora", "there are no LoRA adapters", (False,)),
+    VllmOption("speculative_config", "there is no speculative decoding", (None,)),
+    VllmOption("enable_prompt_embeds", "prompts are text or token ids", (False,)),
+    VllmOption("limit_mm_per_prompt", "prompts are text or token ids", _NONE_OR_EMPTY),
+    VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
+    VllmOption("allowed_local_media_path", "prompts are text or token ids", ("",)),
+    VllmOption("logits_processors", "there are no logits processors", (None, [])),
+    VllmOption("logits_processor_pattern", "there are no logits processors", (None,)),
+    VllmOption("structured_outputs_config", "there are no structured outputs", _NONE_OR_EMPTY),
+    VllmOption(
+        "max_logprobs", f"a request may ask for up to {MAX_LOGPROBS} log probabilities", range(MAX_LOGPROBS + 1)
+    ),
+    # How it is computed
+    VllmOption("device", "jax chooses the device; JAX_PLATFORMS tells it which", ("auto",)),
+    VllmOption(
+        "enforce_eager",
+        'everything is compiled, ahead of requests; compile_ahead="minimal" starts soonest',
+        (False, None),
+    ),
+    VllmOption("compilation_config", "XLA compiles; compile_ahead says when", _NONE_OR_EMPTY),
+    VllmOption("max_seq_len_to_capture", "compiled programs serve every length", None),
+    VllmOption("enable_chunked_prefill", "long prompts are always computed in chunks", (True, None)),
+    VllmOption("max_num_partial_prefills", "one prompt at a time is computed in part", (1,)),
+    VllmOption("max_long_partial_prefills", "one prompt at a time is computed in part", (1,)),
+    VllmOption("long_prefill_token_threshold", "long prompts have no limit of their own", (0,)),
+    VllmOption("scheduling_policy", "requests are served in the order in which they come", ("fcfs",)),
+    VllmOption("num_scheduler_steps", "burst is the option for several steps in one dispatch", (1,)),
+    VllmOption("preemption_mode", "preempted requests are computed again", (None, "recompute")),
+    VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", (0,)),
+    VllmOption("cpu_offload_gb", "all weights stay on the device", (0,)),
+    VllmOption("kv_cache_memory_bytes", "num_pages and gpu_memory_utilization size the KV cache", (None,)),
+    VllmOption("enable_sleep_mode", "there is no sleep mode to prepare for", (False,)),
+    VllmOption("kv_transfer_config", "the KV cache is not transferred", (None,)),
+    VllmOption("kv_events_config", "there are no KV cache events", (None,)),
+    # Several devices
+    VllmOption("pipeline_parallel_size", "models are split by tensor parallelism alone", (1,)),
+    VllmOption("decode_context_parallel_size", "models are split by tensor parallelism alone", (1,)),
+    VllmOption("enable_expert_parallel", "models are split by tensor parallelism alone", (False,)),
+    VllmOption("distributed_executor_backend", "one process drives all its devices", (None, "uni")),
+    VllmOption("disable_custom_all_reduce", "XLA's collectives are used", _BOOLS),
+    VllmOption("ray_workers_use_nsight", "there are no Ray workers", (False,)),
+    VllmOption("worker_cls", "there are no worker classes", ("auto",)),
+    # Logs
+    VllmOption("disable_log_stats", "llm.engine.stats has the statistics, which are never logged", _BOOLS),
+    VllmOption("disable_log_requests", "requests are not logged", (True,)),
+    VllmOption("enable_log_requests", "requests are not logged", (False,)),
+    VllmOption("otlp_traces_endpoint", "there are no traces", (None,)),
+    VllmOption("collect_detailed_traces", "there are no traces", (None,)),
+)
+_BY_NAME = {option.name: option for option in VLLM_OPTIONS}
+
+
+def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of EngineConfig for those of vLLM and EngineConfig together.
+
+    Raises:
+        ConfigError: an option of vLLM asks for something else than jaxserve does, or one is given by both its names.
+    """
+    options = {name: value for name, value in given.items() if name not in _BY_NAME}
+    for option in (_BY_NAME[name] for name in given if name in _BY_NAME):
+        value = given[option.name]
+        if option.field is None:
+            if not option.is_met_by(value):
+                raise ConfigError(f"{option.name} must be {option.accepted}, got {brief(value)}: {option.behaviour}")
+        elif option.field in given:
+            raise ConfigError(f"{option.name} {option.behaviour}; pass one of them, got both")
+        elif value is not None:
+            options[option.field] = value
+    return options
+
+
+def markdown_table() -> str:
+    """Return the options of vLLM and what becomes of them, as a table for the documentation."""
+    rows = [
+        (f.name, "what EngineConfig documents", "the same option")
+        for f in dataclasses.fields(EngineConfig)
+        if f.name in _SHARED
+    ]
+    rows += [(option.name, option.accepted, option.behaviour) for option in VLLM_OPTIONS]
+    lines = ["| vLLM's option | accepted | jaxserve |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {accepted} | {behaviour} |" for name, accepted, behaviour in rows)])
+
+
+_SHARED = {  # fields of EngineConfig that have vLLM's names and meanings
+    *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
+    *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
+    *("enable_prefix_caching", "seed"),
+}
+
+if __name__ == "__main__":
+    print(markdown_table())

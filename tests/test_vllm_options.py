@@ -1,0 +1,86 @@
+"""vLLM's options: what is accepted, what each error says, and the table that documentation is made from."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.vllm_options import VLLM_OPTIONS, engine_options, markdown_table
+
+# As scripts written for vLLM pass them: its defaults, and what asks for what jaxserve does.
+ACCEPTED: dict[str, Any] = {
+    "trust_remote_code": False,
+    "enforce_eager": False,
+    "swap_space": 0.0,
+    "cpu_offload_gb": 0,
+    "load_format": "safetensors",
+    "revision": None,
+    "tokenizer_mode": "auto",
+    "enable_chunked_prefill": True,
+    "disable_log_stats": False,
+    "max_logprobs": 20,
+    "disable_custom_all_reduce": True,
+    "distributed_executor_backend": None,
+    "max_seq_len_to_capture": 8192,
+    "hf_overrides": {},
+    "pipeline_parallel_size": 1,
+}
+REFUSED = {
+    "enforce_eager": (True, r"must be False or None, got True: everything is compiled.*compile_ahead=\"minimal\""),
+    "swap_space": (4, "must be 0, got 4: preempted requests are computed again"),
+    "load_format": ("dummy", "must be 'auto' or 'safetensors', got 'dummy'"),
+    "revision": ("main", "must be None, got 'main': models are local directories"),
+    "enable_chunked_prefill": (False, "must be True or None, got False"),
+    "max_logprobs": (21, "must be 0 to 20, got 21"),
+    "pipeline_parallel_size": (True, "must be 1, got True"),
+    "speculative_config": ({"method": "ngram"}, "there is no speculative decoding"),
+    "cpu_offload_gb": (4, "all weights stay on the device"),
+}
+
+
+def test_what_jaxserve_does_anyway_is_accepted() -> None:
+    assert engine_options({**ACCEPTED, "max_num_seqs": 8}) == {"max_num_seqs": 8}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_do_is_refused_by_name(name: str) -> None:
+    value, message = REFUSED[name]
+    with pytest.raises(ConfigError, match=f"^{name} .*{message}"):
+        engine_options({name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field"),
+    [
+        ("block_size", 32, "page_size"),
+        ("num_gpu_blocks_override", 9, "num_pages"),
+        ("async_scheduling", False, "step_ahead"),
+    ],
+)
+def test_other_names_of_own_options(name: str, value: object, field: str) -> None:
+    assert engine_options({name: value}) == {field: value}
+    assert getattr(EngineConfig(**engine_options({name: value})), field) == value
+    assert engine_options({name: None}) == {}
+    with pytest.raises(ConfigError, match=f"{name} is called {field}.* got both"):
+        engine_options({name: value, field: value})
+
+
+def test_what_no_one_knows_is_left_to_the_configuration() -> None:
+    with pytest.raises(ConfigError, match=r"unsupported engine options \['max_num_seq'\]"):
+        EngineConfig(**engine_options({"max_num_seq": 8}))
+    assert EngineConfig(**engine_options({"seed": None})) == EngineConfig()
+
+
+def test_the_table_has_every_option_once() -> None:
+    names = [option.name for option in VLLM_OPTIONS]
+    own = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert len(names) == len(set(names))
+    assert not own & set(names)
+    assert {option.field for option in VLLM_OPTIONS} - {None} <= own
+    rows = markdown_table().splitlines()
+    for name in names:
+        assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1
+    assert "| `swap_space` | 0 | preempted requests are computed again, and nothing is swapped |" in rows
+    assert all(row.count("|") == 4 for row in rows)
