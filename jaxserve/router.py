@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much as so many tokens of a prompt
 CLOSED_CHARGE_TOKENS = 64  # waiting for a closed replica costs about as much as computing so many tokens
+MAX_PASSED_OVER = 32  # requests that may wait for closed replicas while later ones are given to open ones
 _SAVING_WEIGHT = 2
 _MAX_HOLDERS = 8  # of a prefix that are remembered; the least loaded replica is always considered beside them
 _MAX_PREFIXES = 2**16
@@ -64,13 +65,9 @@ class Router:
 
     Args:
         num_replicas: number of replicas; all are closed until `set_load` opens them.
-
-    Attributes:
-        num_passed_over: how many requests may wait for closed replicas while later ones are given to open ones.
     """
 
     def __init__(self, num_replicas: int) -> None:
-        self.num_passed_over = max(32, 2 * num_replicas)
         self._loads = [0] * num_replicas
         self._is_open = [False] * num_replicas
         self._by_load: list[tuple[int, int]] = []  # heap of (load, replica); entries that no longer hold are skipped

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import FinishReason, Request, RequestStatus
-from jaxserve.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.router import MAX_PASSED_OVER, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 
 _POLL_S = 5e-5  # between looks at the devices of several replicas
 
@@ -112,7 +112,7 @@ class Placement(Generic[R]):
         bound: list[str] = []
         for request in self._queue.values():
             prefix = self._prefix(request)
-            route = self._route(request, prefix, only_open=len(passed_over) == self._router.num_passed_over)
+            route = self._route(request, prefix, only_open=len(passed_over) == MAX_PASSED_OVER)
             if route is None:
                 break
             if route.is_open:
