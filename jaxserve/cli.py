@@ -23,7 +23,7 @@ from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.live_stats import LiveStats, wait_until_warm
-from jaxserve.planner.flags import PLANNED, add_plan
+from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
 from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -328,6 +328,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    use_compilers(find_compilers(args.compilers))
     from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
 
     return run_plan(args, _engine_options(args))

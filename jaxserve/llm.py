@@ -199,6 +199,35 @@ class LLM:
         """
         self._shared.update_weights(weights, running=running)
 
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and KV pool, until `wake_up`, for others such as a trainer on the same devices.
+
+        Compiles nothing anew; the prefix cache is emptied.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 forgets them, and `update_weights` must follow `wake_up`.
+
+        Raises:
+            RequestError: there are unfinished requests.
+            ConfigError: there are several processes, or no such level.
+        """
+        with self._shared.turn() as engine:
+            engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Serve again after `sleep`.
+
+        Args:
+            tags: only this part: "weights", to give others before the pool takes its room, or "kv_cache". None is both.
+        """
+        with self._shared.turn() as engine:
+            engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps, so that requests are refused."""
+        return self.engine.is_sleeping
+
     def _run(self, call: Call, count: int, use_tqdm: bool | ProgressBar) -> None:
         new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         tokens_in = tokens_out = 0

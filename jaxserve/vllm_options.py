@@ -113,7 +113,7 @@ VLLM_OPTIONS = (
     VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", (0,)),
     VllmOption("cpu_offload_gb", "all weights stay on the device", (0,)),
     VllmOption("kv_cache_memory_bytes", "num_pages and gpu_memory_utilization size the KV cache", (None,)),
-    VllmOption("enable_sleep_mode", "there is no sleep mode to prepare for", (False,)),
+    VllmOption("enable_sleep_mode", "every engine can sleep", _BOOLS),
     VllmOption("kv_transfer_config", "the KV cache is not transferred", (None,)),
     VllmOption("kv_events_config", "there are no KV cache events", (None,)),
     # Several devices

@@ -209,6 +209,12 @@ class EngineCore:
         self.runner.restore_state()
         self._has_dropped = False
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free the devices' memory until `Runner.wake_weights` and `wake_state`. All requests have been ended."""
+        self.drop_in_flight()
+        self.scheduler.reset_prefix_cache()
+        self.runner.sleep(keep_weights=keep_weights)
+
     def close(self) -> None:
         """Free the devices' memory. Steps in flight are of requests that have all been ended."""
         self.in_flight.clear()

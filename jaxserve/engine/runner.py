@@ -23,15 +23,16 @@ from jaxserve.engine.step import (
     Program,
     ServeState,
     StepOutput,
+    abstract_slot_row,
     abstract_state,
     make_serve_burst,
     make_serve_step,
-    set_slot,
+    make_set_slot,
     step_options,
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
-from jaxserve.sampling import SlotTable, TokenLogprobs
+from jaxserve.sampling import SlotRow, TokenLogprobs
 from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class StepResult:
     """What a step or burst sent back, as numpy arrays; logprobs only where the step computed them."""
 
     token_ids: NDArray[np.int32]  # [steps that ran, R]
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None  # [R]; of a burst [steps that ran, R]
     prompt_logprobs: TokenLogprobs | None
 
 
@@ -59,6 +60,7 @@ class StepHandle:
     output: StepOutput
     wants_logprobs: bool
     wants_prompt_logprobs: bool
+    is_burst: bool
 
     def is_ready(self) -> bool:
         """Whether fetching need not wait."""
@@ -68,11 +70,21 @@ class StepHandle:
         """Wait for the step and download what it was asked for."""
         out = self.output
         token_ids = np.atleast_2d(np.asarray(out.token_ids))
-        return StepResult(
-            token_ids=token_ids[token_ids[:, 0] >= 0],
-            logprobs=jax.device_get(out.logprobs) if self.wants_logprobs else None,
-            prompt_logprobs=jax.device_get(out.prompt_logprobs) if self.wants_prompt_logprobs else None,
-        )
+        ran = token_ids[:, 0] >= 0
+        logprobs = prompt_logprobs = None
+        if self.wants_logprobs:
+            words = np.asarray(out.logprobs).reshape(*token_ids.shape, -1)[ran]
+            logprobs = TokenLogprobs.unpack(words if self.is_burst else words[0])
+        if self.wants_prompt_logprobs:
+            prompt_logprobs = TokenLogprobs.unpack(np.asarray(out.prompt_logprobs))
+        return StepResult(token_ids[ran], logprobs, prompt_logprobs)
+
+    def start_download(self) -> None:
+        """Let what is wanted of the output come to the host as soon as it is there."""
+        wanted = [(self.output.token_ids, True), (self.output.logprobs, self.wants_logprobs)]
+        for array, is_wanted in (*wanted, (self.output.prompt_logprobs, self.wants_prompt_logprobs)):
+            if is_wanted:
+                array.copy_to_host_async()
 
 
 class Programs:
@@ -221,9 +233,11 @@ class Programs:
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
-        row = jax.tree.map(lambda s: self._operand(s.shape[1:], s.dtype), state.slots)
+        row = jax.tree.map(lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule))
         args = (state, self._operand((), jnp.int32), row)
-        program = set_slot if self.mesh is None else over_devices(set_slot, self.mesh, args, specs_of(state))
+        program = make_set_slot(self.arch, num_devices=self.num_devices)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, args, specs_of(state))
         return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
@@ -313,7 +327,8 @@ class Runner:
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
         self._matrix_bytes = step_bytes(params)
         self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(len(devices)).vocab_size
-        self.state: ServeState | None = self._new_state()  # None only once closed
+        self.state: ServeState | None = self._new_state()  # None while it sleeps, and once it is closed
+        self._sleeping_params: Params | None = None  # in the host's memory
         self._kv_bytes = device_bytes(self.state.kv_pages)
         # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
         # traced.
@@ -346,11 +361,31 @@ class Runner:
         """Wait for the steps in flight, whether they fail or not, and let go of weights, state and programs."""
         self.programs.close()
         _is_sound(self.state)
+        self.params, self.state, self._sleeping_params = {}, None, None
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free the device's memory; the weights are copied to the host's unless others will be given."""
+        _is_sound(self.state)
+        if keep_weights and self.params:
+            self._sleeping_params = jax.device_get(self.params)
+        elif not keep_weights:
+            self._sleeping_params = None
         self.params, self.state = {}, None
+
+    def wake_weights(self) -> None:
+        """Copy the weights back to where they were, if they were kept."""
+        if self._sleeping_params is not None:
+            places = jax.tree.map(lambda shape: shape.sharding, self.param_shapes)
+            self.params, self._sleeping_params = jax.device_put(self._sleeping_params, places), None
+
+    def wake_state(self) -> None:
+        """Make an empty pool."""
+        if self.state is None:
+            self.state = self._new_state()
 
     # Steps
 
-    def set_slot(self, slot: int, row: SlotTable) -> None:
+    def set_slot(self, slot: int, row: SlotRow) -> None:
         """Replace what the device remembers of a slot."""
         self.state = self.programs.set_slot(self.state, np.int32(slot), row)
 
@@ -368,8 +403,9 @@ class Runner:
             jax.block_until_ready(self.state)
         programs = self.programs.bursts if burst else self.programs.steps
         self.state, output = programs[bucket](self.params, self.state, blob)
-        output.token_ids.copy_to_host_async()
-        return StepHandle(output, wants_logprobs, wants_prompt_logprobs)
+        handle = StepHandle(output, wants_logprobs, wants_prompt_logprobs, burst)
+        handle.start_download()
+        return handle
 
 
 def _is_sound(state: ServeState | None) -> bool:
