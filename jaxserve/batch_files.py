@@ -134,6 +134,9 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
     Raises:
         ConfigError: as `run_batch`.
     """
+    if not Path(out_path).exists():  # nor is it created: the engine may turn out not to start
+        _open_input(Path(in_path)).close()
+        return None
     with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
         if done.num_records < done.num_lines:
             return None

@@ -496,6 +496,7 @@ def test_an_interrupt_leaves_a_resumable_file(engine: FakeEngine, finished: tupl
 def test_a_finished_batch_is_known_without_an_engine(engine: FakeEngine, tmp_path: Path) -> None:
     paths = (write_lines(tmp_path / "in.jsonl", [completion("a"), completion("b", bad=1)]), tmp_path / "out.jsonl")
     assert find_finished(*paths, seed=0) is None
+    assert not paths[1].exists()
     run_batch(engine, *paths, use_tqdm=False)
     summary = find_finished(*paths, seed=0)
     assert (summary.num_records, summary.num_errors, summary.num_resumed, summary.completion_tokens) == (2, 1, 2, 0)
