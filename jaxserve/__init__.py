@@ -1,26 +1,34 @@
 """jaxserve: serve large language models with JAX on NVIDIA GPUs, TPUs and CPUs from one code base."""
 
-from typing import TYPE_CHECKING, Any
-
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
-
+TYPE_CHECKING = False  # typing takes longer to import than all that an interrupt needs
 if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.errors import ConfigError, RequestError
     from jaxserve.llm import LLM
+    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "ConfigError", "EngineConfig", "RequestError", "RequestOutput", "SamplingParams"]
+
+_MODULES = {
+    "CompletionOutput": "request",
+    "ConfigError": "errors",
+    "EngineConfig": "config",
+    "LLM": "llm",
+    "RequestError": "errors",
+    "RequestOutput": "request",
+    "SamplingParams": "request",
+}
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
-    """Import LLM, and with it jax, only when it is asked for."""
-    if name == "LLM":
-        from jaxserve.llm import LLM  # noqa: PLC0415
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is asked for: LLM brings jax, and the command line must start at once."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # noqa: PLC0415
 
-        return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"jaxserve.{_MODULES[name]}"), name)

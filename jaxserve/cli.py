@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxserve import __version__, peers
+from jaxserve import __version__, interrupts, peers
 from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.live_stats import LiveStats, wait_until_warm
-from jaxserve.planner.flags import PLANNED, add_plan
+from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
 from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -50,8 +50,10 @@ _SAMPLING_FLAGS = {  # of `generate`; meanings are SamplingParams', defaults the
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     args = _parser().parse_args(argv)
+    interrupts.set_hint(args.on_interrupt)
     try:
-        code: int = args.run(args)
+        with _unwinding_if_others_wait(args):
+            code: int = args.run(args)
         sys.stdout.flush()
         return code
     except (ConfigError, RequestError) as error:
@@ -61,8 +63,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jaxserve: error: {error}{args.on_interrupt}", file=sys.stderr)
         return peers.EXIT_CODE
     except KeyboardInterrupt:
-        print(f"\njaxserve: interrupted{args.on_interrupt}", file=sys.stderr)
-        return 130
+        interrupts.tell()
+        return interrupts.EXIT_CODE
     except BrokenPipeError:
         # the interpreter flushes stdout once more at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -205,6 +207,12 @@ def _is_distributed(args: argparse.Namespace) -> bool:
     return args.distributed or any(getattr(args, name) is not None for name in _PROCESS_FLAGS)
 
 
+def _unwinding_if_others_wait(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
+    """Of many processes, the others must be told that this one ends."""
+    wait = hasattr(args, "distributed") and _is_distributed(args)
+    return interrupts.unwinding() if wait else contextlib.nullcontext()
+
+
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
     return {name.removeprefix("engine."): v for name, v in vars(args).items() if name.startswith("engine.")}
 
@@ -291,7 +299,7 @@ def _batch_engine(args: argparse.Namespace) -> Iterator[Any]:
         raise ConfigError("--ray runs engines of one process each; leave it out, or the flags of many processes")
     from jaxserve.ray_fleet import ray_fleet  # noqa: PLC0415 - as in _load
 
-    with ray_fleet(args.ray_actors, **_engine_options(args)) as fleet:
+    with interrupts.unwinding(), ray_fleet(args.ray_actors, **_engine_options(args)) as fleet:
         yield fleet
 
 
@@ -312,13 +320,15 @@ def _convert(args: argparse.Namespace) -> int:
     jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile
     try:
         specs = registry.param_specs(registry.from_hf_config(weights.read_config(args.source)))
-        weights.convert(args.source, args.target, specs, use_tqdm=True)
+        with interrupts.unwinding():
+            weights.convert(args.source, args.target, specs, use_tqdm=True)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     return 0
 
 
 def _plan(args: argparse.Namespace) -> int:
+    use_compilers(find_compilers(args.compilers))
     from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
 
     return run_plan(args, _engine_options(args))

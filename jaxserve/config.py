@@ -35,7 +35,8 @@ class EngineConfig:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
-        dtype: weights and activations; "auto" is the checkpoint's on accelerators and float32 on CPU.
+        dtype: dtype of weights and activations; "auto" is float32 on CPU and the checkpoint's on accelerators, where a
+            float32 checkpoint is served in bfloat16.
         quantization: "int8" keeps the matrices as int8 with a float32 scale per 64 numbers or so, a quarter of the
             float32 memory; None as the numbers they are.
         kv_cache_dtype: keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32 scale for

@@ -2,12 +2,12 @@
 
 import copy
 import dataclasses
-import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Integral
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from jaxserve.engine.prompt import Prompt
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models.params import Params
 from jaxserve.request import RequestOutput, SamplingParams, brief
+from jaxserve.shared_engine import Call, SharedEngine
 from jaxserve.tokenizer import Tokenizer, load_hf_tokenizer
 from jaxserve.vllm_options import engine_options
 
@@ -58,7 +59,22 @@ class LLM:
         if self.engine.is_follower:
             self.engine.follow()
             raise SystemExit(0)
-        self._ids = itertools.count()
+        self._shared = SharedEngine(self.engine)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Free the memory of weights and KV pool and stop compiling; unfinished calls of other threads fail.
+
+        The same happens when the last reference to an LLM goes. Whatever is asked of a closed one is a RuntimeError.
+        """
+        self._shared.close()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer as Hugging Face has it: `transformers`' own class, interface and defaults.
@@ -83,7 +99,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; returns True, as vLLM does where that succeeds."""
-        self.engine.reset_prefix_cache()
+        with self._shared.turn() as engine:
+            engine.reset_prefix_cache()
         return True
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -108,8 +125,11 @@ class LLM:
         """
         many = _as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        outputs = self._add_all(many, _per_prompt(params, len(many)))
-        self._run(outputs, use_tqdm)
+        call, outputs = self._shared.add(many, _per_prompt(params, len(many)))
+        try:
+            self._run(call, len(outputs), use_tqdm)
+        finally:  # an interrupted call must not leave requests behind
+            self._shared.discard(call)
         return outputs
 
     def chat(
@@ -124,16 +144,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
         tokenizer = self._engine_tokenizer()
-        texts = [
-            tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt,
-                chat_template=chat_template,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in _as_conversations(messages)
-        ]
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
+        variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
+        variables |= chat_template_kwargs or {}
+        texts = [tokenizer.render_chat(chat, variables, chat_template) for chat in _as_conversations(messages)]
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -145,7 +160,8 @@ class LLM:
         Raises:
             RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
-        (output,) = self._add_all([prompt], [sampling_params or self.get_default_sampling_params()])
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        call, (output,) = self._shared.add([prompt], _per_prompt(params, 1))
         sent = [_Sent() for _ in output.outputs]
         try:
             while True:
@@ -156,9 +172,9 @@ class LLM:
                     yield _increment(output, sent)
                 if finished:
                     return
-                self.engine.step()
+                self._shared.step(call)
         finally:
-            self.engine.abort(output.request_id)
+            self._shared.discard(call)
 
     @property
     def params(self) -> Params:
@@ -181,45 +197,52 @@ class LLM:
             ConfigError: they are not of this model, and nothing has changed; or, in a run over many processes, it is
                 not a directory.
         """
-        self.engine.update_weights(weights, running=running)
+        self._shared.update_weights(weights, running=running)
 
-    def _add_all(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        added: list[RequestOutput] = []
-        try:
-            for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-                try:
-                    added.append(self.engine.add_request(str(next(self._ids)), prompt, p))
-                except RequestError as error:
-                    raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        except BaseException:
-            self._abort_all(added)
-            raise
-        return added
+    def sleep(self, level: int = 1) -> None:
+        """Free the memory of weights and KV pool, until `wake_up`, for others such as a trainer on the same devices.
 
-    def _run(self, outputs: list[RequestOutput], use_tqdm: bool | ProgressBar) -> None:
+        Compiles nothing anew; the prefix cache is emptied.
+
+        Args:
+            level: 1 keeps the weights in the host's memory; 2 forgets them, and `update_weights` must follow `wake_up`.
+
+        Raises:
+            RequestError: there are unfinished requests.
+            ConfigError: there are several processes, or no such level.
+        """
+        with self._shared.turn() as engine:
+            engine.sleep(level)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Serve again after `sleep`.
+
+        Args:
+            tags: only this part: "weights", to give others before the pool takes its room, or "kv_cache". None is both.
+        """
+        with self._shared.turn() as engine:
+            engine.wake_up(tags)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether anything sleeps, so that requests are refused."""
+        return self.engine.is_sleeping
+
+    def _run(self, call: Call, count: int, use_tqdm: bool | ProgressBar) -> None:
         new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        unfinished = {output.request_id for output in outputs}
         tokens_in = tokens_out = 0
         started = time.monotonic()
-        try:
-            with new_bar(total=len(outputs), desc="Generating", unit="req") as bar:
-                while unfinished:
-                    for output in self.engine.step():
-                        if output.finished and output.request_id in unfinished:
-                            unfinished.remove(output.request_id)
-                            tokens_in += len(output.prompt_token_ids)
-                            tokens_out += sum(len(o.token_ids) for o in output.outputs)
-                            seconds = time.monotonic() - started
-                            rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
-                            bar.set_postfix_str(rates, refresh=False)
-                            bar.update()
-        except BaseException:  # an interrupted call must not leave requests behind
-            self._abort_all(outputs)
-            raise
-
-    def _abort_all(self, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
-            self.engine.abort(output.request_id)
+        with new_bar(total=count, desc="Generating", unit="req") as bar:
+            while call.unfinished or call.finished:
+                self._shared.step(call)
+                while call.finished:
+                    output = call.finished.popleft()
+                    tokens_in += len(output.prompt_token_ids)
+                    tokens_out += sum(len(o.token_ids) for o in output.outputs)
+                    seconds = time.monotonic() - started
+                    rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
+                    bar.set_postfix_str(rates, refresh=False)
+                    bar.update()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -58,6 +58,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: produce text at all; must hold when `stop` is given.
+        truncate_prompt_tokens: keep only the last so many tokens of a longer prompt, and with text the special tokens
+            around it; -1 keeps as many as leave room for `max_tokens`.
 
     Raises:
         RequestError: a value is out of range or a parameter is unknown.
@@ -83,6 +85,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuse unknown names with the error that bad values get."""
@@ -103,6 +106,8 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be positive, -1 or None, got 0")
         if self.seed == -1:  # as in vLLM
             self.seed = None
         self._check_stop()
@@ -163,8 +168,9 @@ _INTEGERS = {  # name -> least and largest value
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "truncate_prompt_tokens": (-1, _MAX_INT32),
 }
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
 _REALS = {
     "temperature": (0, 10_000),
     "top_p": (0, 1),

@@ -73,7 +73,7 @@ VLLM_OPTIONS = (
     VllmOption("model_impl", "models have one implementation", ("auto",)),
     VllmOption("model_loader_extra_config", "the loader has no options", _NONE_OR_EMPTY),
     VllmOption("ignore_patterns", "nothing is downloaded", None),
-    VllmOption("use_tqdm_on_load", "loading shows no progress bar", _BOOLS),
+    VllmOption("use_tqdm_on_load", "a progress bar is shown where loading takes long", _BOOLS),
     VllmOption("max_parallel_loading_workers", "loading needs no workers", (None,)),
     VllmOption("served_model_name", "has no effect offline", None),
     VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
@@ -113,7 +113,7 @@ VLLM_OPTIONS = (
     VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", (0,)),
     VllmOption("cpu_offload_gb", "all weights stay on the device", (0,)),
     VllmOption("kv_cache_memory_bytes", "num_pages and gpu_memory_utilization size the KV cache", (None,)),
-    VllmOption("enable_sleep_mode", "there is no sleep mode to prepare for", (False,)),
+    VllmOption("enable_sleep_mode", "every engine can sleep", _BOOLS),
     VllmOption("kv_transfer_config", "the KV cache is not transferred", (None,)),
     VllmOption("kv_events_config", "there are no KV cache events", (None,)),
     # Several devices

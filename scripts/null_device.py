@@ -32,6 +32,10 @@ class NullRunner:
 
     kv_token_bytes = 0
 
+    @property
+    def programs(self) -> "NullRunner":
+        return self
+
     def __init__(self, schedule: ScheduleConfig) -> None:
         self.schedule = schedule
         self._buckets = schedule.buckets()

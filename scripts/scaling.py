@@ -58,7 +58,8 @@ def start_device(**options: Any) -> Engine:
         config = EngineConfig(model=directory, skip_tokenizer_init=True, compile_ahead="minimal", burst=1, **options)
         engine = Engine(config)
     # Beside the programs of one token and of a full step only the one that is measured.
-    engine.cores[0].runner._compile([b for b in engine.schedule.buckets() if b >= engine.schedule.max_num_seqs][:1], ())
+    decode = min(bucket for bucket in engine.schedule.buckets() if bucket >= engine.schedule.max_num_seqs)
+    engine.cores[0].runner.programs._compile([decode], ())
     return engine
 
 

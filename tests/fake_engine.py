@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
-from jaxserve import cli
+from jaxserve import __main__ as command
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
@@ -205,4 +205,4 @@ class FakeLLM:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
     sys.modules["jaxserve.llm"] = SimpleNamespace(LLM=FakeLLM)
-    sys.exit(cli.main())
+    sys.exit(command.main())

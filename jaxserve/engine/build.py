@@ -120,8 +120,9 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         )
         for replica, mesh in zip(replicas, meshes, strict=True)
     ]
-    for runner, before in zip(runners, [None, *runners], strict=False):
-        runner.warm_up(config.compile_ahead, before)
+    programs = [runner.programs for runner in runners]
+    for own, before in zip(programs, [None, *programs], strict=False):
+        own.warm_up(config.compile_ahead, before)
     return runners
 
 
@@ -151,6 +152,9 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
     Split over its devices, quantised, packed for a CPU, stacked for a scan.
     """
     _use_compilation_cache(config)  # quantising is compiled too
+    dtype = compute_dtype(config, arch).name
+    if config.dtype == "auto" and arch.dtype == "float32" != dtype:
+        logger.warning('the float32 checkpoint is served in %s; pass dtype="float32" to keep its precision', dtype)
     return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
 
 
@@ -220,11 +224,20 @@ def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | Non
 
 
 def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
-    """What was asked for, else float32 on CPU and the checkpoint's elsewhere; `on_cpu` is by default as it is here."""
+    """Return the dtype of weights and activations.
+
+    That is what was asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 checkpoint
+    is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
+
+    Args:
+        config: what was asked for.
+        arch: the model.
+        on_cpu: whether that is where it runs; by default as it is here.
+    """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     on_cpu = _on_cpu() if on_cpu is None else on_cpu
-    return jnp.dtype("float32" if on_cpu else arch.dtype)
+    return jnp.dtype("float32" if on_cpu else "bfloat16" if arch.dtype == "float32" else arch.dtype)
 
 
 def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:

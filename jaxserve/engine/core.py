@@ -161,7 +161,7 @@ class EngineCore:
                 f"its plans differ {where}; all processes must run the same versions with the same options"
             )
         if plan is not None and event.bucket is not None:
-            self.runner.wait_for(event.bucket, burst=plan.num_steps > 1)
+            self.runner.programs.wait_for(event.bucket, burst=plan.num_steps > 1)
             self._launch(plan, event.bucket, time.monotonic())
 
     def wait(self) -> StepResult:
@@ -209,6 +209,17 @@ class EngineCore:
         self.runner.restore_state()
         self._has_dropped = False
 
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free the devices' memory until `Runner.wake_weights` and `wake_state`. All requests have been ended."""
+        self.drop_in_flight()
+        self.scheduler.reset_prefix_cache()
+        self.runner.sleep(keep_weights=keep_weights)
+
+    def close(self) -> None:
+        """Free the devices' memory. Steps in flight are of requests that have all been ended."""
+        self.in_flight.clear()
+        self.runner.close()
+
     # Parts
 
     def _settle_dropped(self) -> None:
@@ -229,7 +240,7 @@ class EngineCore:
         return len(self.in_flight) < self._most_in_flight
 
     def _burst_bucket(self, num_rows: int) -> int | None:
-        return self.runner.burst_bucket_for(num_rows)
+        return self.runner.programs.burst_bucket_for(num_rows)
 
     def _max_steps(self) -> int:
         """Steps that the next dispatch may have, as far as programs and their speed go."""
@@ -237,7 +248,8 @@ class EngineCore:
         return 1 if bucket is None else self.pacer.max_steps(bucket)
 
     def _bucket(self, plan: StepPlan) -> int:
-        bucket = self._burst_bucket(plan.num_rows) if plan.num_steps > 1 else self.runner.bucket_for(plan.num_tokens)
+        programs = self.runner.programs
+        bucket = self._burst_bucket(plan.num_rows) if plan.num_steps > 1 else programs.bucket_for(plan.num_tokens)
         assert bucket is not None, "bursts are planned where there is a program for them"
         return bucket
 

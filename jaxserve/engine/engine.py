@@ -30,7 +30,7 @@ from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.programs import source_digest
-from jaxserve.engine.prompt import Prompt, read_prompt
+from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
 from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
@@ -41,6 +41,7 @@ from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
+SLEEP_TAGS = ("weights", "kv_cache")  # what can be woken apart from the rest, by vLLM's names
 _OWN = {"model", "tokenizer", "compilation_cache_dir"}  # options that each process may have of its own
 
 
@@ -82,6 +83,8 @@ class Engine:
         tell = self._peers.tell if self._peers is not None else None
         self.cores = [EngineCore(config, self.arch, r, self.stats, tell) for r in runners]
         self.schedule = runners[0].schedule
+        self._is_closed = False
+        self._asleep: set[str] = set()  # of SLEEP_TAGS
         self._has_weights = True
         self._placement = Placement(self.cores)
         self._groups: dict[str, RequestGroup] = {}
@@ -121,9 +124,15 @@ class Engine:
             RequestError: the request cannot be served; nothing has changed.
         """
         params = (params or self.default_sampling_params).clone()  # checked anew: the caller may have changed it
+        self._check_open()
+        if self._asleep:
+            raise RequestError("the engine must be awake to serve requests; call wake_up first")
         if not self._has_weights:
-            raise RequestError("the engine has no weights, as the last ones could not be read; call update_weights")
-        text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer)
+            raise RequestError(
+                "the engine has no weights: the last could not be read, or sleep(level=2) let them go; update_weights"
+            )
+        limit = prompt_limit(params, self.schedule.max_model_len)
+        text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer, limit)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
         self.cores[0].scheduler.check_fits(requests[0])  # then its siblings fit as well, and any replica has room
@@ -160,6 +169,9 @@ class Engine:
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
         """Serve with other weights from now on; see `LLM.update_weights`. Returns the requests that progressed."""
+        self._check_open()
+        if "weights" in self._asleep:
+            raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
         if running not in ("finish", "restart"):
             raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
         path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
@@ -204,12 +216,51 @@ class Engine:
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
         for core in self.cores:
-            core.runner.wait_until_warm()
+            core.runner.programs.wait_until_warm()
 
     def close(self) -> None:
-        """Stop compiling in the background."""
+        """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
+        self._is_closed = True
+        for request_id in list(self._groups):
+            self.abort(request_id)
         for core in self.cores:
-            core.runner.close()
+            core.close()
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the devices' memory until `wake_up`; see `LLM.sleep`."""
+        self._check_open()
+        if level not in (1, 2):
+            raise ConfigError(f"level must be 1 or 2, got {level!r}")
+        if self._peers is not None:
+            raise ConfigError("an engine of several processes cannot sleep; close it")
+        if self.has_unfinished():
+            raise RequestError(f"all requests must have ended before sleep, got {len(self._groups)} unfinished")
+        for core in self.cores:
+            core.sleep(keep_weights=level == 1 and self._has_weights)
+        self._has_weights = self._has_weights and level == 1
+        self._asleep = set(SLEEP_TAGS)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the devices' memory again; see `LLM.wake_up`."""
+        self._check_open()
+        wanted = set(SLEEP_TAGS if tags is None else tags)
+        if isinstance(tags, str) or not wanted <= set(SLEEP_TAGS):
+            raise ConfigError(f"tags must be a list of some of {list(SLEEP_TAGS)}, got {tags!r}")
+        for core in self.cores:
+            if "weights" in wanted & self._asleep:
+                core.runner.wake_weights()
+            if "kv_cache" in wanted & self._asleep:
+                core.runner.wake_state()
+        self._asleep -= wanted
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether memory that `sleep` has freed was not all taken again."""
+        return bool(self._asleep)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
 
     @property
     def is_follower(self) -> bool:

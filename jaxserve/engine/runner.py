@@ -23,15 +23,16 @@ from jaxserve.engine.step import (
     Program,
     ServeState,
     StepOutput,
+    abstract_slot_row,
     abstract_state,
     make_serve_burst,
     make_serve_step,
-    set_slot,
+    make_set_slot,
     step_options,
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
-from jaxserve.sampling import SlotTable, TokenLogprobs
+from jaxserve.sampling import SlotRow, TokenLogprobs
 from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class StepResult:
     """What a step or burst sent back, as numpy arrays; logprobs only where the step computed them."""
 
     token_ids: NDArray[np.int32]  # [steps that ran, R]
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None  # [R]; of a burst [steps that ran, R]
     prompt_logprobs: TokenLogprobs | None
 
 
@@ -59,6 +60,7 @@ class StepHandle:
     output: StepOutput
     wants_logprobs: bool
     wants_prompt_logprobs: bool
+    is_burst: bool
 
     def is_ready(self) -> bool:
         """Whether fetching need not wait."""
@@ -68,105 +70,82 @@ class StepHandle:
         """Wait for the step and download what it was asked for."""
         out = self.output
         token_ids = np.atleast_2d(np.asarray(out.token_ids))
-        return StepResult(
-            token_ids=token_ids[token_ids[:, 0] >= 0],
-            logprobs=jax.device_get(out.logprobs) if self.wants_logprobs else None,
-            prompt_logprobs=jax.device_get(out.prompt_logprobs) if self.wants_prompt_logprobs else None,
-        )
+        ran = token_ids[:, 0] >= 0
+        logprobs = prompt_logprobs = None
+        if self.wants_logprobs:
+            words = np.asarray(out.logprobs).reshape(*token_ids.shape, -1)[ran]
+            logprobs = TokenLogprobs.unpack(words if self.is_burst else words[0])
+        if self.wants_prompt_logprobs:
+            prompt_logprobs = TokenLogprobs.unpack(np.asarray(out.prompt_logprobs))
+        return StepResult(token_ids[ran], logprobs, prompt_logprobs)
+
+    def start_download(self) -> None:
+        """Let what is wanted of the output come to the host as soon as it is there."""
+        wanted = [(self.output.token_ids, True), (self.output.logprobs, self.wants_logprobs)]
+        for array, is_wanted in (*wanted, (self.output.prompt_logprobs, self.wants_prompt_logprobs)):
+            if is_wanted:
+                array.copy_to_host_async()
 
 
-class Runner:
-    """Compiled programs by bucket over one donated state.
+class Programs:
+    """The compiled programs of a runner, by bucket.
+
+    They have neither weights nor state, so that a thread which compiles keeps nothing large alive.
 
     Args:
         arch: of the whole model.
-        params: its weights, on the devices of `mesh` if there is one.
+        param_shapes: shapes, dtypes and places of its weights.
         schedule: sizes of steps and pool.
         kv_dtype: of the pool.
         backend: of attention.
         max_burst_steps: of one dispatch.
-        programs_dir: where compiled programs are kept; None keeps none.
+        directory: where compiled programs are kept; None keeps none.
         mesh: of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
-        params: the weights in use.
-        param_shapes: shapes, dtypes and places that they must have.
+        steps: the compiled steps, by bucket.
+        bursts: the compiled bursts, by bucket.
+        set_slot: the program that enters a request.
+        num_devices: that the model is split over.
     """
 
     def __init__(
         self,
         arch: ArchConfig,
-        params: Params,
+        param_shapes: Params,
         schedule: ScheduleConfig,
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
-        max_burst_steps: int = 1,
-        programs_dir: Path | None = None,
-        mesh: Mesh | None = None,
+        max_burst_steps: int,
+        directory: Path | None,
+        mesh: Mesh | None,
     ) -> None:
-        self.arch, self.params, self.schedule = arch, params, schedule
+        self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
         self._max_burst_steps = max_burst_steps
-        self.mesh = mesh
-        self._num_devices = 1 if mesh is None else mesh.size
-        devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
-        # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
-        # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
-        self._one_at_a_time = self._num_devices > 1 and devices[0].platform == "cpu"
-        self._programs: dict[int, Compiled] = {}
-        self._bursts: dict[int, Compiled] = {}
-        self._set_slot: Compiled = None
+        self.num_devices = 1 if mesh is None else mesh.size
+        self.steps: dict[int, Compiled] = {}
+        self.bursts: dict[int, Compiled] = {}
+        self.set_slot: Compiled = None
         self._closing = threading.Event()
         # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
         self._compiled = threading.Event()
         self._compiled.set()
         self._compile_error: Exception | None = None
-        self._matrix_bytes = step_bytes(params)
-        self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(self._num_devices).vocab_size
-        # For programs: they may be compiled while the weights are replaced.
-        self.param_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
-        self.state = self._new_state()
-        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (params, self.state))
-        # Before jax cleans up at exit, which ends badly while it compiles or runs a step; and before finalizers are run
-        # there, as the first one registers: jax has some for the constants of what is being traced.
-        weakref.finalize(self, int)
-        atexit.register(_close, weakref.ref(self))
-        self._store = ProgramStore(programs_dir, (arch, schedule, backend, max_burst_steps, shapes), devices)
-
-    def _new_state(self) -> ServeState:
-        shapes = self.abstract_state()
-        state: ServeState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
-        return state
-
-    def restore_state(self) -> bool:
-        """Wait for the state; where it was lost with a step that failed, make an empty one. Returns whether it was."""
-        if _is_sound(self.state):
-            return False
-        self.state = self._new_state()
-        return True
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (param_shapes, self.abstract_state()))
+        devices = None if mesh is None else list(mesh.devices.flat)
+        self._store = ProgramStore(directory, (arch, schedule, backend, max_burst_steps, shapes), devices)
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
         return abstract_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend, mesh=self.mesh)
 
-    def weight_bytes(self, num_tokens: int) -> int:
-        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
-        return self._matrix_bytes + num_tokens * self._embedding_row_bytes
-
-    @property
-    def kv_token_bytes(self) -> int:
-        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
-        num_tokens = self.schedule.num_pages * self.schedule.page_size
-        return device_bytes(self.state.kv_pages) // num_tokens
-
-    # Programs
-
     def lower(self, bucket: int) -> jax.stages.Lowered:
         """The step of one bucket, traced and lowered but not compiled."""
         layout = BatchLayout.of(self.schedule, bucket)
-        step = make_serve_step(self.arch, layout, backend=self._backend, num_devices=self._num_devices)
+        step = make_serve_step(self.arch, layout, backend=self._backend, num_devices=self.num_devices)
         return self._lower(step, layout)
 
     def lower_burst(self, bucket: int) -> jax.stages.Lowered:
@@ -177,7 +156,7 @@ class Runner:
             layout,
             backend=self._backend,
             max_steps=self._max_burst_steps,
-            num_devices=self._num_devices,
+            num_devices=self.num_devices,
         )
         return self._lower(burst, layout)
 
@@ -196,7 +175,7 @@ class Runner:
         """What comes from the host, to every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
-    def warm_up(self, compile_ahead: str, after: "Runner | None" = None) -> None:
+    def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
 
         Where `after` has compiled all of its own: what it left in XLA's cache may serve this one too.
@@ -215,14 +194,17 @@ class Runner:
         }[compile_ahead]
         ready = threading.Event()
         self._compiled.clear()
+        atexit.register(self._stop)
         threading.Thread(target=self._compile_ahead, args=(first, later, ready, after), daemon=True).start()
         ready.wait()
         if self._compile_error is not None:
             raise self._compile_error
 
-    def _compile_ahead(self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Runner | None") -> None:
+    def _compile_ahead(
+        self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Programs | None"
+    ) -> None:
         try:
-            self._set_slot = self._compile_set_slot()
+            self.set_slot = self._compile_set_slot()
             self._compile(*first)
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
@@ -233,6 +215,7 @@ class Runner:
                 logger.exception("compiling in the background failed; steps go on with the programs that are ready")
             self._compile_error = error
         finally:
+            atexit.unregister(self._stop)
             self._compiled.set()
             ready.set()
 
@@ -240,19 +223,21 @@ class Runner:
         for bucket in buckets:
             if self._closing.is_set():
                 return
-            if bucket not in self._programs:
-                self._programs[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
+            if bucket not in self.steps:
+                self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
         for bucket in bursts:
             if self._closing.is_set():
                 return
-            self._bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
-        logger.debug("compiled steps of %s tokens and bursts of %s rows", sorted(self._programs), sorted(self._bursts))
+            self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
+        logger.debug("compiled steps of %s tokens and bursts of %s rows", sorted(self.steps), sorted(self.bursts))
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
-        row = jax.tree.map(lambda s: self._operand(s.shape[1:], s.dtype), state.slots)
+        row = jax.tree.map(lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule))
         args = (state, self._operand((), jnp.int32), row)
-        program = set_slot if self.mesh is None else over_devices(set_slot, self.mesh, args, specs_of(state))
+        program = make_set_slot(self.arch, num_devices=self.num_devices)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, args, specs_of(state))
         return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
@@ -260,15 +245,15 @@ class Runner:
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
-        return min(b for b in tuple(self._programs) if b >= num_tokens)
+        return min(b for b in tuple(self.steps) if b >= num_tokens)
 
     def burst_bucket_for(self, num_rows: int) -> int | None:
         """The smallest compiled bucket that can burst `num_rows` rows in decode."""
-        return min((b for b in tuple(self._bursts) if b >= num_rows), default=None)
+        return min((b for b in tuple(self.bursts) if b >= num_rows), default=None)
 
     def wait_for(self, bucket: int, *, burst: bool) -> None:
         """Block until one bucket is compiled; RuntimeError if it never will be."""
-        programs = self._bursts if burst else self._programs
+        programs = self.bursts if burst else self.steps
         while bucket not in programs:
             if self._compiled.wait(_POLL_S) and bucket not in programs:
                 raise self._compile_error or RuntimeError(f"there is no program for {bucket} tokens here")
@@ -280,16 +265,129 @@ class Runner:
             raise self._compile_error
 
     def close(self) -> None:
-        """Stop compiling in the background, and wait for the steps in flight, whether they fail or not."""
+        """Let go of all programs, and compile none after the one at hand, for which nobody waits."""
+        self._closing.set()
+        self.steps.clear()
+        self.bursts.clear()
+        self.set_slot = None
+
+    def _stop(self) -> None:
+        """Before jax cleans up at exit, which ends badly while XLA compiles."""
         self._closing.set()
         self._compiled.wait()
+
+
+class Runner:
+    """Compiled programs by bucket over one donated state.
+
+    Args:
+        arch: of the whole model.
+        params: its weights, on the devices of `mesh` if there is one.
+        schedule: sizes of steps and pool.
+        kv_dtype: of the pool.
+        backend: of attention.
+        max_burst_steps: of one dispatch.
+        programs_dir: where compiled programs are kept; None keeps none.
+        mesh: of the devices that the model is split over; None where the first device has all of it.
+
+    Attributes:
+        params: the weights in use.
+        programs: what it runs.
+        param_shapes: shapes, dtypes and places that they must have.
+    """
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        params: Params,
+        schedule: ScheduleConfig,
+        *,
+        kv_dtype: jax.typing.DTypeLike,
+        backend: str,
+        max_burst_steps: int = 1,
+        programs_dir: Path | None = None,
+        mesh: Mesh | None = None,
+    ) -> None:
+        self.arch, self.params, self.schedule, self.mesh = arch, params, schedule, mesh
+        # For programs: they may be compiled while the weights are replaced.
+        self.param_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+        self.programs = Programs(
+            arch,
+            self.param_shapes,
+            schedule,
+            kv_dtype=kv_dtype,
+            backend=backend,
+            max_burst_steps=max_burst_steps,
+            directory=programs_dir,
+            mesh=mesh,
+        )
+        devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+        # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
+        # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
+        self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
+        self._matrix_bytes = step_bytes(params)
+        self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(len(devices)).vocab_size
+        self.state: ServeState | None = self._new_state()  # None while it sleeps, and once it is closed
+        self._sleeping_params: Params | None = None  # in the host's memory
+        self._kv_bytes = device_bytes(self.state.kv_pages)
+        # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
+        # traced.
+        weakref.finalize(self, self.programs.close)
+        _close_at_exit(self)
+
+    def _new_state(self) -> ServeState:
+        shapes = self.programs.abstract_state()
+        state: ServeState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
+        return state
+
+    def restore_state(self) -> bool:
+        """Wait for the state; where it was lost with a step that failed, make an empty one. Returns whether it was."""
+        if _is_sound(self.state):
+            return False
+        self.state = self._new_state()
+        return True
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
+        return self._matrix_bytes + num_tokens * self._embedding_row_bytes
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
+        num_tokens = self.schedule.num_pages * self.schedule.page_size
+        return self._kv_bytes // num_tokens
+
+    def close(self) -> None:
+        """Wait for the steps in flight, whether they fail or not, and let go of weights, state and programs."""
+        self.programs.close()
         _is_sound(self.state)
+        self.params, self.state, self._sleeping_params = {}, None, None
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free the device's memory; the weights are copied to the host's unless others will be given."""
+        _is_sound(self.state)
+        if keep_weights and self.params:
+            self._sleeping_params = jax.device_get(self.params)
+        elif not keep_weights:
+            self._sleeping_params = None
+        self.params, self.state = {}, None
+
+    def wake_weights(self) -> None:
+        """Copy the weights back to where they were, if they were kept."""
+        if self._sleeping_params is not None:
+            places = jax.tree.map(lambda shape: shape.sharding, self.param_shapes)
+            self.params, self._sleeping_params = jax.device_put(self._sleeping_params, places), None
+
+    def wake_state(self) -> None:
+        """Make an empty pool."""
+        if self.state is None:
+            self.state = self._new_state()
 
     # Steps
 
-    def set_slot(self, slot: int, row: SlotTable) -> None:
+    def set_slot(self, slot: int, row: SlotRow) -> None:
         """Replace what the device remembers of a slot."""
-        self.state = self._set_slot(self.state, np.int32(slot), row)
+        self.state = self.programs.set_slot(self.state, np.int32(slot), row)
 
     def run(
         self,
@@ -303,13 +401,14 @@ class Runner:
         """Dispatch one step or burst: one upload, one program, and the download under way."""
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
-        programs = self._bursts if burst else self._programs
+        programs = self.programs.bursts if burst else self.programs.steps
         self.state, output = programs[bucket](self.params, self.state, blob)
-        output.token_ids.copy_to_host_async()
-        return StepHandle(output, wants_logprobs, wants_prompt_logprobs)
+        handle = StepHandle(output, wants_logprobs, wants_prompt_logprobs, burst)
+        handle.start_download()
+        return handle
 
 
-def _is_sound(state: ServeState) -> bool:
+def _is_sound(state: ServeState | None) -> bool:
     """Wait for a state. It is lost if a step it was donated to never ran, or if a step that it comes from failed."""
     try:
         for leaf in jax.tree.leaves(state):  # each of them: the programs that made them may differ
@@ -320,6 +419,17 @@ def _is_sound(state: ServeState) -> bool:
     return True
 
 
-def _close(runner: weakref.ref[Runner]) -> None:
-    if (alive := runner()) is not None:
-        alive.close()
+_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+def _close_at_exit(runner: Runner) -> None:
+    """Before jax cleans up at exit, which ends badly while a step runs."""
+    if not _runners:
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # anew: it must run before what jax has registered meanwhile
+    _runners.add(runner)
+
+
+def _close_all() -> None:
+    for runner in list(_runners):
+        runner.close()

@@ -95,10 +95,10 @@ class Bench:
     def whole_start(self, shape: str) -> Figures:
         """Seconds until all programs of a further engine are there, compiled anew."""
         runner = self._served.get(shape).runner
-        runner._programs.clear()
-        runner._bursts.clear()
+        runner.programs.steps.clear()
+        runner.programs.bursts.clear()
         started = time.perf_counter()
-        runner.warm_up("all")
+        runner.programs.warm_up("all")
         return {"num_programs": self._served.get(shape).num_programs, "warm_up_s": time.perf_counter() - started}
 
     def serve(self, shape: str, rows: int, burst: int | str) -> Figures:

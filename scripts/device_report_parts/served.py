@@ -75,16 +75,16 @@ class Served:
         buckets, bursts = self.schedule.buckets(), self.schedule.burst_buckets(MAX_BURST_STEPS)
         seconds = {}
         started = time.perf_counter()
-        self.runner._set_slot = self.runner._compile_set_slot()
+        self.runner.programs.set_slot = self.runner.programs._compile_set_slot()
         seconds["set_slot"] = time.perf_counter() - started
         wanted = [next(b for b in buckets if b >= num_rows) for num_rows in sorted(rows)]
         for bucket in dict.fromkeys([buckets[0], buckets[-1], *wanted]):
             started = time.perf_counter()
-            self.runner._compile([bucket], ())
+            self.runner.programs._compile([bucket], ())
             seconds[f"step {bucket}"] = time.perf_counter() - started
         for bucket in dict.fromkeys(bucket for bucket in wanted if bucket in bursts):
             started = time.perf_counter()
-            self.runner._compile((), [bucket])
+            self.runner.programs._compile((), [bucket])
             seconds[f"burst {bucket}"] = time.perf_counter() - started
         return seconds
 

@@ -21,8 +21,8 @@ def test_tokens_are_those_of_many_programs(start: Callable[..., Engine], monkeyp
     monkeypatch.setattr(build, "build_schedule", few)
     engine = start(max_num_batched_tokens=40, burst=BURST, compile_ahead="all")
     runner = engine.cores[0].runner
-    assert sorted(runner._programs) == [16, 40]
-    assert list(runner._bursts) == [16]  # of no more than four rows
+    assert sorted(runner.programs.steps) == [16, 40]
+    assert list(runner.programs.bursts) == [16]  # of no more than four rows
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, seed=5, frequency_penalty=0.5)
     for prompts in ([tokens(9, 0)], [tokens(n, n) for n in (20, 5, 14, 2)]):
         expected = generate(start(max_num_batched_tokens=40), prompts, params)

@@ -21,10 +21,10 @@ Start = Callable[..., Engine]
 @pytest.mark.parametrize("burst", [False, True])
 def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
     """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
-    runner = copy.copy(start(burst=5).cores[0].runner)
-    runner.schedule = dataclasses.replace(runner.schedule, num_pages=50_000)
-    pool = runner.abstract_state().kv_pages
-    compiled = (runner.lower_burst(4) if burst else runner.lower(16)).compile()
+    programs = copy.copy(start(burst=5).cores[0].runner.programs)
+    programs.schedule = dataclasses.replace(programs.schedule, num_pages=50_000)
+    pool = programs.abstract_state().kv_pages
+    compiled = (programs.lower_burst(4) if burst else programs.lower(16)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize > 100e6
     assert memory.temp_size_in_bytes < 1e6
@@ -35,14 +35,15 @@ def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
 
 
 @pytest.mark.parametrize("bucket", [1, 16])
-def test_token_history_is_not_copied(start: Start, bucket: int) -> None:
-    """It grows with max_num_seqs * max_model_len, of which a step touches a few numbers."""
+def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
+    """They grow with max_num_seqs and max_model_len or vocabulary, of which a step touches a few numbers."""
     runner = start().cores[0].runner
-    history = runner.abstract_state().slots.token_history
-    program = runner.lower(bucket).compile().as_text()
-    shape = rf"s32\[{history.shape[0]},{history.shape[1]}\]"
-    assert re.search(rf"= {shape}\S* parameter", program)
-    assert not re.search(rf"= {shape}\S* copy", program)
+    program = runner.programs.lower(bucket).compile().as_text()
+    slots = runner.programs.abstract_state().slots
+    for table in (slots.token_history, slots.token_counts):
+        shape = rf"s32\[{table.shape[0]},{table.shape[1]}\]"
+        assert re.search(rf"= {shape}\S* parameter", program)
+        assert not re.search(rf"= {shape}\S* copy", program)
 
 
 class Twin:
@@ -76,7 +77,7 @@ class Twin:
         self.num_padded += bucket - num_tokens
         self._fill(to["token_ids"][num_tokens:])
         self._fill(to["cu_q_lens"][num_rows + 1 :])
-        for name in ("kv_lens", "samples", "next_ids", "page_table", "slot_records"):
+        for name in ("kv_lens", "samples", "next_ids", "page_table", "records"):
             self._fill(to[name][num_rows:])
         for row in range(num_rows):
             last = to["kv_lens"][row] + to["num_steps"] - 1
@@ -153,7 +154,7 @@ def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
     """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
     runner = start().cores[0].runner
     for bucket in (1, 16):
-        program = runner.lower(bucket).compile().as_text()
+        program = runner.programs.lower(bucket).compile().as_text()
         entry = program[program.index("\nENTRY ") :]
         assert "top_k" in program
         assert "top_k" not in entry, bucket

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from conftest import SIZES
 from hypothesis import given
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
 from workloads import Job, few_but_rich, generate, jobs, run, tokens
@@ -38,6 +40,38 @@ def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
     for result in (first, second):
         assert result["compiled_while_serving"] == 0
         assert result["refused"], "wrong types are RequestErrors without any type checker"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "on_cpu", "served"),
+    [
+        ("auto", "float32", False, "bfloat16"),
+        ("auto", "float16", False, "float16"),
+        ("auto", "bfloat16", False, "bfloat16"),
+        ("auto", "float32", True, "float32"),
+        ("auto", "bfloat16", True, "float32"),
+        ("float32", "float32", False, "float32"),
+    ],
+)
+def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, on_cpu: bool, served: str) -> None:
+    config = EngineConfig(str(llama), dtype=asked)
+    arch = replace(build.build_arch(config), dtype=stored)
+    assert build.compute_dtype(config, arch, on_cpu=on_cpu).name == served
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_float32_checkpoint_on_an_accelerator(
+    llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "_on_cpu", lambda: False)
+    config = EngineConfig(str(llama), dtype=dtype)
+    params = build.build_params(config, build.build_arch(config))
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+    assert ("bfloat16" in dtypes) == (dtype == "auto")
+    messages = [record.getMessage() for record in caplog.records if "served in" in record.getMessage()]
+    assert messages == ['the float32 checkpoint is served in bfloat16; pass dtype="float32" to keep its precision'] * (
+        dtype == "auto"
+    )
 
 
 @given(jobs=jobs(aborts=True))
@@ -139,7 +173,7 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
     engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     early = generate(engine, [tokens(9, 0)], GREEDY)
     engine.wait_until_warm()
-    assert sorted(engine.cores[0].runner._programs) == [1, 2, 3]
+    assert sorted(engine.cores[0].runner.programs.steps) == [1, 2, 3]
     assert generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids == early[0].outputs[0].token_ids
     engine.close()
     engine.close()
@@ -193,7 +227,7 @@ import sys, weakref
 from jaxserve import LLM
 from jaxserve.engine import runner
 
-runner._close = lambda _: print("closed")
+runner._close_all = lambda: print("closed")
 llm = LLM(compile_ahead="minimal", compilation_cache_dir=sys.argv[1])
 weakref.finalize(llm, print, "finalized")
 """

@@ -3,11 +3,16 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -483,11 +488,43 @@ def test_what_cannot_be_planned_is_said_in_a_line(
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
-    for name, extra in (("h200", "cuda"), ("v6e:2x4", "tpu")):
-        message = rf"to plan for {name}, .* but this is missing; install the extra {extra}: pip install "
+    for name, package in (("h200", f"jax-cuda13-plugin=={jax.__version__}"), ("v6e:2x4", "libtpu")):
+        message = rf"to plan for {name}, .* but this is missing; .*: pip install --target '/a b' --no-deps .*{package}"
         with pytest.raises(ConfigError, match=message):
-            find_target(name)
-    assert find_target("cpu") == parse_target("cpu")
+            find_target(name, Path("/a b"))
+    assert find_target("cpu", Path()) == parse_target("cpu")
+
+
+FIND_COMPILERS = """
+import sys
+from jaxserve.cli import main
+code = main(["plan", "--target", "h200", *sys.argv[1:]])
+import jax_plugins.xla_cuda13
+print(code, "nvidia.cu13" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(bool(list(metadata.distributions(name="jax-cuda13-plugin"))), reason="a CUDA plugin is installed")
+@pytest.mark.parametrize("is_default", [True, False])
+def test_compilers_are_found_in_a_folder_of_their_own(is_default: bool, tmp_path: Path) -> None:
+    """A plugin of another version is named before jax sees it; what lies beside it is there when jax is imported."""
+    folder = tmp_path / "jaxserve" / "compilers" if is_default else tmp_path / "elsewhere"
+    for package in ("jax_plugins/xla_cuda13", "nvidia/cu13"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+    (folder / "jax_cuda13_plugin-0.0.1.dist-info").mkdir()
+    (folder / "jax_cuda13_plugin-0.0.1.dist-info" / "METADATA").write_text("Name: jax-cuda13-plugin\nVersion: 0.0.1\n")
+    run = subprocess.run(
+        [sys.executable, "-c", FIND_COMPILERS, *([] if is_default else ["--compilers", str(folder)])],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout == "2 True\n"
+    assert f"must have the version of jax, {jax.__version__}, and 0.0.1 was found" in run.stderr
+    assert f"pip install --target {folder} --no-deps jax-cuda13-plugin=={jax.__version__}" in run.stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True])

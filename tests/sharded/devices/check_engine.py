@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from jaxserve import LLM, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import Runner
+from jaxserve.engine.runner import Programs
 from jaxserve.engine.step import abstract_state
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, unsplit
@@ -124,7 +124,8 @@ def test_greedy_rows_go_on_through_preemption_and_bursts(start: Start, num_devic
 def test_devices_meet_twice_a_layer(start: Start, bucket: int, burst: bool) -> None:
     """And for the embedding; for the tokens they exchange candidates, or some rows' logits if more is asked for."""
     runner = start(8).cores[0].runner
-    program = (runner.lower_burst if burst else runner.lower)(bucket).compile().as_text()
+    programs = runner.programs
+    program = (programs.lower_burst if burst else programs.lower)(bucket).compile().as_text()
     found = [(m[1], line) for line in program.splitlines() if (m := re.search(COLLECTIVE, line))]
     assert sum(kind == "all-reduce" for kind, _ in found) == 1 + 2 * LAYERS
     for kind, line in found:
@@ -133,12 +134,12 @@ def test_devices_meet_twice_a_layer(start: Start, bucket: int, burst: bool) -> N
 
 
 def test_pool_is_split_and_updated_in_place(start: Start) -> None:
-    runner = copy.copy(start(2).cores[0].runner)
-    runner.schedule = dataclasses.replace(runner.schedule, num_pages=100_000)
-    pool = runner.abstract_state().kv_pages
+    programs = copy.copy(start(2).cores[0].runner.programs)
+    programs.schedule = dataclasses.replace(programs.schedule, num_pages=100_000)
+    pool = programs.abstract_state().kv_pages
     local = pool.sharding.shard_shape(pool.shape)
     assert np.prod(local) * 2 == pool.size
-    compiled = runner.lower_burst(4).compile()
+    compiled = programs.lower_burst(4).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize / 2 > 50e6
     assert memory.temp_size_in_bytes < 1e6
@@ -207,7 +208,7 @@ def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyP
     prompts, params = [tokens(9, 1)], SamplingParams(temperature=1, seed=2, max_tokens=9)
     expected = generate(start(num_devices), prompts, params)
     for name in ("lower", "lower_burst"):
-        monkeypatch.setattr(Runner, name, lambda *_: pytest.fail("every program is on disk"))
+        monkeypatch.setattr(Programs, name, lambda *_: pytest.fail("every program is on disk"))
     for output, wanted in zip(generate(start(num_devices, again=True), prompts, params), expected, strict=True):
         assert_same(output, wanted)
 

@@ -1,0 +1,134 @@
+"""Interrupts of the command line: each ends the process with one line and exit code 130, whenever it comes.
+
+An exception would not do: callbacks of the garbage collector swallow it, imports turn it into two tracebacks, and while
+the interpreter ends the threads of XLA crash. So the process ends where the interrupt finds it, which is safe for
+whatever survives `kill -9`, as a batch does. Only within `unwinding` it is raised.
+
+Imports next to nothing: it is to be in place before anything slow begins.
+"""
+
+import _thread
+import atexit
+import os
+import select
+import signal
+import sys
+import time
+from types import FrameType, TracebackType
+
+EXIT_CODE = 130
+STUCK_S = 1.0  # until the process is ended by a thread where the main one does not come to handle the interrupt
+UNWINDING_S = 20.0  # the same, where the main thread puts things in order
+AGAIN_S = 1.0  # after which a second interrupt means: at once
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+
+class _Interrupts:
+    """What is known of the interrupts of this process."""
+
+    def __init__(self) -> None:
+        self.hint = ""
+        self.num_scopes = 0
+        self.is_raised = False
+        self.is_told = False
+        self.num_repeats = 0  # bytes in the pipe that no user has sent
+
+
+_state = _Interrupts()
+
+
+def install() -> None:
+    """Handle interrupts from now on, unless they are ignored, as in what a shell runs in the background."""
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    signal.signal(signal.SIGINT, _on_interrupt)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    sys.unraisablehook = _on_swallowed
+    _thread.start_new_thread(_watch, (read,))
+
+
+def set_hint(hint: str) -> None:
+    """Add this to the line that an interrupt shows."""
+    _state.hint = hint
+
+
+class unwinding:  # noqa: N801 - used as a function; contextlib takes longer to import than all of this
+    """Within it an interrupt is a KeyboardInterrupt, raised once, since something must be put in order."""
+
+    def __enter__(self) -> None:
+        _state.num_scopes += 1
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _state.num_scopes -= 1
+
+
+def tell() -> None:
+    """Show the line of an interrupt."""
+    _state.is_told = True
+    print(_line(), file=sys.stderr, flush=True)
+
+
+def leave() -> "NoReturn":
+    """End the process after `tell`. Python's own way out would stop threads inside XLA, which then aborts."""
+    if _state.is_raised:
+        atexit._run_exitfuncs()  # other processes may wait for what these say
+    os._exit(EXIT_CODE)
+
+
+def _line() -> str:
+    return f"\njaxserve: interrupted{_state.hint}"
+
+
+def _end_now() -> "NoReturn":
+    if not _state.is_told:
+        _state.is_told = True
+        os.write(2, f"{_line()}\n".encode())
+    os._exit(EXIT_CODE)
+
+
+def _on_interrupt(_signal: int, _frame: FrameType | None) -> None:
+    if not _state.num_scopes and not _state.is_raised:
+        _end_now()
+    if not _state.is_raised:
+        _state.is_raised = True
+        raise KeyboardInterrupt
+
+
+def _on_swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
+    """Raise an interrupt again that came in a destructor or a callback, from where it cannot be raised."""
+    if unraisable.exc_type is not KeyboardInterrupt or not _state.is_raised:
+        sys.__unraisablehook__(unraisable)
+        return
+    _state.is_raised = False
+    _thread.start_new_thread(_repeat, ())
+
+
+def _repeat() -> None:
+    time.sleep(0.01)  # until that destructor has ended
+    _state.num_repeats += 1
+    _thread.interrupt_main()
+
+
+def _watch(pipe: int) -> None:
+    """End the process where the main thread does not do so in time: it may be in a call that takes long."""
+    first_s = deadline_s = 0.0
+    while True:
+        if not select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()) if first_s else None)[0]:
+            _end_now()
+        for number in os.read(pipe, 64):
+            if number != signal.SIGINT:
+                continue
+            if _state.num_repeats:
+                _state.num_repeats -= 1
+            elif not first_s:
+                first_s = time.monotonic()
+                deadline_s = first_s + (UNWINDING_S if _state.num_scopes else STUCK_S)
+            elif time.monotonic() > first_s + AGAIN_S:
+                _end_now()

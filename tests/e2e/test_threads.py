@@ -1,0 +1,214 @@
+"""Calls of several threads on one LLM, and its end: all are served as if alone, and nothing is left behind."""
+
+import asyncio
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from conftest import SIZES
+
+from jaxserve.engine.runner import Programs, StepHandle
+from jaxserve.fair_lock import FairLock
+from jaxserve.llm import LLM
+from jaxserve.request import RequestOutput, SamplingParams
+
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=10, ignore_eos=True)
+PROMPTS = [f"Thread {i} speaks." for i in range(6)]
+PATIENCE_S = 60
+
+
+def answer(llm: LLM, prompt: str, max_tokens: int = 10) -> list[int]:
+    (output,) = llm.generate(prompt, replace(PARAMS, max_tokens=max_tokens), use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
+@pytest.fixture(scope="module")
+def alone(llm: LLM) -> dict[str, list[int]]:
+    return {prompt: answer(llm, prompt) for prompt in PROMPTS}
+
+
+def test_threads_are_served_as_if_alone(llm: LLM, alone: dict[str, list[int]]) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        futures = {pool.submit(answer, llm, prompt, n): (prompt, n) for prompt in PROMPTS for n in (3, 10)}
+        for future, (prompt, n) in futures.items():
+            assert future.result(PATIENCE_S) == alone[prompt][:n]
+
+
+def test_an_asyncio_loop_with_executors_is_served(llm: LLM, alone: dict[str, list[int]]) -> None:
+    async def serve() -> list[list[int]]:
+        return await asyncio.gather(*(asyncio.to_thread(answer, llm, prompt) for prompt in PROMPTS))
+
+    assert asyncio.run(asyncio.wait_for(serve(), PATIENCE_S)) == [alone[prompt] for prompt in PROMPTS]
+
+
+def test_streams_in_threads_and_generate_inside_a_stream(llm: LLM, alone: dict[str, list[int]]) -> None:
+    def read(prompt: str) -> list[int]:
+        ids = []
+        for increment in llm.stream(prompt, PARAMS):
+            ids += increment.outputs[0].token_ids
+            assert answer(llm, PROMPTS[0], 2) == alone[PROMPTS[0]][:2]
+        return ids
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(read, PROMPTS[:2], timeout=PATIENCE_S)) == [alone[prompt] for prompt in PROMPTS[:2]]
+
+
+def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
+    """The steps of either serve both, and the one that is done returns."""
+    steps = [0]
+    step = llm.engine.step
+
+    def counting() -> list[RequestOutput]:
+        steps[0] += 1
+        return step()
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(llm.engine, "step", counting)
+        long = pool.submit(answer, llm, PROMPTS[0], 40)
+        while not steps[0]:
+            assert not long.done()
+        before = steps[0]
+        answer(llm, PROMPTS[1], 2)
+        assert steps[0] - before < 20
+        long.result(PATIENCE_S)
+
+
+def test_a_failure_in_one_thread_is_told_the_others(llm: LLM, alone: dict[str, list[int]]) -> None:
+    both = threading.Barrier(2)
+    fetch = StepHandle.fetch
+
+    def failing(handle: StepHandle) -> Any:
+        if len(llm.engine._groups) < 2:
+            return fetch(handle)
+        raise RuntimeError("the device is gone")
+
+    def run(prompt: str) -> list[int]:
+        both.wait(PATIENCE_S)
+        return answer(llm, prompt)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(StepHandle, "fetch", failing)
+        for future in [pool.submit(run, prompt) for prompt in PROMPTS[:2]]:
+            with pytest.raises(RuntimeError, match="the device is gone"):
+                future.result(PATIENCE_S)
+    assert answer(llm, PROMPTS[0]) == alone[PROMPTS[0]]
+
+
+def test_a_stream_that_is_collected_inside_a_step_is_aborted_later(
+    llm: LLM, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, streams = llm.engine.step, [llm.stream(PROMPTS[1], PARAMS)]
+    next(streams[0])
+
+    def dropping() -> list[RequestOutput]:
+        streams.clear()
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", dropping)
+    assert answer(llm, PROMPTS[0]) == alone[PROMPTS[0]]
+    assert not llm.engine.has_unfinished()
+
+
+def test_the_lock_goes_round() -> None:
+    lock, order, barrier = FairLock(), [], threading.Barrier(3)
+
+    def work(name: int) -> None:
+        barrier.wait(PATIENCE_S)
+        for _ in range(20):
+            with lock:
+                order.append(name)
+                time.sleep(0.001)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    first_to_end = min(max(i for i, name in enumerate(order) if name == n) for n in range(3))
+    assert first_to_end > 45, "nobody takes it again and again while others wait"
+
+
+def test_an_interrupted_wait_leaves_the_lock_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = FairLock()
+
+    def interrupt(*_: object) -> bool:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(lock._changed, "wait_for", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            lock.__enter__()
+    with lock:
+        pass
+
+
+# The end of an LLM
+
+ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 3, "num_pages": 16}  # as in test_start
+
+
+def arrays_of(llm: LLM) -> list[weakref.ref[Any]]:
+    runner = llm.engine.cores[0].runner
+    return [weakref.ref(leaf) for leaf in jax.tree.leaves((runner.params, runner.state))]
+
+
+def close(llm: LLM) -> None:
+    llm.close()
+
+
+def leave(llm: LLM) -> None:
+    with llm:
+        pass
+
+
+@pytest.mark.parametrize("end", [close, leave, lambda _: None], ids=["close", "with", "del"])
+def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
+    llama: Path, monkeypatch: pytest.MonkeyPatch, end: Callable[[LLM], None]
+) -> None:
+    compiling, go_on, made = threading.Event(), threading.Event(), []
+    get = Programs._get
+
+    def get_slowly(programs: Programs, name: str, lower: Callable[[], Any]) -> Any:
+        made.append(name)
+        if len(made) > 3:  # set_slot and two steps are waited for
+            compiling.set()
+            assert go_on.wait(PATIENCE_S)
+        return get(programs, name, lower)
+
+    monkeypatch.setattr(Programs, "_get", get_slowly)
+    threads = set(threading.enumerate())
+    llm = LLM(str(llama), **ONE_ROW | {"compile_ahead": "background", "burst": 3})
+    (compiler,) = set(threading.enumerate()) - threads
+    assert compiling.wait(PATIENCE_S)
+    alive = arrays_of(llm)
+    gc.disable()  # nothing may need a search for cycles
+    try:
+        end(llm)
+        del llm
+        assert not any(array() is not None for array in alive)
+    finally:
+        gc.enable()
+        go_on.set()
+    compiler.join(PATIENCE_S)
+    assert not compiler.is_alive()
+    assert len(made) == 4, "the program at hand is the last"
+
+
+def test_whatever_is_asked_of_a_closed_one_is_an_error(llama: Path) -> None:
+    with LLM(str(llama), **ONE_ROW) as llm:
+        answer(llm, "short", 2)
+        params = llm.params
+    llm.close()
+    for ask in (
+        lambda: answer(llm, "short", 2),
+        lambda: next(llm.stream("short", PARAMS)),
+        lambda: llm.chat([{"role": "user", "content": "hi"}]),
+        lambda: llm.update_weights(params),
+    ):
+        with pytest.raises(RuntimeError, match="closed"):
+            ask()
