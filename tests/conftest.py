@@ -22,21 +22,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import jax
+import jaxtyping
+import mappings
 import pytest
 import random_runs
 
 if "JAXSERVE_TEST_CACHE" not in os.environ:  # else that of the process that started this one, or of the caller
     os.environ["JAXSERVE_TEST_CACHE"] = tempfile.mkdtemp(prefix="jaxserve-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXSERVE_TEST_CACHE"], ignore_errors=True)
-# Child processes find the same: XLA's cache is where jaxserve puts it by itself.
+# XLA's cache is where jaxserve puts it by itself.
 os.environ["XDG_CACHE_HOME"] = os.environ["JAXSERVE_TEST_CACHE"]
-os.environ["JAX_COMPILATION_CACHE_DIR"] = str(Path(os.environ["XDG_CACHE_HOME"]) / "jaxserve" / "compiled")
-os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-
-import jax
-import mappings
-
+for name, value in {
+    "jax_compilation_cache_dir": str(Path(os.environ["XDG_CACHE_HOME"]) / "jaxserve" / "compiled"),
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_min_compile_time_secs": 0,
+}.items():
+    os.environ[name.upper()] = str(value)  # for child processes
+    jax.config.update(name, value)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
