@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killing import records_by_id, run_with_kills
+from random_runs import examples
 
 from jaxserve import batch_files, batch_output, openai_format
 from jaxserve.batch_files import find_finished, run_batch
@@ -364,7 +365,7 @@ _VALUES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(150), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_odd_lines_end_nothing_but_themselves(engine: FakeEngine, tmp_path: Path, data: st.DataObject) -> None:
     """Every line has one record, however odd the values in and around its body are."""
@@ -457,7 +458,7 @@ def finished(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     return folder, (folder / "out.jsonl").read_bytes()
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_torn_output_resumes(tokenizer: Tokenizer, finished: tuple[Path, bytes], data: st.DataObject) -> None:
     folder, whole = finished

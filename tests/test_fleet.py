@@ -11,6 +11,7 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killing import records_by_id
+from random_runs import examples
 
 from jaxserve import fleet
 from jaxserve.batch_files import run_batch
@@ -120,7 +121,7 @@ def alone(tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> li
     return tokens(output)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(1, 4),

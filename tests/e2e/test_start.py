@@ -144,7 +144,7 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
 def test_narrow_pools(start: Start, dtype: str) -> None:
     """What is generated depends on neither batch, cache nor chunks, and is near; tokens take few bytes."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)

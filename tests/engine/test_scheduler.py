@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from random_runs import examples
 from simulation import (
     VOCAB_SIZE,
     Loop,
@@ -222,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (request.pages, request.slot, request.num_pending_tokens) == ([], -1, 0)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 

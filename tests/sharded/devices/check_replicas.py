@@ -17,6 +17,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.router import Router
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, busy_step, few_but_rich, generate, jobs, run, tokens
+from tests.random_runs import examples
 
 Start = Callable[..., Engine]
 
@@ -58,7 +59,7 @@ def finish_all(engine: Engine) -> None:
 
 
 @given(jobs=jobs(aborts=True))
-@settings(few_but_rich, max_examples=12)
+@settings(few_but_rich, max_examples=examples(12))
 @pytest.mark.parametrize(("replicas", "devices"), [(3, 1), (2, 2)])
 def test_tokens_are_those_of_one_replica(start: Start, jobs: list[Job], replicas: int, devices: int) -> None:
     kept = [Job(job.prompt, job.params, job.arrival, salt=job.salt) for job in jobs]
