@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from jaxserve.bench.load import TimedRequest, run_load
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import Runner
+from jaxserve.engine.runner import Programs
 from jaxserve.errors import ConfigError
 from jaxserve.request import SamplingParams
 from jaxserve.router import Router
@@ -184,7 +184,7 @@ def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyP
     prompts = [tokens(9, n) for n in range(4)]
     expected = generate(start(2, 2), prompts, GREEDY)
     for name in ("lower", "lower_burst"):
-        monkeypatch.setattr(Runner, name, lambda *_: pytest.fail("every program is on disk"))
+        monkeypatch.setattr(Programs, name, lambda *_: pytest.fail("every program is on disk"))
     for output, wanted in zip(generate(start(2, 2, again=True), prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)
 
