@@ -60,8 +60,8 @@ class EngineConfig:
         seed: seed of the weights where they are random, and of requests that bring none; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
-        burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has stop
-            strings or logprobs; 1 is off. "auto" measures whether bursts are faster, and lets none take longer than
+        burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has
+            logprobs; 1 is off. "auto" measures whether bursts are faster, and lets none take longer than
             some 10 ms, of which a new request may have to wait for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is

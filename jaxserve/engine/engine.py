@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from importlib.metadata import version
 
+import jax
+
 from jaxserve import distributed
 from jaxserve.config import EngineConfig
 from jaxserve.engine.batch import MAX_EOS_IDS
@@ -451,19 +453,25 @@ class Engine:
         result, now_s = step.result, time.monotonic()
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
-        row_of = {} if result.logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
+        logprobs = None if result.logprobs is None else _by_token(result.logprobs)
+        width = 0 if result.logprobs is None else result.logprobs.logprob.shape[-1]  # rows of a step, with padding
+        row_of = {} if logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
         outputs, num_output_tokens = {}, 0
         for request, num_tokens in step.progressed.items():
             group = self._group_of.get(request)
             if group is None:  # a stop string of a step read together with this one has ended it
                 continue
-            stop = group.append(request, num_tokens, now_s, result.logprobs, row_of.get(request, -1))
+            rows = () if logprobs is None else range(row_of[request], num_tokens * width, width)
+            num_before = group.num_output_tokens(request)
+            stop = group.append(request, num_tokens, now_s, logprobs, rows)
+            num_new = group.num_output_tokens(request) - num_before
+            self.stats.num_wasted_tokens += num_tokens - num_new  # those behind a stop string
             if stop is not None:
                 self._finish(request, FinishReason.STOP, stop)
             elif request.status is RequestStatus.FINISHED:
                 self._finish(request)
             outputs[group.output.request_id] = group.output
-            num_output_tokens += num_tokens
+            num_output_tokens += num_new
         self.stats.num_output_tokens += num_output_tokens
         return outputs
 
@@ -486,3 +494,9 @@ class Engine:
     def _let_go(self, request: Request, reason: FinishReason | None) -> RequestGroup:
         self._placement.finish(request, reason)
         return self._group_of.pop(request)
+
+
+def _by_token(logprobs: TokenLogprobs) -> TokenLogprobs:
+    """Log probabilities of a step, or of several with a leading axis of steps, on one axis of tokens."""
+    num_axes = logprobs.logprob.ndim
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[num_axes:]), logprobs)
