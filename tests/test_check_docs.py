@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-import check_docs
 import pytest
+
+import check_docs
 
 MAX_README_WORDS = 900
 
