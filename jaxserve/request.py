@@ -230,6 +230,7 @@ class Request:
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False where every prompt position must be computed (prompt_logprobs)
     arrival: int = 0  # counts requests in the order in which they came
+    num_shared_tokens: int = 0  # of the prompt, which the router expects to be cached when the request starts
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None

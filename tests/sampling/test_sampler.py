@@ -1,5 +1,6 @@
 """The drawn token: its distribution, what it may depend on, and what forces or forbids it."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -73,7 +74,7 @@ def test_same_token_alone_in_a_batch_and_in_any_row():
         assert together[r] == draw(logits[[r]], take_rows(rows, [r]), table, BASE_SEED)[0]
 
 
-@pytest.mark.parametrize("num_rows", [17, 40, 150])
+@pytest.mark.parametrize("num_rows", [17, pytest.param(40, marks=pytest.mark.full), 150])
 def test_same_token_however_many_rows_are_sampled_at_a_time(monkeypatch, num_rows):
     rng = np.random.default_rng(num_rows)
     logits, rows = random_logits((num_rows, 300)), any_rows(rng, num_rows)
@@ -111,8 +112,16 @@ def test_greedy_rows_take_the_first_of_the_largest_logits(temperature):
     assert np.array_equal(all_greedy, logits.argmax(1))
 
 
-@pytest.mark.parametrize("vocab_size", [64, 100, 1024])
-@pytest.mark.parametrize("num_rows", [1, 15, 16, 40])
+QUICK_SIZES = [(1, 64), (15, 100), (16, 1024), (40, 100)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"),
+    [
+        pytest.param(*sizes, marks=[] if sizes in QUICK_SIZES else pytest.mark.full)
+        for sizes in itertools.product([1, 15, 16, 40], [64, 100, 1024])
+    ],
+)
 def test_greedy_takes_the_first_of_the_most_likely(num_rows, vocab_size):
     logits = np.random.default_rng(0).integers(-3, 4, (num_rows, vocab_size)).astype(np.float32)  # many are equal
     logits[-1] = -np.inf
@@ -153,7 +162,7 @@ def test_masked_logits_are_never_drawn():
     assert set(np.asarray(draw(logits, rows, make_table(64), BASE_SEED)).tolist()) == {3, 150, 299}
 
 
-@pytest.mark.parametrize("vocab_size", [1, 127, 129])
+@pytest.mark.parametrize("vocab_size", [1, 127, pytest.param(129, marks=pytest.mark.full)])
 def test_any_vocabulary_size(vocab_size):
     logits = np.zeros((300, vocab_size), np.float32)
     rows = make_rows(300, position=np.arange(300), top_k=vocab_size, top_p=0.99999)
