@@ -196,6 +196,18 @@ def set_gpu_memory_fraction(fraction: float) -> None:
         os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
 
 
+def libtpu_args() -> str | None:
+    """What the user tells libtpu."""
+    return os.environ.get("LIBTPU_INIT_ARGS")
+
+
+def leave_tpus_alone() -> None:
+    """Have libtpu only compile: neither look for TPUs nor keep other processes from them. Before it is loaded."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
 def ray_address() -> str:
     """The Ray cluster that the environment names; else "local", for one on this machine that serves loopback alone.
 
