@@ -26,6 +26,10 @@ MIN_FEW_TOKENS = 16  # of the smallest step where programs are few: a tile of bf
 FREE_TOKENS = 256  # a step of fewer takes an accelerator hardly less time: it waits for the weights
 
 
+DEFAULT_GPU_MEMORY_FRACTION = 0.75  # that XLA's client takes where nobody tells it
+_MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
 @no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
 @dataclass(frozen=True)
 class EngineConfig:
@@ -54,8 +58,9 @@ class EngineConfig:
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
             on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
-        gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
-            for weights, temporaries and the pool.
+        gpu_memory_utilization: share of the whole memory of each accelerator for weights, temporaries and the pool. On
+            a GPU, XLA is told to take so much when jax starts; where jax runs already, or XLA_CLIENT_MEM_FRACTION says
+            less, the pool gets less, and a warning says so.
         enable_prefix_caching: share pages between requests that begin alike.
         seed: seed of the weights where they are random, and of requests that bring none; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
@@ -171,17 +176,40 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
-def gpu_memory_fraction() -> float:
-    """The share of a GPU's memory that XLA takes: 3/4 unless the user tells it otherwise."""
-    name = "XLA_CLIENT_MEM_FRACTION" if "XLA_CLIENT_MEM_FRACTION" in os.environ else "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    value = os.environ.get(name) or "0.75"
+def gpu_memory_fraction() -> float | None:
+    """The share of a GPU's memory that the environment tells XLA's client to take; None where it does not."""
+    name = next((name for name in _MEMORY_FRACTIONS if os.environ.get(name)), None)
+    if name is None:
+        return None
+    value = os.environ[name]
     try:
         fraction = float(value)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for 0.75")
+        raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for gpu_memory_utilization")
     return fraction
+
+
+def set_gpu_memory_fraction(fraction: float) -> None:
+    """Have XLA's client take this share of a GPU's memory, if the environment does not say another.
+
+    To be called before jax starts its backend: XLA reads it then, for the rest of the process.
+    """
+    if gpu_memory_fraction() is None:
+        os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
+
+
+def libtpu_args() -> str | None:
+    """What the user tells libtpu."""
+    return os.environ.get("LIBTPU_INIT_ARGS")
+
+
+def leave_tpus_alone() -> None:
+    """Have libtpu only compile: neither look for TPUs nor keep other processes from them. Before it is loaded."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def ray_address() -> str:

@@ -22,6 +22,7 @@ from jaxserve.engine.build import (
     build_runners,
     build_sampling_params,
     check_sizes,
+    claim_memory,
     compute_dtype,
     copies,
     prepare_params,
@@ -70,6 +71,7 @@ class Engine:
         self.arch = build_arch(config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
+        claim_memory(config)
         check_sizes(config, self.arch)
         tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import ScheduleConfig
+from jaxserve.config import ScheduleConfig, leave_tpus_alone
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.step import (
     ServeState,
@@ -172,6 +172,7 @@ class StepCompiler:
         return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
 
     def _mesh(self) -> Mesh | None:
+        leave_tpus_alone()
         return tensor_mesh(self.target.num_devices, self._chip.devices(self.target.topology))
 
     def _state(self, arch: ArchConfig) -> ServeState:
