@@ -66,8 +66,8 @@ class EngineConfig:
             some 10 ms, of which a new request may have to wait for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
-            ready: it never compiles. On TPUs, where each takes long to compile, buckets are few: 16, 64 and 256 tokens,
-            then two for each doubling.
+            ready: it never compiles. On accelerators, where each takes long to compile, buckets are few: 16, 64 and 256
+            tokens, then two for each doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
         compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Whole programs take at most 1 GiB there, and each start cuts XLA's own files beside
@@ -240,6 +240,13 @@ class ScheduleConfig:
 
         Where programs are few: 16, 64 and 256, of which up to 15 tokens or three quarters are padding; then at most a
         third, by two sizes for each doubling.
+
+        What decides is how long a program must serve until it has paid for itself. One more size that saves a share s
+        of the time of the steps that use it pays after compile_s / s seconds of such steps. On a CPU a program takes
+        about a second to compile and a step's time grows with its tokens: a size that saves an eighth on average, as
+        those beyond 8 do, pays after 8 s of steps of its size. An accelerator takes 10 to 30 s for a program, and up
+        to FREE_TOKENS padding saves it nothing, so that more sizes would never pay; beyond, one that saves a sixth pays
+        after one to three minutes, and those between would take as long again for half as much.
         """
         top, next_size = self.max_num_batched_tokens, _next_of_few if self.few_programs else _next_of_many
         sizes = [min(MIN_FEW_TOKENS, top)] if self.few_programs else list(range(1, min(8, top) + 1))
@@ -252,6 +259,19 @@ class ScheduleConfig:
         buckets = self.buckets()
         most = max(min(self.max_num_seqs, MAX_BURST_ROWS), buckets[0])
         return tuple(size for size in buckets if size <= most) if max_steps > 1 else ()
+
+    def step_buckets(self, max_burst_steps: int) -> tuple[int, ...]:
+        """Those of `buckets` that need a program for single steps.
+
+        Where programs are many, on CPUs, the program of a burst runs single steps too: its loop costs them nothing that
+        can be measured. An accelerator may have to ask the host before each round of a loop.
+        """
+        shared = () if self.few_programs else self.burst_buckets(max_burst_steps)
+        return tuple(size for size in self.buckets() if size not in shared)
+
+    def num_programs(self, max_burst_steps: int) -> int:
+        """Programs of an engine with all of them compiled, that which sets a slot among them."""
+        return 1 + len(self.step_buckets(max_burst_steps)) + len(self.burst_buckets(max_burst_steps))
 
 
 def _next_of_many(size: int) -> int:
@@ -278,7 +298,7 @@ def resolve_schedule(
         )
     max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
     sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
-    return ScheduleConfig(*sizes, few_programs=platform == "tpu", max_logprobs=config.max_logprobs)
+    return ScheduleConfig(*sizes, few_programs=platform != "cpu", max_logprobs=config.max_logprobs)
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:

@@ -105,7 +105,7 @@ class Chip:
         args: Sequence[Any],
         donate_argnums: tuple[int, ...] = (),
         mesh: Mesh | None = None,
-        compiler_options: Mapping[str, str] | None = None,
+        compiler_options: Mapping[str, str | bool] | None = None,
     ) -> jax.stages.Lowered:
         """Traces and lowers `function` for one chip, or for those of a mesh.
 

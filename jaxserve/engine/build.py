@@ -18,12 +18,12 @@ from jaxserve import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
-from jaxserve.engine.step import new_pool
+from jaxserve.engine.step import new_pool, new_slots
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
-from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels import native, packed_linear
 from jaxserve.pallas_kernels import ragged_paged_attention as attention
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.peers import Follower, Leader
@@ -98,6 +98,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         arch: of the whole model.
         peers: the other processes, which build the same.
     """
+    warn_without_native_kernels()
     params, meshes = build_params(config, arch), _meshes(config)
     replicas = copies(params, meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
@@ -124,6 +125,16 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     for own, before in zip(programs, [None, *programs], strict=False):
         own.warm_up(config.compile_ahead, before)
     return runners
+
+
+def warn_without_native_kernels() -> None:
+    """Say why a CPU will be slow, and what helps."""
+    if _on_cpu() and (reason := native.unavailable()) is not None:
+        logger.warning(
+            "steps take about three times as long as they could on this CPU: %s; "
+            "with a C++ compiler (g++ or clang++) on the PATH, install jaxserve again",
+            reason,
+        )
 
 
 def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
@@ -303,7 +314,18 @@ def build_schedule(
 def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: str) -> int:
     """Of one page in the pool of a device, which has `arch` of the model."""
     page = jax.eval_shape(partial(new_pool, arch, 1, page_size, kv_dtype=kv_dtype, backend=backend))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+    return tree_bytes(page)
+
+
+def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
+    """What the tables by slot take on a device that has `arch` of the model."""
+    seqs, _ = default_batch(config, on_cpu=on_cpu)
+    return tree_bytes(jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position)))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of arrays, by their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _num_pages_that_fit(
@@ -326,7 +348,7 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_
     row_pages = -(-(config.max_model_len or arch.max_position) // page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=True)
     share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
-    return float(min(share, max_num_seqs * row_pages * page_bytes))
+    return float(min(share - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
 
 
 def machine_bytes() -> int:
@@ -349,7 +371,8 @@ def accelerator_pool_bytes(config: EngineConfig, arch: ArchConfig, *, limit_byte
         limit_bytes: of memory that XLA takes.
         used_bytes: of it, by the weights above all.
     """
-    return limit_bytes * config.gpu_memory_utilization - used_bytes - activation_bytes(config, arch)
+    kept = activation_bytes(config, arch) + slot_bytes(config, arch, on_cpu=False)
+    return limit_bytes * config.gpu_memory_utilization - used_bytes - kept
 
 
 def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:

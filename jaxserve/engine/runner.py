@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ _Buckets = tuple[Iterable[int], Iterable[int]]  # of steps and of bursts
 
 
 _POLL_S = 0.01
+COMPILE_THREADS = 2  # while the caller waits: tracing is Python's, and XLA itself uses one core for much of the time
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class Programs:
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
-        compiler_options = step_options(device.device_kind)
+        compiler_options = _known_options(device)
         return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, blob)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
@@ -206,7 +207,7 @@ class Programs:
     ) -> None:
         try:
             self.set_slot = self._compile_set_slot()
-            self._compile(*first)
+            self._compile(*first, num_threads=COMPILE_THREADS)
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
                 pass
@@ -220,17 +221,24 @@ class Programs:
             self._compiled.set()
             ready.set()
 
-    def _compile(self, buckets: Iterable[int], bursts: Iterable[int]) -> None:
-        for bucket in buckets:
-            if self._closing.is_set():
-                return
-            if bucket not in self.steps:
-                self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
-        for bucket in bursts:
-            if self._closing.is_set():
-                return
-            self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
+    def _compile(self, buckets: Iterable[int], bursts: Iterable[int], num_threads: int = 1) -> None:
+        """Compile what is missing of some buckets, in order, several at a time."""
+        single = self.schedule.step_buckets(self._max_burst_steps)
+        shared = [bucket for bucket in buckets if bucket not in single]
+        jobs = [partial(self._compile_step, bucket) for bucket in buckets if bucket in single]
+        jobs += [partial(self._compile_burst, bucket) for bucket in dict.fromkeys([*shared, *bursts])]
+        run_all(jobs, num_threads, self._closing)
         logger.debug("compiled steps of %s tokens and bursts of %s rows", sorted(self.steps), sorted(self.bursts))
+
+    def _compile_step(self, bucket: int) -> None:
+        if bucket not in self.steps:
+            self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
+
+    def _compile_burst(self, bucket: int) -> None:
+        if bucket not in self.bursts:
+            self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
+        if bucket not in self.schedule.step_buckets(self._max_burst_steps):
+            self.steps[bucket] = self.bursts[bucket]
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
@@ -389,6 +397,51 @@ class Runner:
         handle = StepHandle(output, self._logprob_layout, wants_logprobs, wants_prompt_logprobs, burst)
         handle.start_download()
         return handle
+
+
+@cache
+def _known_options(device: jax.Device) -> dict[str, str | bool]:
+    """`step_options` of a device, without those that the XLA in use does not know: its options come and go."""
+
+    def is_known(option: dict[str, str | bool]) -> bool:
+        try:
+            jax.jit(lambda: 0, compiler_options=option).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("XLA compiles without an option that it does not know: %s", error)
+            return False
+        return True
+
+    wanted = step_options(device.device_kind)
+    return {name: value for name, value in wanted.items() if is_known({name: value})}
+
+
+def run_all(jobs: Iterable[Callable[[], None]], num_threads: int, stop: threading.Event) -> None:
+    """Run jobs in some threads, each taking the next one, until all are done, one fails or `stop` is set.
+
+    The caller's thread is one of them. The others are daemons, for which nothing waits at exit, so that what sets
+    `stop` there can run.
+    """
+    left, lock, errors = iter(list(jobs)), threading.Lock(), list[Exception]()
+
+    def work() -> None:
+        while not (stop.is_set() or errors):
+            with lock:
+                job = next(left, None)
+            if job is None:
+                return
+            try:
+                job()
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _is_sound(state: ServeState | None) -> bool:

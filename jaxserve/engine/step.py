@@ -68,12 +68,11 @@ def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTyp
     )
 
 
-def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str) -> ServeState:
-    """The state before the first step, all zero: the pool, and what each slot remembers."""
-    S = schedule.max_num_seqs
-    pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
-    slots = SlotTable(
-        token_history=jnp.zeros((S, schedule.max_model_len), jnp.int32),
+def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:
+    """Tables by slot before the first request, all zero."""
+    S = max_num_seqs
+    return SlotTable(
+        token_history=jnp.zeros((S, max_model_len), jnp.int32),
         token_counts=jnp.zeros((S, arch.vocab_size), jnp.int32),
         prompt_len=jnp.zeros(S, jnp.int32),
         allowed=jnp.zeros((S, mask_size(arch.vocab_size)), jnp.uint32),
@@ -82,6 +81,12 @@ def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
     )
+
+
+def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str) -> ServeState:
+    """The state before the first step, all zero: the pool, and what each slot remembers."""
+    pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
+    slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
     return ServeState(kv_pages=pool, slots=slots, burst_cut=jnp.bool_(False))
 
 
@@ -270,12 +275,16 @@ def make_serve_burst(
     return serve_burst
 
 
-def step_options(device_kind: str) -> dict[str, str]:
-    """What XLA is told where it compiles steps and bursts for such devices.
+def step_options(device_kind: str) -> dict[str, str | bool]:
+    """Options of XLA for the programs of steps and bursts on such devices.
 
     For TPU7x it would copy all weights in front of the loop over the layers, in every step: into tiles of twice as many
-    rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone.
+    rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone. On a CPU
+    most of the time of a program is spent to compile it: its newer code generator and the later passes of LLVM take
+    twice as long, and steps take no less time for them, of 1 row rather more.
     """
+    if device_kind == "cpu":
+        return {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
     return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"} if device_kind.startswith("TPU7x") else {}
 
 

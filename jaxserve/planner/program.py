@@ -118,7 +118,9 @@ class StepCompiler:
         Raises:
             ConfigError: one cannot be compiled.
         """
-        steps = {f"step {size}": partial(self._lower, arch, size) for size in self.schedule.buckets()}
+        steps = {
+            f"step {size}": partial(self._lower, arch, size) for size in self.schedule.step_buckets(max_burst_steps)
+        }
         bursts = {
             f"burst {size}": partial(self._lower, arch, size, max_burst_steps)
             for size in self.schedule.burst_buckets(max_burst_steps)
@@ -215,11 +217,6 @@ def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=sharding)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Of arrays by their shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:

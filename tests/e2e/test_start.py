@@ -179,6 +179,39 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
     engine.close()
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_missing_native_kernels_are_told_once(
+    on_cpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build.native, "unavailable", lambda: "there are no native kernels: no compiler")
+    monkeypatch.setattr(build, "_on_cpu", lambda: on_cpu)
+    build.warn_without_native_kernels()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * on_cpu
+    assert ("no compiler; with a C++ compiler" in caplog.text) == on_cpu
+
+
+def test_a_program_of_bursts_runs_single_steps(llama: Path) -> None:
+    """On a CPU, where few rows in decode have one program for both."""
+    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | {"burst": 5, "compile_ahead": "all"}))
+    programs, sizes = engine.cores[0].runner.programs, engine.schedule
+    assert sorted(programs.steps) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
+    assert sorted(programs.bursts) == [1, 2, 3, 4]
+    made = {id(program) for program in (*programs.steps.values(), *programs.bursts.values())}
+    assert 1 + len(made) == sizes.num_programs(5) == 11
+
+
+def test_slots_are_in_the_budget_of_the_pool(llama: Path) -> None:
+    config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64)
+    arch = build.build_arch(config)
+    assert build.slot_bytes(config, arch, on_cpu=True) == 4 * 4 * (64 + arch.vocab_size + 300 + 300 + 128)
+    longer = replace(config, max_model_len=128)
+    for budget in (
+        lambda config: build.accelerator_pool_bytes(config, arch, limit_bytes=10**9, used_bytes=0),
+        lambda config: build.cpu_pool_bytes(config, arch, page_size=16, page_bytes=10**12),
+    ):
+        assert budget(config) - budget(longer) == 4 * 4 * 64
+
+
 def test_the_pool_is_sized_from_memory_when_not_given(llama: Path) -> None:
     sizes = {**ONE_ROW, "num_pages": None}
     engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
