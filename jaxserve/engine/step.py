@@ -95,7 +95,7 @@ def abstract_state(
 ) -> ServeState:
     """Shapes and dtypes of the state; over the devices of a mesh, shardings too.
 
-    The pool is split by its kv heads, the counts of tokens by the vocabulary.
+    The pool is split by its kv heads, counts and masks of tokens by the vocabulary.
     """
 
     def shapes(arch: ArchConfig) -> ServeState:
