@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.errors import ConfigError
+from jaxserve.request import DEFAULT_MAX_LOGPROBS
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+LARGEST_MAX_LOGPROBS = 1024  # a TPU finds them one by one; in the order of their ids, a whole vocabulary is no work
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
 MAX_BURST_STEPS = 64  # where they are chosen by measurement
 MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
@@ -55,6 +57,8 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere, and at
             least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
             fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
+        max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for those of the
+            whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
             on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
@@ -92,6 +96,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
     page_size: int | None = None
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -131,6 +136,7 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         for name in ("tensor_parallel_size", "data_parallel_size"):
             _check_positive(name, getattr(self, name))
+        _check_max_logprobs(self.max_logprobs)
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -250,6 +256,7 @@ class ScheduleConfig:
     page_size: int
     num_pages: int
     few_programs: bool = False
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -330,7 +337,7 @@ def resolve_schedule(
         )
     max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
     sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
-    return ScheduleConfig(*sizes, few_programs=platform != "cpu")
+    return ScheduleConfig(*sizes, few_programs=platform != "cpu", max_logprobs=config.max_logprobs)
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
@@ -357,6 +364,14 @@ def _read_burst(value: object) -> str | int:
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_max_logprobs(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= LARGEST_MAX_LOGPROBS:
+        raise ConfigError(
+            f"max_logprobs must be an integer in [0, {LARGEST_MAX_LOGPROBS}], or -1 for the whole vocabulary, "
+            f"got {value!r}"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:

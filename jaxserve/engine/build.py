@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve import weights
 from jaxserve.config import (
     DEFAULT_GPU_MEMORY_FRACTION,
+    MAX_BURST_ROWS,
     EngineConfig,
     ScheduleConfig,
     default_batch,
@@ -37,6 +38,7 @@ from jaxserve.pallas_kernels import ragged_paged_attention as attention
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.peers import Follower, Leader
 from jaxserve.request import SamplingParams
+from jaxserve.sampling import LogprobLayout
 from jaxserve.sharding import named_sharding, replica_meshes
 from jaxserve.weights.rows import Shardings
 
@@ -415,7 +417,14 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
     seqs, tokens = default_batch(config, on_cpu=False)
     widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size
-    return 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest)
+    return 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest) + _logprob_bytes(config, arch, seqs + tokens)
+
+
+def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
+    """What log probabilities of so many positions and of a burst take, while they are computed and as an output."""
+    layout = LogprobLayout.of(config.max_logprobs, arch.vocab_size * config.tensor_parallel_size)
+    num_positions += config.max_burst_steps * MAX_BURST_ROWS
+    return 4 * 2 * num_positions * layout.num_words
 
 
 def _use_compilation_cache(config: EngineConfig) -> None:

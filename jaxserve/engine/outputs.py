@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.logprobs import LogprobList
+from jaxserve.logprobs import LogprobList, largest
 from jaxserve.request import (
     CompletionOutput,
     FinishReason,
@@ -170,11 +170,21 @@ class RequestGroup:
 
 
 def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> float:
-    """Take what the device found at `row` for `token_id` and the `top` most likely; returns its log probability."""
+    """Take what the device found at `row` for `token_id` and the `top` most likely; returns its log probability.
+
+    A `top` of -1 takes all tokens, which the device has sent in the order of their ids.
+    """
     logprob = float(logprobs.logprob[row])
-    top_ids = np.asarray(logprobs.top_ids[row, :top], np.int32).tobytes()
-    top_logprobs = np.asarray(logprobs.top_logprobs[row, :top], np.float32).tobytes()
-    entries.append(token_id, logprob, int(logprobs.rank[row]), top_ids, top_logprobs)
+    values = np.asarray(logprobs.top_logprobs[row], np.float32)
+    if logprobs.top_ids.shape[1]:
+        token_ids = np.asarray(logprobs.top_ids[row, :top], np.int32)
+        values = values[:top]
+    elif 0 <= top < len(values):
+        token_ids = largest(values, top)
+        values = values[token_ids]
+    else:
+        token_ids = np.zeros(0, np.int32)
+    entries.append(token_id, logprob, int(logprobs.rank[row]), token_ids.tobytes(), values.tobytes())
     return logprob
 
 
@@ -191,6 +201,7 @@ def _again(request: Request) -> Request:
         seed=request.seed,
         max_total_tokens=request.max_total_tokens,
         stop_ids=request.stop_ids,
+        bad_sequences=request.bad_sequences,
         salt=request.salt,
         read_prefix_cache=request.read_prefix_cache,
         arrival=request.arrival,

@@ -163,7 +163,8 @@ class StepCompiler:
     def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
         mesh, state = self._mesh(), self._state(arch)
         row = jax.tree.map(
-            lambda x: _tensor(x.shape, x.dtype, (None,) * len(x.shape), mesh), abstract_slot_row(self.schedule)
+            lambda x: _tensor(x.shape, x.dtype, (None,) * len(x.shape), mesh),
+            abstract_slot_row(self.schedule, arch.vocab_size),
         )
         args = (state, _tensor((), jnp.dtype("int32"), (), mesh), row)
         program = make_set_slot(arch, num_devices=self.target.num_devices)
