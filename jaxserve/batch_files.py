@@ -99,8 +99,9 @@ def run_batch(
         seed: of the run, for requests that bring none; None takes the engine's.
         model_names: what `model` may be in a request, the first being that of requests that name none. By default
             any name stands for the one model that is loaded, so that a file written for another service runs.
-        max_in_flight: bound on sequences in the engine; None is twice `max_num_seqs`, of all replicas. A request of
-            more waits until it is alone.
+        max_in_flight: bound on sequences in the engine; None is three times `max_num_seqs`, of all replicas: enough
+            that they stay full and that some requests can wait for the prefix of another. A request of more waits
+            until it is alone.
         use_tqdm: show progress where stderr is a terminal.
 
     Raises:
@@ -118,7 +119,7 @@ def run_batch(
             key=key,
             own_name=model_names[0] if model_names else config.model or config.model_path.name,
             model_names=tuple(model_names),
-            window=2 * num_rows if max_in_flight is None else max_in_flight,
+            window=3 * num_rows if max_in_flight is None else max_in_flight,
             progress=stack.enter_context(_progress_bar(done, use_tqdm)),
         )
         stack.callback(run.abort)
@@ -133,6 +134,9 @@ def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> Batch
     Raises:
         ConfigError: as `run_batch`.
     """
+    if not Path(out_path).exists():  # nor is it created: the engine may turn out not to start
+        _open_input(Path(in_path)).close()
+        return None
     with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
         if done.num_records < done.num_lines:
             return None

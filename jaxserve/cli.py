@@ -23,7 +23,7 @@ from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.live_stats import LiveStats, wait_until_warm
-from jaxserve.planner.flags import PLANNED, add_plan
+from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
 from jaxserve.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -267,6 +267,12 @@ def _stats(output: "RequestOutput") -> str:
 def _batch(args: argparse.Namespace) -> int:
     from jaxserve.batch_files import find_finished, run_batch  # noqa: PLC0415 - fcntl, which not every system has
 
+    if args.ray_actors is not None and not args.ray:
+        raise ConfigError("--ray-actors needs --ray")
+    if args.ray and args.stats:
+        raise ConfigError("--stats shows the steps of one engine, and --ray runs several; leave one of them out")
+    if args.ray and _is_distributed(args):
+        raise ConfigError("--ray runs engines of one process each; leave it out, or the flags of many processes")
     summary = None
     if not _is_distributed(args):  # the other processes wait for this one's engine
         summary = find_finished(args.input, args.output, EngineConfig(**_engine_options(args)).seed)
@@ -286,17 +292,11 @@ def _batch(args: argparse.Namespace) -> int:
 @contextlib.contextmanager
 def _batch_engine(args: argparse.Namespace) -> Iterator[Any]:
     """What serves a batch: one engine here, or a fleet of them on Ray."""
-    if args.ray_actors is not None and not args.ray:
-        raise ConfigError("--ray-actors needs --ray")
     if not args.ray:
         llm = _load(args)
         with _live_stats(args.stats, llm):
             yield llm
         return
-    if args.stats:
-        raise ConfigError("--stats shows the steps of one engine, and --ray runs several; leave one of them out")
-    if _is_distributed(args):
-        raise ConfigError("--ray runs engines of one process each; leave it out, or the flags of many processes")
     from jaxserve.ray_fleet import ray_fleet  # noqa: PLC0415 - as in _load
 
     with interrupts.unwinding(), ray_fleet(args.ray_actors, **_engine_options(args)) as fleet:
@@ -328,6 +328,7 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    use_compilers(find_compilers(args.compilers))
     from jaxserve.planner.command import run_plan  # noqa: PLC0415 - imports jax
 
     return run_plan(args, _engine_options(args))

@@ -39,7 +39,8 @@ class EngineConfig:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
-        dtype: weights and activations; "auto" is the checkpoint's on accelerators and float32 on CPU.
+        dtype: dtype of weights and activations; "auto" is float32 on CPU and the checkpoint's on accelerators, where a
+            float32 checkpoint is served in bfloat16.
         quantization: "int8" keeps the matrices as int8 with a float32 scale per 64 numbers or so, a quarter of the
             float32 memory; None as the numbers they are.
         kv_cache_dtype: keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32 scale for
@@ -49,8 +50,11 @@ class EngineConfig:
         data_parallel_size: replicas of the model, each on `tensor_parallel_size` devices of its own and with a pool of
             its own; a request goes to one that has room for it, best to one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.
-        max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere.
-        max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere.
+        max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere, or as many as leave
+            prompts their share of `max_num_batched_tokens`.
+        max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere, and at
+            least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
+            fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
             on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
@@ -66,8 +70,8 @@ class EngineConfig:
             some 10 ms, of which a new request may have to wait for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
-            ready: it never compiles. On TPUs, where each takes long to compile, buckets are few: 16, 64 and 256 tokens,
-            then two for each doubling.
+            ready: it never compiles. On accelerators, where each takes long to compile, buckets are few: 16, 64 and 256
+            tokens, then two for each doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
         compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Whole programs take at most 1 GiB there, and each start cuts XLA's own files beside
@@ -228,6 +232,14 @@ def embedded_model(name: str) -> Path:
     return Path(__file__).parent / "weights" / name
 
 
+def prefill_share(max_num_batched_tokens: int) -> int:
+    """Tokens of a step that rows in decode leave to prompts while there are any to compute: an eighth, at least one.
+
+    So prompts go on however many rows are in decode, and these lose at most an eighth of their speed to the share.
+    """
+    return max(1, max_num_batched_tokens // 8)
+
+
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The numbers that scheduler, packing and compiled programs agree on; all resolved."""
@@ -242,7 +254,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens must be at least max_num_seqs so that every running request gets its token, "
+                f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
                 f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
 
@@ -260,6 +272,13 @@ class ScheduleConfig:
 
         Where programs are few: 16, 64 and 256, of which up to 15 tokens or three quarters are padding; then at most a
         third, by two sizes for each doubling.
+
+        What decides is how long a program must serve until it has paid for itself. One more size that saves a share s
+        of the time of the steps that use it pays after compile_s / s seconds of such steps. On a CPU a program takes
+        about a second to compile and a step's time grows with its tokens: a size that saves an eighth on average, as
+        those beyond 8 do, pays after 8 s of steps of its size. An accelerator takes 10 to 30 s for a program, and up
+        to FREE_TOKENS padding saves it nothing, so that more sizes would never pay; beyond, one that saves a sixth pays
+        after one to three minutes, and those between would take as long again for half as much.
         """
         top, next_size = self.max_num_batched_tokens, _next_of_few if self.few_programs else _next_of_many
         sizes = [min(MIN_FEW_TOKENS, top)] if self.few_programs else list(range(1, min(8, top) + 1))
@@ -272,6 +291,19 @@ class ScheduleConfig:
         buckets = self.buckets()
         most = max(min(self.max_num_seqs, MAX_BURST_ROWS), buckets[0])
         return tuple(size for size in buckets if size <= most) if max_steps > 1 else ()
+
+    def step_buckets(self, max_burst_steps: int) -> tuple[int, ...]:
+        """Those of `buckets` that need a program for single steps.
+
+        Where programs are many, on CPUs, the program of a burst runs single steps too: its loop costs them nothing that
+        can be measured. An accelerator may have to ask the host before each round of a loop.
+        """
+        shared = () if self.few_programs else self.burst_buckets(max_burst_steps)
+        return tuple(size for size in self.buckets() if size not in shared)
+
+    def num_programs(self, max_burst_steps: int) -> int:
+        """Programs of an engine with all of them compiled, that which sets a slot among them."""
+        return 1 + len(self.step_buckets(max_burst_steps)) + len(self.burst_buckets(max_burst_steps))
 
 
 def _next_of_many(size: int) -> int:
@@ -298,16 +330,18 @@ def resolve_schedule(
         )
     max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
     sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
-    return ScheduleConfig(*sizes, few_programs=platform == "tpu")
+    return ScheduleConfig(*sizes, few_programs=platform != "cpu")
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
     """max_num_seqs and max_num_batched_tokens, defaults filled in without contradicting what was given."""
     seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
-        seqs = min(64 if on_cpu else 256, budget or 2**31)
+        seqs = 64 if on_cpu else 256
+        if budget is not None:
+            seqs = max(1, min(seqs, budget - prefill_share(budget)))
     if budget is None:
-        budget = max(512 if on_cpu else 2048, seqs)
+        budget = max(512 if on_cpu else 2048, 2 * seqs)
     return seqs, budget
 
 

@@ -1,8 +1,8 @@
 """Several engines that serve as one: which of them serves a request, and what becomes of it where that one dies.
 
 The engines run in actors, elsewhere. Each is given twice as many sequences as a step of it takes, so that its batch
-stays full while what ended is on its way; the one with the fewest comes first. Where no request waits any more, an idle
-actor takes over what waits in a busy one.
+stays full while results are in flight. The router chooses the actor: the least loaded, or one that has computed the
+beginning of the prompt. Where no request waits any more, an idle actor takes over what waits in a busy one.
 
 An actor that dies is started again. No request is lost with it, but any of those it had may have killed it: they are
 served in two halves, each by an actor that has nothing else meanwhile. A half that ends is cleared; of one that kills
@@ -12,15 +12,19 @@ its actor again the rest is halved. A request that was alone with MAX_LONE_DEATH
 import dataclasses
 import logging
 import time
-from collections import deque
+from array import array
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.openai_format import BadRequestError, Prompt
 from jaxserve.request import RequestFailure, RequestOutput, SamplingParams
+from jaxserve.router import MAX_PASSED_OVER, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 from jaxserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -29,6 +33,8 @@ MAX_LONE_DEATHS = 3
 MAX_FAILED_STARTS = 3  # of one actor, in a row
 CALL_S = 0.05  # how long an actor serves before it tells what ended, and learns what came
 _CALLS_AHEAD = 2  # an actor finds its next call when it ends one
+_BLOCK_BYTES = 256  # of a prompt, from one hash of it to the next
+_TOKEN_BYTES = 4  # about as many bytes of text as a token has; an id takes exactly these
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +129,39 @@ class Server:
         return sum(self._num_sequences.values()) < self._engine.schedule.max_num_seqs
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Job:
     request: NewRequest
     num_lone_deaths: int = 0
     seat: "_Seat | None" = None
+    load: int = 0  # of its seat by this job, in tokens
 
     @property
     def num_sequences(self) -> int:
         return self.request.params.n
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt, estimated where it is text."""
+        prompt = self.request.prompt
+        return len(prompt) // _TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
+
+    @cached_property
+    def prefix(self) -> Prefix:
+        """Hashes of leading parts of the prompt as it is, before any tokenizer."""
+        prompt = self.request.prompt
+        try:
+            is_text = isinstance(prompt, str)
+            data = prompt.encode(errors="surrogatepass") if isinstance(prompt, str) else array("i", prompt).tobytes()
+        except (TypeError, OverflowError):  # the engine refuses it
+            return ()
+        salt = (self.request.cache_salt or "").encode(errors="surrogatepass")
+        state, start, prefix = blake2b(salt, digest_size=16, person=b"text" if is_text else b"ids"), 0, []
+        for depth in sample_depths(len(data) // _BLOCK_BYTES):
+            state.update(data[start : depth * _BLOCK_BYTES])
+            start = depth * _BLOCK_BYTES
+            prefix.append((start // _TOKEN_BYTES, state.digest()))
+        return prefix
 
 
 @dataclass(slots=True, eq=False)
@@ -144,6 +174,7 @@ class _Seat:
     num_calls: int = 0  # not answered yet
     jobs: dict[str, _Job] = field(default_factory=dict)  # by request id, the newest last
     num_sequences: int = 0  # of its jobs
+    load: int = 0  # of its jobs, in tokens
     has_suspects: bool = False  # takes nothing else until they have ended
     added: list[NewRequest] = field(default_factory=list)  # for the next call
     aborted: list[str] = field(default_factory=list)  # for the next call, where they come first
@@ -152,12 +183,14 @@ class _Seat:
         job.seat = self
         self.jobs[job.request.request_id] = job
         self.num_sequences += job.num_sequences
+        self.load += job.load
         self.added.append(job.request)
 
     def end(self, job: _Job) -> None:
         job.seat = None
         del self.jobs[job.request.request_id]
         self.num_sequences -= job.num_sequences
+        self.load -= job.load
 
     def abort(self, job: _Job) -> None:
         self.end(job)
@@ -193,15 +226,22 @@ class Fleet:
         self._actors = actors
         self._seats = [_Seat(index) for index in range(actors.count)]
         self._jobs: dict[str, _Job] = {}  # unfinished, by request id
-        self._queue: deque[_Job] = deque()  # in no actor; aborted ones are dropped when their turn comes
-        self._suspects: deque[list[_Job]] = deque()  # likewise; each group for an actor that has nothing else
+        self._router = Router(actors.count)
+        self._queue: OrderedDict[str, _Job] = OrderedDict()  # in no actor, by request id
+        # In no actor either; each group is for one that has nothing else. Aborted ones are dropped in their turn.
+        self._suspects: deque[list[_Job]] = deque()
+        self._idle: dict[int, _Seat] = {}  # ready seats without jobs
+        self._due: dict[int, _Seat] = {}  # seats that may need a call
+        self._may_even_out = False  # something has changed since evening out last found nothing to move
+        self._room = self._max_rows = 0  # sequences that an actor may have, and that a step of it takes
         for seat in self._seats:
             actors.start(seat.index)
         while not isinstance(first := self._wait(), Started):
             pass
         s, n = first.schedule, actors.count
-        self._room = 2 * s.max_num_seqs  # sequences that an actor may have
-        self._max_rows = s.max_num_seqs
+        self._room, self._max_rows = 2 * s.max_num_seqs, s.max_num_seqs
+        for seat in self._seats:
+            self._note(seat)
         self.default_sampling_params = first.default_sampling_params
         self.schedule = dataclasses.replace(
             s,
@@ -214,14 +254,19 @@ class Fleet:
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None
     ) -> None:
         """Queue a request; `request_id` must be unique among unfinished ones."""
-        self._jobs[request_id] = job = _Job(NewRequest(request_id, prompt, params, cache_salt))
-        self._queue.append(job)
+        self._jobs[request_id] = self._queue[request_id] = _Job(NewRequest(request_id, prompt, params, cache_salt))
 
     def abort(self, request_id: str) -> None:
         """Forget a request."""
         job = self._jobs.pop(request_id, None)
-        if job is not None and job.seat is not None:
-            job.seat.abort(job)
+        if job is None:
+            return
+        if job.seat is None:
+            self._queue.pop(request_id, None)
+        else:
+            seat = job.seat
+            seat.abort(job)
+            self._note(seat)
 
     def has_unfinished(self) -> bool:
         """Whether any request has not ended."""
@@ -229,55 +274,86 @@ class Fleet:
 
     def step(self) -> list[RequestOutput | RequestFailure]:
         """Give out what waits, and return what ended in the actor that answers next."""
-        ready = [seat for seat in self._seats if seat.ready]
-        self._give_suspects(ready)
-        self._give_queue(ready)
-        self._even_out(ready)
-        for seat in ready:
-            while seat.num_calls < _CALLS_AHEAD and (seat.jobs or seat.aborted):
+        self._give_suspects()
+        self._give_queue()
+        self._even_out()
+        for seat in self._due.values():
+            while seat.ready and seat.num_calls < _CALLS_AHEAD and (seat.jobs or seat.aborted):
                 self._actors.serve(seat.index, seat.aborted, seat.added)
                 seat.num_calls += 1
                 seat.aborted, seat.added = [], []
+        self._due.clear()
         answer = self._wait()
         return answer.ended if isinstance(answer, Served) else []
 
-    def _give_suspects(self, ready: Sequence[_Seat]) -> None:
-        for seat in ready:
-            if not seat.jobs:
-                seat.has_suspects = False
-            while self._suspects and not seat.jobs:
-                for job in self._suspects.popleft():
-                    if self._is_unfinished(job):
-                        seat.give(job)
-                        seat.has_suspects = True
+    def _note(self, seat: _Seat) -> None:
+        """Let the router and the next step know of a change in a seat."""
+        if not seat.jobs:
+            seat.has_suspects = False
+        self._due[seat.index] = seat
+        if seat.ready and not seat.jobs:
+            self._may_even_out |= seat.index not in self._idle
+            self._idle[seat.index] = seat
+        else:
+            self._idle.pop(seat.index, None)
+        self._may_even_out |= seat.num_sequences > self._max_rows
+        is_open = seat.ready and not seat.has_suspects and (seat.num_sequences < self._room or not seat.jobs)
+        self._router.set_load(seat.index, seat.load, is_open=is_open)
 
-    def _give_queue(self, ready: Sequence[_Seat]) -> None:
-        while self._queue:
-            job = self._queue[0]
-            if self._is_unfinished(job):
-                free = [seat for seat in ready if self._has_room(seat, job)]
-                if not free:
-                    return
-                min(free, key=lambda seat: seat.num_sequences).give(job)
-            self._queue.popleft()
+    def _give(self, seat: _Seat, job: _Job, num_shared_tokens: int = 0) -> None:
+        num_new_tokens = max(job.num_tokens - num_shared_tokens, 0)
+        job.load = num_new_tokens + ROW_CHARGE_TOKENS * job.num_sequences
+        seat.give(job)
+        self._router.note(seat.index, job.prefix)
+        self._note(seat)
 
-    def _is_unfinished(self, job: _Job) -> bool:
-        return self._jobs.get(job.request.request_id) is job
+    def _give_suspects(self) -> None:
+        while self._suspects and self._idle:
+            seat = next(iter(self._idle.values()))
+            for job in self._suspects.popleft():
+                if self._jobs.get(job.request.request_id) is job:
+                    seat.has_suspects = True
+                    self._give(seat, job)
 
-    def _has_room(self, seat: _Seat, job: _Job) -> bool:
-        fits = not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
-        return fits and not seat.has_suspects
+    def _give_queue(self) -> None:
+        num_passed_over = 0
+        given: list[str] = []
+        for request_id, job in self._queue.items():
+            route = self._route(job, only_open=num_passed_over == MAX_PASSED_OVER)
+            if route is None:
+                break
+            if route.is_open:
+                self._give(self._seats[route.replica], job, route.num_shared_tokens)
+                given.append(request_id)
+            else:
+                num_passed_over += 1
+        for request_id in given:
+            del self._queue[request_id]
+        while self._queue and self._idle:  # nobody idles while a job waits for the prefix of another
+            self._give(next(iter(self._idle.values())), self._queue.popitem(last=False)[1])
 
-    def _even_out(self, ready: Sequence[_Seat]) -> None:
+    def _route(self, job: _Job, *, only_open: bool) -> Route | None:
+        while (route := self._router.choose(job.prefix, only_open=only_open)) is not None and route.is_open:
+            seat = self._seats[route.replica]
+            if not seat.jobs or seat.num_sequences + job.num_sequences <= self._room:
+                break
+            self._router.close(seat.index)  # too narrow for this job; its next change opens it
+        return route
+
+    def _even_out(self) -> None:
         """Let idle actors take over what no step of a busy one can have reached: the newest, beyond its rows."""
-        for idle in [seat for seat in ready if not seat.jobs]:
-            busiest = max((s for s in ready if not s.has_suspects), key=lambda seat: seat.num_sequences)
+        while self._may_even_out and self._idle and not self._queue:
+            idle = next(iter(self._idle.values()))
+            others = (seat for seat in self._seats if seat.ready and not seat.has_suspects)
+            busiest = max(others, key=lambda seat: seat.num_sequences)
             for job in list(reversed(busiest.jobs.values())):
                 rest = busiest.num_sequences - job.num_sequences
                 if rest < max(self._max_rows, idle.num_sequences + job.num_sequences):
                     break
                 busiest.abort(job)
-                idle.give(job)
+                self._give(idle, job)
+            self._note(busiest)
+            self._may_even_out = bool(idle.jobs)
 
     def _wait(self) -> Started | Served | Died:
         """The next answer, noted; `Served` with the ends that the caller is to know."""
@@ -285,11 +361,14 @@ class Fleet:
         seat = self._seats[index]
         if isinstance(answer, Started):
             seat.ready, seat.num_failed_starts = True, 0
+            self._note(seat)
             return answer
         if isinstance(answer, Died):
             return Served(self._bury(seat, answer.cause))
         seat.num_calls -= 1
-        return Served([output for output in answer.ended if self._end(seat, output.request_id)])
+        ended = [output for output in answer.ended if self._end(seat, output.request_id)]
+        self._note(seat)
+        return Served(ended)
 
     def _end(self, seat: _Seat, request_id: str) -> bool:
         """Whether the request was still this actor's: it may have been aborted, or be another's by now."""
@@ -305,6 +384,8 @@ class Fleet:
         jobs = list(seat.jobs.values())
         seat.num_failed_starts += not seat.ready
         self._seats[seat.index] = _Seat(seat.index, num_failed_starts=seat.num_failed_starts)
+        self._router.forget(seat.index)
+        self._note(self._seats[seat.index])
         if seat.num_failed_starts < MAX_FAILED_STARTS:
             self._actors.start(seat.index)
         elif all(other.num_failed_starts == MAX_FAILED_STARTS for other in self._seats):

@@ -99,7 +99,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; returns True, as vLLM does where that succeeds."""
-        self.engine.reset_prefix_cache()
+        with self._shared.turn() as engine:
+            engine.reset_prefix_cache()
         return True
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -143,16 +144,11 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
         tokenizer = self._engine_tokenizer()
-        texts = [
-            tokenizer.apply_chat_template(
-                conversation,
-                add_generation_prompt,
-                chat_template=chat_template,
-                tools=tools,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in _as_conversations(messages)
-        ]
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
+        variables = {"add_generation_prompt": add_generation_prompt} | ({"tools": tools} if tools else {})
+        variables |= chat_template_kwargs or {}
+        texts = [tokenizer.render_chat(chat, variables, chat_template) for chat in _as_conversations(messages)]
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -164,7 +160,8 @@ class LLM:
         Raises:
             RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
-        call, (output,) = self._shared.add([prompt], [sampling_params or self.get_default_sampling_params()])
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        call, (output,) = self._shared.add([prompt], _per_prompt(params, 1))
         sent = [_Sent() for _ in output.outputs]
         try:
             while True:

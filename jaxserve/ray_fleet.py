@@ -7,6 +7,7 @@ Ray places the actors, carries the calls and tells who died. What then becomes o
 import contextlib
 import logging
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -111,7 +112,8 @@ class _RayActors:
         self._ray, self._options = ray, dict(options)
         self._actor_class = ray.remote(_EngineActor).options(scheduling_strategy="SPREAD", **resources)
         self._actors: dict[int, Any] = {}  # those alive
-        self._calls: dict[Any, int] = {}  # unanswered, oldest first: the index of the actor
+        self._calls: dict[Any, int] = {}  # not waited for yet, oldest first: the index of the actor
+        self._answered: deque[Any] = deque()  # of those calls, the ones that Ray has told to be ready
 
     def start(self, index: int) -> None:
         self._actors[index] = actor = self._actor_class.remote()
@@ -121,8 +123,8 @@ class _RayActors:
         self._calls[self._actors[index].serve.remote(aborted, added)] = index
 
     def wait(self) -> tuple[int, Started | Served | Died]:
-        (call,), _ = self._ray.wait(list(self._calls), num_returns=1)
-        index = self._calls.pop(call)
+        while (index := self._calls.pop(call := self._next_answered(), None)) is None:
+            pass  # a call of an actor that was stopped since
         try:
             return index, self._ray.get(call)
         except self._ray.exceptions.RayError as error:
@@ -131,6 +133,15 @@ class _RayActors:
             if isinstance(cause, ConfigError):
                 raise cause from None
             return index, Died(_brief(error) if cause is None else repr(cause))
+
+    def _next_answered(self) -> Any:
+        """Return a call that is ready. All calls are looked at only when those found ready before are used up."""
+        if not self._answered:
+            calls = list(self._calls)
+            self._ray.wait(calls, num_returns=1)
+            ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
+            self._answered.extend(ready)
+        return self._answered.popleft()
 
     def stop(self, index: int) -> None:
         """Kill an actor and forget its calls."""

@@ -58,6 +58,8 @@ class SamplingParams:
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: produce text at all; must hold when `stop` is given.
+        truncate_prompt_tokens: keep only the last so many tokens of a longer prompt, and with text the special tokens
+            around it; -1 keeps as many as leave room for `max_tokens`.
 
     Raises:
         RequestError: a value is out of range or a parameter is unknown.
@@ -83,6 +85,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Refuse unknown names with the error that bad values get."""
@@ -103,6 +106,8 @@ class SamplingParams:
                 raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be positive, -1 or None, got 0")
         if self.seed == -1:  # as in vLLM
             self.seed = None
         self._check_stop()
@@ -163,8 +168,9 @@ _INTEGERS = {  # name -> least and largest value
     "seed": (-(2**63), 2**64 - 1),
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
+    "truncate_prompt_tokens": (-1, _MAX_INT32),
 }
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
 _REALS = {
     "temperature": (0, 10_000),
     "top_p": (0, 1),
@@ -224,6 +230,7 @@ class Request:
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False where every prompt position must be computed (prompt_logprobs)
     arrival: int = 0  # counts requests in the order in which they came
+    num_shared_tokens: int = 0  # of the prompt, which the router expects to be cached when the request starts
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
@@ -268,25 +275,43 @@ class Request:
 
 @dataclass(slots=True)  # not frozen: that doubles the time to make one, and a token can come with 21
 class Logprob:
-    """Log probability of one token at one position, before temperature, penalties and masks."""
+    """Log probability of one token at one position, before temperature, penalties and masks.
+
+    Attributes:
+        logprob: natural logarithm of the probability.
+        rank: place among all tokens; 1 is the most likely.
+        decoded_token: text of the token; None without a tokenizer.
+    """
 
     logprob: float
-    rank: int  # 1 is the most likely
+    rank: int
     decoded_token: str | None = None
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds on one monotonic clock, and counts."""
+    """Times of one completion, in seconds on one monotonic clock, and counts.
+
+    Attributes:
+        arrival_s: time when the request was queued.
+        scheduled_s: time of its first admission to a step.
+        first_token_s: time when its first token was read from the device.
+        last_token_s: time when its last token so far was read.
+        finished_s: time of its end.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_preemptions: how often its pages were given to another request.
+        num_restarts: how often it began again from the prompt, with other weights.
+        num_output_tokens: tokens generated so far.
+    """
 
     arrival_s: float = 0.0
-    scheduled_s: float | None = None  # first admission
+    scheduled_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     finished_s: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_restarts: int = 0  # from the prompt, for other weights
+    num_restarts: int = 0
     num_output_tokens: int = 0
 
     @property
@@ -373,19 +398,30 @@ class _TextField:
 
 @dataclass
 class CompletionOutput:
-    """One completion of a prompt."""
+    """One completion of a prompt.
+
+    Attributes:
+        index: number of the completion among the `n` of its request, from 0.
+        text: generated text.
+        token_ids: generated token ids.
+        cumulative_logprob: sum of the log probabilities of the generated tokens; None unless `logprobs` was asked for.
+        logprobs: for each generated token, a dict from token id to Logprob; None unless asked for.
+        finish_reason: "stop", "length" or "abort" once the completion has ended; None before.
+        stop_reason: stop string or stop token id that ended it; None for end-of-sequence.
+        metrics: times and counts.
+    """
 
     index: int
     text: str = cast("str", _TextField())  # a descriptor, to which dataclasses leave the value
     token_ids: TokenIds = field(default_factory=list)
     cumulative_logprob: float | None = None
-    logprobs: Sequence[dict[int, Logprob]] | None = None  # by output token
-    finish_reason: str | None = None  # "stop", "length" or "abort" once ended
-    stop_reason: int | str | None = None  # the stop id or string that ended it; None for end-of-sequence
+    logprobs: Sequence[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def finished(self) -> bool:
-        """Whether this completion has ended."""
+        """Return whether this completion has ended."""
         return self.finish_reason is not None
 
     def follow(self, text: GrowingText) -> None:
@@ -400,14 +436,24 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state so far; final when `finished`."""
+    """A request's state so far; final when `finished`.
+
+    Attributes:
+        request_id: name of the request, unique in its engine.
+        prompt: text of the prompt; None where token ids were given.
+        prompt_token_ids: token ids of the prompt.
+        outputs: completions, `n` of them.
+        finished: whether all completions have ended.
+        prompt_logprobs: for each prompt token, a dict from token id to Logprob, None for the first token; None unless
+            asked for.
+    """
 
     request_id: str
     prompt: str | None
     prompt_token_ids: TokenIds
     outputs: list[CompletionOutput]
     finished: bool = False
-    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None  # by prompt token; None for the first
+    prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
 
     @property
     def metrics(self) -> RequestMetrics:

@@ -17,7 +17,7 @@ import tokenizers
 
 from jaxserve.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import GrowingText, SamplingParams, TokenIds
+from jaxserve.request import GrowingText, SamplingParams, TokenIds, brief
 from jaxserve.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
 
@@ -68,8 +68,13 @@ class Tokenizer:
         """The id that ends a sequence; the first where there are several."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> TokenIds:
-        """Token ids of `text`; `add_special_tokens` adds what the model wants around a prompt, usually a BOS.
+    def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
+        """Return the token ids of `text`.
+
+        Args:
+            text: what to cut into tokens.
+            add_special_tokens: add what the model wants around a prompt, usually a BOS.
+            max_tokens: keep only the last tokens of the text, so that there are at most so many with those added.
 
         Raises:
             RequestError: `text` is not valid Unicode.
@@ -78,7 +83,16 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise RequestError(f"a prompt must be valid Unicode, got a lone surrogate at index {error.start}") from None
-        return self._encode(text, add_special_tokens)
+        token_ids = self._encode(text, add_special_tokens)
+        if max_tokens is None or len(token_ids) <= max_tokens:
+            return token_ids
+        plain = self._encode(text, False) if add_special_tokens else token_ids
+        num_kept = max_tokens - (len(token_ids) - len(plain))
+        if num_kept <= 0:  # no room for text between what is added
+            return token_ids[-max_tokens:]
+        starts = range(len(token_ids) - len(plain) + 1)
+        start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
+        return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
@@ -170,6 +184,31 @@ class Tokenizer:
         if source not in self._compiled:
             self._compiled[source] = ChatTemplate(source)
         return self._compiled[source]
+
+
+def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], TokenIds]) -> list[TokenIds]:
+    """Return the token sequences that `bad_words` forbids, as vLLM finds them.
+
+    Each word is encoded as the beginning of a text and, with a space before it, as a word inside. The second sequence
+    counts only if it begins with another token and is as long: otherwise it is the first behind a token for the space,
+    or a longer way to write it.
+
+    Args:
+        words: what must not be generated.
+        encode: text -> token ids, without special tokens.
+
+    Raises:
+        RequestError: a word has no tokens.
+    """
+    sequences = []
+    for word in words:
+        first, inside = encode(word.lstrip()), encode(" " + word.lstrip())
+        if not first:
+            raise RequestError(f"bad_words must be strings of some text, got {brief(word)}")
+        sequences.append(first)
+        if inside[0] != first[0] and len(inside) == len(first):
+            sequences.append(inside)
+    return sequences
 
 
 class _TokenTexts(dict[int, str]):

@@ -73,7 +73,7 @@ VLLM_OPTIONS = (
     VllmOption("model_impl", "models have one implementation", ("auto",)),
     VllmOption("model_loader_extra_config", "the loader has no options", _NONE_OR_EMPTY),
     VllmOption("ignore_patterns", "nothing is downloaded", None),
-    VllmOption("use_tqdm_on_load", "loading shows no progress bar", _BOOLS),
+    VllmOption("use_tqdm_on_load", "a progress bar is shown where loading takes long", _BOOLS),
     VllmOption("max_parallel_loading_workers", "loading needs no workers", (None,)),
     VllmOption("served_model_name", "has no effect offline", None),
     VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -48,6 +49,9 @@ device_description_str: "NVIDIA H200"
 """
 
 
+_CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
+
+
 class UnknownTopologyError(ValueError):
     """Chips cannot be arranged like this."""
 
@@ -71,16 +75,24 @@ class Chip:
     options: tuple[tuple[str, str], ...] = ()
 
     def unavailable(self) -> str | None:
-        """Why nothing can be compiled for it here; None if it can."""
+        """Return the reason why nothing can be compiled for this chip here; None if it can."""
         if self.platform == "tpu":
-            return None if importlib.util.find_spec("libtpu") else "libtpu is not installed"
-        plugins = importlib.util.find_spec("jax_plugins")
-        if plugins is None or importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
-            return (
-                f"jax-cuda13-plugin and jax-cuda13-pjrt {jax.__version__} are not installed "
-                "(pip install --no-deps is enough to compile)"
-            )
+            return None if importlib.util.find_spec("libtpu") else "libtpu was not found"
+        for package in _CUDA_PLUGIN:
+            try:
+                version = metadata.version(package)
+            except metadata.PackageNotFoundError:
+                return f"{package} {jax.__version__} was not found"
+            if version != jax.__version__:  # jax would refuse it later, with a traceback
+                return f"{package} must have the version of jax, {jax.__version__}, and {version} was found"
         return None
+
+    def requirements(self) -> list[str]:
+        """Return the packages that compile for this chip, as pip takes them; nothing they depend on is needed."""
+        if self.platform == "tpu":
+            needs = (need.split(";")[0].strip() for need in metadata.requires("jax") or ())
+            return [next((need for need in needs if need.startswith("libtpu")), "libtpu")]
+        return [*(f"{package}=={jax.__version__}" for package in _CUDA_PLUGIN), "nvidia-cuda-nvcc", "nvidia-nvvm"]
 
     def compile(
         self,
@@ -106,7 +118,7 @@ class Chip:
         args: Sequence[Any],
         donate_argnums: tuple[int, ...] = (),
         mesh: Mesh | None = None,
-        compiler_options: Mapping[str, str] | None = None,
+        compiler_options: Mapping[str, str | bool] | None = None,
     ) -> jax.stages.Lowered:
         """Traces and lowers `function` for one chip, or for those of a mesh.
 

@@ -11,14 +11,16 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killing import records_by_id
+from random_runs import examples
 
 from jaxserve import fleet
 from jaxserve.batch_files import run_batch
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
-from jaxserve.fleet import MAX_FAILED_STARTS, MAX_LONE_DEATHS, Died, Fleet, NewRequest, Server, Started
+from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.fleet import MAX_FAILED_STARTS, MAX_LONE_DEATHS, Died, Fleet, NewRequest, Served, Server, Started
 from jaxserve.openai_format import BadRequestError
 from jaxserve.request import RequestFailure, RequestOutput, SamplingParams
+from jaxserve.router import Router
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
 
 MAX_NUM_SEQS = 4
@@ -119,7 +121,7 @@ def alone(tokenizer: Tokenizer, prompt: list[int], params: SamplingParams) -> li
     return tokens(output)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 @given(
     seed=st.integers(0, 2**32),
     count=st.integers(1, 4),
@@ -208,6 +210,68 @@ def test_an_idle_actor_takes_over_what_waits_in_a_busy_one(model: Path, tokenize
     assert len(ended) == 2 * MAX_NUM_SEQS
     assert actors.engines[1].num_added == MAX_NUM_SEQS
     assert all(tokens(output)[0] for output in ended.values())
+
+
+def test_requests_go_where_their_prefix_is(model: Path, tokenizer: Tokenizer) -> None:
+    """The questions of a document are served by one actor, while all actors stay full."""
+    actors = LocalActors(4, tokenizer, random.Random(0), never)
+    served = new_fleet(actors, model)
+    while not all(seat.ready for seat in served._seats):
+        served.step()
+    prompts = [f"document {i // 4} " + 300 * "long " + f"question {i}" for i in range(96)]
+    for i in range(96):
+        served.add_request(str(i), prompts[i], SamplingParams(max_tokens=2 + i % 7))
+    seats: dict[int, set[int]] = {}
+    while served.has_unfinished():
+        served.step()
+        for seat in served._seats:
+            for request_id in seat.jobs:
+                seats.setdefault(int(request_id) // 4, set()).add(seat.index)
+    assert sum(map(len, seats.values())) <= 1.5 * len(seats)
+    assert {index for held in seats.values() for index in held} == set(range(4))
+
+
+@pytest.mark.parametrize("count", [4, 64])
+def test_an_answer_costs_the_same_whatever_the_number_of_actors(
+    model: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Counted in calls of the router: loads are set for the few actors that changed."""
+    actors = InstantActors(count)
+    served = new_fleet(actors, model)
+    while not all(seat.ready for seat in served._seats):
+        served.step()
+    set_load, looks = Router.set_load, []
+    monkeypatch.setattr(Router, "set_load", lambda *args, **options: looks.append(1) or set_load(*args, **options))
+    for i in range(2 * count * MAX_NUM_SEQS):
+        served.add_request(str(i), [i], SamplingParams())
+    served.step()
+    looks.clear()
+    for i in range(100):
+        served.add_request(f"new {i}", [i], SamplingParams())
+        assert len(served.step()) <= 1
+    assert len(looks) <= 300
+
+
+class InstantActors:
+    """Actors that end one request in a call."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._answers: deque = deque()
+        self._requests: list[deque[NewRequest]] = [deque() for _ in range(count)]
+
+    def start(self, index: int) -> None:
+        sizes = ScheduleConfig(MAX_NUM_SEQS, 512, max_model_len=1000, page_size=16, num_pages=100)
+        self._answers.append((index, Started(sizes, SamplingParams())))
+
+    def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
+        requests = self._requests[index]
+        requests.extend(added)
+        ended = [RequestFailure(requests.popleft().request_id, RequestError("served"))] if requests else []
+        self._answers.append((index, Served(ended)))
+
+    def wait(self) -> tuple[int, object]:
+        return self._answers.popleft()
 
 
 def test_aborted_requests_are_forgotten_wherever_they_are(model: Path, tokenizer: Tokenizer) -> None:

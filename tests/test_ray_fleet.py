@@ -168,11 +168,12 @@ def test_ray_address_names_the_cluster(cluster: None, model: str, tmp_path: Path
 
 
 def test_ray_is_asked_for_and_named_where_it_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.setattr(config.os, "environ", {})
-    assert cli.main(["batch", "in", "out", "--ray"]) == 2
+    source = str(write_batch(tmp_path / "in.jsonl", 1))
+    assert cli.main(["batch", source, "out", "--ray"]) == 2
     assert "needs Ray; install the extra ray: pip install 'jaxserve[ray]'" in capsys.readouterr().err
     assert cli.main(["batch", "in", "out", "--ray-actors", "2"]) == 2
     assert "--ray-actors needs --ray" in capsys.readouterr().err

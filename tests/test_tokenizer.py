@@ -1,3 +1,4 @@
+import functools
 import json
 import subprocess
 import sys
@@ -9,11 +10,12 @@ import tiny_tokenizers
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken
+from random_runs import examples
+from tokenizers import AddedToken, processors
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
-from jaxserve.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer
+from jaxserve.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer, tokenize_bad_words
 
 CHAT_TEMPLATE = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}
@@ -350,30 +352,84 @@ def test_an_assistant_that_calls_tools_needs_no_content(tmp_path: Path) -> None:
     assert chat("{{ messages[0].tool_calls[0].id }}", tmp_path, messages) == "a"
 
 
+# Bad words
+
+
+def test_bad_words_are_tokenized_as_vllm_does() -> None:
+    """The cases of vLLM's rule: forbidden as the beginning of a text and, where that is one more word, inside it."""
+    vocabulary = {
+        "the": [10],
+        " the": [20],  # a word of its own inside a text
+        "New York": [30, 31],
+        " New York": [32, 31],
+        "odd": [40],
+        " odd": [3, 40],  # a token for the space, then the same: the first sequence forbids it too
+        "same": [50, 51],
+        " same": [50, 52],  # begins with the same token
+    }
+    tokenize = functools.partial(tokenize_bad_words, encode=vocabulary.__getitem__)
+    assert tokenize([]) == []
+    assert tokenize(["the"]) == tokenize([" the"]) == tokenize(["   the"]) == [[10], [20]]
+    assert tokenize(["New York", "the"]) == [[30, 31], [32, 31], [10], [20]]
+    assert tokenize(["odd"]) == [[40]]
+    assert tokenize(["same"]) == [[50, 51]]
+
+
+def test_bad_words_of_a_real_vocabulary(byte_level: Tokenizer) -> None:
+    encode = functools.partial(byte_level.encode, add_special_tokens=False)
+    for words in (["engine"], ["a", "東"], ["Once upon"]):
+        sequences = tokenize_bad_words(words, encode)
+        texts = [byte_level.decode(ids).lstrip() for ids in sequences]
+        assert list(dict.fromkeys(texts)) == words
+    for word in ("", "  "):
+        with pytest.raises(RequestError, match="bad_words must be strings of some text"):
+            tokenize_bad_words([word], encode)
+
+
+# Truncation
+
+
+@pytest.mark.parametrize("with_special", [True, False])
+def test_truncation_is_that_of_transformers(tmp_path: Path, with_special: bool) -> None:
+    tokenizer = tiny_tokenizers.byte_fallback()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    directory = tiny_tokenizers.write(tmp_path, tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    ours, theirs = load_tokenizer(directory), load_hf_tokenizer(directory)
+    theirs.truncation_side = "left"
+    for text in SAMPLES:
+        for length in range(3, 30):
+            ids = ours.encode(text, with_special, max_tokens=length)
+            assert ids == theirs.encode(text, add_special_tokens=with_special, truncation=True, max_length=length)
+            assert len(ids) == min(length, len(ours.encode(text, with_special)))
+    assert ours.encode("many words", max_tokens=1) == [2], "no room for text: the last ones"
+
+
 # Detokenizer
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(ids=st.lists(st.integers(0, 325), max_size=40), skip=st.booleans())
 def test_byte_level_increments_are_the_decoded_text(byte_level: Tokenizer, ids: list[int], skip: bool) -> None:
     """Random tokens are mostly not UTF-8; ids from 320 on are outside the vocabulary."""
     assert incremental(byte_level, ids, skip_special_tokens=skip)[0] == byte_level.decode(ids, skip)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(text=st.text(max_size=60), skip=st.booleans())
 def test_increments_of_any_family_are_the_decoded_text(family: Tokenizer, text: str, skip: bool) -> None:
     ids = family.encode(text)
     assert incremental(family, ids, skip_special_tokens=skip)[0] == family.decode(ids, skip)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(ids=st.lists(st.integers(0, 400), max_size=40))
 def test_any_tokens_of_any_family_give_growing_text(family: Tokenizer, ids: list[int]) -> None:
     incremental(family, ids)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(prompt=st.text("ab é", max_size=6), text=st.text("ab é東", max_size=20))
 def test_text_goes_on_where_the_prompt_ends(family: Tokenizer, prompt: str, text: str) -> None:
     whole = family.encode(prompt + " " + text)
@@ -413,7 +469,7 @@ def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     return None
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400))
 @given(
     data=st.data(),
     stops=st.lists(st.text("ab \N{REPLACEMENT CHARACTER}", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -46,6 +46,7 @@ def entries(document: Document, stage: str) -> list[dict[str, Any]]:
     return [e for _, name, content in document.stages() if name == stage for e in content["points"].values()]
 
 
+@pytest.mark.full
 def test_the_kernel_is_right_and_so_are_the_ids(dry_run: tuple[Document, Path, str]) -> None:
     document, _, printed = dry_run
     cases = entries(document, "correctness")
@@ -58,6 +59,7 @@ def test_the_kernel_is_right_and_so_are_the_ids(dry_run: tuple[Document, Path, s
     assert "ids == transformers'" in printed
 
 
+@pytest.mark.full
 def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path, str]) -> None:
     document, directory, printed = dry_run
     for kind in ("decode", "prefill", "mixed"):
@@ -70,6 +72,7 @@ def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path,
         Document(directory / "tpu.json", "gpu", dry_run=False)
 
 
+@pytest.mark.full
 def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
     document, _, printed = dry_run
     before, changed = document.points("tuning")
@@ -89,6 +92,7 @@ def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Pat
     assert (entry.evidence["decode_us"], entry.evidence["decode_us_before"]) == (90.0, 100.0)
 
 
+@pytest.mark.full
 def test_tables_of_sizes_are_written(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
     """In the folder that is named; what is of no TPU never becomes what TPUs take."""
     document, directory, _ = dry_run

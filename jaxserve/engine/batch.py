@@ -12,14 +12,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, no_type_check
 
+import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int, UInt
+from jaxtyping import Array, Bool, Int, UInt
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Request
-from jaxserve.sampling import SlotTable
+from jaxserve.sampling import SAMPLING_FIELDS, SamplingRows, SlotRow, record_column
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -33,24 +34,7 @@ NUM_BURST_STOP_IDS = 8  # that end a burst too; of a request with more, the host
 _INT, _UINT, _FLOAT = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
 
 # What is fixed while a request runs: one record per slot, gathered by slot into each step's blob.
-SLOT_RECORD = np.dtype(
-    [
-        ("slot", _INT),
-        ("prompt_len", _INT),
-        ("top_k", _INT),
-        ("min_position", _INT),
-        ("use_bias", _INT),
-        ("seed", _UINT, (2,)),
-        ("temperature", _FLOAT),
-        ("top_p", _FLOAT),
-        ("min_p", _FLOAT),
-        ("presence_penalty", _FLOAT),
-        ("frequency_penalty", _FLOAT),
-        ("repetition_penalty", _FLOAT),
-        ("stop_ids", _INT, (NUM_BURST_STOP_IDS,)),
-    ]
-)
-_OFFSETS = {name: field[1] for name, field in (SLOT_RECORD.fields or {}).items()}  # bytes
+SLOT_RECORD = np.dtype([*SAMPLING_FIELDS, ("stop_ids", _INT, (NUM_BURST_STOP_IDS,))])
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -70,19 +54,27 @@ class StepBatch:
     samples: Int[Array, " R"]  # whether the row's last token ends its sequence so far
     next_ids: Int[Array, " R"]  # the known token after the row's last one (prompt logprobs across chunks), else 0
     page_table: Int[Array, "R M"]
-    slot: Int[Array, " R"]
-    prompt_len: Int[Array, " R"]
-    top_k: Int[Array, " R"]
-    min_position: Int[Array, " R"]
-    use_bias: Int[Array, " R"]
-    seed: UInt[Array, "R 2"]
-    temperature: Float[Array, " R"]
-    top_p: Float[Array, " R"]
-    min_p: Float[Array, " R"]
-    presence_penalty: Float[Array, " R"]
-    frequency_penalty: Float[Array, " R"]
-    repetition_penalty: Float[Array, " R"]
-    stop_ids: Int[Array, "R 8"]  # -1 pads
+    records: Int[Array, "R words"]  # of SLOT_RECORD
+
+    @property
+    def slot(self) -> Int[Array, " R"]:
+        """The rows' entries in the tables by slot."""
+        return record_column(self.records, SLOT_RECORD, "slot")
+
+    @property
+    def stop_ids(self) -> Int[Array, "R 8"]:
+        """Ids that end a burst; -1 pads."""
+        return record_column(self.records, SLOT_RECORD, "stop_ids")
+
+    @property
+    def live(self) -> Bool[Array, " R"]:
+        """Mask of rows that sample a token."""
+        return (jnp.arange(self.samples.shape[0]) < self.num_rows) & (self.samples > 0)
+
+    @property
+    def sampling(self) -> SamplingRows:
+        """The rows as sampling sees them."""
+        return SamplingRows(self.records, position=self.kv_lens, live=self.live)
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ class BatchLayout:
         yield "cu_q_lens", (self.num_rows + 1,)
         yield from ((name, (self.num_rows,)) for name in ("kv_lens", "samples", "next_ids"))
         yield "page_table", (self.num_rows, self.num_pages)
-        yield "slot_records", (self.num_rows, SLOT_RECORD.itemsize // 4)
+        yield "records", (self.num_rows, SLOT_RECORD.itemsize // 4)
 
     @cached_property
     def slices(self) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
@@ -130,19 +122,7 @@ class BatchLayout:
         """The fields on the device, floats by their bits."""
         fields: dict[str, Any] = {name: blob[where].reshape(shape) for name, where, shape in self.slices}
         fields["base_seed"] = lax.bitcast_convert_type(fields["base_seed"], _UINT)
-        return StepBatch(**_unpack_records(fields.pop("slot_records")), **fields)
-
-
-def _unpack_records(records: Int[Array, "R words"]) -> dict[str, Array]:
-    columns = {}
-    for name in SLOT_RECORD.names or ():
-        dtype, offset = SLOT_RECORD[name], _OFFSETS[name]
-        first, width = offset // 4, dtype.itemsize // 4
-        words = records[:, first : first + width]
-        base = dtype.subdtype[0] if dtype.subdtype else dtype
-        column = words if base == _INT else lax.bitcast_convert_type(words, base)
-        columns[name] = column if dtype.subdtype else column[:, 0]
-    return columns
+        return StepBatch(**fields)
 
 
 class StepWork(NamedTuple):
@@ -190,7 +170,7 @@ class BatchPacker:
         to["kv_lens"][:num_rows] = stops
         to["samples"][:num_rows] = samples
         self._pages.take(slots, axis=0, out=to["page_table"][:num_rows], mode="clip")
-        self._record_words.take(slots, axis=0, out=to["slot_records"][:num_rows], mode="clip")
+        self._record_words.take(slots, axis=0, out=to["records"][:num_rows], mode="clip")
         to["token_ids"][: plan.num_tokens] = -1
         for row in np.flatnonzero(self._sampled_at[slots] != starts).tolist():
             end, start, stop = to["cu_q_lens"][row + 1], int(starts[row]), int(stops[row])
@@ -212,7 +192,7 @@ class BatchPacker:
             stop = stop + np.arange(num_steps)[:, None]  # [steps, R]
         return StepWork(stop - num_tokens, num_tokens, int((-last % self.config.page_size).sum()))
 
-    def pack_slot(self, request: Request) -> SlotTable | None:
+    def pack_slot(self, request: Request) -> SlotRow | None:
         """What the device must know of an admitted request beyond its row; None is the usual case."""
         p = request.params
         if not (p.has_penalties or p.logit_bias or p.min_tokens):
@@ -220,12 +200,13 @@ class BatchPacker:
         bias = p.logit_bias or {}
         known = request.tokens(0, request.num_known_tokens)
         row: dict[str, Any] = {
-            "token_history": _padded(known, self.config.max_model_len, 0, _INT),
+            "token_ids": _padded(known, self.config.max_model_len, -1, _INT),
+            "prompt_len": np.int32(request.num_prompt_tokens),
             "bias_ids": _padded(list(bias), MAX_LOGIT_BIAS, -1, _INT),
             "bias_values": _padded(list(bias.values()), MAX_LOGIT_BIAS, 0, _FLOAT),
             "stop_ids": _padded(sorted(request.stop_ids), MAX_STOP_IDS, -1, _INT),
         }
-        return SlotTable(**row)
+        return SlotRow(**row)
 
     def _sync_slots(self, plan: StepPlan) -> None:
         for request in plan.admitted:
@@ -255,7 +236,6 @@ def _slot_record(request: Request) -> tuple[Any, ...]:
     seed = request.seed % 2**64
     return (
         request.slot,
-        request.num_prompt_tokens,
         p.top_k,
         min(request.num_prompt_tokens + p.min_tokens, request.max_total_tokens) if p.min_tokens else 0,
         bool(p.logit_bias),

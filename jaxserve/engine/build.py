@@ -27,12 +27,12 @@ from jaxserve.config import (
 )
 from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
-from jaxserve.engine.step import new_pool
+from jaxserve.engine.step import new_pool, new_slots
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
-from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels import native, packed_linear
 from jaxserve.pallas_kernels import ragged_paged_attention as attention
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.peers import Follower, Leader
@@ -113,6 +113,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
         arch: of the whole model.
         peers: the other processes, which build the same.
     """
+    warn_without_native_kernels()
     params, meshes = build_params(config, arch), _meshes(config)
     replicas = copies(params, meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
@@ -141,6 +142,16 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     return runners
 
 
+def warn_without_native_kernels() -> None:
+    """Say why a CPU will be slow, and what helps."""
+    if _on_cpu() and (reason := native.unavailable()) is not None:
+        logger.warning(
+            "steps take about three times as long as they could on this CPU: %s; "
+            "with a C++ compiler (g++ or clang++) on the PATH, install jaxserve again",
+            reason,
+        )
+
+
 def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
     """The weights of the first of some replicas, and the same on the devices of the others."""
 
@@ -167,6 +178,9 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
     Split over its devices, quantised, packed for a CPU, stacked for a scan.
     """
     _use_compilation_cache(config)  # quantising is compiled too
+    dtype = compute_dtype(config, arch).name
+    if config.dtype == "auto" and arch.dtype == "float32" != dtype:
+        logger.warning('the float32 checkpoint is served in %s; pass dtype="float32" to keep its precision', dtype)
     return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
 
 
@@ -236,11 +250,20 @@ def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | Non
 
 
 def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
-    """What was asked for, else float32 on CPU and the checkpoint's elsewhere; `on_cpu` is by default as it is here."""
+    """Return the dtype of weights and activations.
+
+    That is what was asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 checkpoint
+    is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
+
+    Args:
+        config: what was asked for.
+        arch: the model.
+        on_cpu: whether that is where it runs; by default as it is here.
+    """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)
     on_cpu = _on_cpu() if on_cpu is None else on_cpu
-    return jnp.dtype("float32" if on_cpu else arch.dtype)
+    return jnp.dtype("float32" if on_cpu else "bfloat16" if arch.dtype == "float32" else arch.dtype)
 
 
 def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
@@ -306,7 +329,18 @@ def build_schedule(
 def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: str) -> int:
     """Of one page in the pool of a device, which has `arch` of the model."""
     page = jax.eval_shape(partial(new_pool, arch, 1, page_size, kv_dtype=kv_dtype, backend=backend))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(page))
+    return tree_bytes(page)
+
+
+def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
+    """What the tables by slot take on a device that has `arch` of the model."""
+    seqs, _ = default_batch(config, on_cpu=on_cpu)
+    return tree_bytes(jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position)))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of arrays, by their shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def _num_pages_that_fit(
@@ -329,7 +363,7 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_
     row_pages = -(-(config.max_model_len or arch.max_position) // page_size)
     max_num_seqs, _ = default_batch(config, on_cpu=True)
     share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
-    return float(min(share, max_num_seqs * row_pages * page_bytes))
+    return float(min(share - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))
 
 
 def machine_bytes() -> int:
@@ -373,7 +407,8 @@ def accelerator_pool_bytes(
         used_bytes: memory in use, by the weights above all.
     """
     share = min(total_bytes * config.gpu_memory_utilization, limit_bytes)
-    return float(share - used_bytes - activation_bytes(config, arch))
+    kept = activation_bytes(config, arch) + slot_bytes(config, arch, on_cpu=False)
+    return float(share - used_bytes - kept)
 
 
 def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:

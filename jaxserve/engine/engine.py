@@ -31,7 +31,7 @@ from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.programs import source_digest
-from jaxserve.engine.prompt import Prompt, read_prompt
+from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
 from jaxserve.engine.roofline import device_ceilings
 from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
@@ -133,7 +133,8 @@ class Engine:
             raise RequestError(
                 "the engine has no weights: the last could not be read, or sleep(level=2) let them go; update_weights"
             )
-        text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer)
+        limit = prompt_limit(params, self.schedule.max_model_len)
+        text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer, limit)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
         self.cores[0].scheduler.check_fits(requests[0])  # then its siblings fit as well, and any replica has room

@@ -5,30 +5,59 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
+from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import FinishReason, Request, RequestStatus
-
-if TYPE_CHECKING:
-    from jaxserve.engine.core import EngineCore
+from jaxserve.router import MAX_PASSED_OVER, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 
 _POLL_S = 5e-5  # between looks at the devices of several replicas
 
 
-class Placement:
+@runtime_checkable
+class Replica(Protocol):
+    """What the queue needs of an `EngineCore`."""
+
+    scheduler: Scheduler
+
+    def add(self, request: Request) -> None:
+        """Queue a request in the replica."""
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request."""
+
+    def withdraw(self) -> list[Request]:
+        """Hand back the requests that wait in the replica, as far as all their tokens are known."""
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step was not read."""
+
+    def is_ready(self) -> bool:
+        """Whether a step would get on without waiting for the device."""
+
+
+R = TypeVar("R", bound=Replica)
+
+
+class Placement(Generic[R]):
     """Gives a request to a replica when that can start it at once; a lone one has them all, and the queue is its own.
 
-    No replica is idle while a request waits that it has room for: what one could not start after all, or had to
-    preempt, comes back to the queue.
+    The router chooses the replica. Where that is a closed one, because it holds a prefix whose computing costs more
+    than the wait, the request stays in the queue and later ones go on, a bounded number of times. No replica is idle
+    while a request waits that it has room for: what one could not start after all, or had to preempt, comes back to
+    the queue, and an idle replica takes what waits for others.
 
     Args:
         cores: the replicas.
     """
 
-    def __init__(self, cores: Sequence[EngineCore]) -> None:
+    def __init__(self, cores: Sequence[R]) -> None:
         self._cores = cores
+        self._router = Router(len(cores))
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
-        self._core_of: dict[str, EngineCore] = {}  # by the id of each request that a replica has
+        self._core_of: dict[str, R] = {}  # by the id of each request that a replica has
+        self._num_schedules = [0] * len(cores)  # of each replica, when it last had no request that it failed to start
+        self._num_cache_resets = [0] * len(cores)
 
     @property
     def is_lone(self) -> bool:
@@ -55,37 +84,94 @@ class Placement:
         elif reason is not None:
             core.finish(request.request_id, reason)
 
-    def ids_on(self, core: EngineCore) -> list[str]:
+    def ids_on(self, core: R) -> list[str]:
         """The requests that a replica has."""
         return [request_id for request_id, owner in self._core_of.items() if owner is core]
 
     def place(self) -> None:
         """Give requests, in their order, to replicas that have room for them."""
-        if not self.is_lone:
-            self._take_back()
-        while self._queue:
-            request = next(iter(self._queue.values()))
-            if (core := self._core_for(request)) is None:
-                return
-            core.add(request)
-            self._core_of[request.request_id] = core
+        if self.is_lone:
+            while self._queue:
+                _, request = self._queue.popitem(last=False)
+                self._bind(request, 0)
+            return
+        self._take_back()
+        if not self._queue:
+            return
+        for index, core in enumerate(self._cores):
+            scheduler = core.scheduler
+            self._router.set_load(index, scheduler.load, is_open=scheduler.has_room())
+            if scheduler.num_cache_resets != self._num_cache_resets[index]:
+                self._num_cache_resets[index] = scheduler.num_cache_resets
+                self._router.forget(index)
+        self._give_to_idle(self._route_queue())
+
+    def _route_queue(self) -> list[Request]:
+        """Bind requests to open replicas until none is; returns those that rather wait for a closed one."""
+        passed_over: list[Request] = []
+        bound: list[str] = []
+        for request in self._queue.values():
+            prefix = self._prefix(request)
+            route = self._route(request, prefix, only_open=len(passed_over) == MAX_PASSED_OVER)
+            if route is None:
+                break
+            if route.is_open:
+                self._bind(request, route.replica, prefix)
+                bound.append(request.request_id)
+            else:
+                passed_over.append(request)
+                num_tokens = request.num_tokens - route.num_shared_tokens
+                self._router.add_load(route.replica, num_tokens + ROW_CHARGE_TOKENS)
+        for request_id in bound:
+            del self._queue[request_id]
+        return passed_over
+
+    def _route(self, request: Request, prefix: Prefix, *, only_open: bool) -> Route | None:
+        usable = prefix if request.read_prefix_cache else ()
+        while (route := self._router.choose(usable, only_open=only_open)) is not None and route.is_open:
+            request.num_shared_tokens = route.num_shared_tokens
+            if self._cores[route.replica].scheduler.has_room(request):
+                break
+            self._router.close(route.replica)  # its free pages do not suffice
+        return route
+
+    def _give_to_idle(self, passed_over: Sequence[Request]) -> None:
+        idle = [index for index, core in enumerate(self._cores) if not core.scheduler.has_unfinished()]
+        for index, request in zip(idle, passed_over, strict=False):
+            request.num_shared_tokens = 0
+            self._bind(request, index, self._prefix(request))
             del self._queue[request.request_id]
 
+    def _bind(self, request: Request, index: int, prefix: Prefix = ()) -> None:
+        core = self._cores[index]
+        core.add(request)
+        self._core_of[request.request_id] = core
+        if not self.is_lone:
+            self._router.note(index, prefix)
+            self._router.set_load(index, core.scheduler.load, is_open=core.scheduler.has_room())
+
+    def _prefix(self, request: Request) -> Prefix:
+        scheduler = self._cores[0].scheduler
+        hashes = scheduler.prefix_hashes(request)
+        return [(depth * scheduler.page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
+
     def _take_back(self) -> None:
-        returned = [request for core in self._cores for request in core.withdraw()]
-        for request in sorted(returned, key=lambda request: request.arrival, reverse=True):
+        """Return to the queue what replicas failed to start; all that waits where one of them is idle."""
+        is_one_idle = not all(core.scheduler.has_unfinished() for core in self._cores)
+        returned: list[Request] = []
+        for index, core in enumerate(self._cores):
+            scheduler = core.scheduler
+            if scheduler.num_waiting and (is_one_idle or scheduler.num_schedules != self._num_schedules[index]):
+                returned += core.withdraw()
+            if not scheduler.num_waiting:
+                self._num_schedules[index] = scheduler.num_schedules
+        returned.sort(key=lambda request: request.arrival)
+        for request in reversed(returned):
             del self._core_of[request.request_id]
             self._queue[request.request_id] = request
             self._queue.move_to_end(request.request_id, last=False)
 
-    def _core_for(self, request: Request) -> EngineCore | None:
-        """The replica that would give its first token after the least work, which cached pages save."""
-        if self.is_lone:
-            return self._cores[0]
-        free = [core for core in self._cores if core.scheduler.has_room(request)]
-        return min(free, key=lambda core: core.scheduler.work_before(request), default=None)
-
-    def next_cores(self) -> Sequence[EngineCore]:
+    def next_cores(self) -> Sequence[R]:
         """Those whose next step need not wait for the device; the first that becomes so. A lone one may wait."""
         if self.is_lone:
             return self._cores

@@ -11,6 +11,8 @@ from jaxserve.request import Request
 class StepPlan:
     """What one step computes: rows in decode first, then those in prefill, then the newly admitted.
 
+    Rows in decode that were held back for the share of prompts and got the rest of the budget come last.
+
     A row is one request's share of the step: tokens [start, start + count) of the request are computed. Rows are kept
     as columns. An object per row and step would cost more to make than all else that a row in decode needs, and many
     of them alive at once set off full collections of garbage, each of them 0.1 s or more.

@@ -28,6 +28,10 @@ class PrefixCache:
         self._page_by_hash: dict[bytes, int] = {}
         self._hash_by_page: dict[int, bytes] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
+        # The prompt hashed last: the samples of one prompt come one after the other, and need it hashed but once.
+        self._last_prompt: TokenIds = []
+        self._last_salt = b""
+        self._last_hashes: list[bytes] = []  # of the prompt's full pages
 
     @property
     def num_free(self) -> int:
@@ -36,11 +40,27 @@ class PrefixCache:
 
     def hashes(self, request: Request) -> list[bytes]:
         """Hashes of the request's full pages of known tokens; kept on the request, extended as tokens become known."""
-        hashes = request.page_hashes
-        for start in range(len(hashes) * self.page_size, request.num_known_tokens - self.page_size + 1, self.page_size):
+        hashes, num_full = request.page_hashes, request.num_known_tokens // self.page_size
+        if len(hashes) == num_full:
+            return hashes
+        if not hashes:
+            hashes += self._prompt_hashes(request)
+        self._extend(hashes, request, num_full)
+        return hashes
+
+    def _prompt_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the full pages of the request's prompt; computed once for requests in a row with one prompt."""
+        prompt, salt = request.prompt_token_ids, request.salt
+        if salt != self._last_salt or (prompt is not self._last_prompt and prompt != self._last_prompt):
+            self._last_prompt, self._last_salt, self._last_hashes = prompt, salt, []
+            self._extend(self._last_hashes, request, len(prompt) // self.page_size)
+        return self._last_hashes
+
+    def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
+        """Hash the request's pages that follow those of `hashes`, up to `num_pages` in all."""
+        for start in range(len(hashes) * self.page_size, num_pages * self.page_size, self.page_size):
             previous = hashes[-1] if hashes else _root_hash(request.salt)
             hashes.append(_page_hash(previous, request.tokens(start, start + self.page_size)))
-        return hashes
 
     def match(self, request: Request) -> list[int]:
         """The longest run of cached pages of the request's prefix; takes no references.

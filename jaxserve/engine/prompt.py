@@ -6,7 +6,7 @@ from numbers import Integral
 import numpy as np
 
 from jaxserve.errors import RequestError
-from jaxserve.request import TokenIds
+from jaxserve.request import SamplingParams, TokenIds
 from jaxserve.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
@@ -15,9 +15,19 @@ _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 
 
 def read_prompt(
-    prompt: Prompt, cache_salt: str | None, tokenizer: Tokenizer | None
+    prompt: Prompt, cache_salt: str | None, tokenizer: Tokenizer | None, max_tokens: int | None = None
 ) -> tuple[str | None, TokenIds, str | None]:
-    """Text if there is one, token ids and cache salt; RequestError where it is none of what a prompt can be."""
+    """Return the text if there is one, the token ids and the cache salt.
+
+    Args:
+        prompt: what the user gave.
+        cache_salt: salt of a prompt that brings none.
+        tokenizer: None where prompts must be token ids.
+        max_tokens: keep only the last so many tokens.
+
+    Raises:
+        RequestError: it is none of what a prompt can be.
+    """
     if isinstance(prompt, Mapping):
         if unknown := sorted(map(str, prompt.keys() - _PROMPT_KEYS)):
             raise RequestError(f"a prompt takes the keys {sorted(_PROMPT_KEYS)}, got also {unknown}")
@@ -35,8 +45,9 @@ def read_prompt(
     if isinstance(content, str):
         if tokenizer is None:
             raise RequestError("a text prompt needs a tokenizer; pass token ids, or drop skip_tokenizer_init")
-        return content, tokenizer.encode(content), salt
-    return text, _read_token_ids(content), salt
+        return content, tokenizer.encode(content, max_tokens=max_tokens), salt
+    token_ids = _read_token_ids(content)
+    return text, token_ids if max_tokens is None else token_ids[-max_tokens:], salt
 
 
 def _read_token_ids(content: object) -> TokenIds:
@@ -50,3 +61,19 @@ def _read_token_ids(content: object) -> TokenIds:
         if not isinstance(token_id, Integral) or isinstance(token_id, bool):
             raise RequestError(f"token ids must be integers, got {token_id!r} at {position}")
     return [int(token_id) for token_id in content]
+
+
+def prompt_limit(params: SamplingParams, max_model_len: int) -> int | None:
+    """Return how many tokens to keep of a prompt, by `truncate_prompt_tokens`; None is all.
+
+    Raises:
+        RequestError: the model has no room for so many.
+    """
+    wanted = params.truncate_prompt_tokens
+    if wanted == -1:
+        return max(1, max_model_len - (params.max_tokens or 1))
+    if wanted is not None and wanted > max_model_len:
+        raise RequestError(
+            f"truncate_prompt_tokens must be at most max_model_len {max_model_len}, got {wanted}; -1 keeps what fits"
+        )
+    return wanted

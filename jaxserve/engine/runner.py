@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +23,16 @@ from jaxserve.engine.step import (
     Program,
     ServeState,
     StepOutput,
+    abstract_slot_row,
     abstract_state,
     make_serve_burst,
     make_serve_step,
-    set_slot,
+    make_set_slot,
     step_options,
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
-from jaxserve.sampling import SlotTable, TokenLogprobs
+from jaxserve.sampling import SlotRow, TokenLogprobs
 from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ _Buckets = tuple[Iterable[int], Iterable[int]]  # of steps and of bursts
 
 
 _POLL_S = 0.01
+COMPILE_THREADS = 2  # while the caller waits: tracing is Python's, and XLA itself uses one core for much of the time
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class StepResult:
     """What a step or burst sent back, as numpy arrays; logprobs only where the step computed them."""
 
     token_ids: NDArray[np.int32]  # [steps that ran, R]
-    logprobs: TokenLogprobs | None
+    logprobs: TokenLogprobs | None  # [R]; of a burst [steps that ran, R]
     prompt_logprobs: TokenLogprobs | None
 
 
@@ -59,6 +61,7 @@ class StepHandle:
     output: StepOutput
     wants_logprobs: bool
     wants_prompt_logprobs: bool
+    is_burst: bool
 
     def is_ready(self) -> bool:
         """Whether fetching need not wait."""
@@ -68,11 +71,21 @@ class StepHandle:
         """Wait for the step and download what it was asked for."""
         out = self.output
         token_ids = np.atleast_2d(np.asarray(out.token_ids))
-        return StepResult(
-            token_ids=token_ids[token_ids[:, 0] >= 0],
-            logprobs=jax.device_get(out.logprobs) if self.wants_logprobs else None,
-            prompt_logprobs=jax.device_get(out.prompt_logprobs) if self.wants_prompt_logprobs else None,
-        )
+        ran = token_ids[:, 0] >= 0
+        logprobs = prompt_logprobs = None
+        if self.wants_logprobs:
+            words = np.asarray(out.logprobs).reshape(*token_ids.shape, -1)[ran]
+            logprobs = TokenLogprobs.unpack(words if self.is_burst else words[0])
+        if self.wants_prompt_logprobs:
+            prompt_logprobs = TokenLogprobs.unpack(np.asarray(out.prompt_logprobs))
+        return StepResult(token_ids[ran], logprobs, prompt_logprobs)
+
+    def start_download(self) -> None:
+        """Let what is wanted of the output come to the host as soon as it is there."""
+        wanted = [(self.output.token_ids, True), (self.output.logprobs, self.wants_logprobs)]
+        for array, is_wanted in (*wanted, (self.output.prompt_logprobs, self.wants_prompt_logprobs)):
+            if is_wanted:
+                array.copy_to_host_async()
 
 
 class Programs:
@@ -156,7 +169,7 @@ class Programs:
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
-        compiler_options = step_options(device.device_kind)
+        compiler_options = _known_options(device)
         return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, blob)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
@@ -193,7 +206,7 @@ class Programs:
     ) -> None:
         try:
             self.set_slot = self._compile_set_slot()
-            self._compile(*first)
+            self._compile(*first, num_threads=COMPILE_THREADS)
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
                 pass
@@ -207,23 +220,32 @@ class Programs:
             self._compiled.set()
             ready.set()
 
-    def _compile(self, buckets: Iterable[int], bursts: Iterable[int]) -> None:
-        for bucket in buckets:
-            if self._closing.is_set():
-                return
-            if bucket not in self.steps:
-                self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
-        for bucket in bursts:
-            if self._closing.is_set():
-                return
-            self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
+    def _compile(self, buckets: Iterable[int], bursts: Iterable[int], num_threads: int = 1) -> None:
+        """Compile what is missing of some buckets, in order, several at a time."""
+        single = self.schedule.step_buckets(self._max_burst_steps)
+        shared = [bucket for bucket in buckets if bucket not in single]
+        jobs = [partial(self._compile_step, bucket) for bucket in buckets if bucket in single]
+        jobs += [partial(self._compile_burst, bucket) for bucket in dict.fromkeys([*shared, *bursts])]
+        run_all(jobs, num_threads, self._closing)
         logger.debug("compiled steps of %s tokens and bursts of %s rows", sorted(self.steps), sorted(self.bursts))
+
+    def _compile_step(self, bucket: int) -> None:
+        if bucket not in self.steps:
+            self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
+
+    def _compile_burst(self, bucket: int) -> None:
+        if bucket not in self.bursts:
+            self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
+        if bucket not in self.schedule.step_buckets(self._max_burst_steps):
+            self.steps[bucket] = self.bursts[bucket]
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
-        row = jax.tree.map(lambda s: self._operand(s.shape[1:], s.dtype), state.slots)
+        row = jax.tree.map(lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule))
         args = (state, self._operand((), jnp.int32), row)
-        program = set_slot if self.mesh is None else over_devices(set_slot, self.mesh, args, specs_of(state))
+        program = make_set_slot(self.arch, num_devices=self.num_devices)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, args, specs_of(state))
         return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
@@ -371,7 +393,7 @@ class Runner:
 
     # Steps
 
-    def set_slot(self, slot: int, row: SlotTable) -> None:
+    def set_slot(self, slot: int, row: SlotRow) -> None:
         """Replace what the device remembers of a slot."""
         self.state = self.programs.set_slot(self.state, np.int32(slot), row)
 
@@ -389,8 +411,54 @@ class Runner:
             jax.block_until_ready(self.state)
         programs = self.programs.bursts if burst else self.programs.steps
         self.state, output = programs[bucket](self.params, self.state, blob)
-        output.token_ids.copy_to_host_async()
-        return StepHandle(output, wants_logprobs, wants_prompt_logprobs)
+        handle = StepHandle(output, wants_logprobs, wants_prompt_logprobs, burst)
+        handle.start_download()
+        return handle
+
+
+@cache
+def _known_options(device: jax.Device) -> dict[str, str | bool]:
+    """`step_options` of a device, without those that the XLA in use does not know: its options come and go."""
+
+    def is_known(option: dict[str, str | bool]) -> bool:
+        try:
+            jax.jit(lambda: 0, compiler_options=option).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("XLA compiles without an option that it does not know: %s", error)
+            return False
+        return True
+
+    wanted = step_options(device.device_kind)
+    return {name: value for name, value in wanted.items() if is_known({name: value})}
+
+
+def run_all(jobs: Iterable[Callable[[], None]], num_threads: int, stop: threading.Event) -> None:
+    """Run jobs in some threads, each taking the next one, until all are done, one fails or `stop` is set.
+
+    The caller's thread is one of them. The others are daemons, for which nothing waits at exit, so that what sets
+    `stop` there can run.
+    """
+    left, lock, errors = iter(list(jobs)), threading.Lock(), list[Exception]()
+
+    def work() -> None:
+        while not (stop.is_set() or errors):
+            with lock:
+                job = next(left, None)
+            if job is None:
+                return
+            try:
+                job()
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def _is_sound(state: ServeState | None) -> bool:

@@ -4,6 +4,11 @@ There are no phases: every request has `num_computed_tokens` of `num_tokens`, an
 meet, which samples one further token. Chunked prefill, prefix-cache hits and recompute after preemption are that one
 case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
 
+The budget. Rows in decode come first, with a token each; then rows in prefill, oldest first, then new requests, each
+with as much of its prompt as the budget leaves. Where that would leave prompts less than `prefill_share` of the budget,
+some rows in decode are held back: they get what the prompts did not need, and otherwise take turns to miss a step. That
+can only be where max_num_batched_tokens is less than 8/7 of max_num_seqs; everywhere else no row in decode ever waits.
+
 Step-ahead. Plan n + 1 may be made before the tokens of plan n are read, so `schedule()` already counts the tokens that
 a plan computes, and `num_pending_tokens` counts those sampled but not read. The caller promises one thing: every plan
 is packed before the next call into the scheduler, the device runs all plans in order, and `update()` gets them in that
@@ -32,21 +37,21 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
+from jaxserve.config import prefill_share
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prefix_cache import PrefixCache
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, Request, RequestStatus
-
-ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much, in placement, as so many tokens of a prompt
+from jaxserve.router import ROW_CHARGE_TOKENS
 
 
 class Scheduler:
     """Continuous batching over a page pool: first come, first served; the last admitted is the first preempted.
 
     At most one request is between two chunks of its prefill at a time, and it is the last admitted: a chunk
-    that does not complete a prefill takes the whole budget. So a preemption on behalf of a prefill can only hit that
-    prefill itself, and no row in decode ever misses a step because of one.
+    that does not complete a prefill takes the rest of the budget. So a preemption on behalf of a prefill can only hit
+    that prefill itself, and no row in decode ever loses its pages because of one.
 
     Args:
         max_num_seqs: rows in a step and requests running at once.
@@ -54,6 +59,10 @@ class Scheduler:
         page_size: tokens per page.
         num_pages: pages in the pool.
         max_model_len: limit on a request's prompt and output tokens together.
+
+    Attributes:
+        num_schedules: calls of `schedule`.
+        num_cache_resets: calls of `reset_prefix_cache`.
     """
 
     def __init__(
@@ -71,8 +80,17 @@ class Scheduler:
         # Ordered by arrival, the preempted in front. Not a deque: an abort in the middle takes constant time.
         self._waiting: OrderedDict[str, Request] = OrderedDict()
         self._running: dict[str, Request] = {}  # in order of admission
+        self._decode_limit = max_num_batched_tokens - prefill_share(max_num_batched_tokens)  # while prompts wait
+        self._next_held_slot = 0  # where the turn of rows in decode begins that are held back next
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._unshared: set[Request] = set()  # running since before the last reset of the prefix cache
+        self.num_schedules = 0
+        self.num_cache_resets = 0
+        # The load, kept up to date by every event so that routers read it in constant time.
+        self._num_prefill_tokens = 0  # that running rows have to compute beyond one each
+        self._num_growing = 0  # running rows that may need a further page
+        self._num_waiting_tokens = 0  # that waiting requests have to compute, as far as is known
+        self._num_waiting_pages = 0  # that the start of all waiting requests takes
         self._next_step_id = 0
         self._last_updated_step_id = -1
         self._chain: deque[StepPlan] = deque()  # bursts not updated yet; one may follow the one before it
@@ -111,7 +129,7 @@ class Scheduler:
             )
         self.check_fits(request)
         self._requests[request.request_id] = request
-        self._waiting[request.request_id] = request
+        self._enqueue(request)
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """Ends a request in whatever state it is; None when no unfinished request has this id.
@@ -130,7 +148,8 @@ class Scheduler:
         """
         withdrawn = [request for request in self._waiting.values() if not request.num_pending_tokens]
         for request in withdrawn:
-            del self._waiting[request.request_id], self._requests[request.request_id]
+            self._dequeue(request)
+            del self._requests[request.request_id]
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
@@ -138,6 +157,7 @@ class Scheduler:
 
         Running requests keep their pages, but no one else will find what they compute on top of them.
         """
+        self.num_cache_resets += 1
         self._cache.reset()
         self._unshared.update(self._running.values())
 
@@ -164,32 +184,36 @@ class Scheduler:
                 "lower max_tokens, shorten the prompt or raise num_pages"
             )
 
-    def has_room(self, request: Request) -> bool:
-        """Whether the next plan could start `request` behind those that wait here."""
-        if len(self._waiting) >= len(self._free_slots) or self._num_tokens_ahead() >= self.max_num_batched_tokens:
+    @property
+    def load(self) -> int:
+        """Tokens to compute before those of a request added now, and a charge for every request."""
+        return self._num_tokens_ahead + ROW_CHARGE_TOKENS * len(self._requests)
+
+    def has_room(self, request: Request | None = None) -> bool:
+        """Whether the next plan could start `request`, or any that takes one page, behind those that wait here.
+
+        Rows in decode that need a page in that plan already may yet take those that are counted as free.
+        """
+        if len(self._waiting) >= len(self._free_slots) or self._num_tokens_ahead >= self.max_num_batched_tokens:
             return False
-        running = self._running.values()
-        num_pages = sum(max(self._num_pages_for(r.num_tokens) - len(r.pages), 0) + self._can_grow(r) for r in running)
-        num_pages += sum(self._num_pages_taken(r) + self._can_grow(r) for r in self._waiting.values())
-        return num_pages + max(self._num_pages_taken(request), 1) <= self._cache.num_free
+        num_reserved = self._num_growing + self._num_pages_for(self._num_prefill_tokens) + self._num_waiting_pages
+        num_new = 1 if request is None else max(self._num_pages_taken(request), 1)
+        return num_reserved + num_new <= self._cache.num_free
 
-    def work_before(self, request: Request) -> int:
-        """Tokens to compute until the first one of `request`, were it added now, and a charge for every running row."""
-        return self._num_tokens_ahead() + self._num_uncached(request) + ROW_CHARGE_TOKENS * self.num_running
+    def prefix_hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of the pages of a request that others may share with it."""
+        return self._cache.hashes(request)[: (request.num_known_tokens - 1) // self.page_size]
 
+    @property
     def _num_tokens_ahead(self) -> int:
-        """Tokens of all requests that the next plans compute before those of one added now."""
-        running = sum(map(_num_remaining, self._running.values()))
-        return running + sum(map(self._num_uncached, self._waiting.values()))
-
-    def _num_uncached(self, request: Request) -> int:
-        return request.num_tokens - len(self._cached_pages(request)) * self.page_size
+        return len(self._running) + self._num_prefill_tokens + self._num_waiting_tokens
 
     def _num_pages_taken(self, request: Request) -> int:
         """Of the free pages, by the start of a request: those it finds cached that nobody has, and new ones."""
         cached = self._cached_pages(request)
-        num_tokens = min(request.num_tokens, len(cached) * self.page_size + self.max_num_batched_tokens)
-        return self._cache.num_evictable(cached) + self._num_pages_for(num_tokens) - len(cached)
+        num_shared = max(len(cached), request.num_shared_tokens // self.page_size)
+        num_tokens = min(request.num_tokens, num_shared * self.page_size + self.max_num_batched_tokens)
+        return self._cache.num_evictable(cached) + self._num_pages_for(num_tokens) - num_shared
 
     def _cached_pages(self, request: Request) -> list[int]:
         return self._cache.match(request) if request.read_prefix_cache else []
@@ -222,13 +246,17 @@ class Scheduler:
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
+        self.num_schedules += 1
         plan = StepPlan(self._next_step_id, follows_burst=self._in_burst())
         if max_steps > 1 and (plan.follows_burst or not self._has_pending_tokens()):
             plan.num_steps = self.most_steps(max_steps)
         assert plan.num_steps > 1 or not plan.follows_burst, "a burst must be updated before a plan of one step is made"
-        self._schedule_running(plan)
+        held_back = self._rows_to_hold_back()
+        self._schedule_running(plan, held_back)
         if not plan.preempted:
             self._admit_waiting(plan)
+        if held_back:
+            self._decode_held_back(plan, held_back)
         if not plan.requests:
             return None
         self._next_step_id += 1
@@ -273,16 +301,39 @@ class Scheduler:
             held = (request.pages, request.slot, request.num_computed_tokens)
             assert held == ([], -1, 0), f"{request.request_id} waits but holds {held}"
         self._cache.check_integrity(owners)
+        assert self._num_prefill_tokens == sum(_num_remaining(r) - 1 for r in self._running.values())
+        assert self._num_growing == sum(map(self._can_grow, self._running.values()))
+        counted = self._num_waiting_tokens, self._num_waiting_pages
+        self._num_waiting_tokens = self._num_waiting_pages = 0
+        for request in self._waiting.values():
+            self._count_waiting(request, 1)
+        assert counted == (self._num_waiting_tokens, self._num_waiting_pages), counted
         assert self._requests.keys() == self._running.keys() | self._waiting.keys()
         slots = [*self._free_slots, *(request.slot for request in self._running.values())]
         assert sorted(slots) == list(range(self.max_num_seqs)), f"slots are lost or shared: {slots}"
 
     # Parts of schedule()
 
-    def _schedule_running(self, plan: StepPlan) -> None:
-        """Gives every running row in decode its token, then rows in prefill what the budget leaves, oldest first."""
+    def _rows_to_hold_back(self) -> list[Request]:
+        """Rows in decode that would take the prompts' share of the budget, in turn; none without prompts to compute."""
+        if len(self._running) <= self._decode_limit:
+            return []
+        rows = self._running.values()
+        if not (self._waiting and self._free_slots) and not any(map(_in_prefill, rows)):
+            return []
+        # Those at their length limit compute nothing more: `_can_decode`.
+        in_decode = [row for row in rows if not _in_prefill(row) and row.num_tokens < row.max_total_tokens]
+        in_decode.sort(key=lambda request: (request.slot - self._next_held_slot) % self.max_num_seqs)
+        return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
+
+    def _schedule_running(self, plan: StepPlan, held_back: list[Request]) -> None:
+        """Gives the running rows in decode their token, then rows in prefill what the budget leaves, oldest first."""
         num_steps, in_prefill = plan.num_steps, []
-        for request in list(self._running.values()):
+        rows = list(self._running.values())
+        if held_back:
+            held = set(held_back)
+            rows = [request for request in rows if request not in held]
+        for request in rows:
             start = request.num_computed_tokens
             if start + num_steps > request.quiet_until:
                 if _in_prefill(request):
@@ -302,6 +353,27 @@ class Scheduler:
             num_tokens = min(_num_remaining(request), self._budget_left(plan))
             if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
                 self._prefill(request, num_tokens, plan)
+
+    def _decode_held_back(self, plan: StepPlan, held_back: list[Request]) -> None:
+        """Gives rows held back what prompts left of the budget, those last whose turn it is to miss the step.
+
+        Takes no pages from anyone: all others may have rows in this plan already.
+        """
+        num_missing = len(held_back)
+        for request in reversed(held_back):
+            if not self._budget_left(plan):
+                break
+            num_missing -= 1
+            has_page = len(request.pages) * self.page_size > request.num_computed_tokens or self._cache.num_free
+            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, plan):
+                plan.requests.append(request)
+                plan.starts.append(request.num_computed_tokens)
+                plan.counts.append(1)
+                plan.samples.append(True)
+                plan.num_decode_tokens += 1
+                request.num_computed_tokens += 1
+        if num_missing:
+            self._next_held_slot = (held_back[num_missing - 1].slot + 1) % self.max_num_seqs
 
     def _can_decode(self, request: Request, plan: StepPlan) -> bool:
         """Whether a row in decode goes on; if so, its pages are there, and `quiet_until` says for how long."""
@@ -330,6 +402,7 @@ class Scheduler:
             if victim is request:
                 return False
         request.pages += pages
+        self._num_growing -= not self._can_grow(request)
         plan.grown.append(request)
         return True
 
@@ -340,7 +413,8 @@ class Scheduler:
         self._stop_running(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
-        self._waiting[request.request_id] = request
+        request.num_shared_tokens = 0
+        self._enqueue(request)
         self._waiting.move_to_end(request.request_id, last=False)
         plan.preempted.append(request)
 
@@ -349,7 +423,7 @@ class Scheduler:
         if not self._waiting or not self._free_slots:
             return
         # Each running row that can grow will soon need a page; a newcomer that takes the last ones is soon preempted.
-        num_reserved = sum(map(self._can_grow, self._running.values()))
+        num_reserved = self._num_growing
         while self._waiting and self._free_slots and self._budget_left(plan):
             request = next(iter(self._waiting.values()))
             # Preempted with tokens on the device: what there is to compute is not known before they are read.
@@ -369,11 +443,14 @@ class Scheduler:
             return False
         if not request.num_preemptions:
             request.num_cached_tokens = start
+        self._dequeue(request)
         request.status = RequestStatus.RUNNING
         request.slot = self._free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = start
-        self._running[request.request_id] = self._waiting.pop(request.request_id)
+        self._running[request.request_id] = request
+        self._num_prefill_tokens += _num_remaining(request) - 1
+        self._num_growing += self._can_grow(request)
         plan.num_cached_tokens += start
         plan.admitted.append(request)
         self._prefill(request, num_tokens, plan)
@@ -393,6 +470,7 @@ class Scheduler:
         start = request.num_computed_tokens
         samples = _num_remaining(request) == num_tokens
         request.num_computed_tokens = start + num_tokens
+        self._num_prefill_tokens -= num_tokens - samples
         plan.num_prefill_tokens += num_tokens
         plan.requests.append(request)
         plan.starts.append(start)
@@ -465,14 +543,30 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             self._stop_running(request)
         else:
-            del self._waiting[request.request_id]
+            self._dequeue(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         request.num_tokens_when_preempted = 0
 
+    def _enqueue(self, request: Request) -> None:
+        self._waiting[request.request_id] = request
+        self._count_waiting(request, 1)
+
+    def _dequeue(self, request: Request) -> None:
+        del self._waiting[request.request_id]
+        self._count_waiting(request, -1)
+
+    def _count_waiting(self, request: Request, sign: int) -> None:
+        num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
+        self._num_waiting_tokens += sign * num_tokens
+        # Of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
+        self._num_waiting_pages += sign * (self._num_pages_for(min(num_tokens, self.max_num_batched_tokens)) + 1)
+
     def _stop_running(self, request: Request) -> None:
         del self._running[request.request_id]
+        self._num_prefill_tokens -= _num_remaining(request) - 1
+        self._num_growing -= self._can_grow(request)
         self._unshared.discard(request)
         self._free_slots.append(request.slot)
         self._cache.release(request.pages)

@@ -26,11 +26,21 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 from jaxserve.request import MAX_LOGIT_BIAS
-from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, by_blocks, sample, token_logprobs
+from jaxserve.sampling import (
+    PACKED_WORDS,
+    SlotRow,
+    SlotTable,
+    TokenLogprobs,
+    VocabSplit,
+    count_sampled,
+    count_tokens,
+    sample,
+    token_logprobs,
+)
 from jaxserve.sharding import joined
 
 MANY_HEADS = 4  # times as many are more, however a backend fills them up
-PROMPT_LOGPROB_BLOCK = 64  # tokens whose logits exist at once
+LOGPROB_BLOCK = 64  # positions whose logprobs are computed at once: of all tokens of a step there are no logits
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -39,7 +49,7 @@ class ServeState:
     """What lives on the device between steps; donated to every step and returned by it."""
 
     kv_pages: Pages  # in the layout of the attention backend
-    slots: SlotTable  # tokens, biases and stop ids of every running request
+    slots: SlotTable  # tokens, their counts, biases and stop ids of every running request
     burst_cut: Bool[Array, ""]  # whether the last burst ran fewer steps than it was to
 
 
@@ -56,23 +66,32 @@ def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTyp
     )
 
 
-def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str) -> ServeState:
-    """The state before the first step, all zero: the pool, and what each slot remembers."""
-    S = schedule.max_num_seqs
-    pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
-    slots = SlotTable(
-        token_history=jnp.zeros((S, schedule.max_model_len), jnp.int32),
+def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:
+    """Tables by slot before the first request, all zero."""
+    S = max_num_seqs
+    return SlotTable(
+        token_history=jnp.zeros((S, max_model_len), jnp.int32),
+        token_counts=jnp.zeros((S, arch.vocab_size), jnp.int32),
         bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
     )
+
+
+def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str) -> ServeState:
+    """The state before the first step, all zero: the pool, and what each slot remembers."""
+    pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
+    slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
     return ServeState(kv_pages=pool, slots=slots, burst_cut=jnp.bool_(False))
 
 
 def abstract_state(
     arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str, mesh: Mesh | None = None
 ) -> ServeState:
-    """Shapes and dtypes of the state; over the devices of a mesh, shardings too: the pool is split by its kv heads."""
+    """Shapes and dtypes of the state; over the devices of a mesh, shardings too.
+
+    The pool is split by its kv heads, the counts of tokens by the vocabulary.
+    """
 
     def shapes(arch: ArchConfig) -> ServeState:
         return jax.eval_shape(partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend=backend))
@@ -91,13 +110,13 @@ class StepOutput:
 
     Attributes:
         token_ids: of a burst one row per step; those of steps that did not run are -1.
-        logprobs: of `token_ids`; zeros unless the step wants logprobs; None of a burst.
-        prompt_logprobs: per token of the step, of the token after it; zeros unless wanted; None of a burst.
+        logprobs: of `token_ids`, as `TokenLogprobs.pack` lays them out; zeros unless the step wants logprobs.
+        prompt_logprobs: per token of the (first) step, of the token after it; zeros unless wanted.
     """
 
     token_ids: Int[Array, "*steps R"]
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: TokenLogprobs | None = None
+    logprobs: Int[Array, "*steps R words"]
+    prompt_logprobs: Int[Array, "T words"]
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -143,7 +162,31 @@ def paged_attend(
 
 
 Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
+SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
 ReadLogprobs = Callable[[Array, Array], TokenLogprobs]  # of logits [N, V] and ids [N]
+
+
+def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
+    """How logits lie on the devices of a whole model; None where one has all of them."""
+    axis = arch.local(num_devices).tensor_axis
+    return VocabSplit(axis, num_devices, arch.vocab_size) if axis else None
+
+
+def new_slot_row(schedule: ScheduleConfig) -> SlotRow:
+    """What enters a slot, all zero."""
+    return SlotRow(
+        token_ids=jnp.zeros(schedule.max_model_len, jnp.int32),
+        prompt_len=jnp.int32(0),
+        bias_ids=jnp.zeros(MAX_LOGIT_BIAS, jnp.int32),
+        bias_values=jnp.zeros(MAX_LOGIT_BIAS, jnp.float32),
+        stop_ids=jnp.zeros(MAX_STOP_IDS, jnp.int32),
+    )
+
+
+def abstract_slot_row(schedule: ScheduleConfig) -> SlotRow:
+    """Shapes and dtypes of what enters a slot."""
+    shapes: SlotRow = jax.eval_shape(partial(new_slot_row, schedule))
+    return shapes
 
 
 @dataclass(frozen=True)
@@ -163,9 +206,7 @@ class Model:
     @staticmethod
     def of(arch: ArchConfig, *, backend: str, num_devices: int = 1) -> Model:
         """That of the whole `arch`; of its part on one of several devices, to be run in a shard_map over them all."""
-        local = arch.local(num_devices)
-        split = VocabSplit(local.tensor_axis, num_devices, arch.vocab_size) if local.tensor_axis else None
-        return Model(local, partial(paged_attend, backend=backend), split)
+        return Model(arch.local(num_devices), partial(paged_attend, backend=backend), vocab_split(arch, num_devices))
 
 
 def make_serve_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, num_devices: int = 1) -> Program:
@@ -183,8 +224,9 @@ def make_serve_burst(
 ) -> Program:
     """Up to `max_steps` decode steps of one bucket, to be jitted as those of `make_serve_step`.
 
-    Every row has one token, and pages for all steps. Ends after `num_steps` steps, or with the first stop id. One that
-    `follows_burst` was planned as if that would run all its steps; if it did not, this one runs none.
+    Of more than one step every row has one token, and pages for all of them; a single step may be any. Ends after
+    `num_steps` steps, or with the first stop id. One that `follows_burst` was planned as if that would run all its
+    steps; if it did not, this one runs none.
     """
     model = Model.of(arch, backend=backend, num_devices=num_devices)
 
@@ -193,29 +235,42 @@ def make_serve_burst(
         num_steps = jnp.minimum(batch.num_steps, max_steps)
         void = state.burst_cut & (batch.follows_burst > 0)
 
-        def goes_on(carry: tuple[ServeState, Array, Array, Array]) -> Bool[Array, ""]:
+        def goes_on(carry: tuple[ServeState, StepOutput, Array, Array]) -> Bool[Array, ""]:
             _, _, step, stopped = carry
             return (step < num_steps) & ~stopped
 
-        def run(carry: tuple[ServeState, Array, Array, Array]) -> tuple[ServeState, Array, Array, Array]:
-            state, token_ids, step, _ = carry
+        def run(carry: tuple[ServeState, StepOutput, Array, Array]) -> tuple[ServeState, StepOutput, Array, Array]:
+            state, outputs, step, _ = carry
             state, out = _step(params, state, _later(batch, step), model)
-            token_ids = token_ids.at[step].set(out.token_ids)
-            return state, token_ids, step + 1, _any_stops(batch, out.token_ids)
+            outputs = StepOutput(
+                token_ids=outputs.token_ids.at[step].set(out.token_ids),
+                logprobs=outputs.logprobs.at[step].set(out.logprobs),
+                prompt_logprobs=out.prompt_logprobs,
+            )
+            return state, outputs, step + 1, _any_stops(batch, out.token_ids)
 
-        token_ids = jnp.full((max_steps, layout.num_rows), -1, jnp.int32)
-        state, token_ids, step, _ = lax.while_loop(goes_on, run, (state, token_ids, jnp.int32(0), void))
-        return dataclasses.replace(state, burst_cut=step < num_steps), StepOutput(token_ids)
+        R = layout.num_rows
+        outputs = StepOutput(
+            token_ids=jnp.full((max_steps, R), -1, jnp.int32),
+            logprobs=jnp.zeros((max_steps, R, PACKED_WORDS), jnp.int32),
+            prompt_logprobs=jnp.zeros((layout.num_tokens, PACKED_WORDS), jnp.int32),
+        )
+        state, outputs, step, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0), void))
+        return dataclasses.replace(state, burst_cut=step < num_steps), outputs
 
     return serve_burst
 
 
-def step_options(device_kind: str) -> dict[str, str]:
-    """What XLA is told where it compiles steps and bursts for such devices.
+def step_options(device_kind: str) -> dict[str, str | bool]:
+    """Options of XLA for the programs of steps and bursts on such devices.
 
     For TPU7x it would copy all weights in front of the loop over the layers, in every step: into tiles of twice as many
-    rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone.
+    rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone. On a CPU
+    most of the time of a program is spent to compile it: its newer code generator and the later passes of LLVM take
+    twice as long, and steps take no less time for them, of 1 row rather more.
     """
+    if device_kind == "cpu":
+        return {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
     return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"} if device_kind.startswith("TPU7x") else {}
 
 
@@ -228,14 +283,11 @@ def _step(params: Params, state: ServeState, batch: StepBatch, model: Model) -> 
     hidden, carry = decoder.forward(params, model.arch, token_ids, positions, model.attend, carry)
     logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
     with jax.named_scope("sample"):
-        rows = _sampling_rows(batch)
-        sampled = draw(logits, rows, state.slots, jax.random.key(batch.base_seed, impl="threefry2x32"))
-        slots = _remember(state.slots, batch, sampled)
-    out = StepOutput(
-        token_ids=sampled,
-        logprobs=_logprobs_if(batch.wants_logprobs, lambda: read_logprobs(logits, sampled)),
-        prompt_logprobs=_prompt_logprobs(params, batch, read_logprobs, hidden, row_ids),
-    )
+        sampled = draw(logits, batch.sampling, state.slots, batch.base_seed)
+        slots = _remember(state.slots, batch, sampled, split.first_id if split else 0)
+    with jax.named_scope("logprobs"):
+        logprobs, prompt_logprobs = _logprobs(params, batch, read_logprobs, logits, sampled, hidden, row_ids)
+    out = StepOutput(sampled, logprobs, prompt_logprobs)
     return dataclasses.replace(state, kv_pages=carry.kv_pages, slots=slots), out
 
 
@@ -247,7 +299,7 @@ def _later(batch: StepBatch, step: Int[Array, ""]) -> StepBatch:
 
 def _any_stops(batch: StepBatch, sampled: Int[Array, " R"]) -> Bool[Array, ""]:
     stops = jnp.any(sampled[:, None] == batch.stop_ids, axis=1)  # [R]
-    return jnp.any(stops & _samples(batch))
+    return jnp.any(stops & batch.live)
 
 
 def locate_tokens(batch: StepBatch) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
@@ -255,7 +307,7 @@ def locate_tokens(batch: StepBatch) -> tuple[Int[Array, " T"], Int[Array, " T"]]
     T, R = batch.token_ids.shape[0], batch.kv_lens.shape[0]
     tokens = jnp.arange(T, dtype=jnp.int32)
     ends = jnp.where(jnp.arange(R) < batch.num_rows, batch.cu_q_lens[1:], T)  # sorted, whatever padding rows hold
-    row_ids = jnp.searchsorted(ends, tokens, side="right").astype(jnp.int32)
+    row_ids = jnp.sum(tokens[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)  # less to compile than a search
     row_ids = jnp.minimum(row_ids, R - 1)
     from_end = ends[row_ids] - tokens  # 1 for the row's last token
     return row_ids, jnp.maximum(batch.kv_lens[row_ids] - from_end, 0)
@@ -269,73 +321,80 @@ def _input_ids(
     return jnp.where(batch.token_ids < 0, sampled, batch.token_ids)
 
 
-def _samples(batch: StepBatch) -> Bool[Array, " R"]:
-    return (jnp.arange(batch.samples.shape[0]) < batch.num_rows) & (batch.samples > 0)
-
-
-def _sampling_rows(batch: StepBatch) -> SamplingRows:
-    return SamplingRows(
-        temperature=batch.temperature,
-        top_k=batch.top_k,
-        top_p=batch.top_p,
-        min_p=batch.min_p,
-        seed=batch.seed,
-        position=batch.kv_lens,
-        prompt_len=batch.prompt_len,
-        min_position=batch.min_position,
-        presence_penalty=batch.presence_penalty,
-        frequency_penalty=batch.frequency_penalty,
-        repetition_penalty=batch.repetition_penalty,
-        slot=batch.slot,
-        use_bias=batch.use_bias > 0,
-        live=_samples(batch),
-    )
-
-
-def _remember(slots: SlotTable, batch: StepBatch, sampled: Int[Array, " R"]) -> SlotTable:
-    """Write each sampled token to its request's history, where the next step reads its input."""
+def _remember(
+    slots: SlotTable, batch: StepBatch, sampled: Int[Array, " R"], first_id: Int[Array, ""] | int
+) -> SlotTable:
+    """Write each sampled token to its request's history, where the next step reads its input, and count it."""
     S, C = slots.token_history.shape
-    slot = jnp.where(_samples(batch), batch.slot, S)  # S: out of range, dropped
+    slot = jnp.where(batch.live, batch.slot, S)  # S: out of range, dropped
     history = slots.token_history.at[slot, jnp.minimum(batch.kv_lens, C)].set(sampled, mode="drop")
-    return dataclasses.replace(slots, token_history=history)
+    counts = count_sampled(slots.token_counts, batch.sampling, sampled, first_id)
+    return dataclasses.replace(slots, token_history=history, token_counts=counts)
 
 
-def _logprobs_if(wanted: Int[Array, ""], read: Callable[[], TokenLogprobs]) -> TokenLogprobs:
-    shapes = jax.eval_shape(read)
-    return lax.cond(wanted > 0, read, lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes))
-
-
-def _prompt_logprobs(
+def _logprobs(
     params: Params,
     batch: StepBatch,
     read_logprobs: ReadLogprobs,
+    logits: Float[Array, "R V"],
+    sampled: Int[Array, " R"],
     hidden: Float[Array, "T D"],
     row_ids: Int[Array, " T"],
-) -> TokenLogprobs:
-    """Logprobs of the token that follows each token of the step, in blocks so that [T, V] never exists.
+) -> tuple[Int[Array, "R words"], Int[Array, "T words"]]:
+    """Packed logprobs of the sampled tokens, and of the token that follows each token of the step; zeros if unwanted.
 
-    Of prompt tokens, that is, whose ids the host sends. Ids from the token history must not be read here: without an
-    order between this reading and the writing of new ids, XLA copies the whole table.
+    One loop over blocks of both, so that they are one piece of code, and so that logits of all tokens never exist.
+    Tokens that follow are prompt tokens, whose ids the host sends. Ids from the token history must not be read here:
+    without an order between this reading and the writing of new ids, XLA copies the whole table.
     """
-    T = hidden.shape[0]
-    block = min(T, PROMPT_LOGPROB_BLOCK)
+    T, R = hidden.shape[0], sampled.shape[0]
+    block = min(T, LOGPROB_BLOCK)
+    row_blocks = -(-R // block)
+    padding = row_blocks * block - R
     is_last = jnp.arange(T) == batch.cu_q_lens[1:][row_ids] - 1
     following = jnp.where(is_last, batch.next_ids[row_ids], jnp.roll(batch.token_ids, -1))
+    wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
+    empty = jnp.zeros((row_blocks * block + T, PACKED_WORDS), jnp.int32)
 
-    def read(tokens: tuple[Array, Array]) -> TokenLogprobs:
-        hidden, following = tokens
-        return read_logprobs(decoder.compute_logits(params, hidden), following)
+    def compute() -> Int[Array, "N words"]:
+        padded_logits = jnp.pad(logits, ((0, padding), (0, 0)))
+        token_ids = jnp.concatenate([jnp.pad(sampled, (0, padding)), following])
 
-    def compute() -> TokenLogprobs:
-        num_blocks = -(-batch.cu_q_lens[batch.num_rows] // block)
-        out: TokenLogprobs = by_blocks(read, (hidden, following), block, num_blocks)
-        return out
+        def read(index: Int[Array, ""], out: Int[Array, "N words"]) -> Int[Array, "N words"]:
+            is_rows = index < row_blocks
+            start = jnp.where(is_rows, index * block, jnp.minimum((index - row_blocks) * block, T - block))
+            place = jnp.where(is_rows, start, row_blocks * block + start)
+            block_logits = lax.cond(
+                is_rows,
+                lambda: lax.dynamic_slice_in_dim(padded_logits, start, block),
+                lambda: decoder.compute_logits(params, lax.dynamic_slice_in_dim(hidden, start, block)),
+            )
+            found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, place, block))
+            return lax.dynamic_update_slice_in_dim(out, found.pack(), place, 0)
+
+        num_blocks = jnp.where(wants_tokens, -(-batch.cu_q_lens[batch.num_rows] // block), 0)
+        return lax.fori_loop(jnp.where(wants_rows, 0, row_blocks), row_blocks + num_blocks, read, empty)
 
     # Not a loop of no rounds: XLA moves what does not depend on the round in front of it, and computes it always.
-    return _logprobs_if(batch.wants_prompt_logprobs, compute)
+    out: Array = lax.cond(wants_rows | wants_tokens, compute, lambda: empty)
+    return out[:R], out[row_blocks * block :]
 
 
-def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotTable) -> ServeState:
-    """Enter an admitted request whose sampling looks at more than its logits. `row` has no S axis. Donates `state`."""
-    slots = jax.tree.map(lambda table, new: table.at[slot].set(new), state.slots, row)
-    return dataclasses.replace(state, slots=slots)
+def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:
+    """The program that enters an admitted request whose sampling looks at more than its logits; donates the state."""
+    split = vocab_split(arch, num_devices)
+
+    def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotRow) -> ServeState:
+        first_id = split.first_id if split else 0
+        counts = count_tokens(row.token_ids, row.prompt_len, first_id, state.slots.token_counts.shape[1])
+        new = SlotTable(
+            token_history=jnp.maximum(row.token_ids, 0),
+            token_counts=counts,
+            bias_ids=row.bias_ids,
+            bias_values=row.bias_values,
+            stop_ids=row.stop_ids,
+        )
+        slots = jax.tree.map(lambda table, new: table.at[slot].set(new), state.slots, new)
+        return dataclasses.replace(state, slots=slots)
+
+    return set_slot

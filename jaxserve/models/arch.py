@@ -71,8 +71,13 @@ class ArchConfig:
         )
 
     def times(self, factor: int) -> "ArchConfig":
-        """The same with more heads."""
-        return dataclasses.replace(self, num_heads=self.num_heads * factor, num_kv_heads=self.num_kv_heads * factor)
+        """The same with more heads and a larger vocabulary."""
+        return dataclasses.replace(
+            self,
+            vocab_size=self.vocab_size * factor,
+            num_heads=self.num_heads * factor,
+            num_kv_heads=self.num_kv_heads * factor,
+        )
 
     @property
     def num_params(self) -> int:

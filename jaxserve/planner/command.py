@@ -11,6 +11,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
+from jaxserve.planner.flags import find_compilers
 from jaxserve.planner.pictures import check_plot, draw_capacity
 from jaxserve.planner.plan import Plan, make_plan, read_model
 from jaxserve.planner.report import build_report, build_sweep_report, render, render_sweep
@@ -46,7 +47,7 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
 
 
 def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
-    target = find_target(name)
+    target = find_target(name, find_compilers(args.compilers))
     config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
     sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}
     return make_plan(config, target, **sizes, all_programs=args.programs)

@@ -1,6 +1,10 @@
 """The command line of `jaxserve plan`, engine options aside. Imports nothing heavy: a wrong flag is told at once."""
 
 import argparse
+import sys
+from pathlib import Path
+
+from jaxserve.config import user_cache_dir
 
 PLANNED = {  # engine options that change what is planned
     "attention_backend",
@@ -40,4 +44,29 @@ def add_plan(plan: argparse.ArgumentParser) -> None:
     plan.add_argument("--plot", metavar="FILE", help=text)
     text = "compile every program that the engine has there, and show what each takes to compile here: minutes in all"
     plan.add_argument("--programs", action="store_true", help=text)
+    text = (
+        "folder where compilers of chips were installed by pip install --target; no other command sees them "
+        f"(default: {_default_compilers()})"
+    )
+    plan.add_argument("--compilers", metavar="DIR", help=text.replace("%", "%%"))
     plan.add_argument("--json", action="store_true", help="print all figures as JSON instead")
+
+
+def find_compilers(given: str | None) -> Path:
+    """Return the folder of the compilers: the one given, or the default in the user's cache directory."""
+    return Path(given) if given is not None else _default_compilers()
+
+
+def use_compilers(directory: Path) -> None:
+    """Make the compilers in `directory` importable; call it before jax is imported, which looks for them then.
+
+    They are kept out of the environment's own packages because jax loads every plugin that it finds there in each
+    process, and a CUDA plugin without a GPU prints a traceback.
+    """
+    path = str(directory.absolute())
+    if directory.is_dir() and path not in sys.path:
+        sys.path.append(path)  # an installed plugin comes first
+
+
+def _default_compilers() -> Path:
+    return user_cache_dir() / "compilers"

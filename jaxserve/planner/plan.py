@@ -22,6 +22,7 @@ from jaxserve.engine.build import (
     page_bytes,
     pool_dtype,
     select_backend,
+    tree_bytes,
 )
 from jaxserve.engine.step import abstract_state
 from jaxserve.errors import ConfigError
@@ -29,7 +30,7 @@ from jaxserve.metrics import Ceilings
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params, tree_bytes
+from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
 

@@ -16,7 +16,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig, leave_tpus_alone
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import ServeState, abstract_state, make_serve_burst, make_serve_step, set_slot, step_options
+from jaxserve.engine.step import (
+    ServeState,
+    abstract_slot_row,
+    abstract_state,
+    make_serve_burst,
+    make_serve_step,
+    make_set_slot,
+    step_options,
+)
 from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
@@ -110,7 +118,9 @@ class StepCompiler:
         Raises:
             ConfigError: one cannot be compiled.
         """
-        steps = {f"step {size}": partial(self._lower, arch, size) for size in self.schedule.buckets()}
+        steps = {
+            f"step {size}": partial(self._lower, arch, size) for size in self.schedule.step_buckets(max_burst_steps)
+        }
         bursts = {
             f"burst {size}": partial(self._lower, arch, size, max_burst_steps)
             for size in self.schedule.burst_buckets(max_burst_steps)
@@ -152,9 +162,13 @@ class StepCompiler:
 
     def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
         mesh, state = self._mesh(), self._state(arch)
-        row = jax.tree.map(lambda x: _tensor(x.shape[1:], x.dtype, (None,) * (x.ndim - 1), mesh), state.slots)
+        row = jax.tree.map(
+            lambda x: _tensor(x.shape, x.dtype, (None,) * len(x.shape), mesh), abstract_slot_row(self.schedule)
+        )
         args = (state, _tensor((), jnp.dtype("int32"), (), mesh), row)
-        program = set_slot if mesh is None else over_devices(set_slot, mesh, args, specs_of(state))
+        program = make_set_slot(arch, num_devices=self.target.num_devices)
+        if mesh is not None:
+            program = over_devices(program, mesh, args, specs_of(state))
         return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
 
     def _mesh(self) -> Mesh | None:
@@ -203,11 +217,6 @@ def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     if isinstance(sharding, NamedSharding):
         sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
     return jax.ShapeDtypeStruct((len(leaves), *first.shape), first.dtype, sharding=sharding)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Of arrays by their shapes."""
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:

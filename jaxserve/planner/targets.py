@@ -2,11 +2,13 @@
 
 import math
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from jaxserve.config import gpu_memory_fraction
-from jaxserve.errors import ConfigError, install_extra
+from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 
 
@@ -20,7 +22,6 @@ class DataSheet:
         bytes_per_s: of its memory.
         flops_per_s: of dense matrix products, by dtype.
         link_bytes_per_s: of a link to a neighbour, or to what connects all chips, in one direction.
-        extra: of this package that brings the compiler.
         directions: in which the chips of a shape lie side by side.
         devices_per_chip: jax may call a part of a chip a device.
     """
@@ -30,7 +31,6 @@ class DataSheet:
     bytes_per_s: float
     flops_per_s: Mapping[str, float]
     link_bytes_per_s: float
-    extra: str
     directions: int = 1
     devices_per_chip: int = 1
 
@@ -100,7 +100,6 @@ _H200 = DataSheet(
     bytes_per_s=4.8e12,
     flops_per_s={"bfloat16": 989.5e12, "float16": 989.5e12, "float32": 494.7e12},
     link_bytes_per_s=450e9,
-    extra="cuda",
 )
 
 
@@ -114,7 +113,6 @@ def _tpu(
         bytes_per_s=gb_per_s * 1e9,
         flops_per_s={"bfloat16": tflops * 1e12, "float16": tflops * 1e12, "float32": tflops * 1e12 / 6},
         link_bytes_per_s=link_gb_per_s * 1e9,
-        extra="tpu",
         directions=directions,
         devices_per_chip=devices_per_chip,
     )
@@ -169,15 +167,21 @@ def parse_target(name: str) -> Target:
     return Target(name, match[1], sheet, shape)
 
 
-def find_target(name: str) -> Target:
-    """The target of this name.
+def find_target(name: str, compilers: Path) -> Target:
+    """Return the target of this name.
+
+    Args:
+        name: target as the user writes it.
+        compilers: folder where its compiler should be installed if it is missing.
 
     Raises:
-        ConfigError: there is none, or nothing can be compiled for it here.
+        ConfigError: there is no such target, or nothing can be compiled for it here.
     """
     target = parse_target(name)
     if target.sheet is not None and (reason := target.sheet.chip.unavailable()) is not None:
+        packages = shlex.join(target.sheet.chip.requirements())
         raise ConfigError(
-            f"to plan for {name}, programs must be compiled for it, but {reason}; {install_extra(target.sheet.extra)}"
+            f"to plan for {name}, programs must be compiled for it, but {reason}; install it beside your environment: "
+            f"pip install --target {shlex.quote(str(compilers))} --no-deps {packages}"
         )
     return target

@@ -1,14 +1,19 @@
 """Log probabilities of tokens, from the logits as the model gave them."""
 
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
+from jax import lax
 from jaxtyping import Array, Float, Int
+from numpy.typing import NDArray
 
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.by_token import top_tokens
+
+PACKED_WORDS = 2 + 2 * MAX_LOGPROBS  # of one position, see `TokenLogprobs.pack`
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -27,6 +32,23 @@ class TokenLogprobs:
     rank: Int[Array, " R"]
     top_ids: Int[Array, "R 20"]
     top_logprobs: Float[Array, "R 20"]
+
+    @staticmethod
+    def unpack(words: NDArray[np.int32]) -> "TokenLogprobs":
+        """Views of what `pack` has made, as numpy arrays; axes in front of the last one stay."""
+        num_top = (words.shape[-1] - 2) // 2
+        floats: Any = words.view(np.float32)
+        ids: Any = words
+        return TokenLogprobs(floats[..., 0], ids[..., 1], ids[..., 2 : 2 + num_top], floats[..., 2 + num_top :])
+
+    def pack(self) -> Int[Array, "R words"]:
+        """All of it in one array, which is one output of a program and one download."""
+        columns = (_bits(self.logprob)[:, None], self.rank[:, None], self.top_ids, _bits(self.top_logprobs))
+        return jnp.concatenate(columns, axis=1)
+
+
+def _bits(values: Array) -> Array:
+    return lax.bitcast_convert_type(values, jnp.int32)
 
 
 def token_logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> TokenLogprobs:

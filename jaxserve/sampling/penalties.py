@@ -1,56 +1,66 @@
-"""Repetition, presence and frequency penalties, counted on device from the token history."""
+"""Repetition, presence and frequency penalties, from counts of tokens that are kept by slot.
+
+A count is an int32: how often a token is in the output, plus PROMPT where it was in the prompt alone when the request
+was admitted. 16 bits would do for most requests, in half of the memory, which is a hundredth of an accelerator's; but
+not for all, and not every compiler updates single ones of them in place.
+"""
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from jaxserve.sampling.by_token import add_at
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 
-HISTORY_BLOCK = 128  # positions counted at a time; the longest penalised row decides how many blocks
-PROMPT_TOKEN = 2.0**-23  # in a sum whose whole part counts the output; fewer than 2**22 of them are below a half
-
-
-def penalised_rows(rows: SamplingRows) -> Bool[Array, " R"]:
-    """The live rows that ask for any penalty."""
-    asked = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
-    return rows.live & asked
+HISTORY_BLOCK = 128  # tokens of a prompt that are counted at a time
+PROMPT = 1 << 30  # more than the tokens of any request
+_PROMPT_TOKEN = 2.0**-23  # in a sum whose whole part counts the output; fewer than 2**22 of them are below a half
 
 
 def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable) -> Float[Array, "R V"]:
     """Logits [R, V] after the repetition, then frequency and presence penalties of each row.
 
     Repetition (Keskar et al. 2019, section 4.1) looks at prompt and output, the other two (OpenAI's API) at the
-    output alone. Rows without penalties come back unchanged, bit for bit; without any such row nothing is done.
+    output alone. Rows without penalties come back unchanged, bit for bit.
     """
-    wanted = penalised_rows(rows)
+    counts = table.token_counts.at[rows.slot].get(mode="clip")
+    in_output = (counts % PROMPT).astype(jnp.float32)
+    repetition = jnp.where(counts > 0, rows.repetition_penalty[:, None], 1.0)
+    adjusted = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    adjusted -= rows.frequency_penalty[:, None] * in_output
+    adjusted -= jnp.where(in_output > 0, rows.presence_penalty[:, None], 0.0)
+    adjusted = jnp.minimum(adjusted, np.finfo(np.float32).max)  # a tiny repetition penalty overflows to inf
+    return jnp.where(rows.is_penalised[:, None], adjusted, logits)
 
-    def penalise() -> Float[Array, "R V"]:
-        seen, counts = count_tokens(rows, table, wanted, logits.shape[1])
-        repetition = jnp.where(seen, rows.repetition_penalty[:, None], 1.0)
-        adjusted = jnp.where(logits > 0, logits / repetition, logits * repetition)
-        adjusted -= rows.frequency_penalty[:, None] * counts
-        adjusted -= jnp.where(counts > 0, rows.presence_penalty[:, None], 0.0)
-        return jnp.minimum(adjusted, np.finfo(np.float32).max)  # a tiny repetition penalty overflows to inf
 
-    penalised: Array = lax.cond(jnp.any(wanted), penalise, lambda: logits)
-    return penalised
+def count_sampled(
+    counts: Int[Array, "S V"], rows: SamplingRows, sampled: Int[Array, " R"], first_id: Int[Array, ""] | int = 0
+) -> Int[Array, "S V"]:
+    """Counts after the sampled token of every row with penalties; V tokens of the vocabulary from `first_id` on."""
+    num_slots, size = counts.shape
+    token = sampled - first_id
+    counted = rows.is_penalised & (token >= 0) & (token < size)
+    slot = jnp.where(counted, rows.slot, num_slots)  # out of range, dropped
+    return counts.at[slot, token].add(1, mode="drop")
 
 
 def count_tokens(
-    rows: SamplingRows, table: SlotTable, wanted: Bool[Array, " R"], vocab_size: int
-) -> tuple[Bool[Array, "R V"], Float[Array, "R V"]]:
-    """Which tokens the `wanted` rows have seen at all, and how often in their output; nothing for other rows."""
-    length = jnp.where(wanted, rows.position, 0)[:, None]
+    token_ids: Int[Array, " C"], prompt_len: Int[Array, ""], first_id: Int[Array, ""] | int, size: int
+) -> Int[Array, " V"]:
+    """Counts of a request with these tokens, padded with -1; of `size` tokens of the vocabulary from `first_id` on."""
+    num_blocks = -(-token_ids.shape[0] // HISTORY_BLOCK)
+    padding = num_blocks * HISTORY_BLOCK - token_ids.shape[0]
+    blocks = jnp.pad(token_ids, (0, padding), constant_values=-1).reshape(num_blocks, 1, HISTORY_BLOCK)
+    num_tokens = jnp.sum(token_ids >= 0)
 
-    def add_block(block: Int[Array, ""], sums: Float[Array, "R V"]) -> Float[Array, "R V"]:
-        position = (block * HISTORY_BLOCK + jnp.arange(HISTORY_BLOCK))[None, :]
-        token_ids = table.token_history.at[rows.slot[:, None], position].get(mode="clip")  # [R, HISTORY_BLOCK]
-        in_prompt = position < rows.prompt_len[:, None]
-        return add_at(sums, jnp.where(position < length, token_ids, -1), jnp.where(in_prompt, PROMPT_TOKEN, 1.0))
+    def add_block(index: Int[Array, ""], sums: Float[Array, "1 V"]) -> Float[Array, "1 V"]:
+        position = index * HISTORY_BLOCK + jnp.arange(HISTORY_BLOCK)[None, :]
+        block = blocks[index]
+        ids = jnp.where(block >= 0, block - first_id, -1)
+        return add_at(sums, ids, jnp.where(position < prompt_len, _PROMPT_TOKEN, 1.0))
 
-    num_blocks = (jnp.max(length) + HISTORY_BLOCK - 1) // HISTORY_BLOCK
-    start = jnp.zeros((wanted.shape[0], vocab_size), jnp.float32)
-    sums = lax.fori_loop(0, num_blocks, add_block, start)
-    return sums > 0, jnp.floor(sums)
+    sums = jnp.zeros((1, size), jnp.float32)
+    sums = lax.fori_loop(0, (num_tokens + HISTORY_BLOCK - 1) // HISTORY_BLOCK, add_block, sums)[0]
+    in_output = jnp.floor(sums)
+    return jnp.where((sums > 0) & (in_output == 0), PROMPT, in_output.astype(jnp.int32))

@@ -1,75 +1,105 @@
 """One token per row from its logits: adjust, weigh, draw.
 
-Every feature rides as data, and what is costly stands under `lax.cond` on whether a live row asks for it.
+Every feature rides as data, and what is costly stands under `lax.cond` on whether a live row asks for it. Each kernel
+takes XLA some milliseconds to compile, for each size of step: so there is one of everything, and few operands.
 """
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.pallas_kernels.dispatch import target_platform
-from jaxserve.sampling.by_token import add_at, first_argmax
-from jaxserve.sampling.penalties import apply_penalties, penalised_rows
+from jaxserve.sampling.by_token import add_at, first_argmax, plain_argmax
+from jaxserve.sampling.penalties import apply_penalties
+from jaxserve.sampling.random_bits import gumbel_noise
 from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
 
-GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
 ADJUST_ROWS = 64  # whose logits are adjusted at a time where more are sampled: meanwhile there are three times as many
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
 TPU_ROWS = 16  # that a TPU samples at a time, so that what is read again and again may stay in its vector memory
+_FORBIDDEN = np.finfo(np.float32).min  # added to logits of masked ids: finite, as what `add_at` adds must be
+_GREEDY_DIVISOR = 1e-30  # of logits of greedy rows: the largest keep their weight of 1, all others have none
 
 
 def sample(
-    logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, base_key: PRNGKeyArray
+    logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, base_seed: UInt32[Array, ""]
 ) -> Int[Array, " R"]:
     """Token ids i32[R] drawn from `logits` [R, V] as each row asks; in [0, V) for rows that are not live too.
 
     Order as in vLLM: logit bias, stop ids before `min_position`, penalties; then greedy rows take the most
-    likely token, the others go through temperature, min_p, top_k and top_p. A row's draw depends on its logits, seed
-    and position alone, whatever its neighbours. `base_key` must be a threefry key: other generators give a batch of
-    keys different bits than each key alone.
+    likely token, the others go through temperature, min_p, top_k and top_p. A row's draw depends on its logits, its
+    seed and position, and the base seed alone, whatever its neighbours.
     """
-    at_a_time = TPU_ROWS if target_platform() == "tpu" else logits.shape[0]
+
+    def adjust_and_draw(block: tuple[Array, SamplingRows]) -> Int[Array, " R"]:
+        logits, rows = block
+        return draw_tokens(adjust_logits(logits, rows, table), rows, base_seed)
+
     token_ids: Array = lax.cond(
         takes_most_likely(rows),
         lambda: first_argmax(logits.astype(jnp.float32)),
-        lambda: by_blocks(lambda block: _adjust_and_draw(block, table, base_key), (logits, rows), at_a_time),
+        lambda: by_blocks(adjust_and_draw, (logits, rows), rows_at_a_time(logits.shape[0])),
     )
     return token_ids
 
 
-def _adjust_and_draw(
-    block: tuple[Float[Array, "R V"], SamplingRows], table: SlotTable, base_key: PRNGKeyArray
-) -> Int[Array, " R"]:
-    logits, rows = block
-    logits = adjust_logits(logits.astype(jnp.float32), rows, table)
-    most_likely = first_argmax(logits)
-    sampled = _sampled_rows(rows)
-
-    def draw() -> Int[Array, " R"]:
-        drawn = draw_tokens(token_weights(logits, rows), rows, base_key)
-        return jnp.where(sampled, drawn, most_likely)
-
-    token_ids: Array = lax.cond(jnp.any(sampled), draw, lambda: most_likely)
-    return token_ids
+def rows_at_a_time(num_rows: int) -> int:
+    """Rows of a step that are sampled together."""
+    return TPU_ROWS if target_platform() == "tpu" else num_rows
 
 
-def adjust_logits(logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable) -> Float[Array, "R V"]:
-    """Logits f32[R, V] after what may change even a greedy row's token: bias, stop-id mask, penalties."""
+def takes_most_likely(rows: SamplingRows) -> Bool[Array, ""]:
+    """Decide if every live row is greedy, and nothing changes its logits."""
+    return ~jnp.any(rows.is_sampled | rows.is_masked | rows.is_biased | rows.is_penalised)
+
+
+def adjust_logits(
+    logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int = 0
+) -> Float[Array, "R V"]:
+    """Logits f32[R, V] after what may change even a greedy row's token: bias, stop-id mask, penalties.
+
+    Where each device has its part of the vocabulary, `first_id` is the first token of this one's.
+    """
+    logits = logits.astype(jnp.float32)
 
     def adjust(block: tuple[Array, SamplingRows]) -> Float[Array, "R V"]:
         out, rows = block
-        masked, biased = _masked_rows(rows), _biased_rows(rows)
-        out = lax.cond(jnp.any(biased), lambda: _add_bias(out, rows, table, biased), lambda: out)
-        out = lax.cond(jnp.any(masked), lambda: _mask_stop_ids(out, rows, table, masked), lambda: out)
+        out = lax.cond(
+            jnp.any(rows.is_biased | rows.is_masked), lambda: _bias_and_mask(out, rows, table, first_id), lambda: out
+        )
         return apply_penalties(out, rows, table)
 
-    wanted = jnp.any(_masked_rows(rows) | _biased_rows(rows) | penalised_rows(rows))
+    wanted = jnp.any(rows.is_masked | rows.is_biased | rows.is_penalised)
     adjusted: Array = lax.cond(wanted, lambda: by_blocks(adjust, (logits, rows), ADJUST_ROWS), lambda: logits)
     return adjusted
+
+
+def _bias_and_mask(
+    logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int
+) -> Float[Array, "R V"]:
+    def of_rows(ids: Int[Array, "S B"], wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
+        ids = ids.at[rows.slot].get(mode="clip")
+        return jnp.where(wanted[:, None] & (ids >= 0), ids - first_id, -1)
+
+    values = table.bias_values.at[rows.slot].get(mode="clip")  # [R, B]
+    stop_ids = of_rows(table.stop_ids, rows.is_masked)
+    token_ids = jnp.concatenate([of_rows(table.bias_ids, rows.is_biased), stop_ids], axis=1)
+    values = jnp.concatenate([values, jnp.full(stop_ids.shape, _FORBIDDEN, jnp.float32)], axis=1)
+    out = add_at(logits, token_ids, values)
+    return jnp.where(out < _FORBIDDEN / 2, -jnp.inf, out)
+
+
+def draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""]) -> Int[Array, " R"]:
+    """Token ids i32[R] from adjusted logits: the most likely one of greedy rows, a drawn one of the others."""
+    token_ids: Array = lax.cond(
+        jnp.any(rows.is_sampled),
+        lambda: draw_by_weight(token_weights(logits, rows), rows, base_seed),
+        lambda: plain_argmax(logits),
+    )
+    return token_ids
 
 
 def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Array, "R V"]:
@@ -77,92 +107,55 @@ def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Arra
 
     All three filters keep the tokens whose weight is at least some threshold, so tied tokens stay or go together:
     top_k keeps every token as likely as the k-th, top_p the smallest such set whose share of the mass that
-    min_p and top_k left reaches `top_p`. The most likely token always stays.
+    min_p and top_k left reaches `top_p`. The most likely token always stays. A greedy row's largest logits weigh 1.
     """
-    sampled = _sampled_rows(rows)
-    temperature = jnp.where(sampled, rows.temperature, 1.0)
+    sampled = rows.is_sampled
+    temperature = jnp.where(sampled, rows.temperature, _GREEDY_DIVISOR)
     weights = jnp.exp((logits - jnp.max(logits, axis=1, keepdims=True)) / temperature[:, None])
     threshold = jnp.maximum(rows.min_p, np.finfo(np.float32).tiny)  # weights that underflow are never drawn
-
     use_top_k = sampled & (rows.top_k > 0) & (rows.top_k < logits.shape[1])
-    threshold = lax.cond(
-        jnp.any(use_top_k), lambda: _top_k_threshold(weights, threshold, rows.top_k, use_top_k), lambda: threshold
-    )
     use_top_p = sampled & (rows.top_p < 1)
-    threshold = lax.cond(
-        jnp.any(use_top_p), lambda: _top_p_threshold(weights, threshold, rows.top_p, use_top_p), lambda: threshold
-    )
+
+    def filtered(step: Array, threshold: Array) -> Float[Array, " R"]:
+        """The threshold of top_k in step 0, which counts the weights; of top_p in step 1, which adds them."""
+        by_mass = step == 1
+
+        def measure(threshold: Array) -> Array:
+            kept = weights >= threshold[:, None]
+            return jnp.sum(jnp.where(kept, jnp.where(by_mass, weights, 1.0), 0.0), axis=1)  # counts: exact below 2**24
+
+        total = measure(threshold)
+        top_k = jnp.where(use_top_k, rows.top_k.astype(jnp.float32), jnp.inf)
+        top_p = jnp.where(use_top_p, rows.top_p * total, jnp.inf)
+        target = jnp.where(by_mass, top_p, top_k)
+        return _largest_threshold(measure, lambda t: jnp.where(by_mass, t, 1.0), threshold, total, target)
+
+    first, last = jnp.where(jnp.any(use_top_k), 0, 1), jnp.where(jnp.any(use_top_p), 2, 1)
+    threshold = lax.fori_loop(first, last, filtered, threshold)
     return jnp.where(weights >= threshold[:, None], weights, 0.0)
 
 
-def draw_tokens(weights: Float[Array, "R V"], rows: SamplingRows, base_key: PRNGKeyArray) -> Int[Array, " R"]:
+def draw_by_weight(weights: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""]) -> Int[Array, " R"]:
     """Token ids i32[R] drawn in proportion to `weights` [R, V] by the Gumbel-max trick (Maddison et al. 2014).
 
     In two stages, first a block of tokens by its total weight, then a token in it: the same distribution for
-    V / 128 + 128 random numbers a row instead of V.
+    V / 128 + 128 random numbers a row instead of V. A greedy row, whose weights are 0 and 1, gets its first 1.
     """
     num_rows, vocab_size = weights.shape
     num_blocks = -(-vocab_size // DRAW_BLOCK)
-    noise = _gumbel_noise(rows, base_key, num_blocks + DRAW_BLOCK)
+    sampled = rows.is_sampled[:, None]
+    noise = gumbel_noise(rows.seed, rows.position, base_seed, num_blocks + DRAW_BLOCK)
+    noise = jnp.where(sampled, noise, 0.0)
 
     padded = jnp.pad(weights, ((0, 0), (0, num_blocks * DRAW_BLOCK - vocab_size)))
     block_weights = jnp.sum(padded.reshape(num_rows, num_blocks, DRAW_BLOCK), axis=2)  # [R, num_blocks]
+    block_weights = jnp.where(sampled, block_weights, jnp.minimum(block_weights, 1.0))
     block = jnp.argmax(jnp.log(block_weights) + noise[:, :num_blocks], axis=1)
 
     token_ids = block[:, None] * DRAW_BLOCK + jnp.arange(DRAW_BLOCK)[None, :]  # [R, DRAW_BLOCK]
     in_block = jnp.take_along_axis(weights, token_ids, axis=1, mode="fill", fill_value=0.0)
     within = jnp.argmax(jnp.log(in_block) + noise[:, num_blocks:], axis=1)
     return jnp.minimum(block * DRAW_BLOCK + within, vocab_size - 1).astype(jnp.int32)
-
-
-def takes_most_likely(rows: SamplingRows) -> Bool[Array, ""]:
-    """Whether every live row is greedy, and nothing changes its logits."""
-    return ~jnp.any(_sampled_rows(rows) | _masked_rows(rows) | _biased_rows(rows) | penalised_rows(rows))
-
-
-def _masked_rows(rows: SamplingRows) -> Bool[Array, " R"]:
-    return rows.live & (rows.position < rows.min_position)
-
-
-def _biased_rows(rows: SamplingRows) -> Bool[Array, " R"]:
-    return rows.live & rows.use_bias
-
-
-def _sampled_rows(rows: SamplingRows) -> Bool[Array, " R"]:
-    return rows.live & (rows.temperature >= GREEDY_TEMPERATURE)
-
-
-def _add_bias(logits: Array, rows: SamplingRows, table: SlotTable, biased: Bool[Array, " R"]) -> Array:
-    values = table.bias_values.at[rows.slot].get(mode="clip")  # [R, B]
-    return add_at(logits, _slot_ids(table.bias_ids, rows, biased), values)
-
-
-def _mask_stop_ids(logits: Array, rows: SamplingRows, table: SlotTable, masked: Bool[Array, " R"]) -> Array:
-    token_ids = _slot_ids(table.stop_ids, rows, masked)
-    times = add_at(jnp.zeros_like(logits), token_ids, jnp.ones(token_ids.shape, logits.dtype))
-    return jnp.where(times > 0, -jnp.inf, logits)
-
-
-def _slot_ids(ids: Int[Array, "S B"], rows: SamplingRows, wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
-    """Ids of each row's slot, -1 where none counts."""
-    return jnp.where(wanted[:, None], ids.at[rows.slot].get(mode="clip"), -1)
-
-
-def _top_k_threshold(weights: Array, floor: Array, top_k: Array, wanted: Bool[Array, " R"]) -> Float[Array, " R"]:
-    def count(threshold: Array) -> Array:
-        return jnp.sum(jnp.where(weights >= threshold[:, None], 1.0, 0.0), axis=1)  # exact below 2**24
-
-    target = jnp.where(wanted, top_k.astype(jnp.float32), jnp.inf)
-    return _largest_threshold(count, jnp.ones_like, floor, count(floor), target)
-
-
-def _top_p_threshold(weights: Array, floor: Array, top_p: Array, wanted: Bool[Array, " R"]) -> Float[Array, " R"]:
-    def mass(threshold: Array) -> Array:
-        return jnp.sum(jnp.where(weights >= threshold[:, None], weights, 0.0), axis=1)
-
-    total = mass(floor)
-    target = jnp.where(wanted, top_p * total, jnp.inf)
-    return _largest_threshold(mass, lambda threshold: threshold, floor, total, target)
 
 
 def _largest_threshold(
@@ -185,37 +178,22 @@ def _largest_threshold(
     def value(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.float32)
 
-    def pending(low: Array, high: Array, low_measure: Array, high_measure: Array) -> Array:
-        several_between = low_measure - high_measure >= 2 * unit(value(low))
-        return (low_measure >= target) & several_between & (high - low > 1)
+    # Low and high end are rows of one array, and so are their measures: each array of a loop is a kernel to compile.
+    def pending(ends: Int[Array, "2 R"], measures: Float[Array, "2 R"]) -> Bool[Array, " R"]:
+        several_between = measures[0] - measures[1] >= 2 * unit(value(ends[0]))
+        return (measures[0] >= target) & several_between & (ends[1] - ends[0] > 1)
 
-    def step(state: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
-        low, high, low_measure, high_measure = state
-        middle = low + (high - low) // 2
+    def step(state: tuple[Array, Array]) -> tuple[Array, Array]:
+        ends, measures = state
+        middle = ends[0] + (ends[1] - ends[0]) // 2
         middle_measure = measure(value(middle))
         # Rows that are done stay as they are: how long their neighbours take must not move their threshold.
-        raise_low = pending(*state) & (middle_measure >= target)
-        lower_high = pending(*state) & (middle_measure < target)
-        return (
-            jnp.where(raise_low, middle, low),
-            jnp.where(lower_high, middle, high),
-            jnp.where(raise_low, middle_measure, low_measure),
-            jnp.where(lower_high, middle_measure, high_measure),
-        )
+        is_high = jnp.arange(2)[:, None] == 1
+        moves = pending(ends, measures)[None] & ((middle_measure < target)[None] == is_high)
+        return jnp.where(moves, middle[None], ends), jnp.where(moves, middle_measure[None], measures)
 
     above_all = jnp.full_like(floor, 1.0 + np.finfo(np.float32).eps)
-    start = (bits(floor), bits(above_all), floor_measure, jnp.zeros_like(floor))
-    low, *_ = lax.while_loop(lambda state: jnp.any(pending(*state)), step, start)
-    return value(low)
-
-
-def _gumbel_noise(rows: SamplingRows, base_key: PRNGKeyArray, num_draws: int) -> Float[Array, "R N"]:
-    """Standard Gumbel noise f32[R, num_draws], each row's from its own seed and position."""
-
-    def one_row(seed: Array, position: Array) -> Array:
-        key = base_key
-        for word in (seed[0], seed[1], position):
-            key = jax.random.fold_in(key, word)
-        return jax.random.gumbel(key, (num_draws,), jnp.float32)
-
-    return jax.vmap(one_row)(rows.seed, rows.position)
+    ends = jnp.stack([bits(floor), bits(above_all)])
+    measures = jnp.stack([floor_measure, jnp.zeros_like(floor)])
+    ends, _ = lax.while_loop(lambda state: jnp.any(pending(*state)), step, (ends, measures))
+    return value(ends[0])

@@ -1,7 +1,8 @@
 """Sampling where each device has the logits of its own part of the vocabulary.
 
-Rows that all take their most likely token exchange one candidate per device. For anything else the devices exchange
-logits so that each has some rows whole, on which sampling is the same as on one device, then the results.
+Rows that all take their most likely token exchange one candidate per device. For anything else each device adjusts its
+part of the logits; then they exchange them so that each has some rows whole, on which drawing is the same as on one
+device, then the results.
 """
 
 from collections.abc import Callable
@@ -11,12 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, UInt32
 
 from jaxserve.sampling.by_token import first_argmax
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
-from jaxserve.sampling.rows import SamplingRows, SlotTable
-from jaxserve.sampling.sampler import sample, takes_most_likely
+from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
+from jaxserve.sampling.sampler import adjust_logits, draw_tokens, rows_at_a_time, takes_most_likely
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,34 @@ class VocabSplit:
     num_devices: int
     vocab_size: int
 
+    @property
+    def first_id(self) -> Int[Array, ""]:
+        """The first token of this device's part."""
+        return lax.axis_index(self.axis) * -(-self.vocab_size // self.num_devices)
+
     def sample(
-        self, logits: Float[Array, "R part"], rows: SamplingRows, table: SlotTable, base_key: PRNGKeyArray
+        self,
+        logits: Float[Array, "R part"],
+        rows: SamplingRows,
+        table: SlotTable,
+        base_seed: UInt32[Array, ""],
     ) -> Int[Array, " R"]:
-        """`sampling.sample` of all the logits, the same on every device."""
+        """`sampling.sample` of all the logits, the same on every device; counts in the table are of its own part.
+
+        Each device adjusts all rows of its part of the vocabulary, then draws for its share of the rows.
+        """
+
+        def draw(logits: Array, rows: SamplingRows) -> Int[Array, " R"]:
+            def one_block(block: tuple[Array, SamplingRows]) -> Array:
+                return draw_tokens(block[0], block[1], base_seed)
+
+            token_ids: Array = by_blocks(one_block, (logits, rows), rows_at_a_time(logits.shape[0]))
+            return token_ids
+
         token_ids: Array = lax.cond(
             takes_most_likely(rows),
             lambda: self._most_likely(logits),
-            lambda: self._by_rows(lambda logits, rows: sample(logits, rows, table, base_key), logits, rows),
+            lambda: self._by_rows(draw, adjust_logits(logits, rows, table, self.first_id), rows),
         )
         return token_ids
 
@@ -51,8 +72,7 @@ class VocabSplit:
 
     def _most_likely(self, logits: Float[Array, "R part"]) -> Int[Array, " R"]:
         """The first of the largest: that of the first device to have one."""
-        part_size = logits.shape[1]
-        first_id = lax.axis_index(self.axis) * part_size
+        first_id = self.first_id
         token_id = first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(token_id < self.vocab_size, logits, -jnp.inf)
         candidate = first_id + first_argmax(logits)

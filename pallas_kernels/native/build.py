@@ -1,4 +1,4 @@
-"""Builds the native kernels when the package is installed. Not a reason to fail: without them XLA's own code serves."""
+"""Build the native kernels when the package is installed; where that fails, install without: XLA's own code serves."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from setuptools.command.build_ext import build_ext
 from setuptools.errors import BaseError, CCompilerError, ExecError
 
 FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
+FAILURE_NOTE = "build_failure.txt"
 
 # The same source once per instruction set; the processor's is chosen when the library is loaded.
 INSTRUCTION_SETS = {
@@ -22,12 +23,12 @@ X86 = ("x86_64", "AMD64")
 
 
 class BuildKernels(build_ext):
-    """Compiles `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib."""
+    """Compile `isa.cc` once per instruction set and `ffi.cc` against the headers that come with jaxlib."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Build, or leave a note that says why not."""
+        """Build the library, or leave a note with the reason why it could not be built."""
         target = Path(self.get_ext_fullpath(ext.name))
-        failure = target.parent / "build_failure.txt"
+        failure = target.parent / FAILURE_NOTE
         for old in (failure, target):  # a library that can no longer be built must not be taken for this one
             old.unlink(missing_ok=True)
         try:
@@ -37,6 +38,16 @@ class BuildKernels(build_ext):
             self.warn(f"the native kernels could not be built: {error}")
             target.parent.mkdir(parents=True, exist_ok=True)
             failure.write_text(f"{error}\n")
+
+    def copy_extensions_to_source(self) -> None:
+        """Copy the library, or the note, beside the sources, where an editable install looks for it."""
+        for ext in self.extensions:
+            target = Path(self.get_ext_fullpath(ext.name))  # beside the sources, since `inplace` is set
+            built = Path(self.build_lib, *ext.name.split(".")[:-1])
+            for name in (target.name, FAILURE_NOTE):
+                (target.parent / name).unlink(missing_ok=True)
+                if (built / name).exists():
+                    self.copy_file(str(built / name), str(target.parent / name))
 
     def _compile_all(self) -> list[str]:
         objects = self._compile("ffi.cc", "ffi", ["-isystem", _xla_headers()])

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
@@ -90,6 +92,11 @@ class Case:
         return STEPS[self.kv_dtype] * (1.001 if self.kv_dtype in LARGEST else 1)  # scales are rounded, too
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the step, padding included."""
+        return sum(self.q_lens) + self.padding_tokens
+
+    @property
     def pages_per_row(self) -> tuple[int, ...]:
         """Pages each row occupies."""
         return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
@@ -103,22 +110,22 @@ class Case:
     def inputs(self, seed: int = 0) -> Inputs:
         """Random arguments; the same for the same seed."""
         rng = np.random.default_rng(seed)
-        T, Q, K, H = sum(self.q_lens) + self.padding_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
+        T, Q, K, H = self.num_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
         page_table = self._page_table(rng)
         sinks = rng.normal(size=Q) if self.has_sinks else None
         return Inputs(
-            q=jnp.asarray(rng.normal(size=(T, Q, H)), self.dtype),
-            k=jnp.asarray(rng.normal(size=(T, K, H)), self.dtype),
-            v=jnp.asarray(rng.normal(size=(T, K, H)), self.dtype),
+            q=_array(rng.normal(size=(T, Q, H)), self.dtype),
+            k=_array(rng.normal(size=(T, K, H)), self.dtype),
+            v=_array(rng.normal(size=(T, K, H)), self.dtype),
             kv_pages=self._stored(self._pool(rng, page_table)),
             layer=self.layer,
             kv_lens=self._pad_rows(rng, np.array(self.kv_lens)),
-            page_table=jnp.asarray(page_table, jnp.int32),
+            page_table=_array(page_table, jnp.int32),
             cu_q_lens=self._pad_rows(rng, np.concatenate([[0], np.cumsum(self.q_lens)])),
-            num_rows=jnp.int32(len(self.q_lens)),
-            sinks=None if sinks is None else jnp.asarray(sinks, jnp.float32),
-            rope=jnp.asarray(self._rope(rng), jnp.float32) if self.has_rope else None,
-            tree_mask=jnp.asarray(self._tree_mask(rng), jnp.int32) if self.tree_words else None,
+            num_rows=_array(len(self.q_lens), jnp.int32),
+            sinks=None if sinks is None else _array(sinks, jnp.float32),
+            rope=_array(self._rope(rng), jnp.float32) if self.has_rope else None,
+            tree_mask=_array(self._tree_mask(rng), jnp.int32) if self.tree_words else None,
         )
 
     def _tree_mask(self, rng: np.random.Generator) -> np.ndarray:
@@ -166,13 +173,21 @@ class Case:
         """The pool in its dtype; of a quantized one stale numbers have stale scales."""
         dtype = jnp.dtype(self.kv_dtype)
         if not is_quantized(dtype):
-            return jnp.asarray(pool, dtype)
-        values, scales = quantize(jnp.asarray(pool.reshape(-1, *pool.shape[3:]), "float32"), dtype)
+            return _array(pool, dtype)
+        values, scales = _quantize(_array(pool.reshape(-1, *pool.shape[3:]), "float32"), dtype)
         return QuantizedPages(values.reshape(pool.shape), scales.reshape(pool.shape[:-1]))
 
     def _pad_rows(self, rng: np.random.Generator, values: np.ndarray) -> Int32[Array, "n"]:
         garbage = rng.integers(-100, 100, size=self.padding_rows)
-        return jnp.asarray(np.concatenate([values, garbage]), jnp.int32)
+        return _array(np.concatenate([values, garbage]), jnp.int32)
+
+
+_quantize = jax.jit(quantize, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def _array(x: np.ndarray | int, dtype: DTypeLike) -> Array:
+    """An array on the device, converted on the host: XLA would compile a program for each shape."""
+    return jax.device_put(np.asarray(x, dtype))
 
 
 def pool_error(found: Pages, expected: Pages) -> float:

@@ -123,9 +123,9 @@ def _write(
     pages: Shaped[Array, "L N P *token"], new: np.ndarray, layer: int | Int32[Array, ""], rows: RaggedRows
 ) -> Shaped[Array, "L N P *token"]:
     pool = np.array(pages)
-    page_size, new = pool.shape[2], new.astype(pool.dtype)
+    page_size, new, page_table = pool.shape[2], new.astype(pool.dtype), np.asarray(rows.page_table)
     for row_id, token_id, position in _tokens(rows):
-        page = int(rows.page_table[row_id, position // page_size])
+        page = page_table[row_id, position // page_size]
         pool[int(layer), page, position % page_size] = new[token_id]
     return jnp.asarray(pool)
 
@@ -156,7 +156,7 @@ def _attend(
             positions = positions[_in_tree(np.asarray(tree_mask)[token_id], positions - past_len)]
         k, v = _read(pages, page_table[row_id], positions)
         out[token_id] = _attend_one(queries[token_id], k, v, scale, soft_cap, sink_logits)
-    return jnp.asarray(out).astype(q.dtype)
+    return jnp.asarray(out.astype(q.dtype))
 
 
 def _numbers(kv_pages: Pages, layer: int) -> np.ndarray:

@@ -91,7 +91,7 @@ class Served:
     @property
     def num_programs(self) -> int:
         """That an engine with these sizes compiles in all."""
-        return 1 + len(self.schedule.buckets()) + len(self.schedule.burst_buckets(MAX_BURST_STEPS))
+        return self.schedule.num_programs(MAX_BURST_STEPS)
 
     def engine(self, **options: Any) -> Engine:
         """A new engine over these weights, programs and pool; only one may be in use at a time."""

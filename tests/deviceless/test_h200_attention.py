@@ -8,7 +8,6 @@ import pytest
 from jaxserve.pallas_kernels.ragged_paged_attention import from_canonical, ragged_paged_attention
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 
 pytestmark = pytest.mark.deviceless
 
@@ -48,11 +47,9 @@ def _program(case):
     How many tokens, rows and pages there are is not in them, but for one token, which needs no search for its row, and
     for many, which have tall tiles too.
     """
-    inputs = case.inputs()
-    num_tokens, *heads = inputs.q.shape
-    page = values_of(inputs.kv_pages).shape[2:]
-    options = (case.window is None, case.soft_cap, case.has_sinks, case.tree_words, inputs.rope is None)
-    return min(num_tokens, 2), num_tokens >= MIN_TALL_TOKENS, *heads, page, case.dtype, case.kv_dtype, options
+    sizes = (case.num_query_heads, case.num_kv_heads, case.head_dim, case.page_size, case.dtype, case.kv_dtype)
+    options = (case.window is None, case.soft_cap, case.has_sinks, case.tree_words, case.has_rope)
+    return min(case.num_tokens, 2), case.num_tokens >= MIN_TALL_TOKENS, sizes, options
 
 
 DISTINCT = list({_program(case): case for case in reversed([*GPU_CASES, *WIDE])}.values())

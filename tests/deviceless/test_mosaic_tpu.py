@@ -13,6 +13,7 @@ from test_h200_step import DEFAULT_MODEL, LLAMA_8B
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
+from jaxserve.engine.build import tree_bytes
 from jaxserve.engine.step import AttentionCarry, Model, abstract_state, locate_tokens
 from jaxserve.models import decoder, registry
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
@@ -26,7 +27,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, widened
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
-from jaxserve.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes, tree_bytes
+from jaxserve.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes
 from jaxserve.planner.targets import parse_target
 
 pytestmark = [

@@ -68,6 +68,7 @@ def test_ten_kills_lose_and_repeat_nothing(command: list[str], whole: Path, tmp_
     assert records(killed) == records(whole)
 
 
+@pytest.mark.full  # by default in tests/test_ray_fleet.py
 def test_on_ray_an_engine_that_is_killed_loses_nothing(command: list[str], whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = [*command, str(out), "--ray", "--ray-actors=2"]

@@ -73,13 +73,21 @@ class Oracle:
             assert logprob.rank == 1 + int((row > row[token_id]).sum())
 
 
+QUICK_ON_XLA = ("llama", "qwen2-window-of-some")  # where native kernels serve the others
 KERNELS = ["native", "xla"] if native.unavailable() is None else ["xla"]
 
 
 @pytest.fixture(
     scope="session",
-    params=[(name, kernels) for kernels in KERNELS for name in ("llama", *CHECKPOINTS)],
-    ids="-".join,
+    params=[
+        pytest.param(
+            (name, kernels),
+            id=f"{name}-{kernels}",
+            marks=[] if kernels == KERNELS[0] or name in QUICK_ON_XLA else pytest.mark.full,
+        )
+        for kernels in KERNELS
+        for name in ("llama", *CHECKPOINTS)
+    ],
 )
 def pair(
     request: pytest.FixtureRequest,

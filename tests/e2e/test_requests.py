@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ BAD_PARAMS: dict[str, list[Any]] = {
     "logit_bias": [{-1: 0}, {VOCAB_SIZE: 1}, {1: 101}, {1: NAN}, {"a": 1}, {1.5: 1}, [1], dict.fromkeys(range(301), 0)],
     "detokenize": [0, None],
     "skip_special_tokens": [1],
+    "truncate_prompt_tokens": [0, -2, 1.0, "4", True, 65],
     "best_of": [2],
     "guided_json": ["{}"],
     "temprature": [0.5],
@@ -96,6 +98,19 @@ class TestRefusals:
     def test_a_prompt_must_be_shorter_than_the_model(self, start: Start) -> None:
         with pytest.raises(RequestError, match=r"got 64 with max_model_len 64; shorten it or raise max_model_len"):
             start().add_request("a", tokens(64, 0), GREEDY)
+
+    def test_a_longer_prompt_can_be_truncated(self, start: Start) -> None:
+        engine, prompt = start(), tokens(100, "long")
+        for wanted, kept in ((5, 5), (63, 63), (-1, 64 - GREEDY.max_tokens), (None, None)):
+            params = replace(GREEDY, truncate_prompt_tokens=wanted)
+            if kept is None:
+                with pytest.raises(RequestError, match="got 100 with max_model_len 64"):
+                    engine.add_request("a", prompt, params)
+            else:
+                output = engine.add_request("a", prompt, params)
+                assert output.prompt_token_ids == prompt[-kept:]
+                engine.abort("a")
+        drain(engine)
 
     def test_a_request_must_fit_the_pool(self, start: Start) -> None:
         # The largest request of these sizes needs 16 pages, so the pool shrinks on the host alone.

@@ -35,14 +35,15 @@ def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
 
 
 @pytest.mark.parametrize("bucket", [1, 16])
-def test_token_history_is_not_copied(start: Start, bucket: int) -> None:
-    """It grows with max_num_seqs * max_model_len, of which a step touches a few numbers."""
+def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
+    """They grow with max_num_seqs and max_model_len or vocabulary, of which a step touches a few numbers."""
     runner = start().cores[0].runner
-    history = runner.programs.abstract_state().slots.token_history
     program = runner.programs.lower(bucket).compile().as_text()
-    shape = rf"s32\[{history.shape[0]},{history.shape[1]}\]"
-    assert re.search(rf"= {shape}\S* parameter", program)
-    assert not re.search(rf"= {shape}\S* copy", program)
+    slots = runner.programs.abstract_state().slots
+    for table in (slots.token_history, slots.token_counts):
+        shape = rf"s32\[{table.shape[0]},{table.shape[1]}\]"
+        assert re.search(rf"= {shape}\S* parameter", program)
+        assert not re.search(rf"= {shape}\S* copy", program)
 
 
 class Twin:
@@ -76,7 +77,7 @@ class Twin:
         self.num_padded += bucket - num_tokens
         self._fill(to["token_ids"][num_tokens:])
         self._fill(to["cu_q_lens"][num_rows + 1 :])
-        for name in ("kv_lens", "samples", "next_ids", "page_table", "slot_records"):
+        for name in ("kv_lens", "samples", "next_ids", "page_table", "records"):
             self._fill(to[name][num_rows:])
         for row in range(num_rows):
             last = to["kv_lens"][row] + to["num_steps"] - 1

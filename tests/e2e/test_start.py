@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from conftest import SIZES
 from hypothesis import given
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
 from workloads import Job, few_but_rich, generate, jobs, run, tokens
@@ -38,6 +40,38 @@ def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
     for result in (first, second):
         assert result["compiled_while_serving"] == 0
         assert result["refused"], "wrong types are RequestErrors without any type checker"
+
+
+@pytest.mark.parametrize(
+    ("asked", "stored", "on_cpu", "served"),
+    [
+        ("auto", "float32", False, "bfloat16"),
+        ("auto", "float16", False, "float16"),
+        ("auto", "bfloat16", False, "bfloat16"),
+        ("auto", "float32", True, "float32"),
+        ("auto", "bfloat16", True, "float32"),
+        ("float32", "float32", False, "float32"),
+    ],
+)
+def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, on_cpu: bool, served: str) -> None:
+    config = EngineConfig(str(llama), dtype=asked)
+    arch = replace(build.build_arch(config), dtype=stored)
+    assert build.compute_dtype(config, arch, on_cpu=on_cpu).name == served
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_a_float32_checkpoint_on_an_accelerator(
+    llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "_on_cpu", lambda: False)
+    config = EngineConfig(str(llama), dtype=dtype)
+    params = build.build_params(config, build.build_arch(config))
+    dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
+    assert ("bfloat16" in dtypes) == (dtype == "auto")
+    messages = [record.getMessage() for record in caplog.records if "served in" in record.getMessage()]
+    assert messages == ['the float32 checkpoint is served in bfloat16; pass dtype="float32" to keep its precision'] * (
+        dtype == "auto"
+    )
 
 
 @given(jobs=jobs(aborts=True))
@@ -110,7 +144,7 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
 def test_narrow_pools(start: Start, dtype: str) -> None:
     """What is generated depends on neither batch, cache nor chunks, and is near; tokens take few bytes."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
@@ -143,6 +177,39 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
     assert generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids == early[0].outputs[0].token_ids
     engine.close()
     engine.close()
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_missing_native_kernels_are_told_once(
+    on_cpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build.native, "unavailable", lambda: "there are no native kernels: no compiler")
+    monkeypatch.setattr(build, "_on_cpu", lambda: on_cpu)
+    build.warn_without_native_kernels()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * on_cpu
+    assert ("no compiler; with a C++ compiler" in caplog.text) == on_cpu
+
+
+def test_a_program_of_bursts_runs_single_steps(llama: Path) -> None:
+    """On a CPU, where few rows in decode have one program for both."""
+    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | {"burst": 5, "compile_ahead": "all"}))
+    programs, sizes = engine.cores[0].runner.programs, engine.schedule
+    assert sorted(programs.steps) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
+    assert sorted(programs.bursts) == [1, 2, 3, 4]
+    made = {id(program) for program in (*programs.steps.values(), *programs.bursts.values())}
+    assert 1 + len(made) == sizes.num_programs(5) == 11
+
+
+def test_slots_are_in_the_budget_of_the_pool(llama: Path) -> None:
+    config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64)
+    arch = build.build_arch(config)
+    assert build.slot_bytes(config, arch, on_cpu=True) == 4 * 4 * (64 + arch.vocab_size + 300 + 300 + 128)
+    longer = replace(config, max_model_len=128)
+    for budget in (
+        lambda config: build.accelerator_pool_bytes(config, arch, limit_bytes=10**9, used_bytes=0),
+        lambda config: build.cpu_pool_bytes(config, arch, page_size=16, page_bytes=10**12),
+    ):
+        assert budget(config) - budget(longer) == 4 * 4 * 64
 
 
 def test_the_pool_is_sized_from_memory_when_not_given(llama: Path) -> None:

@@ -173,6 +173,12 @@ class TestStream:
         with pytest.raises(RequestError, match="logit_bias"):
             list(llm.stream(PROMPT, SamplingParams(logit_bias={10_000: 1})))
 
+    @pytest.mark.usefixtures("no_type_checks")
+    @pytest.mark.parametrize("params", [{}, {"max_tokens": 3}, 5])
+    def test_wrong_arguments_are_refused(self, llm: LLM, params: Any) -> None:
+        with pytest.raises(RequestError, match="must be SamplingParams"):
+            list(llm.stream(PROMPT, params))
+
 
 def bytes_of(llm: LLM, token_ids: Sequence[int]) -> bytes:
     table = llm.engine.tokenizer.byte_table
@@ -233,6 +239,14 @@ class TestCalls:
     def test_wrong_arguments_of_chat(self, llm: LLM, messages: Any) -> None:
         with pytest.raises(RequestError, match="messages must be a"):
             llm.chat(messages, use_tqdm=False)
+
+    @pytest.mark.usefixtures("no_type_checks")
+    @pytest.mark.parametrize(
+        ("variables", "message"), [(5, "must be a dict, got 5"), ({"self": 1}, r"no variables \['self'\]")]
+    )
+    def test_wrong_variables_of_a_chat(self, llm: LLM, variables: Any, message: str) -> None:
+        with pytest.raises(RequestError, match=message):
+            llm.chat([{"role": "user", "content": "a"}], chat_template_kwargs=variables)
 
     def test_a_callable_makes_the_progress_bar(self, llm: LLM) -> None:
         out = io.StringIO()

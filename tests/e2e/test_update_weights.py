@@ -93,7 +93,7 @@ def test_tokens_are_those_of_an_engine_that_began_with_them(
 
 def test_programs_may_be_compiled_meanwhile(start: Start, llama: Path, other: Path) -> None:
     expected = generate(start(model=str(other)), PROMPTS, GREEDY)
-    sizes = SIZES | {"max_num_seqs": 2, "max_num_batched_tokens": 4, "page_size": 8}
+    sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 2, "page_size": 8}
     options = sizes | {"compile_ahead": "background", "burst": 4, "compilation_cache_dir": None}
     engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **options))
     for _ in range(5):

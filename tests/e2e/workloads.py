@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+from random_runs import examples
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
@@ -16,7 +17,7 @@ TOLERANCE = 1e-4
 NUM_SYSTEM_PROMPTS = 3
 
 few_but_rich = settings(
-    max_examples=15,
+    max_examples=examples(15),
     deadline=None,
     derandomize=True,
     database=None,

@@ -11,14 +11,19 @@ PARAMS = SamplingParams(max_tokens=None)
 IGNORED = 10**6  # what the device returns for rows that do not sample
 
 
-def make_scheduler(max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=64, max_model_len=256):
-    return Scheduler(
+def make_scheduler(
+    max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=64, max_model_len=256, prefill_share=None
+):
+    scheduler = Scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
         num_pages=num_pages,
         max_model_len=max_model_len,
     )
+    if prefill_share is not None:  # more than an eighth, so that few rows are enough to be held back
+        scheduler._decode_limit = max_num_batched_tokens - prefill_share
+    return scheduler
 
 
 def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):

@@ -6,9 +6,17 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from jaxserve.config import MAX_BURST_ROWS, MAX_BURST_STEPS, EngineConfig, ScheduleConfig, resolve_schedule
+from jaxserve.config import (
+    MAX_BURST_ROWS,
+    MAX_BURST_STEPS,
+    EngineConfig,
+    ScheduleConfig,
+    default_batch,
+    prefill_share,
+    resolve_schedule,
+)
 
-MAX_PROGRAMS = 12  # on a TPU, where each may take half a minute
+MAX_PROGRAMS = 16  # on an accelerator, where each may take half a minute
 
 
 def schedule(seqs: int, budget: int, *, few: bool) -> ScheduleConfig:
@@ -50,22 +58,42 @@ def test_few_programs_pad_long_steps_by_a_third_at_most(data: st.DataObject, bud
         assert count < 16
 
 
-def test_programs_of_a_tpu_are_few_by_default() -> None:
+@pytest.mark.parametrize("platform", ["tpu", "gpu", "cuda"])
+def test_programs_of_an_accelerator_are_few_by_default(platform: str) -> None:
     config = EngineConfig()
-    sizes = resolve_schedule(config, max_position=131_072, platform="tpu", page_size=16, num_pages=10_000)
+    sizes = resolve_schedule(config, max_position=131_072, platform=platform, page_size=16, num_pages=10_000)
     assert sizes.buckets() == (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
     assert sizes.burst_buckets(config.max_burst_steps) == (16,)
-    num_programs = 1 + len(sizes.buckets()) + len(sizes.burst_buckets(config.max_burst_steps))
-    assert num_programs <= MAX_PROGRAMS
-    for platform in ("cpu", "gpu"):
-        sizes = resolve_schedule(config, max_position=1024, platform=platform, page_size=16, num_pages=64)
-        assert not sizes.few_programs
+    assert sizes.num_programs(config.max_burst_steps) == 1 + 9 + 1 <= MAX_PROGRAMS
+    larger = resolve_schedule(
+        EngineConfig(max_num_batched_tokens=8192), max_position=131_072, platform=platform, page_size=16, num_pages=9
+    )
+    assert larger.num_programs(config.max_burst_steps) <= MAX_PROGRAMS
+
+
+def test_programs_of_a_cpu_run_bursts_and_single_steps() -> None:
+    config = EngineConfig()
+    sizes = resolve_schedule(config, max_position=1024, platform="cpu", page_size=16, num_pages=64)
+    assert not sizes.few_programs
+    assert sizes.num_programs(config.max_burst_steps) == 1 + len(sizes.buckets()) == 25
+    assert sizes.step_buckets(1) == sizes.buckets()
 
 
 @given(budget=st.integers(256, 1 << 20))
 def test_a_doubled_step_takes_two_more_programs_where_they_are_few(budget: int) -> None:
     once, twice = (len(schedule(1, size, few=True).buckets()) for size in (budget, 2 * budget))
     assert twice == once + 2
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@given(seqs=st.none() | st.integers(1, 5000), budget=st.none() | st.integers(1, 5000))
+def test_by_default_prompts_have_their_share_beside_all_rows(
+    on_cpu: bool, seqs: int | None, budget: int | None
+) -> None:
+    given_both = seqs is not None and budget is not None
+    rows, tokens = default_batch(EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=budget), on_cpu=on_cpu)
+    assert (seqs or rows, budget or tokens) == (rows, tokens)
+    assert given_both or rows == 1 or rows <= tokens - prefill_share(tokens)
 
 
 @pytest.mark.parametrize("few", [False, True])

@@ -1,11 +1,13 @@
-"""What a scheduler says of a request before it gets it, and gives back: for engines that have several."""
+"""Several schedulers behind one queue: what each says of a request, gives back, and is given."""
 
 import random
 
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
 
+from jaxserve.engine.placement import Placement
 from jaxserve.request import RequestStatus
+from jaxserve.router import ROW_CHARGE_TOKENS
 
 
 def random_request(rng, index, prefixes=2):
@@ -16,7 +18,7 @@ def random_request(rng, index, prefixes=2):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_what_has_room_is_started_by_the_next_plan(seed):
-    """Unless rows that run need more pages by then, or it waits a step for a prefix that this one computes."""
+    """Unless rows that run need more pages by then."""
     rng = random.Random(seed)
     loop = Loop(make_scheduler(max_num_seqs=5, max_num_batched_tokens=32, num_pages=40), depth=rng.randint(0, 1))
     started = 0
@@ -25,7 +27,7 @@ def test_what_has_room_is_started_by_the_next_plan(seed):
         if loop.scheduler.has_room(request):
             loop.add(request)
             plan = loop.step()
-            assert request in plan.admitted or plan.preempted
+            assert request in plan.admitted or plan.preempted or plan.grown
             started += request in plan.admitted
         else:
             loop.step()
@@ -44,7 +46,7 @@ def test_a_shared_prefix_is_room_for_many():
     prefix = list(range(1000, 1160))  # 40 of 64 pages
     loop.add(make_request("first", prefix, 30)).step()
     for index in range(4):
-        request = make_request(str(index), [*prefix, index], 8)
+        request = make_request(str(index), [*prefix, index], 8, num_shared_tokens=len(prefix))
         assert loop.scheduler.has_room(request)
         loop.add(request)
     loop.step()
@@ -53,17 +55,18 @@ def test_a_shared_prefix_is_room_for_many():
     assert loop.scheduler.has_room(make_request("idle pages count too", [*prefix, 9], 8))
 
 
-def test_less_is_to_be_done_where_the_prefix_is_cached_and_few_rows_run():
-    cold, warm, busy = (make_scheduler() for _ in range(3))
-    prefix = list(range(1000, 1032))
-    Loop(warm).add(make_request("before", prefix, 2)).drain()
-    busy_loop = Loop(busy).add(make_request("before", prefix, 2)).drain()
-    busy_loop.add(*(make_request(str(index), [index], 9) for index in range(3))).step()
-    request = make_request("0", [*prefix, 1, 2], 5)
-    works = [scheduler.work_before(request) for scheduler in (warm, cold, busy)]
-    assert works[0] == 2
-    assert works[1] == 34
-    assert works[0] < works[2]
+def test_load_is_what_there_is_to_compute_and_a_charge_for_each_request():
+    loop = Loop(make_scheduler(max_num_batched_tokens=64))
+    assert loop.scheduler.load == 0
+    loop.add(make_request("0", range(100), 5), make_request("1", range(50), 5))
+    assert loop.scheduler.load == 150 + 2 * ROW_CHARGE_TOKENS
+    loop.step()
+    assert loop.scheduler.load == 86 + 2 * ROW_CHARGE_TOKENS
+    loop.step()  # the rest of the first, and of the second what the budget leaves
+    loop.step()
+    assert loop.scheduler.load == 2 + 2 * ROW_CHARGE_TOKENS, "each has its next token to compute"
+    loop.drain()
+    assert loop.scheduler.load == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -89,3 +92,151 @@ def test_requests_go_on_elsewhere_as_if_they_had_been_there(seed, depth):
     assert num_moved
     for request in requests:
         assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
+
+
+class SimulatedReplica(Loop):
+    """A scheduler and its device, as a replica of an engine."""
+
+    def finish(self, request_id, reason):
+        self.scheduler.finish(request_id, reason)
+
+    def withdraw(self):
+        return self.scheduler.withdraw()
+
+    def has_work(self):
+        return bool(self.in_flight) or self.scheduler.has_unfinished()
+
+    def is_ready(self):
+        return True
+
+
+class Cluster:
+    """Replicas behind one queue, stepped in turns; counts what they compute."""
+
+    def __init__(self, count, depth=0, **sizes):
+        self.replicas = [SimulatedReplica(make_scheduler(**sizes), depth) for _ in range(count)]
+        self.placement = Placement(self.replicas)
+        self.unfinished = {}
+
+    def add(self, requests):
+        self.unfinished |= {request.request_id: request for request in requests}
+        self.placement.add(requests)
+
+    def step(self, is_slow=lambda: False):
+        self.placement.place()
+        for replica in self.replicas:
+            if not (is_slow() and replica.in_flight):
+                replica.step()
+        for request in [r for r in self.unfinished.values() if r.status is RequestStatus.FINISHED]:
+            del self.unfinished[request.request_id]
+            self.placement.finish(request)
+        self.placement.check_integrity(self.unfinished)
+
+    def drain(self):
+        while self.unfinished:
+            self.step()
+        return self
+
+    @property
+    def num_prefill_tokens(self):
+        return sum(plan.num_prefill_tokens for replica in self.replicas for plan in replica.plans)
+
+
+def samples(group, n, num_tokens, max_tokens=4):
+    prompt = [group * 1000 + i for i in range(num_tokens)]
+    return [make_request(f"{group}#{index}", prompt, max_tokens, arrival=group) for index in range(n)]
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "sizes"),
+    [
+        (8, {"max_num_seqs": 64, "max_num_batched_tokens": 512}),
+        (8, {"max_num_seqs": 64, "max_num_batched_tokens": 64}),  # a prompt takes several steps
+        (16, {"max_num_seqs": 16, "max_num_batched_tokens": 512}),  # rows become free one after another
+    ],
+)
+def test_samples_of_a_prompt_compute_it_once(num_prompts, sizes):
+    cluster = Cluster(4, num_pages=2048, max_model_len=512, **sizes)
+    for group in range(num_prompts):
+        cluster.add(samples(group, 8, 401, max_tokens=1 + group % 5))
+    cluster.drain()
+    once = num_prompts * (401 + 7)  # the last token, which no sample finds cached
+    assert cluster.num_prefill_tokens <= 1.1 * once
+    loads = [sum(plan.num_tokens for plan in replica.plans) for replica in cluster.replicas]
+    assert max(loads) < 2 * min(loads), "the prompts are spread"
+
+
+@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_no_replica_idles_while_a_request_waits_that_it_could_start(seed, depth):
+    """Whatever arrives when, in small pools: each request ends as if alone, and the counters stay right."""
+    rng = random.Random(seed)
+    cluster = Cluster(3, depth, max_num_seqs=4, num_pages=24, max_num_batched_tokens=16)
+    requests = []
+    for index in range(150):
+        if rng.random() < 0.4 and len(requests) < 50:
+            new = [random_request(rng, f"{index}.{i}") for i in range(rng.choice([1, 1, 3]))]
+            for request in new:
+                request.arrival = index
+            requests += new
+            cluster.add(new)
+        cluster.step(lambda: rng.random() < 0.3)
+        if index % 10 == 9:
+            cluster.placement.place()
+            idle = [replica for replica in cluster.replicas if not replica.scheduler.has_unfinished()]
+            assert not idle or not cluster.placement.num_queued
+    cluster.drain()
+    for request in requests:
+        assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
+
+
+def test_an_idle_replica_takes_what_waits_for_the_prefix_of_another():
+    cluster = Cluster(2, num_pages=512, max_num_batched_tokens=16)
+    cluster.add(samples(0, 3, 100))
+    cluster.step()
+    assert all(replica.scheduler.has_unfinished() for replica in cluster.replicas)
+    cluster.drain()
+
+
+def test_a_reset_cache_attracts_nobody():
+    cluster = Cluster(2, num_pages=512, max_num_batched_tokens=512)
+    placement, request = cluster.placement, make_request("as before", range(100), 2)
+    cluster.add(samples(0, 1, 100))
+    cluster.drain()
+    (warm,) = [replica for replica in cluster.replicas if replica.plans]
+    for is_reset in (False, True):
+        cluster.add([make_request(f"other {is_reset}", [9, 9], 2)])
+        placement.place()
+        route = placement._router.choose(placement._prefix(request))
+        assert route.num_shared_tokens == (0 if is_reset else 96)
+        assert is_reset or cluster.replicas[route.replica] is warm
+        cluster.drain()
+        warm.scheduler.reset_prefix_cache()
+
+
+def test_a_request_costs_its_router_the_same_however_many_rows_run():
+    """Counted by what is looked at: the requests that a replica has."""
+    looks = []
+    for num_rows in (4, 64):
+        cluster = Cluster(2, max_num_seqs=80, num_pages=2048, max_num_batched_tokens=2048)
+        cluster.add([make_request(str(i), [i, 1, 2], 50) for i in range(2 * num_rows)])
+        cluster.step()
+        for replica in cluster.replicas:
+            replica.scheduler._running = CountedDict(replica.scheduler._running)
+        CountedDict.num_looks = 0
+        cluster.add([make_request("new", [9, 9], 2)])
+        cluster.placement.place()
+        looks.append(CountedDict.num_looks)
+    assert looks == [0, 0]
+
+
+class CountedDict(dict):
+    num_looks = 0
+
+    def values(self):
+        CountedDict.num_looks += 1
+        return super().values()
+
+    def __iter__(self):
+        CountedDict.num_looks += 1
+        return super().__iter__()

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxserve.engine import prefix_cache
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.prefix_cache import PrefixCache
 from jaxserve.request import Request, SamplingParams
@@ -59,6 +60,21 @@ def test_hashes_grow_with_the_known_tokens_and_do_not_depend_on_when_they_were_t
     request.output_token_ids += [6, 7, 8]
     assert cache.hashes(request) == cache.hashes(make_request(range(9)))
     assert request.page_hashes is cache.hashes(request)
+
+
+def test_requests_with_one_prompt_hash_it_once(monkeypatch):
+    cache, hashed, page_hash = make_cache(), [], prefix_cache._page_hash
+    monkeypatch.setattr(prefix_cache, "_page_hash", lambda *args: hashed.append(args) or page_hash(*args))
+    siblings = [make_request(range(11)) for _ in range(4)]
+    first, *others = map(cache.hashes, siblings)
+    assert len(hashed) == 2
+    assert all(hashes == first and hashes is not first for hashes in others)
+    siblings[0].output_token_ids += [7]
+    siblings[1].output_token_ids += [8]
+    a, b = (cache.hashes(sibling) for sibling in siblings[:2])
+    assert (a[:2], len(a), len(others[-1])) == (b[:2], 3, 2)
+    assert a[2] != b[2]
+    assert cache.hashes(make_request(range(11), b"salt"))[0] != first[0]
 
 
 @given(st.lists(st.integers(0, 1), max_size=12), st.lists(st.integers(0, 1), max_size=12), st.booleans())

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from random_runs import examples
 from simulation import (
     VOCAB_SIZE,
     Loop,
@@ -33,15 +34,18 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         max_num_seqs=st.integers(1, 6),
-        more_budget=st.integers(0, 24),
+        more_budget=st.just(0) | st.integers(0, 24),
+        prefill_share=st.integers(1, 6),
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(4, 24),
         depth=st.integers(0, 2),
         max_steps=st.sampled_from([1, 2, 7]),
     )
-    def start(self, max_num_seqs, more_budget, page_size, num_pages, depth, max_steps):
+    def start(self, max_num_seqs, more_budget, prefill_share, page_size, num_pages, depth, max_steps):
         budget = max_num_seqs + more_budget
-        self.scheduler = make_scheduler(max_num_seqs, budget, page_size, num_pages, max_model_len=40)
+        self.prefill_share = max(1, min(prefill_share, budget // 2))
+        sizes = (max_num_seqs, budget, page_size, num_pages)
+        self.scheduler = make_scheduler(*sizes, max_model_len=40, prefill_share=self.prefill_share)
         self.loop = Loop(self.scheduler, depth, max_steps)
         self.requests = []
         self.waiting, self.running = [], []
@@ -157,14 +161,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert plan.num_tokens == sum(plan.counts) <= scheduler.max_num_batched_tokens
         assert not rows.keys() & set(plan.preempted)
         decodes = [request for request in decodes if request not in plan.preempted]
-        assert plan.requests[: len(decodes)] == decodes, "a row in decode missed a step"
-        assert all(rows[request].num_tokens == 1 for request in decodes)
-        assert plan.num_decode_tokens == len(decodes)
+        budget_left = scheduler.max_num_batched_tokens - plan.num_tokens
+        self.check_decodes(plan, decodes, budget_left)
         if plan.num_steps > 1:
             self.check_burst(plan, decodes)
-        budget_left = scheduler.max_num_batched_tokens - plan.num_tokens
+        prefills = [request for request in prefills if request not in plan.preempted]
+        if prefills:
+            num_computed = sum(rows[request].num_tokens for request in prefills if request in rows)
+            num_left = sum(request.num_tokens - request.num_computed_tokens for request in prefills)
+            assert num_computed >= self.prefill_share or num_left <= len(prefills), "prompts have their share"
         for request in prefills:
-            assert request in rows or request in plan.preempted or not budget_left
+            assert request in rows or not budget_left
         admitted = [row.request for row in rows_of(plan) if row.admitted]
         assert admitted == self.waiting[: len(admitted)], "first come, first served"
         assert plan.num_cached_tokens == sum(rows[request].start for request in admitted)
@@ -176,6 +183,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert not admitted
         elif self.waiting and budget_left and len(self.running) < scheduler.max_num_seqs:
             self.check_head_must_wait(self.waiting[0], plan)
+
+    def check_decodes(self, plan, decodes, budget_left):
+        rows = {row.request: row for row in rows_of(plan)}
+        missing = [request for request in decodes if request not in rows]
+        if len(decodes) + len(plan.preempted) <= self.scheduler.max_num_batched_tokens - self.prefill_share:
+            assert plan.requests[: len(decodes)] == decodes, "a row in decode missed a step"
+        if missing:
+            no_page_left = plan.num_pages_used == self.scheduler.num_pages
+            assert not budget_left or no_page_left, "a row in decode missed a step for nothing"
+            assert plan.num_prefill_tokens <= self.prefill_share or no_page_left
+        assert all(rows[request].num_tokens == 1 for request in decodes if request in rows)
+        assert plan.num_decode_tokens == len(decodes) - len(missing)
 
     def check_burst(self, plan, decodes):
         assert plan.num_steps <= self.loop.max_steps
@@ -204,7 +223,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert (request.pages, request.slot, request.num_pending_tokens) == ([], -1, 0)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=50, deadline=None)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
@@ -267,6 +286,43 @@ def test_decodes_go_on_while_a_long_prompt_is_computed():
     assert [starts(plan).get("b") for plan in plans] == [(0, 15), (15, 15), (30, 10), (40, 1)]
     assert starts(plans[2])["c"] == (4, 5)  # what the prefill left of the budget; its first page is the one of "a"
     assert [request.request_id for request in plans[3].requests] == ["a", "b", "c"]
+
+
+def in_decode(scheduler, num_rows, max_tokens=200):
+    """A loop over rows that are all in decode."""
+    loop = Loop(scheduler).add(*(make_request(str(i), [i], max_tokens) for i in range(num_rows)))
+    loop.step()
+    assert scheduler.num_running == num_rows
+    return loop
+
+
+def test_a_prompt_has_its_share_where_rows_in_decode_could_take_the_whole_budget():
+    loop = in_decode(make_scheduler(64, 64, 16, 256), num_rows=63)
+    long = make_request("long", [5] * 200, 4)
+    loop.add(long)
+    before = {request: len(request.output_token_ids) for request in loop.scheduler._running.values()}
+    plans = []
+    while not long.output_token_ids:
+        plans.append(loop.step())
+    assert len(plans) == 200 // 8
+    assert all((plan.num_prefill_tokens, plan.num_decode_tokens) == (8, 56) for plan in plans)
+    num_new = [len(request.output_token_ids) - before[request] for request in before]
+    assert max(num_new) - min(num_new) <= 1, "rows in decode take turns"
+
+
+def test_what_prompts_leave_of_their_share_goes_to_rows_in_decode():
+    loop = in_decode(make_scheduler(64, 64, 16, 256), num_rows=63)
+    loop.add(make_request("short", [5] * 3, 4))
+    plan = loop.step()
+    assert (plan.num_prefill_tokens, plan.num_decode_tokens) == (3, 61)
+    assert (plan := loop.step()).num_decode_tokens == 64
+    assert starts(plan)["short"] == (3, 1)
+
+
+def test_rows_in_decode_are_not_held_back_for_prompts_that_find_no_pages():
+    loop = in_decode(make_scheduler(32, 32, 4, num_pages=62), num_rows=31, max_tokens=12)
+    loop.add(make_request("long", [5] * 100, 4))
+    assert loop.step().num_decode_tokens == 31
 
 
 def test_no_more_requests_run_than_there_are_slots():

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from random_runs import examples
 
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
@@ -150,7 +151,7 @@ def compiled_plans(call, rows):
     return [plan for _, plan in mosaic_gpu._plans(call, rows)]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps())
 def test_plan_does_all_work_once(step):
     call, q_lens, past, garbage = step

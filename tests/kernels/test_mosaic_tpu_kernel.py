@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from random_runs import examples
 
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
@@ -162,7 +163,7 @@ def table_of(flat, num_columns):
     return np.asarray(flat).reshape(-1, num_columns)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=examples(100))
 @given(steps())
 def test_plan_does_all_work_once(step):
     call, q_lens, past, garbage = step

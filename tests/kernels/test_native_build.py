@@ -1,11 +1,17 @@
+import os
 import platform
 import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
 
 import jax
 import pytest
 
 from jaxserve.pallas_kernels import native
 
+ROOT = Path(__file__).parents[2]
 CAN_BUILD = platform.system() == "Linux" and any(map(shutil.which, ("g++", "c++", "clang++")))
 
 
@@ -15,23 +21,56 @@ def test_where_there_is_a_compiler_there_are_kernels():
     assert native.unavailable() is None
 
 
-def test_a_build_without_a_compiler_leaves_a_note(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_editable", [False, True])
+def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeypatch):
     setuptools = pytest.importorskip("setuptools")
     from jaxserve.pallas_kernels.native.build import BuildKernels
 
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     monkeypatch.setenv("CC", "/nonexistent/cc")
+    monkeypatch.chdir(tmp_path)
+    package = Path("jaxserve/pallas_kernels/native")
+    package.mkdir(parents=True)
+    (package / native._LIBRARY.name).write_text("built before")
     extension = setuptools.Extension("jaxserve.pallas_kernels.native._kernels", ["pallas_kernels/native/ffi.cc"])
     command = BuildKernels(setuptools.Distribution({"name": "x", "ext_modules": [extension]}))
-    command.build_lib, command.build_temp = str(tmp_path / "lib"), str(tmp_path / "temp")
+    command.build_lib, command.build_temp, command.inplace = str(tmp_path / "lib"), str(tmp_path / "temp"), is_editable
     command.ensure_finalized()
     command.run()
-    (note,) = (tmp_path / "lib").rglob("build_failure.txt")
+    directory = tmp_path / ("" if is_editable else "lib") / package
+    (note,) = directory.iterdir()  # and no library that was built before
     assert "/nonexistent/c" in note.read_text()
 
     monkeypatch.setattr(native, "_LIBRARY", note.parent / native._LIBRARY.name)
     monkeypatch.setattr(native, "_BUILD_FAILURE", note)
     assert "/nonexistent/c" in native.unavailable.__wrapped__()
+
+
+@pytest.mark.full
+@pytest.mark.skipif(platform.system() != "Linux", reason="makes a folder of links to programs")
+def test_the_documented_installation_works_without_a_compiler(tmp_path):
+    """`pip install -e .`, in a copy of the tree, with a PATH that has no compiler; then `jaxserve --version`."""
+    ignored = shutil.ignore_patterns(
+        ".git", "*.so", "build", "*.egg-info", "__pycache__", ".*_cache", "tests", ".venv*"
+    )
+    tree, venv, programs = tmp_path / "tree", tmp_path / "venv", tmp_path / "bin"
+    shutil.copytree(ROOT, tree, symlinks=True, ignore=ignored)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (site_packages,) = venv.glob("lib/python*/site-packages")
+    packages = [path for path in sys.path if path.endswith("-packages")]
+    (site_packages / "chained.pth").write_text("\n".join(packages))
+    programs.mkdir()
+    for name in ("sh", "env", "uname"):
+        (programs / name).symlink_to(shutil.which(name))
+    environment = {name: value for name, value in os.environ.items() if name not in ("CC", "CXX", "PYTHONPATH")}
+    environment["PATH"] = str(programs)
+    run = partial(subprocess.run, cwd=tree, env=environment, check=True, capture_output=True, text=True, timeout=300)
+    run([venv / "bin/python", "-m", "pip", "install", "--no-build-isolation", "--no-deps", "-e", "."])
+    assert run([venv / "bin/jaxserve", "--version"]).stdout.startswith("jaxserve ")
+    code = "from jaxserve.pallas_kernels import native; print(native.__file__, native.unavailable())"
+    shown = run([venv / "bin/python", "-c", code]).stdout
+    assert shown.startswith(str(tree))
+    assert "there are no native kernels: " in shown
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch):

@@ -3,11 +3,16 @@
 import dataclasses
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,7 +96,14 @@ def test_a_file_that_is_no_config(tmp_path: Path, content: str, message: str) ->
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"kv_cache_dtype": "int8"}, {"page_size": 32, "max_num_seqs": 3}, {"quantization": "int8"}],
+    [
+        {"page_size": 32, "max_num_seqs": 3},
+        {"kv_cache_dtype": "int8", "quantization": "int8"},
+        *(
+            pytest.param(options, marks=pytest.mark.full)
+            for options in ({}, {"kv_cache_dtype": "int8"}, {"quantization": "int8"})
+        ),
+    ],
 )
 def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any]) -> None:
     config = EngineConfig(compile_ahead="minimal", max_num_batched_tokens=16, **{"max_num_seqs": 8, **options})
@@ -110,7 +122,9 @@ def on_a_machine_of(num_bytes: int, model: str, **options: Any) -> Plan:
         return plan_of(model, "cpu", **options)
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "llama-3.1-8b" else pytest.mark.full) for name in PARAMS]
+)
 def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
     """With a pool of one request, what is missing is missing beside the weights, to the byte."""
     small = on_a_machine_of(16 * 10**9, name, max_model_len=4096, max_num_seqs=1)
@@ -130,7 +144,7 @@ def test_the_pool_of_a_machine_is_a_sixteenth_of_it_at_most(gigabytes: int, who:
     """Of requests of which 16 GB lack the weights too, 200 GB the sixteenth alone."""
     plan = on_a_machine_of(gigabytes * 10**9, "llama-3.1-8b", max_model_len=65536, max_num_seqs=2)
     memory = plan.memory
-    pool = min(gigabytes * 10**9 / 16, 2 * memory.request)
+    pool = min(gigabytes * 10**9 / 16 - memory.slots, 2 * memory.request)
     assert memory.num_pages * memory.page == pytest.approx(pool, abs=memory.page)
     assert plan.fits == (who is None) == (pool >= memory.request)
     assert "the pool has 1/16 of it at most\n" in render(plan)
@@ -165,8 +179,19 @@ def test_what_is_missing_is_no_more_than_it_lacks(
         assert not with_more(memory.missing).missing
 
 
-@pytest.mark.parametrize("target", [*GPUS, *TPUS], ids=lambda target: target.name)
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [
+        pytest.param(
+            name,
+            target,
+            id=f"{name}-{target.name}",
+            marks=[] if name == "llama-3.1-8b" or (name, target) == ("llama-3.1-405b", TPUS[-1]) else pytest.mark.full,
+        )
+        for name in PARAMS
+        for target in [*GPUS, *TPUS]
+    ],
+)
 def test_each_chip_has_its_share(name: str, target: Target) -> None:
     plan, (_, arch) = plan_of(name, target, max_model_len=8192), read_model(name)
     memory, num_chips = plan.memory, target.num_chips
@@ -190,7 +215,12 @@ def test_each_chip_has_its_share(name: str, target: Target) -> None:
 
 @pytest.mark.parametrize(
     ("name", "smallest"),
-    [("llama-3.1-8b", "h200"), ("llama-3.1-70b", "h200x2"), ("qwen3-32b", "h200"), ("llama-3.1-405b", "h200x8")],
+    [
+        ("llama-3.1-8b", "h200"),
+        ("llama-3.1-70b", "h200x2"),
+        pytest.param("qwen3-32b", "h200", marks=pytest.mark.full),
+        pytest.param("llama-3.1-405b", "h200x8", marks=pytest.mark.full),
+    ],
 )
 def test_what_fits_on_how_many(name: str, smallest: str | None) -> None:
     fitting = [target.name for target in GPUS if plan_of(name, target, max_model_len=8192).fits]
@@ -458,11 +488,43 @@ def test_what_cannot_be_planned_is_said_in_a_line(
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Chip, "unavailable", lambda _: "this is missing")
-    for name, extra in (("h200", "cuda"), ("v6e:2x4", "tpu")):
-        message = rf"to plan for {name}, .* but this is missing; install the extra {extra}: pip install "
+    for name, package in (("h200", f"jax-cuda13-plugin=={jax.__version__}"), ("v6e:2x4", "libtpu")):
+        message = rf"to plan for {name}, .* but this is missing; .*: pip install --target '/a b' --no-deps .*{package}"
         with pytest.raises(ConfigError, match=message):
-            find_target(name)
-    assert find_target("cpu") == parse_target("cpu")
+            find_target(name, Path("/a b"))
+    assert find_target("cpu", Path()) == parse_target("cpu")
+
+
+FIND_COMPILERS = """
+import sys
+from jaxserve.cli import main
+code = main(["plan", "--target", "h200", *sys.argv[1:]])
+import jax_plugins.xla_cuda13
+print(code, "nvidia.cu13" in sys.modules)
+"""
+
+
+@pytest.mark.skipif(bool(list(metadata.distributions(name="jax-cuda13-plugin"))), reason="a CUDA plugin is installed")
+@pytest.mark.parametrize("is_default", [True, False])
+def test_compilers_are_found_in_a_folder_of_their_own(is_default: bool, tmp_path: Path) -> None:
+    """A plugin of another version is named before jax sees it; what lies beside it is there when jax is imported."""
+    folder = tmp_path / "jaxserve" / "compilers" if is_default else tmp_path / "elsewhere"
+    for package in ("jax_plugins/xla_cuda13", "nvidia/cu13"):
+        (folder / package).mkdir(parents=True)
+        (folder / package / "__init__.py").touch()
+    (folder / "jax_cuda13_plugin-0.0.1.dist-info").mkdir()
+    (folder / "jax_cuda13_plugin-0.0.1.dist-info" / "METADATA").write_text("Name: jax-cuda13-plugin\nVersion: 0.0.1\n")
+    run = subprocess.run(
+        [sys.executable, "-c", FIND_COMPILERS, *([] if is_default else ["--compilers", str(folder)])],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert run.stdout == "2 True\n"
+    assert f"must have the version of jax, {jax.__version__}, and 0.0.1 was found" in run.stderr
+    assert f"pip install --target {folder} --no-deps jax-cuda13-plugin=={jax.__version__}" in run.stderr
 
 
 @pytest.mark.parametrize("as_json", [False, True])

@@ -17,6 +17,7 @@ from jaxserve.request import RequestOutput
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs, run, tokens
 from tests.processes.spawning import join, start
+from tests.random_runs import examples
 
 SIZES: dict[str, Any] = {
     "max_model_len": 64,
@@ -46,7 +47,7 @@ def workloads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Wor
     collected: list[Workload] = []
 
     @given(jobs=jobs(aborts=True))
-    @settings(few_but_rich, max_examples=8)
+    @settings(few_but_rich, max_examples=examples(8))
     def collect(jobs: list[Job]) -> None:
         engine.reset_prefix_cache()
         whole = [Job(job.prompt, job.params, job.arrival, salt=job.salt) for job in jobs]
@@ -70,7 +71,7 @@ def start_leader(
     return start([[*common, str(index), *paths, json.dumps(own)] for index, own in enumerate(every)], devices)
 
 
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("count", "devices"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_tokens_are_those_of_one_process(
     tmp_path: Path, model: Path, to_run: Path, workloads: list[Workload], count: int, devices: int
 ) -> None:

@@ -45,7 +45,7 @@ def wait_for_records(path: Path, processes: list["subprocess.Popen[str]"], num_r
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("victim", [0, COUNT - 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.full), COUNT - 1])
 def test_a_killed_process_ends_the_others_and_the_batch_goes_on(tmp_path: Path, batch: Batch, victim: int) -> None:
     out = tmp_path / "out.jsonl"
     processes = batch()

@@ -4,47 +4,50 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.sampling import SamplingRows, SlotTable
+from jaxserve.sampling import SAMPLING_RECORD, SamplingRows, SlotTable
+from jaxserve.sampling.penalties import PROMPT
 
 CAPACITY = 200  # tokens per slot
+VOCAB_SIZE = 300  # where a test does not say otherwise
 
-DEFAULTS = {
-    "temperature": np.float32(1),
-    "top_k": np.int32(0),
-    "top_p": np.float32(1),
-    "min_p": np.float32(0),
-    "position": np.int32(0),
-    "prompt_len": np.int32(0),
-    "min_position": np.int32(0),
-    "presence_penalty": np.float32(0),
-    "frequency_penalty": np.float32(0),
-    "repetition_penalty": np.float32(1),
-    "use_bias": np.bool_(False),
-    "live": np.bool_(True),
-}
+NEUTRAL = {"temperature": 1, "top_p": 1, "repetition_penalty": 1}
 
 
-def make_rows(num_rows, seed=0, **fields):
+def make_rows(num_rows, seed=0, position=0, live=True, **fields):
     """SamplingRows that ask for plain sampling except for `fields`; row r has slot r."""
-    values = {name: np.broadcast_to(fields.pop(name, value), num_rows) for name, value in DEFAULTS.items()}
-    arrays = {name: jnp.asarray(value, DEFAULTS[name].dtype) for name, value in values.items()}
+    records = np.zeros(num_rows, SAMPLING_RECORD)
+    for name, value in {"slot": np.arange(num_rows), **NEUTRAL, **fields}.items():
+        records[name] = value
     words = np.broadcast_to(np.asarray(seed, np.uint64), num_rows)
-    arrays["seed"] = jnp.asarray(np.stack([words & 0xFFFFFFFF, words >> np.uint64(32)], 1).astype(np.uint32))
-    arrays["slot"] = jnp.asarray(fields.pop("slot", np.arange(num_rows)), jnp.int32)
-    assert not fields, f"unknown fields {list(fields)}"
-    return SamplingRows(**arrays)
+    records["seed"] = np.stack([words & 0xFFFFFFFF, words >> np.uint64(32)], 1)
+    return SamplingRows(
+        records=jnp.asarray(records.view(np.int32).reshape(num_rows, -1)),
+        position=jnp.asarray(np.broadcast_to(position, num_rows), jnp.int32),
+        live=jnp.asarray(np.broadcast_to(live, num_rows), bool),
+    )
 
 
-def make_table(num_slots, history=None, bias=None, stop_ids=()):
+def make_table(num_slots, vocab_size=VOCAB_SIZE, counts=None, bias=None, stop_ids=()):
     """SlotTable with the same bias {id: value} and stop ids in every slot."""
     bias = bias or {}
-    history = np.zeros((num_slots, CAPACITY)) if history is None else history
+    counts = np.zeros((num_slots, vocab_size)) if counts is None else counts
     return SlotTable(
-        token_history=jnp.asarray(history, jnp.int32),
+        token_history=jnp.zeros((num_slots, CAPACITY), jnp.int32),
+        token_counts=jnp.asarray(counts, jnp.int32),
         bias_ids=_padded(list(bias), num_slots, -1, np.int32),
         bias_values=_padded(list(bias.values()), num_slots, 0, np.float32),
         stop_ids=_padded(list(stop_ids), num_slots, -1, np.int32),
     )
+
+
+def counts_of(prompts, outputs, vocab_size=VOCAB_SIZE):
+    """What penalties look at, of each slot's prompt and output."""
+    counts = np.zeros((len(prompts), vocab_size), np.int64)
+    for slot, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        counts[slot, np.asarray(prompt, int)] = PROMPT
+        counts[slot, np.asarray(output, int)] = 0
+        counts[slot] += np.bincount(np.asarray(output, int), minlength=vocab_size)
+    return counts
 
 
 def any_rows(rng, num_rows):
@@ -53,7 +56,6 @@ def any_rows(rng, num_rows):
     def maybe(off, values):
         return np.where(rng.random(num_rows) < 0.5, off, values)
 
-    prompt_len = rng.integers(1, CAPACITY // 2, num_rows)
     return make_rows(
         num_rows,
         seed=rng.integers(0, 2**63, num_rows),
@@ -61,8 +63,7 @@ def any_rows(rng, num_rows):
         top_k=maybe(0, rng.integers(1, 50, num_rows)),
         top_p=maybe(1, rng.uniform(0.1, 1, num_rows)),
         min_p=maybe(0, rng.uniform(0, 0.3, num_rows)),
-        prompt_len=prompt_len,
-        position=prompt_len + rng.integers(0, CAPACITY // 2, num_rows),
+        position=rng.integers(1, CAPACITY, num_rows),
         min_position=maybe(0, CAPACITY),
         presence_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
         frequency_penalty=maybe(0, rng.uniform(-2, 2, num_rows)),
@@ -73,9 +74,10 @@ def any_rows(rng, num_rows):
 
 
 def any_table(rng, num_slots, vocab_size):
-    """A SlotTable of random history, with some biases and stop ids."""
-    history = rng.integers(0, vocab_size, (num_slots, CAPACITY))
-    return make_table(num_slots, history, bias={1: 3.0, 7: -5.0}, stop_ids=[2, 5])
+    """A SlotTable of random prompts and outputs, with some biases and stop ids."""
+    prompts, outputs = rng.integers(0, vocab_size, (2, num_slots, CAPACITY // 4))
+    counts = counts_of(prompts, outputs, vocab_size)
+    return make_table(num_slots, vocab_size, counts, bias={1: 3.0, 7: -5.0}, stop_ids=[2, 5])
 
 
 def take_rows(rows, index):

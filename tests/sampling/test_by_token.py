@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_runs import examples
 
 from jaxserve.sampling.by_token import (
     ARGMAX_BLOCK,
@@ -35,7 +36,7 @@ def test_the_first_of_the_largest(argmax, num_rows, vocab_size):
 
 
 @pytest.mark.parametrize("add", [add_at, add_by_products])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(20))
 @given(
     num_rows=st.integers(1, 5),
     vocab_size=st.sampled_from([1, 60, 128, 300]),

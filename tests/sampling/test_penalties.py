@@ -1,15 +1,18 @@
-"""Penalties against the definitions of OpenAI and vLLM, and against transformers."""
+"""Penalties against the definitions of OpenAI and vLLM, and against transformers; and the counts they look at."""
 
 import jax
 import numpy as np
 import pytest
 import torch
-from sampling_cases import make_rows, make_table
+from sampling_cases import counts_of, make_rows, make_table
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from jaxserve.sampling import count_sampled, count_tokens
 from jaxserve.sampling.penalties import HISTORY_BLOCK, apply_penalties
 
 penalise = jax.jit(apply_penalties)
+count = jax.jit(count_tokens, static_argnums=3)
+count_one = jax.jit(count_sampled)
 
 
 def reference(logits, prompt, output, presence, frequency, repetition):
@@ -21,31 +24,53 @@ def reference(logits, prompt, output, presence, frequency, repetition):
     return out
 
 
-@pytest.mark.parametrize("capacity", [7, HISTORY_BLOCK, 3 * HISTORY_BLOCK + 5])
-def test_matches_the_definitions_whatever_lies_beyond_position(capacity):
-    rng = np.random.default_rng(capacity)
+def test_matches_the_definitions():
+    rng = np.random.default_rng(7)
     num_rows, vocab_size = 40, 60
     logits = rng.normal(scale=3, size=(num_rows, vocab_size)).astype(np.float32)
     logits[:, 5] = -np.inf
-    position = rng.integers(0, capacity + 1, num_rows)
-    prompt_len = rng.integers(0, position + 1)
-    history = rng.integers(0, vocab_size, (num_rows, capacity))
-    stale = np.arange(capacity)[None, :] >= position[:, None]
-    history = np.where(stale, rng.choice([-1, 3, 2**31 - 1, -(2**31)], history.shape), history)
+    prompts = [rng.integers(0, vocab_size, rng.integers(0, 100)).tolist() for _ in range(num_rows)]
+    outputs = [rng.integers(0, vocab_size, rng.integers(0, 100)).tolist() for _ in range(num_rows)]
     slot = rng.permutation(num_rows)
     fields = {
         "presence_penalty": rng.choice([0, -2, 0.5, 2], num_rows),
         "frequency_penalty": rng.choice([0, -2, 0.25, 2], num_rows),
         "repetition_penalty": rng.choice([1, 0.5, 1.2, 3], num_rows),
     }
-    by_slot = np.empty_like(history)
-    by_slot[slot] = history
-    rows = make_rows(num_rows, position=position, prompt_len=prompt_len, slot=slot, **fields)
-    result = np.asarray(penalise(logits, rows, make_table(num_rows, by_slot)))
+    by_slot = np.empty((num_rows, vocab_size))
+    by_slot[slot] = counts_of(prompts, outputs, vocab_size)
+    result = np.asarray(
+        penalise(logits, make_rows(num_rows, slot=slot, **fields), make_table(num_rows, counts=by_slot))
+    )
     for r in range(num_rows):
-        prompt, output = history[r, : prompt_len[r]].tolist(), history[r, prompt_len[r] : position[r]].tolist()
-        expected = reference(logits[r], prompt, output, *(value[r] for value in fields.values()))
+        expected = reference(logits[r], prompts[r], outputs[r], *(value[r] for value in fields.values()))
         np.testing.assert_allclose(result[r], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("capacity", [7, HISTORY_BLOCK, 3 * HISTORY_BLOCK + 5])
+def test_counts_of_an_admitted_request(capacity):
+    rng = np.random.default_rng(capacity)
+    for num_tokens in (0, 1, capacity // 2, capacity):
+        tokens = rng.integers(0, 60, num_tokens)
+        prompt_len = int(rng.integers(0, num_tokens + 1))
+        expected = counts_of([tokens[:prompt_len]], [tokens[prompt_len:]], 60)[0]
+        padded = np.full(capacity, -1, np.int32)
+        padded[:num_tokens] = tokens
+        assert np.array_equal(count(padded, np.int32(prompt_len), 0, 60), expected)
+        part = count(padded, np.int32(prompt_len), np.int32(25), 20)  # what one of several devices has
+        assert np.array_equal(part, expected[25:45])
+
+
+def test_sampled_tokens_are_counted_where_penalties_look_at_them():
+    asks, live = [True, True, False, True, True], [True, True, True, False, True]
+    rows = make_rows(5, frequency_penalty=np.where(asks, 0.5, 0), slot=[4, 3, 2, 1, 0], live=live)
+    counts = counts_of([[9], [9], [9], [9], [9]], [[9], [], [], [], []], 12)
+    sampled = np.array([9, 3, 3, 3, 0], np.int32)
+    expected = counts.copy()
+    expected[[4, 3, 0], [9, 3, 0]] += 1
+    assert np.array_equal(count_one(counts.astype(np.int32), rows, sampled), expected)
+    part = count_one(counts[:, 2:8].astype(np.int32), rows, sampled, 2)
+    assert np.array_equal(part, expected[:, 2:8])
 
 
 def test_same_as_transformers():
@@ -53,31 +78,25 @@ def test_same_as_transformers():
     logits = rng.normal(scale=3, size=(8, 100)).astype(np.float32)
     history = rng.integers(0, 100, (8, 30))
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.from_numpy(history), torch.from_numpy(logits)).numpy()
-    rows = make_rows(8, repetition_penalty=1.3, position=30, prompt_len=np.arange(8))
-    np.testing.assert_allclose(penalise(logits, rows, make_table(8, history)), expected, rtol=1e-6)
+    counts = counts_of([row[:n] for n, row in enumerate(history)], [row[n:] for n, row in enumerate(history)], 100)
+    rows = make_rows(8, repetition_penalty=1.3)
+    np.testing.assert_allclose(penalise(logits, rows, make_table(8, counts=counts)), expected, rtol=1e-6)
 
 
 def test_rows_without_penalties_keep_their_bits():
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(6, 50)).astype(np.float32)
-    history = rng.integers(0, 50, (6, 20))
     asks = np.array([True, False, True, False, False, False])
-    rows = make_rows(6, frequency_penalty=np.where(asks, 1.0, 0.0), position=20)
-    result = np.asarray(penalise(logits, rows, make_table(6, history)))
+    rows = make_rows(6, frequency_penalty=np.where(asks, 1.0, 0.0))
+    counts = counts_of([[]] * 6, rng.integers(0, 50, (6, 20)), 50)
+    result = np.asarray(penalise(logits, rows, make_table(6, counts=counts)))
     assert np.array_equal(result[~asks], logits[~asks])
     assert (result[asks] != logits[asks]).any(1).all()
 
 
-def test_a_padding_row_decides_neither_the_work_nor_the_result():
-    logits = np.ones((2, 10), np.float32)
-    rows = make_rows(2, presence_penalty=[1, 2], position=[3, 2**31 - 1], live=[True, False])
-    result = np.asarray(penalise(logits, rows, make_table(2, [[4, 4, 6, 7], [1, 1, 1, 1]])))
-    assert np.array_equal(result[0], np.where(np.isin(np.arange(10), [4, 6]), 0, 1))
-    assert np.array_equal(result[1], logits[1])
-
-
 def test_a_tiny_repetition_penalty_stays_finite():
-    rows = make_rows(1, repetition_penalty=1e-38, position=1)
-    result = np.asarray(penalise(np.full((1, 4), 20, np.float32), rows, make_table(1, [[2, 0]])))
+    rows = make_rows(1, repetition_penalty=1e-38)
+    counts = counts_of([[]], [[2]], 4)
+    result = np.asarray(penalise(np.full((1, 4), 20, np.float32), rows, make_table(1, counts=counts)))
     assert np.isfinite(result).all()
     assert result.argmax() == 2

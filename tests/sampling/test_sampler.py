@@ -1,5 +1,6 @@
 """The drawn token: its distribution, what it may depend on, and what forces or forbids it."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -12,7 +13,7 @@ from scipy.stats import chisquare
 from jaxserve.sampling import sample, sampler
 from jaxserve.sampling.sampler import token_weights
 
-KEY = jax.random.key(42)
+BASE_SEED = jnp.uint32(42)
 draw = jax.jit(sample)
 draw_soon = jax.jit(sample, compiler_options={"xla_backend_optimization_level": 0})  # for shapes that are used once
 
@@ -29,7 +30,7 @@ def test_draws_follow_the_distribution(fields):
     num_draws, vocab_size = 6000, 300
     logits = np.tile(random_logits((1, vocab_size), seed=1), (num_draws, 1))
     rows = make_rows(num_draws, seed=11, position=np.arange(num_draws), **fields)
-    token_ids = np.asarray(draw(logits, rows, make_table(num_draws), KEY))
+    token_ids = np.asarray(draw(logits, rows, make_table(num_draws), BASE_SEED))
     probs = np.asarray(jax.jit(token_weights)(logits[:1], take_rows(rows, [0])))[0].astype(np.float64)
     expected = probs / probs.sum() * num_draws
     observed = np.bincount(token_ids, minlength=vocab_size)
@@ -48,7 +49,7 @@ def test_draws_of_seeds_and_of_positions_are_independent():
     logits[:, chosen] = np.log([1, 2, 3, 4])
     seed = np.arange(num_draws)
     streams = [
-        draw(logits, make_rows(num_draws, seed=s, position=p), make_table(num_draws), KEY)
+        draw(logits, make_rows(num_draws, seed=s, position=p), make_table(num_draws), BASE_SEED)
         for s, p in [(seed, 0), (seed, 1), (seed + 1, 0), (seed << 32, 0)]
     ]
     probs = np.arange(1, 5) / 10
@@ -64,41 +65,38 @@ def test_same_token_alone_in_a_batch_and_in_any_row():
     num_rows, vocab_size = 64, 1000
     logits, rows = random_logits((num_rows, vocab_size)), any_rows(rng, num_rows)
     table = any_table(rng, num_rows, vocab_size)
-    together = np.asarray(draw(logits, rows, table, KEY))
+    together = np.asarray(draw(logits, rows, table, BASE_SEED))
     shuffled = rng.permutation(num_rows)
-    assert np.array_equal(together[shuffled], draw(logits[shuffled], take_rows(rows, shuffled), table, KEY))
+    assert np.array_equal(together[shuffled], draw(logits[shuffled], take_rows(rows, shuffled), table, BASE_SEED))
     live = np.nonzero(rows.live)[0]
-    assert np.array_equal(together[live[:17]], draw(logits[live[:17]], take_rows(rows, live[:17]), table, KEY))
+    assert np.array_equal(together[live[:17]], draw(logits[live[:17]], take_rows(rows, live[:17]), table, BASE_SEED))
     for r in live:
-        assert together[r] == draw(logits[[r]], take_rows(rows, [r]), table, KEY)[0]
+        assert together[r] == draw(logits[[r]], take_rows(rows, [r]), table, BASE_SEED)[0]
 
 
-@pytest.mark.parametrize("num_rows", [17, 40, 150])
+@pytest.mark.parametrize("num_rows", [17, pytest.param(40, marks=pytest.mark.full), 150])
 def test_same_token_however_many_rows_are_sampled_at_a_time(monkeypatch, num_rows):
     rng = np.random.default_rng(num_rows)
     logits, rows = random_logits((num_rows, 300)), any_rows(rng, num_rows)
     table = any_table(rng, num_rows, 300)
-    expected = draw_soon(logits, rows, table, KEY)
+    expected = draw_soon(logits, rows, table, BASE_SEED)
     monkeypatch.setattr(sampler, "target_platform", lambda: "tpu")
     by_blocks = jax.jit(partial(sample))  # traced anew
-    assert np.array_equal(by_blocks(logits, rows, table, KEY), expected)
+    assert np.array_equal(by_blocks(logits, rows, table, BASE_SEED), expected)
 
 
 def test_garbage_in_padding_rows_changes_nothing():
     rng = np.random.default_rng(9)
     logits, rows, table = random_logits((64, 300)), any_rows(rng, 64), any_table(rng, 64, 300)
-    expected = draw(logits, rows, table, KEY)
+    expected = draw(logits, rows, table, BASE_SEED)
     dead = ~np.asarray(rows.live)
 
     def spoil(x, value):
         return jnp.where(dead.reshape(-1, *[1] * (x.ndim - 1)), jnp.asarray(value, x.dtype), x)
 
-    for number, integer in [(np.nan, 2**31 - 1), (np.inf, -(2**31)), (-1e30, -1)]:
-        garbage = jax.tree.map(
-            lambda x: spoil(x, number if x.dtype == np.float32 else integer if x.dtype == np.int32 else 1),  # noqa: B023
-            rows,
-        ).replace(live=rows.live)
-        token_ids = np.asarray(draw(spoil(jnp.asarray(logits), number), garbage, table, KEY))
+    for number, word in [(np.nan, 0x7FC00000), (np.inf, 0x7F800000), (-1e30, -1), (0, 2**31 - 1), (0, -(2**31))]:
+        garbage = rows.replace(records=spoil(rows.records, word), position=spoil(rows.position, word))
+        token_ids = np.asarray(draw(spoil(jnp.asarray(logits), number), garbage, table, BASE_SEED))
         assert np.array_equal(token_ids[~dead], np.asarray(expected)[~dead])
         assert (token_ids >= 0).all()
         assert (token_ids < 300).all()
@@ -108,32 +106,42 @@ def test_garbage_in_padding_rows_changes_nothing():
 def test_greedy_rows_take_the_first_of_the_largest_logits(temperature):
     logits = np.round(random_logits((64, 300)) * 2)
     rows = make_rows(64, temperature=np.where(np.arange(64) % 2, temperature, 1.0), top_k=3, top_p=0.1, min_p=0.5)
-    token_ids = np.asarray(draw(logits, rows, make_table(64), KEY))
+    token_ids = np.asarray(draw(logits, rows, make_table(64), BASE_SEED))
     assert np.array_equal(token_ids[1::2], logits[1::2].argmax(1))
-    all_greedy = draw(logits, make_rows(64, temperature=temperature), make_table(64), KEY)
+    all_greedy = draw(logits, make_rows(64, temperature=temperature), make_table(64), BASE_SEED)
     assert np.array_equal(all_greedy, logits.argmax(1))
 
 
-@pytest.mark.parametrize("vocab_size", [64, 100, 1024])
-@pytest.mark.parametrize("num_rows", [1, 15, 16, 40])
+QUICK_SIZES = [(1, 64), (15, 100), (16, 1024), (40, 100)]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "vocab_size"),
+    [
+        pytest.param(*sizes, marks=[] if sizes in QUICK_SIZES else pytest.mark.full)
+        for sizes in itertools.product([1, 15, 16, 40], [64, 100, 1024])
+    ],
+)
 def test_greedy_takes_the_first_of_the_most_likely(num_rows, vocab_size):
     logits = np.random.default_rng(0).integers(-3, 4, (num_rows, vocab_size)).astype(np.float32)  # many are equal
     logits[-1] = -np.inf
     rows = make_rows(num_rows, temperature=np.zeros(num_rows))
-    assert np.array_equal(draw_soon(logits, rows, make_table(num_rows), KEY), logits.argmax(1))
+    assert np.array_equal(draw_soon(logits, rows, make_table(num_rows, vocab_size), BASE_SEED), logits.argmax(1))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_bias_forces_and_bans(temperature):
     logits = random_logits((64, 300))
     rows = make_rows(64, temperature=temperature, use_bias=np.arange(64) % 2 == 0, position=np.arange(64))
-    forced = np.asarray(draw(logits, rows, make_table(64, bias={77: 100.0}), KEY))
-    plain = np.asarray(draw(logits, rows.replace(use_bias=jnp.zeros(64, bool)), make_table(64), KEY))
+    forced = np.asarray(draw(logits, rows, make_table(64, bias={77: 100.0}), BASE_SEED))
+    plain = np.asarray(
+        draw(logits, make_rows(64, temperature=temperature, position=np.arange(64)), make_table(64), BASE_SEED)
+    )
     assert (forced[::2] == 77).all()
     assert np.array_equal(forced[1::2], plain[1::2])
     favourite = int(logits[0].argmax())
     same = np.tile(logits[:1], (64, 1))
-    banned = np.asarray(draw(same, rows, make_table(64, bias={favourite: -100.0}), KEY))
+    banned = np.asarray(draw(same, rows, make_table(64, bias={favourite: -100.0}), BASE_SEED))
     assert favourite not in banned[::2]
     assert favourite in banned[1::2]
 
@@ -143,7 +151,7 @@ def test_stop_ids_wait_for_min_position(temperature):
     logits = random_logits((64, 300))
     logits[:, [4, 290]] = 30.0
     rows = make_rows(64, temperature=temperature, position=np.arange(64), min_position=10)
-    stopped = np.isin(np.asarray(draw(logits, rows, make_table(64, stop_ids=[4, 290]), KEY)), [4, 290])
+    stopped = np.isin(np.asarray(draw(logits, rows, make_table(64, stop_ids=[4, 290]), BASE_SEED)), [4, 290])
     assert np.array_equal(stopped, np.arange(64) >= 10)
 
 
@@ -151,14 +159,14 @@ def test_masked_logits_are_never_drawn():
     logits = np.full((64, 300), -np.inf, np.float32)
     logits[:, [3, 150, 299]] = [0.0, -1.0, 1.0]
     rows = make_rows(64, temperature=50.0, position=np.arange(64))
-    assert set(np.asarray(draw(logits, rows, make_table(64), KEY)).tolist()) == {3, 150, 299}
+    assert set(np.asarray(draw(logits, rows, make_table(64), BASE_SEED)).tolist()) == {3, 150, 299}
 
 
-@pytest.mark.parametrize("vocab_size", [1, 127, 129])
+@pytest.mark.parametrize("vocab_size", [1, 127, pytest.param(129, marks=pytest.mark.full)])
 def test_any_vocabulary_size(vocab_size):
     logits = np.zeros((300, vocab_size), np.float32)
     rows = make_rows(300, position=np.arange(300), top_k=vocab_size, top_p=0.99999)
-    token_ids = np.asarray(draw(logits, rows, make_table(300), KEY))
+    token_ids = np.asarray(draw(logits, rows, make_table(300, vocab_size), BASE_SEED))
     assert token_ids.min() >= 0
     assert token_ids.max() < vocab_size
     assert len(set(token_ids.tolist())) > min(vocab_size, 100) // 2
@@ -174,8 +182,8 @@ def test_what_requests_ask_traces_nothing_new():
 
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        counted(random_logits((8, 64)), any_rows(rng, 8), any_table(rng, 8, 64), KEY)
-    counted(random_logits((8, 64)), make_rows(8, temperature=0.0), any_table(rng, 8, 64), KEY)
+        counted(random_logits((8, 64)), any_rows(rng, 8), any_table(rng, 8, 64), BASE_SEED)
+    counted(random_logits((8, 64)), make_rows(8, temperature=0.0), any_table(rng, 8, 64), BASE_SEED)
     assert len(traces) == 1
 
 
@@ -191,14 +199,14 @@ def primitives(jaxpr, inside_cond=True):
                 yield from primitives(inner, inside_cond)
 
 
-COSTLY = {"exp", "log", "while", "scatter-add", "gather", "random_bits", "threefry2x32", "random_fold_in"}
+COSTLY = {"exp", "log", "while", "scatter-add", "gather"}
 
 
 def test_costly_work_stands_under_cond_and_nothing_sorts():
-    args = (random_logits((4, 64)), make_rows(4), make_table(4), KEY)
+    args = (random_logits((4, 64)), make_rows(4), make_table(4, 64), BASE_SEED)
     jaxpr = jax.make_jaxpr(sample)(*args).jaxpr
     assert not {"sort", "top_k", "cumsum", "approx_top_k"} & set(primitives(jaxpr))
-    assert set(primitives(jaxpr)) >= COSTLY - {"threefry2x32"}
+    assert set(primitives(jaxpr)) >= COSTLY
     always = set(primitives(jaxpr, inside_cond=False))
     assert not COSTLY & always
     assert "cond" in always
@@ -206,9 +214,9 @@ def test_costly_work_stands_under_cond_and_nothing_sorts():
 
 def test_compiled_program_keeps_the_conditionals_and_few_copies():
     num_rows, vocab_size = 32, 4096
-    args = (random_logits((num_rows, vocab_size)), make_rows(num_rows), make_table(num_rows), KEY)
+    args = (random_logits((num_rows, vocab_size)), make_rows(num_rows), make_table(num_rows, vocab_size), BASE_SEED)
     compiled = draw.lower(*args).compile()
-    assert compiled.as_text().count(" conditional(") >= 5
+    assert compiled.as_text().count(" conditional(") >= 4
     assert "f64[" not in compiled.as_text()
     assert "s64[" not in compiled.as_text()
-    assert compiled.memory_analysis().temp_size_in_bytes < 4 * num_rows * vocab_size * 4
+    assert compiled.memory_analysis().temp_size_in_bytes < 5 * num_rows * vocab_size * 4

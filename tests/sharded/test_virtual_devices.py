@@ -14,7 +14,20 @@ DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.stem)
 def test_on_eight_devices(check: Path) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(check)]
+    run_checks(check, "not full")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "check", [path for path in CHECKS if "@given" in path.read_text()], ids=lambda check: check.stem
+)
+def test_more_on_eight_devices(check: Path) -> None:
+    """What the checks themselves mark as full, and more random requests."""
+    run_checks(check, "full")
+
+
+def run_checks(check: Path, selection: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", selection, str(check)]
     done = subprocess.run(
         command, env={**os.environ, **DEVICES}, capture_output=True, text=True, timeout=600, check=False
     )

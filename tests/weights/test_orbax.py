@@ -33,6 +33,7 @@ from jaxserve.weights.load import open_tensors
 from jaxserve.weights.new_directory import new_directory
 from jaxserve.weights.stored_tensor import Part, StoredTensor
 from tests.checkpoints import FAMILIES, random_configs, write_checkpoint
+from tests.random_runs import examples
 
 TEXTS = {
     "generation_config.json": '{"eos_token_id": [2, 3]}',
@@ -160,7 +161,7 @@ def slices(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[slice, ...]]]:
 
 
 @given(slices())
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_slices_are_those_of_numpy(tmp_path_factory: pytest.TempPathFactory, case: tuple[np.ndarray, Any]) -> None:
     array, taken = case
     path = tmp_path_factory.mktemp("slices")

@@ -24,6 +24,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.sharding import named_sharding, tensor_mesh
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
+from tests.random_runs import examples
 
 Start = Callable[..., Engine]
 
@@ -69,7 +70,7 @@ class TestAnyWorkload:
     """Batches, chunks, prefix hits, preemptions, bursts and every way to sample, at once."""
 
     @given(jobs=jobs())
-    @settings(few_but_rich, max_examples=6)
+    @settings(few_but_rich, max_examples=examples(6))
     def test_tokens_are_those_of_one_device(self, start: Start, jobs: list[Job]) -> None:
         expected = run(start(1), jobs)
         for num_devices in (2, 8):
@@ -77,7 +78,13 @@ class TestAnyWorkload:
                 assert_same(output, wanted, (num_devices, job))
 
 
-@pytest.fixture(scope="module", params=sorted(set(FAMILIES) - {"llama"}))
+@pytest.fixture(
+    scope="module",
+    params=[
+        "qwen2",
+        *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name not in ("llama", "qwen2")),
+    ],
+)
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """Engines of another family over one device and over four; two kv heads of two twice each."""
     path = tmp_path_factory.mktemp(request.param)
@@ -91,7 +98,7 @@ class TestAnyWorkloadOfOtherFamilies:
     """As above."""
 
     @given(jobs=jobs())
-    @settings(few_but_rich, max_examples=10)
+    @settings(few_but_rich, max_examples=examples(10))
     def test_tokens_are_those_of_one_device(self, pair: tuple[Engine, Engine], jobs: list[Job]) -> None:
         for engine in pair:
             engine.reset_prefix_cache()

@@ -11,12 +11,13 @@ from hypothesis import given, settings
 from jaxserve.bench.load import TimedRequest, run_load
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import Runner
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.runner import Programs
 from jaxserve.errors import ConfigError
 from jaxserve.request import SamplingParams
+from jaxserve.router import Router
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, busy_step, few_but_rich, generate, jobs, run, tokens
+from tests.random_runs import examples
 
 Start = Callable[..., Engine]
 
@@ -58,7 +59,7 @@ def finish_all(engine: Engine) -> None:
 
 
 @given(jobs=jobs(aborts=True))
-@settings(few_but_rich, max_examples=12)
+@settings(few_but_rich, max_examples=examples(12))
 @pytest.mark.parametrize(("replicas", "devices"), [(3, 1), (2, 2)])
 def test_tokens_are_those_of_one_replica(start: Start, jobs: list[Job], replicas: int, devices: int) -> None:
     kept = [Job(job.prompt, job.params, job.arrival, salt=job.salt) for job in jobs]
@@ -94,15 +95,15 @@ def test_equal_requests_are_spread_evenly(start: Start) -> None:
 
 def test_a_long_queue_costs_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, looks = start(2), []
-    has_room = Scheduler.has_room
-    monkeypatch.setattr(Scheduler, "has_room", lambda *args: looks.append(args) or has_room(*args))
+    choose = Router.choose
+    monkeypatch.setattr(Router, "choose", lambda *args, **options: looks.append(args) or choose(*args, **options))
     for index in range(2000):
         engine.add_request(str(index), tokens(9, index), GREEDY)
     assert not looks
     for _ in range(20):
         looks.clear()
         busy_step(engine)
-        assert len(looks) <= 2 * (1 + 6), "of those that are started, and of one that is not"
+        assert len(looks) <= 2 * 6 + 2, "of those that are started, and of one that is not"
     for index in range(2000):
         engine.abort(str(index))
     engine.step()
@@ -183,7 +184,7 @@ def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyP
     prompts = [tokens(9, n) for n in range(4)]
     expected = generate(start(2, 2), prompts, GREEDY)
     for name in ("lower", "lower_burst"):
-        monkeypatch.setattr(Runner, name, lambda *_: pytest.fail("every program is on disk"))
+        monkeypatch.setattr(Programs, name, lambda *_: pytest.fail("every program is on disk"))
     for output, wanted in zip(generate(start(2, 2, again=True), prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
@@ -12,12 +13,12 @@ from jaxserve.sampling.sampler import takes_most_likely
 from jaxserve.sharding import TENSOR, over_devices, replicated, tensor_mesh
 from tests.sampling.sampling_cases import any_rows, any_table, make_rows, make_table
 
-KEY = jax.random.key(42)
+BASE_SEED = jnp.uint32(42)
 
 
 @jax.jit
 def on_one(logits: jax.Array, rows: SamplingRows, table: SlotTable) -> tuple[jax.Array, TokenLogprobs]:
-    token_ids = sample(logits, rows, table, KEY)
+    token_ids = sample(logits, rows, table, BASE_SEED)
     return token_ids, token_logprobs(logits, token_ids)
 
 
@@ -32,11 +33,11 @@ class OnDevices:
         split = VocabSplit(TENSOR, num_devices, vocab_size)
 
         def run(logits: jax.Array, rows: SamplingRows, table: SlotTable) -> tuple[jax.Array, TokenLogprobs]:
-            token_ids = split.sample(logits, rows, table, KEY)
+            token_ids = split.sample(logits, rows, table, BASE_SEED)
             return token_ids, split.token_logprobs(logits, token_ids)
 
         logits = np.zeros((len(rows.live), vocab_size), np.float32)
-        args = (self._place(logits), *jax.tree.map(self.put, (rows, table)))
+        args = (self._place(logits), *self._operands(rows, table))
         self.run = jax.jit(over_devices(run, self.mesh, args, PartitionSpec()))
 
     def _place(self, logits: np.ndarray) -> jax.Array:
@@ -44,8 +45,14 @@ class OnDevices:
         padded = np.pad(logits, ((0, 0), (0, self.padding)), constant_values=1e9)
         return jax.device_put(padded, NamedSharding(self.mesh, PartitionSpec(None, TENSOR)))
 
+    def _operands(self, rows: SamplingRows, table: SlotTable) -> tuple[SamplingRows, SlotTable]:
+        rows, table = jax.tree.map(self.put, (rows, table))
+        counts = np.pad(table.token_counts, ((0, 0), (0, self.padding)))
+        sharding = NamedSharding(self.mesh, PartitionSpec(None, TENSOR))
+        return rows, table.replace(token_counts=jax.device_put(counts, sharding))
+
     def __call__(self, logits: np.ndarray, rows: SamplingRows, table: SlotTable) -> Any:
-        return self.run(self._place(logits), *jax.tree.map(self.put, (rows, table)))
+        return self.run(self._place(logits), *self._operands(rows, table))
 
 
 @pytest.mark.parametrize(("num_devices", "num_rows", "vocab_size"), [(8, 5, 131), (4, 17, 1024)])
@@ -67,7 +74,7 @@ def test_samples_and_logprobs_are_those_of_one_device(num_devices: int, num_rows
 
 
 def test_a_row_without_any_finite_logit_stays_in_the_vocabulary() -> None:
-    rows, table = make_rows(3, temperature=np.float32(0)), make_table(3)
+    rows, table = make_rows(3, temperature=np.float32(0)), make_table(3, 9)
     split = OnDevices(8, 9, rows, table)  # some devices have nothing but padding
     for value in (-np.inf, np.inf, np.nan):
         token_ids, _ = split(np.full((3, 9), value, np.float32), rows, table)

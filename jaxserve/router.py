@@ -1,0 +1,153 @@
+"""Router: chooses the replica that serves a request, by the load of each and the prefixes that each has computed.
+
+The replicas may be those of one engine, the engines of a fleet, or simulated ones: the router knows numbers and hashes
+only. Its caller keeps the queue, tells it loads as they change, and binds requests late, to replicas that are open.
+
+The cost of a replica is its load and what there is to compute of the request, which a shared prefix saves. Work that
+is done twice delays the request itself and those behind it, so what is saved counts twice: siblings of one request go
+together until the difference in load exceeds that.
+"""
+
+import heapq
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much as so many tokens of a prompt
+CLOSED_CHARGE_TOKENS = 64  # waiting for a closed replica costs about as much as computing so many tokens
+MAX_PASSED_OVER = 32  # requests that may wait for closed replicas while later ones are given to open ones
+_SAVING_WEIGHT = 2
+_MAX_HOLDERS = 8  # of a prefix that are remembered; the least loaded replica is always considered beside them
+_MAX_PREFIXES = 2**16
+
+Prefix = Sequence[tuple[int, bytes]]  # number of tokens and hash of leading parts of a prompt, shortest first
+
+
+def _geometric_depths() -> list[int]:
+    depths = [1]
+    while depths[-1] < 2**30:
+        depths.append(depths[-1] + max(depths[-1] // 4, 1))
+    return depths
+
+
+_DEPTHS = _geometric_depths()
+
+
+def sample_depths(num_blocks: int) -> list[int]:
+    """Return the numbers of leading blocks whose hashes stand for a prompt: all of few, then each a quarter more.
+
+    A long prompt has some thirty, and a shared part is found to at least four fifths. The last is `num_blocks` itself.
+    """
+    depths = _DEPTHS[: bisect_right(_DEPTHS, num_blocks)]
+    return depths if not num_blocks or depths[-1] == num_blocks else [*depths, num_blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """The replica chosen for a request.
+
+    Attributes:
+        replica: index of the replica.
+        is_open: whether the replica takes the request now; else the request should wait for it.
+        num_shared_tokens: tokens of the prompt that the replica is expected to have computed.
+    """
+
+    replica: int
+    is_open: bool
+    num_shared_tokens: int
+
+
+class Router:
+    """Loads of replicas and the prefixes that each has computed or is about to compute.
+
+    Choosing takes O(log replicas) and a look-up per sampled depth of the prompt.
+
+    Args:
+        num_replicas: number of replicas; all are closed until `set_load` opens them.
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        self._loads = [0] * num_replicas
+        self._is_open = [False] * num_replicas
+        self._by_load: list[tuple[int, int]] = []  # heap of (load, replica); entries that no longer hold are skipped
+        self._holders: OrderedDict[bytes, dict[int, int]] = OrderedDict()  # replica -> epoch, oldest first
+        self._epochs = [0] * num_replicas  # a prefix noted in an earlier epoch is lost
+
+    def set_load(self, replica: int, load: int, *, is_open: bool) -> None:
+        """Note the work of a replica, in tokens, and whether it takes requests."""
+        if load == self._loads[replica] and is_open == self._is_open[replica]:
+            return
+        self._loads[replica], self._is_open[replica] = load, is_open
+        if not is_open:
+            return
+        heapq.heappush(self._by_load, (load, replica))
+        if len(self._by_load) > 4 * len(self._loads) + 64:
+            self._by_load = [(load, i) for i, load in enumerate(self._loads) if self._is_open[i]]
+            heapq.heapify(self._by_load)
+
+    def add_load(self, replica: int, num_tokens: int) -> None:
+        """Add to the work of a replica."""
+        self.set_load(replica, self._loads[replica] + num_tokens, is_open=self._is_open[replica])
+
+    def close(self, replica: int) -> None:
+        """Give the replica nothing until `set_load` opens it."""
+        self._is_open[replica] = False
+
+    def choose(self, prefix: Prefix, *, only_open: bool = False) -> Route | None:
+        """Choose the replica that a request costs least; None where no replica is open.
+
+        Args:
+            prefix: leading parts of the prompt.
+            only_open: consider open replicas only; else a closed one is chosen where waiting for it costs less.
+        """
+        best = self._least_loaded()
+        if best is None:
+            return None
+        shared = self._find_holders(prefix)
+        best_cost = self._loads[best] - _SAVING_WEIGHT * shared.get(best, 0)
+        for replica, num_tokens in shared.items():
+            cost = self._loads[replica] - _SAVING_WEIGHT * num_tokens
+            if not self._is_open[replica]:
+                if only_open:
+                    continue
+                cost += CLOSED_CHARGE_TOKENS
+            if cost < best_cost:
+                best, best_cost = replica, cost
+        return Route(best, self._is_open[best], shared.get(best, 0))
+
+    def note(self, replica: int, prefix: Prefix) -> None:
+        """Remember that a replica has computed these prefixes, or will before it starts another request."""
+        epoch = self._epochs[replica]
+        for _, prefix_hash in prefix:
+            holders = self._holders.setdefault(prefix_hash, {})
+            self._holders.move_to_end(prefix_hash)
+            holders.pop(replica, None)
+            holders[replica] = epoch
+            if len(holders) > _MAX_HOLDERS:
+                del holders[next(iter(holders))]
+        while len(self._holders) > _MAX_PREFIXES:
+            self._holders.popitem(last=False)
+
+    def forget(self, replica: int) -> None:
+        """Forget all prefixes of a replica, whose cache was lost."""
+        self._epochs[replica] += 1
+
+    def _least_loaded(self) -> int | None:
+        while self._by_load:
+            load, replica = self._by_load[0]
+            if self._is_open[replica] and load == self._loads[replica]:
+                return replica
+            heapq.heappop(self._by_load)
+        return None
+
+    def _find_holders(self, prefix: Prefix) -> dict[int, int]:
+        """Return the replicas that hold a part of the prompt, with the number of tokens of the longest such part."""
+        found: dict[int, int] = {}
+        for num_tokens, prefix_hash in reversed(prefix):
+            for replica, epoch in self._holders.get(prefix_hash, {}).items():
+                if epoch == self._epochs[replica]:
+                    found.setdefault(replica, num_tokens)
+            if len(found) >= _MAX_HOLDERS:
+                break
+        return found

@@ -1,0 +1,127 @@
+"""Write jaxserve/API.md, the reference of the Python interface, from docstrings: `python scripts/api_reference.py`."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jaxserve
+from jaxserve.request import Logprob, RequestMetrics
+from jaxserve.vllm_options import markdown_table
+
+TARGET = Path(__file__).resolve().parents[1] / "jaxserve" / "API.md"
+CLASSES = (
+    jaxserve.LLM,
+    jaxserve.SamplingParams,
+    jaxserve.RequestOutput,
+    jaxserve.CompletionOutput,
+    RequestMetrics,
+    Logprob,
+    jaxserve.EngineConfig,
+    jaxserve.ConfigError,
+    jaxserve.RequestError,
+)
+HEAD = """# Python API
+
+Written by `python scripts/api_reference.py` from the docstrings. To change it, change those and run the script again.
+The [user guide](README.md) has examples.
+"""
+
+VLLM_OPTIONS = """## vLLM's options
+
+`LLM` accepts these beside the fields of EngineConfig, with the values that ask for what jaxserve does anyway. Any other
+option or value is an error.
+"""
+INTERNAL = {"follow", "text_since"}  # methods that only the engine calls
+
+_SECTION = re.compile(r"^(Args|Attributes|Raises):\n((?: {4}.*\n|\n)+)", re.MULTILINE)
+_ENTRY = re.compile(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
+
+Sections = Mapping[str, Mapping[str, str]]
+
+
+def build() -> str:
+    """Return the whole reference as Markdown."""
+    links = [*(f"[{cls.__name__}](#{cls.__name__.lower()})" for cls in CLASSES), "[vLLM's options](#vllms-options)"]
+    classes = (line for cls in CLASSES for line in _describe(cls))
+    return "\n".join([HEAD, " · ".join(links), "", *classes, VLLM_OPTIONS, markdown_table(), ""])
+
+
+def split_docstring(documented: Any) -> tuple[str, Sections]:
+    """Return the text of a docstring and, by the names of its sections, their entries.
+
+    Raises:
+        ValueError: there is no docstring.
+    """
+    name = getattr(documented, "__qualname__", documented)
+    docs = inspect.getdoc(documented)
+    if not docs:
+        raise ValueError(f"{name} must have a docstring")
+    docs += "\n"
+    sections = {
+        match[1]: {entry[1]: " ".join(entry[2].split()) for entry in _ENTRY.finditer(match[2])}
+        for match in _SECTION.finditer(docs)
+    }
+    text = _SECTION.sub("", docs)
+    return "\n".join(line.rstrip() for line in text.strip().splitlines()), sections
+
+
+def _describe(cls: type) -> Iterator[str]:
+    text, sections = split_docstring(cls)
+    yield from (f"## {cls.__name__}", "", text, "")
+    if dataclasses.is_dataclass(cls):
+        meanings = sections.get("Attributes", {})
+        yield from ("| field | default | meaning |", "| --- | --- | --- |")
+        for field in dataclasses.fields(cls):
+            if field.name not in meanings:
+                raise ValueError(f"the Attributes of {cls.__name__} must have {field.name}")
+            yield f"| `{field.name}` | {_default(field)} | {_cell(meanings[field.name])} |"
+        yield ""
+    yield from _lists(sections)
+    for node in _public_methods(cls):
+        yield from _describe_method(cls, node)
+
+
+def _describe_method(cls: type, node: ast.FunctionDef) -> Iterator[str]:
+    text, sections = split_docstring(inspect.getattr_static(cls, node.name))
+    returned = ast.unparse(node.returns) if node.returns is not None else "None"
+    is_property = any(ast.unparse(decorator) == "property" for decorator in node.decorator_list)
+    node.args.args = [argument for argument in node.args.args if argument.arg not in ("self", "cls")]
+    signature = f"{node.name}: {returned}" if is_property else f"{node.name}({ast.unparse(node.args)}) -> {returned}"
+    wrapped = textwrap.fill(signature, 110, subsequent_indent="    ", break_long_words=False)
+    yield from (f"### {cls.__name__}.{node.name}", "", "```", wrapped, "```", "", text, "")
+    yield from _lists(sections)
+
+
+def _public_methods(cls: type) -> Iterator[ast.FunctionDef]:
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(tree, ast.ClassDef)
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and not (node.name.startswith("_") or node.name in INTERNAL):
+            yield node
+
+
+def _lists(sections: Sections) -> Iterator[str]:
+    for title, entries in sections.items():
+        if title != "Attributes":
+            yield from (f"{title}:", "", *(f"- `{name}`: {meaning}" for name, meaning in entries.items()), "")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    if field.default_factory is not dataclasses.MISSING:
+        return f"`{field.default_factory()!r}`" if field.default_factory in (list, dict) else ""
+    return "" if field.default is dataclasses.MISSING else f"`{field.default!r}`"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    TARGET.write_text(build())

@@ -1,0 +1,18 @@
+"""How many random examples a test tries: few in the default run, many with `pytest -m full`."""
+
+import hypothesis
+
+DEFAULT, FULL = "default", "full"
+FACTOR = 10  # between the two
+
+
+def choose(profile: str) -> None:
+    """Set the profile for all tests that are collected from now on."""
+    for name, factor in ((DEFAULT, 1), (FULL, FACTOR)):
+        hypothesis.settings.register_profile(name, max_examples=50 * factor, deadline=None)
+    hypothesis.settings.load_profile(profile)
+
+
+def examples(few: int) -> int:
+    """The `max_examples` of a test that tries `few` by default; for `@settings(max_examples=examples(25))`."""
+    return few * (FACTOR if hypothesis.settings.get_current_profile_name() == FULL else 1)

@@ -1,0 +1,119 @@
+"""The replica that a request is routed to: against a scan of all of them, and what it costs."""
+
+import random
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve import router as module
+from jaxserve.router import CLOSED_CHARGE_TOKENS, ROW_CHARGE_TOKENS, Router, sample_depths
+
+
+def prefix_of(*blocks: int) -> list[tuple[int, bytes]]:
+    """Leading parts of a prompt of blocks of 16 tokens."""
+    return [(16 * depth, repr(blocks[:depth]).encode()) for depth in sample_depths(len(blocks))]
+
+
+def new_router(*loads: int) -> Router:
+    router = Router(len(loads))
+    for replica, load in enumerate(loads):
+        router.set_load(replica, load, is_open=True)
+    return router
+
+
+def test_depths_are_few_and_dense() -> None:
+    assert sample_depths(0) == []
+    assert sample_depths(5) == [1, 2, 3, 4, 5]
+    for num_blocks in range(1, 5000):
+        depths = sample_depths(num_blocks)
+        assert depths[-1] == num_blocks
+        assert len(depths) <= 40
+        assert all(later <= max(earlier * 1.25, earlier + 1) for earlier, later in pairwise(depths))
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num_replicas=st.integers(1, 6))
+def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) -> None:
+    """Against a scan, over any order of loads, notes and losses."""
+    router = Router(num_replicas)
+    loads, is_open = [0] * num_replicas, [False] * num_replicas
+    held: list[dict[bytes, int]] = [{} for _ in range(num_replicas)]
+    blocks = st.lists(st.integers(0, 1), max_size=6)
+    for _ in range(data.draw(st.integers(1, 25))):
+        replica = data.draw(st.integers(0, num_replicas - 1))
+        match data.draw(st.sampled_from(["load", "load", "add", "note", "note", "forget", "close"])):
+            case "load":
+                loads[replica], is_open[replica] = data.draw(st.integers(0, 400)), data.draw(st.booleans())
+                router.set_load(replica, loads[replica], is_open=is_open[replica])
+            case "add":
+                loads[replica] += 7
+                router.add_load(replica, 7)
+            case "note":
+                prefix = prefix_of(*data.draw(blocks))
+                router.note(replica, prefix)
+                held[replica] |= {prefix_hash: tokens for tokens, prefix_hash in prefix}
+            case "forget":
+                router.forget(replica)
+                held[replica].clear()
+            case "close":
+                is_open[replica] = False
+                router.close(replica)
+    prefix = prefix_of(*data.draw(blocks))
+    shared = [max((tokens for tokens, key in prefix if key in table), default=0) for table in held]
+    costs = [
+        load - 2 * tokens + (0 if opened else CLOSED_CHARGE_TOKENS)
+        for load, tokens, opened in zip(loads, shared, is_open, strict=True)
+    ]
+    route, open_route = router.choose(prefix), router.choose(prefix, only_open=True)
+    if not any(is_open):
+        assert route is open_route is None
+        return
+    eligible = [i for i in range(num_replicas) if is_open[i] or shared[i]]
+    assert costs[route.replica] == min(costs[i] for i in eligible)
+    assert (route.is_open, route.num_shared_tokens) == (is_open[route.replica], shared[route.replica])
+    assert is_open[open_route.replica]
+    assert costs[open_route.replica] == min(cost for cost, opened in zip(costs, is_open, strict=True) if opened)
+
+
+def test_siblings_go_together_until_the_load_exceeds_what_they_save() -> None:
+    router = new_router(0, 0)
+    prefix, counts = prefix_of(*range(32)), [0, 0]
+    for _ in range(200):
+        route = router.choose(prefix)
+        num_tokens = 512 - route.num_shared_tokens + ROW_CHARGE_TOKENS
+        router.note(route.replica, prefix)
+        router.add_load(route.replica, num_tokens)
+        counts[route.replica] += 1
+        if counts[1] == 1:
+            first = counts[0]
+    assert 20 < first < 60
+    assert abs(counts[0] - counts[1]) <= first
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAX_PREFIXES", 100)
+    router = new_router(*[0] * 20)
+    for index in range(50):
+        router.note(index % 20, prefix_of(index, *range(9)))
+        router.note(index % 20, prefix_of(-1))
+    assert len(router._holders) == 100
+    assert len(router._holders[prefix_of(-1)[0][1]]) == 8
+    for load in range(10_000):
+        router.set_load(load % 20, load, is_open=True)
+    assert len(router._by_load) <= 4 * 20 + 64
+
+
+@pytest.mark.parametrize("num_replicas", [2, 64, 1024])
+def test_a_choice_takes_less_than_a_fifth_of_a_millisecond(num_replicas: int) -> None:
+    rng = random.Random(0)
+    router = new_router(*(rng.randrange(1000) for _ in range(num_replicas)))
+    prefixes = [prefix_of(*(rng.randrange(2) for _ in range(60))) for _ in range(200)]
+    start_s = time.process_time()
+    for prefix in prefixes:
+        route = router.choose(prefix)
+        router.note(route.replica, prefix)
+        router.add_load(route.replica, 1000)
+    assert (time.process_time() - start_s) / len(prefixes) < 2e-4
