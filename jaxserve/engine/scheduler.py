@@ -229,7 +229,7 @@ class Scheduler:
         rows = self._running.values()
         if limit < 2 or not rows or (self._waiting and self._free_slots):
             return 1
-        if any(_in_prefill(request) or _needs_single_steps(request) for request in rows):
+        if any(_in_prefill(request) for request in rows):
             return 1
         num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in rows))
         while num_steps > 1 and self._num_pages_short(num_steps) > self._cache.num_free:
@@ -594,14 +594,6 @@ class Scheduler:
 
 def _in_prefill(request: Request) -> bool:
     return _num_remaining(request) > 1
-
-
-def _needs_single_steps(request: Request) -> bool:
-    """Whether a request keeps all rows from multi-step decode, whose program returns no log probabilities.
-
-    Delete it once that program returns them: all else takes several tokens with log probabilities already.
-    """
-    return request.params.logprobs is not None
 
 
 def _num_remaining(request: Request) -> int:

@@ -53,9 +53,10 @@ class TestAnyWorkload:
         SAMPLED,
         replace(SAMPLED, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2),
         replace(SAMPLED, logit_bias={5: 3.0, 7: -100.0}),
+        replace(SAMPLED, logprobs=3),
         replace(SAMPLED, ignore_eos=False, min_tokens=8, stop_token_ids=list(range(2, 7))),
     ],
-    ids=["greedy", "sampled", "penalties", "bias", "min_tokens"],
+    ids=["greedy", "sampled", "penalties", "bias", "logprobs", "min_tokens"],
 )
 def test_every_parameter(start: Start, params: SamplingParams, step_ahead: bool) -> None:
     prompts = [tokens(n, f"burst {n}") for n in (4, 9, 1)]

@@ -27,7 +27,8 @@ def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, 
     config = EngineConfig(gpu_memory_utilization=share, max_num_seqs=8)
     arch = registry.from_hf_config(hf_dict("llama"))
     stats = {"bytes_limit": int(TOTAL * client), "bytes_in_use": 0}
-    return build._free_bytes(config, arch, stats) + build.activation_bytes(config, arch)
+    kept = build.activation_bytes(config, arch) + build.slot_bytes(config, arch, on_cpu=False)
+    return build._free_bytes(config, arch, stats) + kept
 
 
 @pytest.mark.parametrize("share", [0.3, 0.9])
