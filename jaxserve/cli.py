@@ -45,6 +45,7 @@ _SAMPLING_FLAGS = {  # of `generate`; meanings are SamplingParams', defaults the
     "min_p": float,
     "seed": int,
 }
+_REPEATED_FLAGS = ("stop", "bad_words")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,7 +142,8 @@ def _add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     for name, kind in _SAMPLING_FLAGS.items():
         text = _help(helps[name], None if name == "seed" else "the checkpoint's recommendation")
         group.add_argument(_flag(name), type=kind, metavar=kind.__name__.upper(), help=text)
-    group.add_argument("--stop", action="append", metavar="STR", help=f"{helps['stop']}; may be repeated")
+    for name in _REPEATED_FLAGS:
+        group.add_argument(_flag(name), action="append", metavar="STR", help=f"{helps[name]}; may be repeated")
 
 
 def _add_process_flags(parser: argparse.ArgumentParser) -> None:
@@ -223,7 +225,7 @@ def _live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[o
 
 def _generate(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args.prompt)
-    names = ("max_tokens", *_SAMPLING_FLAGS, "stop")
+    names = ("max_tokens", *_SAMPLING_FLAGS, *_REPEATED_FLAGS)
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
     SamplingParams(**given)  # refuse wrong values before the model is loaded
     llm = _load(args)

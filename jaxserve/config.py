@@ -12,18 +12,24 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.errors import ConfigError
+from jaxserve.request import DEFAULT_MAX_LOGPROBS
 
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+LARGEST_MAX_LOGPROBS = 1024  # a TPU finds them one by one; in the order of their ids, a whole vocabulary is no work
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
 MAX_BURST_STEPS = 64  # where they are chosen by measurement
 MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
 MAX_BURST_ROWS = 16  # on CPUs more gain too, but each size is a program, and of many rows one soon ends
 MIN_FEW_TOKENS = 16  # of the smallest step where programs are few: a tile of bfloat16 has as many rows
 FREE_TOKENS = 256  # a step of fewer takes an accelerator hardly less time: it waits for the weights
+
+
+DEFAULT_GPU_MEMORY_FRACTION = 0.75  # that XLA's client takes where nobody tells it
+_MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
@@ -51,17 +57,20 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere, and at
             least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
             fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
+        max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for those of the
+            whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
             on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
-        gpu_memory_utilization: share of the accelerator memory that XLA may use (see XLA_PYTHON_CLIENT_MEM_FRACTION)
-            for weights, temporaries and the pool.
+        gpu_memory_utilization: share of the whole memory of each accelerator for weights, temporaries and the pool. On
+            a GPU, XLA is told to take so much when jax starts; where jax runs already, or XLA_CLIENT_MEM_FRACTION says
+            less, the pool gets less, and a warning says so.
         enable_prefix_caching: share pages between requests that begin alike.
         seed: seed of the weights where they are random, and of requests that bring none; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
-        burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has stop
-            strings or logprobs; 1 is off. "auto" measures whether bursts are faster, and lets none take longer than
+        burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has
+            logprobs; 1 is off. "auto" measures whether bursts are faster, and lets none take longer than
             some 10 ms, of which a new request may have to wait for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
@@ -87,6 +96,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
     page_size: int | None = None
     num_pages: int | None = None
     gpu_memory_utilization: float = 0.9
@@ -126,6 +136,7 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         for name in ("tensor_parallel_size", "data_parallel_size"):
             _check_positive(name, getattr(self, name))
+        _check_max_logprobs(self.max_logprobs)
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -171,17 +182,40 @@ def xla_flags() -> str:
     return os.environ.get("XLA_FLAGS", "")
 
 
-def gpu_memory_fraction() -> float:
-    """The share of a GPU's memory that XLA takes: 3/4 unless the user tells it otherwise."""
-    name = "XLA_CLIENT_MEM_FRACTION" if "XLA_CLIENT_MEM_FRACTION" in os.environ else "XLA_PYTHON_CLIENT_MEM_FRACTION"
-    value = os.environ.get(name) or "0.75"
+def gpu_memory_fraction() -> float | None:
+    """The share of a GPU's memory that the environment tells XLA's client to take; None where it does not."""
+    name = next((name for name in _MEMORY_FRACTIONS if os.environ.get(name)), None)
+    if name is None:
+        return None
+    value = os.environ[name]
     try:
         fraction = float(value)
     except ValueError:
         fraction = 0.0
     if not 0 < fraction <= 1:
-        raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for 0.75")
+        raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for gpu_memory_utilization")
     return fraction
+
+
+def set_gpu_memory_fraction(fraction: float) -> None:
+    """Have XLA's client take this share of a GPU's memory, if the environment does not say another.
+
+    To be called before jax starts its backend: XLA reads it then, for the rest of the process.
+    """
+    if gpu_memory_fraction() is None:
+        os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
+
+
+def libtpu_args() -> str | None:
+    """What the user tells libtpu."""
+    return os.environ.get("LIBTPU_INIT_ARGS")
+
+
+def leave_tpus_alone() -> None:
+    """Have libtpu only compile: neither look for TPUs nor keep other processes from them. Before it is loaded."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def ray_address() -> str:
@@ -222,6 +256,7 @@ class ScheduleConfig:
     page_size: int
     num_pages: int
     few_programs: bool = False
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -302,7 +337,7 @@ def resolve_schedule(
         )
     max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
     sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
-    return ScheduleConfig(*sizes, few_programs=platform != "cpu")
+    return ScheduleConfig(*sizes, few_programs=platform != "cpu", max_logprobs=config.max_logprobs)
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
@@ -329,6 +364,14 @@ def _read_burst(value: object) -> str | int:
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_max_logprobs(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not -1 <= value <= LARGEST_MAX_LOGPROBS:
+        raise ConfigError(
+            f"max_logprobs must be an integer in [0, {LARGEST_MAX_LOGPROBS}], or -1 for the whole vocabulary, "
+            f"got {value!r}"
+        )
 
 
 def _check_choice(name: str, value: object, choices: tuple[str | None, ...]) -> None:

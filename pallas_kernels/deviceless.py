@@ -2,6 +2,8 @@
 
 The result is a compiled program with its HLO, `memory_analysis()` and, for GPUs, the assembler's report. It cannot be
 run, and its matrix products are not those a GPU would choose: XLA measures them there.
+
+For TPUs, libtpu should be told beforehand to leave TPUs alone (`jaxserve.config.leave_tpus_alone`).
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ import contextlib
 import functools
 import importlib.util
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -175,8 +176,6 @@ def _devices(chip: Chip, shape: str) -> list[Any]:
             platform="cuda", topology_name=chip.topology_name, topology=shape, **options
         )
         return list(topology.devices)
-    for name, value in _LIBTPU.items():
-        os.environ.setdefault(name, value)
     sizes = [min(2, int(size)) for size in shape.split("x")][:2]
     topology_name = f"{chip.topology_name}:{shape}"
     try:
@@ -185,12 +184,6 @@ def _devices(chip: Chip, shape: str) -> list[Any]:
         raise UnknownTopologyError(f"libtpu has no topology {topology_name}: {error}") from error
     return list(topology.devices)
 
-
-_LIBTPU = {  # what it is told, which is not to touch any TPU: neither to look for one nor to keep others from it
-    "TPU_SKIP_MDS_QUERY": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-}
 
 # Else the text of programs that leave scatters to sparse cores cannot be read: of calls that are loaded ahead.
 _READABLE = {"xla_tpu_sparse_core_maximum_preloaded_async_calls": "0"}

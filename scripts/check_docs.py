@@ -38,6 +38,7 @@ _NOT_RUN = re.compile(r"^ *<!-- not run: (.+) -->\s*$")
 _LINK = re.compile(r"\]\(([^()\s]+)\)|\b(?:src|srcset|href)=\"([^\"]+)\"")
 _CODE_SPAN = re.compile(r"`([^`\n]+)`")
 _PATH = re.compile(r"[\w.-]+(?:/[\w.-]+)*/(?:[\w.-]+\.(?:py|cc|h|md|json|jsonl|toml|svg|png|sh))?")
+_MODULE = re.compile(r"\w+\.(?:py|cc|h)")
 _HEADING = re.compile(r"^#{1,6} +(.*?)(?: +#+)?$", re.MULTILINE)
 
 
@@ -97,6 +98,13 @@ def broken_links(path: Path, root: Path = ROOT) -> Iterator[str]:
         is_path = _PATH.fullmatch(span[1]) and not span[1].startswith("path/")
         if is_path and not any((folder / span[1]).exists() for folder in (root, path.parent, root / "jaxserve")):
             yield f"there is no {span[1]}"
+        if _MODULE.fullmatch(span[1]) and not any(_find(root, span[1])):
+            yield f"there is no {span[1]} in any folder"
+
+
+def _find(root: Path, name: str) -> Iterator[Path]:
+    for folder in FOLDERS:
+        yield from (root / folder).rglob(name)
 
 
 def anchors(text: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""Measure what README's table shows: parity per family, padding, page waste, compiles, quality, suite time.
+"""Measure the tables of scripts/README.md: parity per family, padding, page waste, compiles, quality, suite time.
 
     python scripts/report.py                  # everything; needs the test extra
     python scripts/report.py --part serving   # one part

@@ -168,7 +168,8 @@ class _Running:
         completion.token_ids.append(token_id)
         completion.metrics.num_output_tokens += 1
         if self.params.logprobs is not None:
-            others = {(token_id + i) % vocab_size: Logprob(-1.0 - i, i + 1) for i in range(self.params.logprobs)}
+            count = self.params.logprobs if self.params.logprobs >= 0 else vocab_size
+            others = {(token_id + i) % vocab_size: Logprob(-1.0 - i, i + 1) for i in range(count)}
             completion.logprobs = [*(completion.logprobs or []), {token_id: Logprob(-1.0, 1)} | others]
         completion.stop_reason = text.push([token_id])
         if completion.stop_reason is not None:

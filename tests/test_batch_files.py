@@ -113,6 +113,21 @@ def test_completion_record(engine: FakeEngine, tmp_path: Path) -> None:
     assert logprobs["text_offset"] == [sum(lengths[:i]) for i in range(5)]
 
 
+def test_all_log_probabilities(engine: FakeEngine, tmp_path: Path) -> None:
+    lines = [chat("a", logprobs=True, top_logprobs=-1, max_tokens=1), completion("b", logprobs=-1, max_tokens=1)]
+    records = run(engine, tmp_path, lines)
+    (chosen,), (completed,) = (records[f"batch_req_{i}"]["response"]["body"]["choices"] for i in (1, 2))
+    assert len(chosen["logprobs"]["content"][0]["top_logprobs"]) == engine.tokenizer.vocab_size
+    assert len(completed["logprobs"]["top_logprobs"][0]) > engine.tokenizer.vocab_size / 2  # by text, which some share
+
+
+def test_forbidden_tokens_reach_the_engine(engine: FakeEngine) -> None:
+    fields = {"allowed_token_ids": [5, 6], "bad_words": ["bad", "worse"]}
+    for line in (completion("a", **fields), chat("a", **fields)):
+        parsed = parse_body(line["url"], line["body"], "m", [], engine.tokenizer, SamplingParams())
+        assert (parsed.params.allowed_token_ids, parsed.params.bad_words) == ([5, 6], ["bad", "worse"])
+
+
 def test_chat_record(engine: FakeEngine, tmp_path: Path) -> None:
     record = run(engine, tmp_path, [chat("a", logprobs=True, top_logprobs=3, max_tokens=None)])["batch_req_1"]
     body = record["response"]["body"]
@@ -263,6 +278,9 @@ def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_pa
         (completion("a", stop=0), "invalid_request", "stop must be a str | list, got 0"),
         (completion("a", stop={}), "invalid_request", "stop must be a str | list, got {}"),
         (chat("a", stop_token_ids={}), "invalid_request", "stop_token_ids must be a list, got {}"),
+        (completion("a", allowed_token_ids=5), "invalid_request", "allowed_token_ids must be a list, got 5"),
+        (chat("a", allowed_token_ids=[]), "invalid_request", "allowed_token_ids must be a list of at least one"),
+        (chat("a", bad_words="word"), "invalid_request", "bad_words must be a list, got 'word'"),
         (chat("a", logprobs=3), "invalid_request", "logprobs must be a bool"),
         (chat("a", top_logprobs=3), "invalid_request", "top_logprobs needs"),
         (chat("a", max_completion_tokens=6), "invalid_request", "must agree"),

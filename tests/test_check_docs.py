@@ -71,12 +71,15 @@ def test_headings_have_the_anchors_of_github() -> None:
         ('<source srcset="gone.svg">', "there is no gone.svg"),
         ("`sub/gone.py`", "there is no sub/gone.py"),
         ("`gone/`", "there is no gone/"),
+        ("`kernel.py` `Module.py` `a.b`", "there is no Module.py in any folder"),
     ],
 )
 def test_links_and_paths_that_lead_nowhere_are_found(text: str, message: str | None, tmp_path: Path) -> None:
     (tmp_path / "other.md").write_text("# Here")
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "code.py").touch()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts" / "kernel.py").touch()
     (tmp_path / "text.md").write_text(text)
     found = list(check_docs.broken_links(tmp_path / "text.md", tmp_path))
     assert [message in shown for shown in found if message] == ([True] if message else []), found

@@ -125,12 +125,12 @@ def test_generate_samples_as_the_checkpoint_recommends(model: str, monkeypatch: 
     seen: list[jaxserve.SamplingParams] = []
     monkeypatch.setattr(fake_engine.FakeLLM, "get_default_sampling_params", lambda _: recommended.clone())
     monkeypatch.setattr(fake_engine.FakeLLM, "stream", lambda _, prompt, params: seen.append(params) or ())
-    for flags in ([], ["--temperature", "0", "--top-p", "0.5", "--stop", "x", "--max-tokens", "7"]):
+    for flags in ([], ["--temperature", "0", "--top-p", "0.5", "--stop", "x", "--bad-words", "y", "--max-tokens", "7"]):
         assert cli.main(["generate", "Once", "--model", model, *flags]) == 0
     shared = {"top_k": 20, "repetition_penalty": 1.1}
     assert seen == [
         jaxserve.SamplingParams(temperature=0.6, max_tokens=256, **shared),
-        jaxserve.SamplingParams(temperature=0, top_p=0.5, stop="x", max_tokens=7, **shared),
+        jaxserve.SamplingParams(temperature=0, top_p=0.5, stop="x", bad_words=["y"], max_tokens=7, **shared),
     ]
 
 

@@ -1,4 +1,3 @@
-import functools
 import json
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from tokenizers import AddedToken, processors
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
-from jaxserve.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer, tokenize_bad_words
+from jaxserve.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer
 from tests.random_runs import examples
 
 CHAT_TEMPLATE = """{{ bos_token }}{%- for message in messages %}
@@ -350,40 +349,6 @@ def test_malformed_messages_are_refused(tmp_path: Path, messages: Any, message: 
 def test_an_assistant_that_calls_tools_needs_no_content(tmp_path: Path) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [{"id": "a"}]}]
     assert chat("{{ messages[0].tool_calls[0].id }}", tmp_path, messages) == "a"
-
-
-# Bad words
-
-
-def test_bad_words_are_tokenized_as_vllm_does() -> None:
-    """The cases of vLLM's rule: forbidden as the beginning of a text and, where that is one more word, inside it."""
-    vocabulary = {
-        "the": [10],
-        " the": [20],  # a word of its own inside a text
-        "New York": [30, 31],
-        " New York": [32, 31],
-        "odd": [40],
-        " odd": [3, 40],  # a token for the space, then the same: the first sequence forbids it too
-        "same": [50, 51],
-        " same": [50, 52],  # begins with the same token
-    }
-    tokenize = functools.partial(tokenize_bad_words, encode=vocabulary.__getitem__)
-    assert tokenize([]) == []
-    assert tokenize(["the"]) == tokenize([" the"]) == tokenize(["   the"]) == [[10], [20]]
-    assert tokenize(["New York", "the"]) == [[30, 31], [32, 31], [10], [20]]
-    assert tokenize(["odd"]) == [[40]]
-    assert tokenize(["same"]) == [[50, 51]]
-
-
-def test_bad_words_of_a_real_vocabulary(byte_level: Tokenizer) -> None:
-    encode = functools.partial(byte_level.encode, add_special_tokens=False)
-    for words in (["engine"], ["a", "東"], ["Once upon"]):
-        sequences = tokenize_bad_words(words, encode)
-        texts = [byte_level.decode(ids).lstrip() for ids in sequences]
-        assert list(dict.fromkeys(texts)) == words
-    for word in ("", "  "):
-        with pytest.raises(RequestError, match="bad_words must be strings of some text"):
-            tokenize_bad_words([word], encode)
 
 
 # Truncation

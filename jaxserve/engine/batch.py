@@ -19,8 +19,15 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.request import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, Request
-from jaxserve.sampling import SAMPLING_FIELDS, SamplingRows, SlotRow, record_column
+from jaxserve.request import (
+    DEFAULT_MAX_LOGPROBS,
+    MAX_BAD_SEQUENCE_TOKENS,
+    MAX_BAD_SEQUENCES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    Request,
+)
+from jaxserve.sampling import SAMPLING_FIELDS, SamplingRows, SlotRow, pack_mask, record_column
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -79,16 +86,17 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Shapes of one bucket: T tokens, R rows, M pages per row."""
+    """Shapes of one bucket: T tokens, R rows, M pages per row, and log probabilities per token that is asked for."""
 
     num_tokens: int
     num_rows: int
     num_pages: int
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
 
     @classmethod
     def of(cls, config: ScheduleConfig, bucket: int) -> BatchLayout:
         """The layout of a token bucket."""
-        return cls(bucket, config.num_rows(bucket), config.max_pages_per_row)
+        return cls(bucket, config.num_rows(bucket), config.max_pages_per_row, config.max_logprobs)
 
     def _fields(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         scalars = ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs", "num_steps", "follows_burst")
@@ -139,8 +147,9 @@ class BatchPacker:
     A row in decode costs no Python beyond its tuple: all else is gathered by slot.
     """
 
-    def __init__(self, config: ScheduleConfig, base_seed: int) -> None:
+    def __init__(self, config: ScheduleConfig, base_seed: int, vocab_size: int) -> None:
         self.config = config
+        self._vocab_size = vocab_size
         self._base_seed = np.uint32(base_seed).view(np.int32)
         self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
         self._records = np.zeros(config.max_num_seqs, SLOT_RECORD)
@@ -195,13 +204,18 @@ class BatchPacker:
     def pack_slot(self, request: Request) -> SlotRow | None:
         """What the device must know of an admitted request beyond its row; None is the usual case."""
         p = request.params
-        if not (p.has_penalties or p.logit_bias or p.min_tokens):
+        if not (p.has_penalties or p.changes_logits or p.min_tokens):
             return None
         bias = p.logit_bias or {}
+        bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)
+        for word, token_ids in zip(bad_words, request.bad_sequences, strict=False):
+            word[-len(token_ids) :] = token_ids
         known = request.tokens(0, request.num_known_tokens)
         row: dict[str, Any] = {
             "token_ids": _padded(known, self.config.max_model_len, -1, _INT),
             "prompt_len": np.int32(request.num_prompt_tokens),
+            "allowed": pack_mask(p.allowed_token_ids, self._vocab_size),
+            "bad_words": bad_words,
             "bias_ids": _padded(list(bias), MAX_LOGIT_BIAS, -1, _INT),
             "bias_values": _padded(list(bias.values()), MAX_LOGIT_BIAS, 0, _FLOAT),
             "stop_ids": _padded(sorted(request.stop_ids), MAX_STOP_IDS, -1, _INT),
@@ -238,7 +252,7 @@ def _slot_record(request: Request) -> tuple[Any, ...]:
         request.slot,
         p.top_k,
         min(request.num_prompt_tokens + p.min_tokens, request.max_total_tokens) if p.min_tokens else 0,
-        bool(p.logit_bias),
+        p.changes_logits,
         (seed % 2**32, seed >> 32),
         p.temperature,
         p.top_p,

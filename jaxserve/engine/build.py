@@ -11,11 +11,21 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import psutil
+from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve import weights
-from jaxserve.config import EngineConfig, ScheduleConfig, default_batch, resolve_schedule
+from jaxserve.config import (
+    DEFAULT_GPU_MEMORY_FRACTION,
+    MAX_BURST_ROWS,
+    EngineConfig,
+    ScheduleConfig,
+    default_batch,
+    gpu_memory_fraction,
+    resolve_schedule,
+    set_gpu_memory_fraction,
+)
 from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.step import new_pool, new_slots
@@ -28,6 +38,7 @@ from jaxserve.pallas_kernels import ragged_paged_attention as attention
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.peers import Follower, Leader
 from jaxserve.request import SamplingParams
+from jaxserve.sampling import LogprobLayout
 from jaxserve.sharding import named_sharding, replica_meshes
 from jaxserve.weights.rows import Shardings
 
@@ -75,6 +86,12 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
         return SamplingParams(**{name: value for name, value in wanted.items() if value is not None})
     except RequestError as error:
         raise ConfigError(f"generation_config.json in {config.model_path}: {error}") from error
+
+
+def claim_memory(config: EngineConfig) -> None:
+    """Have XLA take `gpu_memory_utilization` of each GPU, if jax has not started its backend yet."""
+    if not xla_bridge.backends_are_initialized():
+        set_gpu_memory_fraction(config.gpu_memory_utilization)
 
 
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
@@ -359,27 +376,55 @@ def machine_bytes() -> int:
 def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int] | None) -> float:
     if stats is None or "bytes_limit" not in stats:
         raise ConfigError("this device does not report its memory; set num_pages")
-    return accelerator_pool_bytes(config, arch, limit_bytes=stats["bytes_limit"], used_bytes=stats["bytes_in_use"])
+    limit_bytes = stats["bytes_limit"]
+    total_bytes = limit_bytes
+    if jax.default_backend() == "gpu":
+        fraction = gpu_memory_fraction() or DEFAULT_GPU_MEMORY_FRACTION
+        total_bytes = int(limit_bytes / fraction)
+        if fraction < config.gpu_memory_utilization:
+            logger.warning(
+                "gpu_memory_utilization=%s of %.1f GiB would be %.1f GiB, but XLA took %.1f GiB (%s) when jax started; "
+                "start jaxserve before anything else uses jax, or set XLA_CLIENT_MEM_FRACTION=%s",
+                config.gpu_memory_utilization,
+                total_bytes / 2**30,
+                total_bytes * config.gpu_memory_utilization / 2**30,
+                limit_bytes / 2**30,
+                fraction,
+                config.gpu_memory_utilization,
+            )
+    sizes = {"total_bytes": total_bytes, "limit_bytes": limit_bytes, "used_bytes": stats["bytes_in_use"]}
+    return accelerator_pool_bytes(config, arch, **sizes)
 
 
-def accelerator_pool_bytes(config: EngineConfig, arch: ArchConfig, *, limit_bytes: int, used_bytes: int) -> float:
+def accelerator_pool_bytes(
+    config: EngineConfig, arch: ArchConfig, *, total_bytes: int, limit_bytes: int, used_bytes: int
+) -> float:
     """What the pool may take on an accelerator that has `arch` of the model; negative where nothing is left for it.
 
     Args:
         config: the share of the memory that may be used.
         arch: what a device has.
-        limit_bytes: of memory that XLA takes.
-        used_bytes: of it, by the weights above all.
+        total_bytes: memory that the device has.
+        limit_bytes: memory that XLA takes.
+        used_bytes: memory in use, by the weights above all.
     """
+    share = min(total_bytes * config.gpu_memory_utilization, limit_bytes)
     kept = activation_bytes(config, arch) + slot_bytes(config, arch, on_cpu=False)
-    return limit_bytes * config.gpu_memory_utilization - used_bytes - kept
+    return float(share - used_bytes - kept)
 
 
 def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
     seqs, tokens = default_batch(config, on_cpu=False)
     widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size
-    return 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest)
+    return 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest) + _logprob_bytes(config, arch, seqs + tokens)
+
+
+def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
+    """What log probabilities of so many positions and of a burst take, while they are computed and as an output."""
+    layout = LogprobLayout.of(config.max_logprobs, arch.vocab_size * config.tensor_parallel_size)
+    num_positions += config.max_burst_steps * MAX_BURST_ROWS
+    return 4 * 2 * num_positions * layout.num_words
 
 
 def _use_compilation_cache(config: EngineConfig) -> None:

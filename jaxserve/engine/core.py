@@ -77,7 +77,7 @@ class EngineCore:
             num_pages=s.num_pages,
             max_model_len=s.max_model_len,
         )
-        self.packer = BatchPacker(s, config.seed)
+        self.packer = BatchPacker(s, config.seed, arch.vocab_size)
         self.pacer = Pacer(config.burst)
         self.accounts = Accounts(arch.local(config.tensor_parallel_size), self.packer, runner, stats)
         self.in_flight: deque[InFlight] = deque()

@@ -8,11 +8,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 
+import jax
+
 from jaxserve import distributed
-from jaxserve.config import EngineConfig
+from jaxserve.bad_words import encode_bad_words
+from jaxserve.config import LARGEST_MAX_LOGPROBS, EngineConfig
 from jaxserve.engine.batch import MAX_EOS_IDS
 from jaxserve.engine.build import (
     Weights,
@@ -20,6 +23,7 @@ from jaxserve.engine.build import (
     build_runners,
     build_sampling_params,
     check_sizes,
+    claim_memory,
     compute_dtype,
     copies,
     prepare_params,
@@ -37,7 +41,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.models.params import Params
 from jaxserve.peers import Follower, Leader
-from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds
+from jaxserve.request import FinishReason, Request, RequestOutput, RequestStatus, SamplingParams, TokenIds, brief
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import load_tokenizer
 
@@ -68,6 +72,7 @@ class Engine:
         self.arch = build_arch(config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self.default_sampling_params = build_sampling_params(config)
+        claim_memory(config)
         check_sizes(config, self.arch)
         tokenizer_eos = self.tokenizer.eos_token_ids if self.tokenizer else ()
         self._eos_ids = self.arch.eos_ids | frozenset(tokenizer_eos)
@@ -135,6 +140,7 @@ class Engine:
         text, token_ids, salt = read_prompt(prompt, cache_salt, self.tokenizer, limit)
         self._check(request_id, token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
+        _check_some_allowed(requests[0])
         self.cores[0].scheduler.check_fits(requests[0])  # then its siblings fit as well, and any replica has room
         group = RequestGroup(request_id, text, requests, self.tokenizer, time.monotonic)
         self._groups[request_id] = group
@@ -331,12 +337,27 @@ class Engine:
             "prompt": token_ids,
             "stop_token_ids": params.stop_token_ids or (),
             "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
         }
         for name, ids in named.items():
             if ids and not 0 <= min(ids) <= max(ids) < vocab:
                 raise RequestError(f"token ids in {name} must be in [0, {vocab}), got {min(ids)}..{max(ids)}")
+        self._check_logprobs(params)
+        if params.bad_words and self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer; use logit_bias, or drop skip_tokenizer_init")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most, vocab = self.config.max_logprobs, self.arch.vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name) or 0
+            if (vocab if asked == -1 else asked) > (vocab if most == -1 else most):
+                needed = asked if 0 < asked <= LARGEST_MAX_LOGPROBS else -1
+                raise RequestError(
+                    f"{name} must be at most max_logprobs of the engine, or the size of the vocabulary, got {asked} "
+                    f"with max_logprobs {most} and {vocab} tokens; start the engine with max_logprobs={needed}"
+                )
 
     def _advice_on_length(self) -> str:
         most = self.arch.max_position
@@ -351,6 +372,9 @@ class Engine:
         else:  # as many as there is room for; the last token is never computed, and so needs none
             limit = min(limit, self.schedule.num_pages * self.schedule.page_size + 1)
         eos = frozenset() if params.ignore_eos else self._eos_ids
+        bad_sequences: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words and self.tokenizer:
+            bad_sequences = encode_bad_words(params.bad_words, partial(self.tokenizer.encode, add_special_tokens=False))
         shared = self.config.enable_prefix_caching
         namespace = f"user:{salt or ''}" if shared else f"private:{self._num_groups}"
         return [
@@ -361,6 +385,7 @@ class Engine:
                 seed=seed + index,
                 max_total_tokens=limit,
                 stop_ids=eos | frozenset(params.stop_token_ids or ()),
+                bad_sequences=bad_sequences,
                 salt=namespace.encode(errors="surrogatepass"),
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
                 arrival=self._num_groups,
@@ -451,19 +476,25 @@ class Engine:
         result, now_s = step.result, time.monotonic()
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
-        row_of = {} if result.logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
+        logprobs = None if result.logprobs is None else _by_token(result.logprobs)
+        width = 0 if result.logprobs is None else result.logprobs.logprob.shape[-1]  # rows of a step, with padding
+        row_of = {} if logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
         outputs, num_output_tokens = {}, 0
         for request, num_tokens in step.progressed.items():
             group = self._group_of.get(request)
             if group is None:  # a stop string of a step read together with this one has ended it
                 continue
-            stop = group.append(request, num_tokens, now_s, result.logprobs, row_of.get(request, -1))
+            rows = () if logprobs is None else range(row_of[request], num_tokens * width, width)
+            num_before = group.num_output_tokens(request)
+            stop = group.append(request, num_tokens, now_s, logprobs, rows)
+            num_new = group.num_output_tokens(request) - num_before
+            self.stats.num_wasted_tokens += num_tokens - num_new  # those behind a stop string
             if stop is not None:
                 self._finish(request, FinishReason.STOP, stop)
             elif request.status is RequestStatus.FINISHED:
                 self._finish(request)
             outputs[group.output.request_id] = group.output
-            num_output_tokens += num_tokens
+            num_output_tokens += num_new
         self.stats.num_output_tokens += num_output_tokens
         return outputs
 
@@ -486,3 +517,22 @@ class Engine:
     def _let_go(self, request: Request, reason: FinishReason | None) -> RequestGroup:
         self._placement.finish(request, reason)
         return self._group_of.pop(request)
+
+
+def _by_token(logprobs: TokenLogprobs) -> TokenLogprobs:
+    """Log probabilities of a step, or of several with a leading axis of steps, on one axis of tokens."""
+    num_axes = logprobs.logprob.ndim
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[num_axes:]), logprobs)
+
+
+def _check_some_allowed(request: Request) -> None:
+    """RequestError where every token may be forbidden, so that there would be none to sample."""
+    p = request.params
+    if p.allowed_token_ids is None:
+        return
+    forbidden = {sequence[-1] for sequence in request.bad_sequences} | (request.stop_ids if p.min_tokens else set())
+    if forbidden.issuperset(p.allowed_token_ids):
+        raise RequestError(
+            "allowed_token_ids must have an id that neither ends the output, where min_tokens forbids that, nor a bad "
+            f"word, got {brief(p.allowed_token_ids)}; allow more"
+        )

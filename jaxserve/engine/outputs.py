@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.logprobs import LogprobList
+from jaxserve.logprobs import LogprobList, largest
 from jaxserve.request import (
     CompletionOutput,
     FinishReason,
@@ -88,34 +88,56 @@ class RequestGroup:
             metrics.scheduled_s = self._clock()
             metrics.num_cached_tokens = request.num_cached_tokens
 
+    def num_output_tokens(self, request: Request) -> int:
+        """Tokens that a sample has been given."""
+        return self._completions[request.request_id].output.metrics.num_output_tokens
+
     def append(
         self,
         request: Request,
         num_tokens: int,
         now_s: float,
         logprobs: TokenLogprobs | None = None,
-        row: int = -1,
+        rows: Sequence[int] = (),
     ) -> str | None:
         """Take the next tokens of a sample; returns the stop string that they completed, if any.
 
-        `logprobs`, at `row`, come with single tokens only.
+        Tokens that follow a stop string are dropped: the output ends where it would have, had they come one by one.
+
+        Args:
+            request: the sample, with the new tokens.
+            num_tokens: how many are new.
+            now_s: the time at which they came.
+            logprobs: their log probabilities, among others.
+            rows: the position of each new token's in `logprobs`.
         """
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
         start = metrics.num_output_tokens
-        metrics.num_output_tokens = stop = start + num_tokens
-        token_ids = request.output_token_ids[start:stop]
+        token_ids = request.output_token_ids[start : start + num_tokens]
+        stop_string = self._extend_text(completion, token_ids)
+        metrics.num_output_tokens += len(token_ids)
         output.token_ids += token_ids
         metrics.first_token_s = metrics.first_token_s or now_s
         metrics.last_token_s = now_s
         if completion.logprobs is not None and logprobs is not None:
-            (token_id,) = token_ids
-            logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
-            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
+            for row, token_id in zip(rows, token_ids, strict=False):  # those of dropped tokens are left over
+                logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
+        return stop_string
+
+    def _extend_text(self, completion: _Completion, token_ids: TokenIds) -> str | None:
+        """Take the text of new tokens; drops those behind the one that completes a stop string, which it returns."""
         if self._tokenizer is None:
             return None
-        hidden = self._is_hidden_stop(request, token_ids[-1])
-        return completion.detokenizer.push(token_ids[:-1] if hidden else token_ids)
+        visible = token_ids[:-1] if self._is_hidden_stop(completion.request, token_ids[-1]) else token_ids
+        if not self.params.stop:
+            return completion.detokenizer.push(visible)
+        for num_tokens, token_id in enumerate(visible, start=1):
+            if (stop_string := completion.detokenizer.push([token_id])) is not None:
+                del token_ids[num_tokens:]
+                return stop_string
+        return None
 
     def append_prompt_logprobs(self, start: int, token_ids: TokenIds, logprobs: TokenLogprobs, row: int) -> None:
         """Take the logprobs of the prompt tokens `token_ids`, the first at position `start`; skips those it has."""
@@ -148,11 +170,21 @@ class RequestGroup:
 
 
 def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> float:
-    """Take what the device found at `row` for `token_id` and the `top` most likely; returns its log probability."""
+    """Take what the device found at `row` for `token_id` and the `top` most likely; returns its log probability.
+
+    A `top` of -1 takes all tokens, which the device has sent in the order of their ids.
+    """
     logprob = float(logprobs.logprob[row])
-    top_ids = np.asarray(logprobs.top_ids[row, :top], np.int32).tobytes()
-    top_logprobs = np.asarray(logprobs.top_logprobs[row, :top], np.float32).tobytes()
-    entries.append(token_id, logprob, int(logprobs.rank[row]), top_ids, top_logprobs)
+    values = np.asarray(logprobs.top_logprobs[row], np.float32)
+    if logprobs.top_ids.shape[1]:
+        token_ids = np.asarray(logprobs.top_ids[row, :top], np.int32)
+        values = values[:top]
+    elif 0 <= top < len(values):
+        token_ids = largest(values, top)
+        values = values[token_ids]
+    else:
+        token_ids = np.zeros(0, np.int32)
+    entries.append(token_id, logprob, int(logprobs.rank[row]), token_ids.tobytes(), values.tobytes())
     return logprob
 
 
@@ -169,6 +201,7 @@ def _again(request: Request) -> Request:
         seed=request.seed,
         max_total_tokens=request.max_total_tokens,
         stop_ids=request.stop_ids,
+        bad_sequences=request.bad_sequences,
         salt=request.salt,
         read_prefix_cache=request.read_prefix_cache,
         arrival=request.arrival,

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import pickle
+import stat
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.metadata import version
@@ -18,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jaxserve.config import xla_flags
+from jaxserve.config import libtpu_args, xla_flags
 from jaxserve.engine.jax_events import EventCounter
 from jaxserve.engine.roofline import num_cores
 from jaxserve.whole_file import write_whole
@@ -73,25 +74,51 @@ class ProgramStore:
 
 def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
     try:
+        for place in (path.parent, path):
+            _check_owner(place)
         content, in_tree, out_tree = pickle.loads(path.read_bytes())
         program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
         os.utime(path)  # it is in use
         return program
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        _warn_once(path.parent, f"compiled programs are not read: {error}")
         return None
     except Exception as error:  # torn, or of a jax that reads its own files differently: it is compiled anew
         logger.warning("a kept program cannot be used and is compiled again: %s", error)
         return None
 
 
+def _check_owner(path: Path) -> None:
+    """Raise PermissionError unless only this user can write there: reading a program runs code that it holds."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} must be writable by this user alone, got owner {found.st_uid} and mode "
+            f"{stat.filemode(found.st_mode)}; run chmod go-w on it, or choose another compilation_cache_dir"
+        )
+
+
 def _write(path: Path, program: Compiled) -> None:
     try:
         content = pickle.dumps(serialize_executable.serialize(program))
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        _check_owner(path.parent)
         write_whole(path, content)
+        path.chmod(0o644)
         prune(path.parent, f"*{path.suffix}")
     except Exception as error:  # a full disk, or a backend that cannot serialise
-        logger.warning("a compiled program cannot be kept: %s", error)
+        _warn_once(path.parent, f"compiled programs cannot be kept: {error}")
+
+
+_warned: set[Path] = set()
+
+
+def _warn_once(directory: Path, message: str) -> None:
+    """One warning for a directory: each of dozens of programs would repeat it."""
+    logger.log(logging.DEBUG if directory in _warned else logging.WARNING, message)
+    _warned.add(directory)
 
 
 def prune(directory: Path, pattern: str, max_bytes: int = MAX_BYTES) -> None:
@@ -113,7 +140,7 @@ def _environment() -> tuple[object, ...]:
     return (
         (version("jax"), version("jaxlib"), device.client.platform_version),
         (device.platform, device.device_kind, jax.device_count(), _cpu_flags(), num_cores()),
-        (settings, xla_flags(), os.environ.get("LIBTPU_INIT_ARGS")),
+        (settings, xla_flags(), libtpu_args()),
         source_digest("py", "so", "json"),
     )
 

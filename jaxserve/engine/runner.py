@@ -32,7 +32,7 @@ from jaxserve.engine.step import (
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
-from jaxserve.sampling import SlotRow, TokenLogprobs
+from jaxserve.sampling import LogprobLayout, SlotRow, TokenLogprobs
 from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
@@ -59,6 +59,7 @@ class StepHandle:
     """A dispatched step or burst. `output` becomes ready later; fetching waits for it."""
 
     output: StepOutput
+    layout: LogprobLayout
     wants_logprobs: bool
     wants_prompt_logprobs: bool
     is_burst: bool
@@ -75,9 +76,9 @@ class StepHandle:
         logprobs = prompt_logprobs = None
         if self.wants_logprobs:
             words = np.asarray(out.logprobs).reshape(*token_ids.shape, -1)[ran]
-            logprobs = TokenLogprobs.unpack(words if self.is_burst else words[0])
+            logprobs = self.layout.unpack(words if self.is_burst else words[0])
         if self.wants_prompt_logprobs:
-            prompt_logprobs = TokenLogprobs.unpack(np.asarray(out.prompt_logprobs))
+            prompt_logprobs = self.layout.unpack(np.asarray(out.prompt_logprobs))
         return StepResult(token_ids[ran], logprobs, prompt_logprobs)
 
     def start_download(self) -> None:
@@ -241,7 +242,9 @@ class Programs:
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
-        row = jax.tree.map(lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule))
+        row = jax.tree.map(
+            lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule, self.arch.vocab_size)
+        )
         args = (state, self._operand((), jnp.int32), row)
         program = make_set_slot(self.arch, num_devices=self.num_devices)
         if self.mesh is not None:
@@ -330,6 +333,7 @@ class Runner:
             mesh=mesh,
         )
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+        self._logprob_layout = LogprobLayout.of(schedule.max_logprobs, arch.vocab_size)
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
         # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
@@ -411,7 +415,7 @@ class Runner:
             jax.block_until_ready(self.state)
         programs = self.programs.bursts if burst else self.programs.steps
         self.state, output = programs[bucket](self.params, self.state, blob)
-        handle = StepHandle(output, wants_logprobs, wants_prompt_logprobs, burst)
+        handle = StepHandle(output, self._logprob_layout, wants_logprobs, wants_prompt_logprobs, burst)
         handle.start_download()
         return handle
 

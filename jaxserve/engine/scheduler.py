@@ -223,13 +223,13 @@ class Scheduler:
     def most_steps(self, limit: int) -> int:
         """How many steps, at most `limit`, the running rows can go on as they are; 1 is no burst.
 
-        Until then none ends by length before the last step, computes its prompt or needs the host between two tokens,
-        nobody can join, and all pages are there.
+        Until then none ends by length before the last step or computes its prompt, nobody can join, and all pages are
+        there. A stop string may end a row earlier: the host finds it afterwards and drops the tokens that follow.
         """
         rows = self._running.values()
         if limit < 2 or not rows or (self._waiting and self._free_slots):
             return 1
-        if any(_in_prefill(request) or _needs_host(request) for request in rows):
+        if any(_in_prefill(request) for request in rows):
             return 1
         num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in rows))
         while num_steps > 1 and self._num_pages_short(num_steps) > self._cache.num_free:
@@ -594,11 +594,6 @@ class Scheduler:
 
 def _in_prefill(request: Request) -> bool:
     return _num_remaining(request) > 1
-
-
-def _needs_host(request: Request) -> bool:
-    """Whether the host must see each token, for its text or its log probabilities, before the next."""
-    return bool(request.params.stop) or request.params.logprobs is not None
 
 
 def _num_remaining(request: Request) -> int:

@@ -25,15 +25,17 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
-from jaxserve.request import MAX_LOGIT_BIAS
+from jaxserve.request import DEFAULT_MAX_LOGPROBS, MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.sampling import (
-    PACKED_WORDS,
+    LogprobLayout,
     SlotRow,
     SlotTable,
     TokenLogprobs,
     VocabSplit,
     count_sampled,
     count_tokens,
+    mask_part,
+    mask_size,
     sample,
     token_logprobs,
 )
@@ -72,6 +74,9 @@ def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTa
     return SlotTable(
         token_history=jnp.zeros((S, max_model_len), jnp.int32),
         token_counts=jnp.zeros((S, arch.vocab_size), jnp.int32),
+        prompt_len=jnp.zeros(S, jnp.int32),
+        allowed=jnp.zeros((S, mask_size(arch.vocab_size)), jnp.uint32),
+        bad_words=jnp.zeros((S, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), jnp.int32),
         bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
         bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
         stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
@@ -90,7 +95,7 @@ def abstract_state(
 ) -> ServeState:
     """Shapes and dtypes of the state; over the devices of a mesh, shardings too.
 
-    The pool is split by its kv heads, the counts of tokens by the vocabulary.
+    The pool is split by its kv heads, counts and masks of tokens by the vocabulary.
     """
 
     def shapes(arch: ArchConfig) -> ServeState:
@@ -163,7 +168,7 @@ def paged_attend(
 
 Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
 SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
-ReadLogprobs = Callable[[Array, Array], TokenLogprobs]  # of logits [N, V] and ids [N]
+ReadLogprobs = Callable[[Array, Array, int], TokenLogprobs]  # of logits [N, V], ids [N] and how many of the top
 
 
 def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
@@ -172,20 +177,22 @@ def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
     return VocabSplit(axis, num_devices, arch.vocab_size) if axis else None
 
 
-def new_slot_row(schedule: ScheduleConfig) -> SlotRow:
-    """What enters a slot, all zero."""
+def new_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
+    """What enters a slot, all zero; `vocab_size` is that of the whole model."""
     return SlotRow(
         token_ids=jnp.zeros(schedule.max_model_len, jnp.int32),
         prompt_len=jnp.int32(0),
+        allowed=jnp.zeros(mask_size(vocab_size), jnp.uint32),
+        bad_words=jnp.zeros((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), jnp.int32),
         bias_ids=jnp.zeros(MAX_LOGIT_BIAS, jnp.int32),
         bias_values=jnp.zeros(MAX_LOGIT_BIAS, jnp.float32),
         stop_ids=jnp.zeros(MAX_STOP_IDS, jnp.int32),
     )
 
 
-def abstract_slot_row(schedule: ScheduleConfig) -> SlotRow:
+def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
     """Shapes and dtypes of what enters a slot."""
-    shapes: SlotRow = jax.eval_shape(partial(new_slot_row, schedule))
+    shapes: SlotRow = jax.eval_shape(partial(new_slot_row, schedule, vocab_size))
     return shapes
 
 
@@ -197,21 +204,28 @@ class Model:
         arch: of the whole model, or of one device's part of it.
         attend: attention over the pool.
         split: how the logits lie on several devices; None where they are whole.
+        logprobs: columns of packed log probabilities.
     """
 
     arch: ArchConfig
     attend: decoder.Attend
+    logprobs: LogprobLayout
     split: VocabSplit | None = None
 
     @staticmethod
-    def of(arch: ArchConfig, *, backend: str, num_devices: int = 1) -> Model:
+    def of(arch: ArchConfig, *, backend: str, num_devices: int = 1, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> Model:
         """That of the whole `arch`; of its part on one of several devices, to be run in a shard_map over them all."""
-        return Model(arch.local(num_devices), partial(paged_attend, backend=backend), vocab_split(arch, num_devices))
+        return Model(
+            arch.local(num_devices),
+            partial(paged_attend, backend=backend),
+            LogprobLayout.of(max_logprobs, arch.vocab_size),
+            vocab_split(arch, num_devices),
+        )
 
 
 def make_serve_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, num_devices: int = 1) -> Program:
     """The step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map."""
-    model = Model.of(arch, backend=backend, num_devices=num_devices)
+    model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
 
     def serve_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
         return _step(params, state, layout.unpack(blob), model)
@@ -228,7 +242,7 @@ def make_serve_burst(
     `num_steps` steps, or with the first stop id. One that `follows_burst` was planned as if that would run all its
     steps; if it did not, this one runs none.
     """
-    model = Model.of(arch, backend=backend, num_devices=num_devices)
+    model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
 
     def serve_burst(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
         batch = layout.unpack(blob)
@@ -249,11 +263,11 @@ def make_serve_burst(
             )
             return state, outputs, step + 1, _any_stops(batch, out.token_ids)
 
-        R = layout.num_rows
+        R, num_words = layout.num_rows, model.logprobs.num_words
         outputs = StepOutput(
             token_ids=jnp.full((max_steps, R), -1, jnp.int32),
-            logprobs=jnp.zeros((max_steps, R, PACKED_WORDS), jnp.int32),
-            prompt_logprobs=jnp.zeros((layout.num_tokens, PACKED_WORDS), jnp.int32),
+            logprobs=jnp.zeros((max_steps, R, num_words), jnp.int32),
+            prompt_logprobs=jnp.zeros((layout.num_tokens, num_words), jnp.int32),
         )
         state, outputs, step, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0), void))
         return dataclasses.replace(state, burst_cut=step < num_steps), outputs
@@ -286,7 +300,9 @@ def _step(params: Params, state: ServeState, batch: StepBatch, model: Model) -> 
         sampled = draw(logits, batch.sampling, state.slots, batch.base_seed)
         slots = _remember(state.slots, batch, sampled, split.first_id if split else 0)
     with jax.named_scope("logprobs"):
-        logprobs, prompt_logprobs = _logprobs(params, batch, read_logprobs, logits, sampled, hidden, row_ids)
+        logprobs, prompt_logprobs = _logprobs(
+            params, batch, read_logprobs, model.logprobs, logits, sampled, hidden, row_ids
+        )
     out = StepOutput(sampled, logprobs, prompt_logprobs)
     return dataclasses.replace(state, kv_pages=carry.kv_pages, slots=slots), out
 
@@ -336,6 +352,7 @@ def _logprobs(
     params: Params,
     batch: StepBatch,
     read_logprobs: ReadLogprobs,
+    layout: LogprobLayout,
     logits: Float[Array, "R V"],
     sampled: Int[Array, " R"],
     hidden: Float[Array, "T D"],
@@ -354,7 +371,7 @@ def _logprobs(
     is_last = jnp.arange(T) == batch.cu_q_lens[1:][row_ids] - 1
     following = jnp.where(is_last, batch.next_ids[row_ids], jnp.roll(batch.token_ids, -1))
     wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
-    empty = jnp.zeros((row_blocks * block + T, PACKED_WORDS), jnp.int32)
+    empty = jnp.zeros((row_blocks * block + T, layout.num_words), jnp.int32)
 
     def compute() -> Int[Array, "N words"]:
         padded_logits = jnp.pad(logits, ((0, padding), (0, 0)))
@@ -369,7 +386,7 @@ def _logprobs(
                 lambda: lax.dynamic_slice_in_dim(padded_logits, start, block),
                 lambda: decoder.compute_logits(params, lax.dynamic_slice_in_dim(hidden, start, block)),
             )
-            found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, place, block))
+            found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, place, block), layout.num_top)
             return lax.dynamic_update_slice_in_dim(out, found.pack(), place, 0)
 
         num_blocks = jnp.where(wants_tokens, -(-batch.cu_q_lens[batch.num_rows] // block), 0)
@@ -385,11 +402,14 @@ def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:
     split = vocab_split(arch, num_devices)
 
     def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotRow) -> ServeState:
-        first_id = split.first_id if split else 0
-        counts = count_tokens(row.token_ids, row.prompt_len, first_id, state.slots.token_counts.shape[1])
+        first_id, part_size = split.first_id if split else 0, state.slots.token_counts.shape[1]
+        counts = count_tokens(row.token_ids, row.prompt_len, first_id, part_size)
         new = SlotTable(
             token_history=jnp.maximum(row.token_ids, 0),
             token_counts=counts,
+            prompt_len=row.prompt_len,
+            allowed=mask_part(row.allowed, split.first_id, part_size) if split else row.allowed,
+            bad_words=row.bad_words,
             bias_ids=row.bias_ids,
             bias_values=row.bias_values,
             stop_ids=row.stop_ids,

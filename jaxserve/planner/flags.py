@@ -12,6 +12,7 @@ PLANNED = {  # engine options that change what is planned
     "dtype",
     "gpu_memory_utilization",
     "kv_cache_dtype",
+    "max_logprobs",
     "max_model_len",
     "max_num_batched_tokens",
     "max_num_seqs",

@@ -289,8 +289,9 @@ def _memory(
     if sheet is None:
         limit, pool_limit = machine_bytes(), cpu_pool_bytes(config, local, schedule.page_size, page)
     else:
-        limit = sheet.limit_bytes
-        pool_limit = accelerator_pool_bytes(config, local, limit_bytes=limit, used_bytes=weight_bytes)
+        limit = sheet.limit_bytes(config.gpu_memory_utilization)
+        sizes = {"total_bytes": sheet.device_bytes, "limit_bytes": limit, "used_bytes": weight_bytes}
+        pool_limit = accelerator_pool_bytes(config, local, **sizes)
     return Memory(
         limit=limit,
         weights=weight_bytes,

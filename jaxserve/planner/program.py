@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import ScheduleConfig
+from jaxserve.config import ScheduleConfig, leave_tpus_alone
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.step import (
     ServeState,
@@ -163,7 +163,8 @@ class StepCompiler:
     def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
         mesh, state = self._mesh(), self._state(arch)
         row = jax.tree.map(
-            lambda x: _tensor(x.shape, x.dtype, (None,) * len(x.shape), mesh), abstract_slot_row(self.schedule)
+            lambda x: _tensor(x.shape, x.dtype, (None,) * len(x.shape), mesh),
+            abstract_slot_row(self.schedule, arch.vocab_size),
         )
         args = (state, _tensor((), jnp.dtype("int32"), (), mesh), row)
         program = make_set_slot(arch, num_devices=self.target.num_devices)
@@ -172,6 +173,7 @@ class StepCompiler:
         return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
 
     def _mesh(self) -> Mesh | None:
+        leave_tpus_alone()
         return tensor_mesh(self.target.num_devices, self._chip.devices(self.target.topology))
 
     def _state(self, arch: ArchConfig) -> ServeState:

@@ -35,9 +35,13 @@ class DataSheet:
     devices_per_chip: int = 1
 
     @property
-    def limit_bytes(self) -> int:
-        """Memory of one device that XLA takes."""
-        share = 1.0 if self.chip.platform == "tpu" else gpu_memory_fraction()
+    def device_bytes(self) -> int:
+        """Memory of one device."""
+        return self.memory_bytes // self.devices_per_chip
+
+    def limit_bytes(self, gpu_memory_utilization: float) -> int:
+        """Memory of one device that XLA takes where the engine is told this share."""
+        share = 1.0 if self.chip.platform == "tpu" else gpu_memory_fraction() or gpu_memory_utilization
         return int(self.memory_bytes * share) // self.devices_per_chip
 
 

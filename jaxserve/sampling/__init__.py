@@ -1,15 +1,16 @@
 """Sampling on device: logits in, token ids and log probabilities out."""
 
-from jaxserve.sampling.logprobs import PACKED_WORDS, TokenLogprobs, token_logprobs
+from jaxserve.sampling.logprobs import LogprobLayout, TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import count_sampled, count_tokens
 from jaxserve.sampling.rows import SAMPLING_FIELDS, SAMPLING_RECORD, SamplingRows, SlotRow, SlotTable, record_column
 from jaxserve.sampling.sampler import sample
+from jaxserve.sampling.token_mask import mask_part, mask_size, pack_mask
 from jaxserve.sampling.vocab_split import VocabSplit
 
 __all__ = [
-    "PACKED_WORDS",
     "SAMPLING_FIELDS",
     "SAMPLING_RECORD",
+    "LogprobLayout",
     "SamplingRows",
     "SlotRow",
     "SlotTable",
@@ -17,6 +18,9 @@ __all__ = [
     "VocabSplit",
     "count_sampled",
     "count_tokens",
+    "mask_part",
+    "mask_size",
+    "pack_mask",
     "record_column",
     "sample",
     "token_logprobs",

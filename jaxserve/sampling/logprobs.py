@@ -1,5 +1,6 @@
 """Log probabilities of tokens, from the logits as the model gave them."""
 
+from dataclasses import dataclass
 from typing import Any, no_type_check
 
 import jax
@@ -10,10 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
 
-from jaxserve.request import MAX_LOGPROBS
 from jaxserve.sampling.by_token import top_tokens
-
-PACKED_WORDS = 2 + 2 * MAX_LOGPROBS  # of one position, see `TokenLogprobs.pack`
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -24,22 +22,14 @@ class TokenLogprobs:
     Attributes:
         logprob: of the given token.
         rank: of the given token; 1 is the most likely, equal logits share a rank.
-        top_ids: the most likely tokens, best first; a vocabulary below 20 tokens pads with -1.
-        top_logprobs: theirs; the padding is -inf.
+        top_ids: the most likely tokens, best first; without columns where there are all tokens, in order of their ids.
+        top_logprobs: theirs.
     """
 
     logprob: Float[Array, " R"]
     rank: Int[Array, " R"]
-    top_ids: Int[Array, "R 20"]
-    top_logprobs: Float[Array, "R 20"]
-
-    @staticmethod
-    def unpack(words: NDArray[np.int32]) -> "TokenLogprobs":
-        """Views of what `pack` has made, as numpy arrays; axes in front of the last one stay."""
-        num_top = (words.shape[-1] - 2) // 2
-        floats: Any = words.view(np.float32)
-        ids: Any = words
-        return TokenLogprobs(floats[..., 0], ids[..., 1], ids[..., 2 : 2 + num_top], floats[..., 2 + num_top :])
+    top_ids: Int[Array, "R ids"]
+    top_logprobs: Float[Array, "R k"]
 
     def pack(self) -> Int[Array, "R words"]:
         """All of it in one array, which is one output of a program and one download."""
@@ -47,25 +37,65 @@ class TokenLogprobs:
         return jnp.concatenate(columns, axis=1)
 
 
+@dataclass(frozen=True)
+class LogprobLayout:
+    """Columns of packed log probabilities: one token's, its rank, the most likely ids and theirs.
+
+    Of all tokens there are no ids: log probabilities in the order of ids are half as much to send, and nobody has to
+    sort a vocabulary whom nobody asks for its order. A sort of 128,000 tokens takes XLA a minute to compile for TPUs.
+
+    Attributes:
+        num_top: log probabilities per position besides the token's own.
+        vocab_size: tokens that there are.
+    """
+
+    num_top: int
+    vocab_size: int
+
+    @staticmethod
+    def of(max_logprobs: int, vocab_size: int) -> "LogprobLayout":
+        """The layout for EngineConfig.max_logprobs: -1 is the whole vocabulary, and so is more than there is."""
+        num_top = vocab_size if max_logprobs < 0 else min(max(max_logprobs, 1), vocab_size)
+        return LogprobLayout(num_top, vocab_size)
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids per position."""
+        return 0 if self.num_top == self.vocab_size else self.num_top
+
+    @property
+    def num_words(self) -> int:
+        """Number of 4-byte words per position."""
+        return 2 + self.num_ids + self.num_top
+
+    def unpack(self, words: NDArray[np.int32]) -> TokenLogprobs:
+        """Views of what `pack` has made, as numpy arrays; axes in front of the last one stay."""
+        ids: Any = words
+        floats: Any = words.view(np.float32)
+        stop = 2 + self.num_ids
+        return TokenLogprobs(floats[..., 0], ids[..., 1], ids[..., 2:stop], floats[..., stop:])
+
+
 def _bits(values: Array) -> Array:
     return lax.bitcast_convert_type(values, jnp.int32)
 
 
-def token_logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"]) -> TokenLogprobs:
-    """Log probability and rank of `token_ids` [R], and the 20 most likely tokens, under raw `logits` [R, V].
+def token_logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"], num_top: int) -> TokenLogprobs:
+    """Log probability and rank of `token_ids` [R], and the `num_top` most likely tokens, under raw `logits` [R, V].
 
-    "Raw" is before bias, penalties, temperature and filters, as in vLLM. Reads the logits a few times and
-    holds no second [R, V] array.
+    "Raw" is before bias, penalties, temperature and filters, as in vLLM. Reads the logits a few times and, unless
+    `num_top` is V, holds no second [R, V] array.
     """
     logits = logits.astype(jnp.float32)
     total = jax.nn.logsumexp(logits, axis=1)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1, mode="clip")  # [R, 1]
-    num_top = min(MAX_LOGPROBS, logits.shape[1])
-    top_logits, top_ids = top_tokens(logits, num_top)
-    padding = ((0, 0), (0, MAX_LOGPROBS - num_top))
+    if num_top >= logits.shape[1]:
+        top_logits, top_ids = logits, jnp.zeros((logits.shape[0], 0), jnp.int32)
+    else:
+        top_logits, top_ids = top_tokens(logits, num_top)
     return TokenLogprobs(
         logprob=chosen[:, 0] - total,
         rank=1 + jnp.sum(logits > chosen, axis=1, dtype=jnp.int32),
-        top_ids=jnp.pad(top_ids, padding, constant_values=-1),
-        top_logprobs=jnp.pad(top_logits - total[:, None], padding, constant_values=-jnp.inf),
+        top_ids=top_ids,
+        top_logprobs=top_logits - total[:, None],
     )

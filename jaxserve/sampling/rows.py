@@ -110,7 +110,7 @@ class SamplingRows:
 
     @property
     def use_bias(self) -> Bool[Array, " R"]:
-        """Mask of rows to which their slot's logit bias applies."""
+        """Mask of rows to which the bias, the allowed tokens and the bad words of their slot apply."""
         return record_column(self.records, SAMPLING_RECORD, "use_bias") > 0
 
     @property
@@ -120,7 +120,7 @@ class SamplingRows:
 
     @property
     def is_biased(self) -> Bool[Array, " R"]:
-        """Mask of live rows with a logit bias."""
+        """Mask of live rows with a logit bias, allowed tokens or bad words."""
         return self.live & self.use_bias
 
     @property
@@ -144,6 +144,9 @@ class SlotTable:
         token_history: tokens of the request, C at most; those at the row's `position` and beyond are stale.
         token_counts: of each token of the vocabulary (or of one device's part of it) what penalties look at, in the
             form of `penalties.count_tokens`; kept only for requests with penalties, stale for others.
+        prompt_len: tokens of the prompt, behind which the output begins.
+        allowed: bits of the tokens that may be sampled, as of `token_mask.pack_mask`; of one device's part too.
+        bad_words: token ids of each bad word, padded in front with -1.
         bias_ids: token ids with a logit bias, each at most once; -1 pads.
         bias_values: what to add to their logits.
         stop_ids: ids that end the output, masked before `min_position`; -1 pads.
@@ -151,6 +154,9 @@ class SlotTable:
 
     token_history: Int[Array, "S C"]
     token_counts: Int[Array, "S V"]
+    prompt_len: Int[Array, " S"]
+    allowed: UInt32[Array, "S W"]
+    bad_words: Int[Array, "S N L"]
     bias_ids: Int[Array, "S B"]
     bias_values: Float[Array, "S B"]
     stop_ids: Int[Array, "S E"]
@@ -164,11 +170,14 @@ class SlotRow:
     Attributes:
         token_ids: all that are known, the prompt first; -1 pads.
         prompt_len: tokens of the prompt.
-        bias_ids: as in `SlotTable`, like those that follow.
+        allowed: bits of the allowed tokens of the whole vocabulary.
+        bad_words: as in `SlotTable`, like those that follow.
     """
 
     token_ids: Int[Array, " C"]
     prompt_len: Int[Array, ""]
+    allowed: UInt32[Array, " W"]
+    bad_words: Int[Array, "N L"]
     bias_ids: Int[Array, " B"]
     bias_values: Float[Array, " B"]
     stop_ids: Int[Array, " E"]

@@ -16,6 +16,7 @@ from jaxserve.sampling.by_token import add_at, first_argmax, plain_argmax
 from jaxserve.sampling.penalties import apply_penalties
 from jaxserve.sampling.random_bits import gumbel_noise
 from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
+from jaxserve.sampling.token_mask import bad_word_ends, unpack_mask
 
 ADJUST_ROWS = 64  # whose logits are adjusted at a time where more are sampled: meanwhile there are three times as many
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
@@ -59,7 +60,7 @@ def takes_most_likely(rows: SamplingRows) -> Bool[Array, ""]:
 def adjust_logits(
     logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int = 0
 ) -> Float[Array, "R V"]:
-    """Logits f32[R, V] after what may change even a greedy row's token: bias, stop-id mask, penalties.
+    """Logits f32[R, V] after what may change even a greedy row's token: bias, forbidden tokens, penalties.
 
     Where each device has its part of the vocabulary, `first_id` is the first token of this one's.
     """
@@ -80,16 +81,32 @@ def adjust_logits(
 def _bias_and_mask(
     logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int
 ) -> Float[Array, "R V"]:
-    def of_rows(ids: Int[Array, "S B"], wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
-        ids = ids.at[rows.slot].get(mode="clip")
+    def of_slots(values: Array) -> Array:
+        return values.at[rows.slot].get(mode="clip")
+
+    def own_ids(ids: Int[Array, "R B"], wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
         return jnp.where(wanted[:, None] & (ids >= 0), ids - first_id, -1)
 
-    values = table.bias_values.at[rows.slot].get(mode="clip")  # [R, B]
-    stop_ids = of_rows(table.stop_ids, rows.is_masked)
-    token_ids = jnp.concatenate([of_rows(table.bias_ids, rows.is_biased), stop_ids], axis=1)
-    values = jnp.concatenate([values, jnp.full(stop_ids.shape, _FORBIDDEN, jnp.float32)], axis=1)
-    out = add_at(logits, token_ids, values)
-    return jnp.where(out < _FORBIDDEN / 2, -jnp.inf, out)
+    biased = rows.is_biased
+    bad_words = of_slots(table.bad_words)
+    bad_ids = bad_word_ends(bad_words, _recent_output(rows, table, bad_words.shape[2] - 1))
+    bias_ids = own_ids(of_slots(table.bias_ids), biased)
+    forbidden_ids = jnp.concatenate(
+        [own_ids(of_slots(table.stop_ids), rows.is_masked), own_ids(bad_ids, biased)], axis=1
+    )
+    token_ids = jnp.concatenate([bias_ids, forbidden_ids], axis=1)
+    values = [of_slots(table.bias_values), jnp.full(forbidden_ids.shape, _FORBIDDEN, jnp.float32)]
+    out = add_at(logits, token_ids, jnp.concatenate(values, axis=1))
+    allowed = unpack_mask(of_slots(table.allowed), logits.shape[1]) | ~biased[:, None]
+    return jnp.where(allowed & (out > _FORBIDDEN / 2), out, -jnp.inf)
+
+
+def _recent_output(rows: SamplingRows, table: SlotTable, count: int) -> Int[Array, "R N"]:
+    """The last `count` tokens of each row's output, -2 in front of its first."""
+    position = rows.position[:, None] - jnp.arange(count, 0, -1)[None]
+    slot = rows.slot[:, None]
+    token_ids = table.token_history.at[slot, jnp.maximum(position, 0)].get(mode="clip")
+    return jnp.where(position >= table.prompt_len.at[slot].get(mode="clip"), token_ids, -2)
 
 
 def draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""]) -> Int[Array, " R"]:

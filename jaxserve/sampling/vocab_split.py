@@ -7,6 +7,7 @@ device, then the results.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -46,9 +47,10 @@ class VocabSplit:
         table: SlotTable,
         base_seed: UInt32[Array, ""],
     ) -> Int[Array, " R"]:
-        """`sampling.sample` of all the logits, the same on every device; counts in the table are of its own part.
+        """`sampling.sample` of all the logits, the same on every device.
 
-        Each device adjusts all rows of its part of the vocabulary, then draws for its share of the rows.
+        Counts and masks in the table are those of the device's own part of the vocabulary. Each device adjusts all rows
+        of its part, then draws for its share of the rows.
         """
 
         def draw(logits: Array, rows: SamplingRows) -> Int[Array, " R"]:
@@ -65,9 +67,11 @@ class VocabSplit:
         )
         return token_ids
 
-    def token_logprobs(self, logits: Float[Array, "R part"], token_ids: Int[Array, " R"]) -> TokenLogprobs:
+    def token_logprobs(
+        self, logits: Float[Array, "R part"], token_ids: Int[Array, " R"], num_top: int
+    ) -> TokenLogprobs:
         """`sampling.token_logprobs` of all the logits, the same on every device."""
-        found: TokenLogprobs = self._by_rows(token_logprobs, logits, token_ids)
+        found: TokenLogprobs = self._by_rows(partial(token_logprobs, num_top=num_top), logits, token_ids)
         return found
 
     def _most_likely(self, logits: Float[Array, "R part"]) -> Int[Array, " R"]:

@@ -53,9 +53,10 @@ class TestAnyWorkload:
         SAMPLED,
         replace(SAMPLED, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2),
         replace(SAMPLED, logit_bias={5: 3.0, 7: -100.0}),
+        replace(SAMPLED, logprobs=3),
         replace(SAMPLED, ignore_eos=False, min_tokens=8, stop_token_ids=list(range(2, 7))),
     ],
-    ids=["greedy", "sampled", "penalties", "bias", "min_tokens"],
+    ids=["greedy", "sampled", "penalties", "bias", "logprobs", "min_tokens"],
 )
 def test_every_parameter(start: Start, params: SamplingParams, step_ahead: bool) -> None:
     prompts = [tokens(n, f"burst {n}") for n in (4, 9, 1)]
@@ -150,9 +151,21 @@ def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Engine
     assert [len(increment.token_ids) for increment in increments] == [1, 5, 5, 1]
     (whole,) = llm.generate("Once upon", params, use_tqdm=False)
     assert "".join(increment.text for increment in increments) == whole.outputs[0].text
-    (stopped,) = bursts.generate("Once upon", replace(params, stop=[whole.outputs[0].text[4:6]]), use_tqdm=False)
-    assert whole.outputs[0].text.startswith(stopped.outputs[0].text)
+    pieces = [increment.outputs[0].text for increment in llm.stream("Once upon", params)]
+    params = replace(params, stop=["".join(pieces[1:4])])
+    (expected,) = llm.generate("Once upon", params, use_tqdm=False)
+    stats = bursts.engine.stats
+    before = (stats.num_dispatches, stats.num_output_tokens, stats.num_wasted_tokens)
+    (stopped,) = bursts.generate("Once upon", params, use_tqdm=False)
+    drain(bursts.engine)
+    assert_same(stopped, expected)
     assert stopped.outputs[0].finish_reason == "stop"
+    assert stopped.outputs[0].text == expected.outputs[0].text
+    num_tokens = len(expected.outputs[0].token_ids)
+    assert 1 < num_tokens < 1 + BURST, "the stop string ends in the middle of the first burst"
+    assert stats.num_dispatches - before[0] < num_tokens
+    assert stats.num_output_tokens - before[1] == num_tokens
+    assert stats.num_wasted_tokens - before[2] >= 1 + BURST - num_tokens
 
 
 def test_measured_bursts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,21 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import transformers
 from checkpoints import reference_logits
 from conftest import EOS, VOCAB_SIZE
+from scipy.special import log_softmax
 
+from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
-from workloads import assert_same, generate, tokens
+from workloads import Job, assert_same, generate, run, tokens
 
 Start = Callable[..., Engine]
 
@@ -98,6 +103,116 @@ def test_slots_remember_nothing_of_earlier_requests(start: Start) -> None:
     for a, b, c in zip(fresh, again, plain, strict=True):
         assert_same(b, a)
         assert a.outputs[0].token_ids[0] == c.outputs[0].token_ids[0], "nothing to penalise yet"
+
+
+LETTERS = "qxzjkv"  # no two of them are one token
+
+
+def letter_ids(engine: Engine) -> list[int]:
+    ids = engine.tokenizer.encode(LETTERS, add_special_tokens=False)
+    assert len(set(ids)) == len(LETTERS)
+    return ids
+
+
+class TestForbiddenTokens:
+    """allowed_token_ids and bad_words against transformers' logits and its processor of bad words."""
+
+    def test_allowed_token_ids(self, start: Start, oracle: transformers.PreTrainedModel) -> None:
+        allowed, seen = [250, 17, 60, 33, 319, 0, 31, 32], list(PROMPT)
+        for _ in range(8):
+            logits = reference_logits(oracle, np.array(seen))[-1]
+            seen.append(max(allowed, key=lambda i: logits[i]))
+        params = replace(GREEDY, allowed_token_ids=[*allowed, allowed[0]])
+        beside = [replace(GREEDY, logit_bias={5: 0.5}), GREEDY, replace(GREEDY, presence_penalty=1.0)]
+        plain = [ids(start(), other) for other in beside]
+        outputs = run(start(), [Job(PROMPT, p) for p in (beside[0], params, *beside[1:])])
+        assert [o.outputs[0].token_ids for o in outputs] == [plain[0], seen[len(PROMPT) :], *plain[1:]]
+        sampled = generate(start(), [PROMPT], replace(SAMPLED, n=4, temperature=3.0, allowed_token_ids=allowed))[0]
+        found = {i for o in sampled.outputs for i in o.token_ids}
+        assert found <= set(allowed)
+        assert len(found) > 4
+
+    @pytest.mark.parametrize("options", [{}, {"step_ahead": False}, {"burst": 5}], ids=str)
+    def test_bad_words(self, start: Start, oracle: transformers.PreTrainedModel, options: dict[str, Any]) -> None:
+        """Four rows that do not fit into the pool together, so that preemption is met as well."""
+        engine = start(skip_tokenizer_init=False, **options)
+        allowed = letter_ids(engine)
+        prompts = [[*tokens(11, "bad"), allowed[0]], *(tokens(n, n) for n in (17, 18, 19))]
+        params = replace(GREEDY, max_tokens=16, allowed_token_ids=allowed)
+        plain = [o.outputs[0].token_ids for o in generate(engine, prompts, params)]
+        words, forbidden = [], []
+        for first, output in enumerate(plain):  # each word is one that the plain output begins with, or has in it
+            piece = output[first : first + 1 + first]
+            words.append("".join(LETTERS[allowed.index(i)] for i in piece))
+            forbidden.append(piece)
+        words = [*words[1:], LETTERS[allowed.index(plain[0][0])] * 2]
+        forbidden = [engine.tokenizer.encode(word, add_special_tokens=False) for word in words]
+        assert [len(f) for f in forbidden] == [2, 3, 4, 2]
+        outputs = generate(engine, prompts, replace(params, bad_words=words))
+        processor = transformers.NoBadWordsLogitsProcessor(forbidden)
+        for prompt, output in zip(prompts, outputs, strict=True):
+            seen: list[int] = []
+            for _ in range(params.max_tokens):
+                logits = torch.tensor(reference_logits(oracle, np.array(prompt + seen))[-1:])
+                logits = processor(torch.tensor([seen], dtype=torch.long), logits)[0]  # the prompt counts for nothing
+                seen.append(max(allowed, key=lambda i: float(logits[i])))
+            assert output.outputs[0].token_ids == seen
+            text = "".join(LETTERS[allowed.index(i)] for i in seen)
+            assert not any(word in text for word in words)
+        assert [o.outputs[0].token_ids for o in outputs] != plain
+        assert any(o.metrics.num_preemptions for o in outputs)
+
+    def test_nothing_is_left_to_sample(self, start: Start) -> None:
+        engine = start(skip_tokenizer_init=False)
+        letters = letter_ids(engine)
+        for fields in (
+            {"allowed_token_ids": [EOS], "min_tokens": 1},
+            {"allowed_token_ids": letters, "bad_words": list(LETTERS)},
+            {"allowed_token_ids": [EOS, letters[0]], "min_tokens": 1, "bad_words": [LETTERS[0]]},
+        ):
+            with pytest.raises(RequestError, match="allowed_token_ids must have an id"):
+                engine.add_request("none", PROMPT, SamplingParams(**fields))
+
+    def test_bad_words_need_a_tokenizer(self, start: Start) -> None:
+        with pytest.raises(RequestError, match="bad_words need a tokenizer"):
+            start().add_request("none", PROMPT, SamplingParams(bad_words=["a"]))
+
+
+class TestMaxLogprobs:
+    """The width of what an engine returns."""
+
+    def test_whole_vocabulary(self, start: Start, oracle: transformers.PreTrainedModel) -> None:
+        params = replace(GREEDY, max_tokens=3, logprobs=-1, prompt_logprobs=-1)
+        whole = generate(start(max_logprobs=-1), [PROMPT], params)[0]
+        expected = log_softmax(
+            reference_logits(oracle, np.array(PROMPT + whole.outputs[0].token_ids)).astype(np.float64), axis=-1
+        )
+        entries = [*whole.prompt_logprobs[1:], *whole.outputs[0].logprobs]
+        for row, entry in zip(expected, entries, strict=False):
+            assert entry.keys() == set(range(VOCAB_SIZE))
+            assert [entry[i].logprob for i in range(VOCAB_SIZE)] == pytest.approx(row.tolist(), abs=1e-4)
+            by_rank = sorted(entry.values(), key=lambda e: e.rank)
+            assert [e.logprob for e in by_rank] == sorted((e.logprob for e in by_rank), reverse=True)
+        assert len(entries) == len(PROMPT) + 2
+
+    def test_fewer_than_the_width(self, start: Start) -> None:
+        params = replace(GREEDY, logprobs=4, prompt_logprobs=3)
+        (narrow,), (wide,) = (generate(start(**options), [PROMPT], params) for options in ({}, {"max_logprobs": -1}))
+        assert_same(wide, narrow)
+        assert [list(e) for e in wide.outputs[0].logprobs] == [list(e) for e in narrow.outputs[0].logprobs]
+        (sampled,) = generate(start(max_logprobs=-1), [PROMPT], replace(GREEDY, logprobs=0))
+        assert [list(e) for e in sampled.outputs[0].logprobs] == [[i] for i in sampled.outputs[0].token_ids]
+
+    @pytest.mark.parametrize(("asked", "needed"), [(-1, -1), (21, 21), (300, 300), (321, 321), (5000, -1)])
+    def test_more_than_the_engine_has(self, start: Start, asked: int, needed: int) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            with pytest.raises(RequestError, match=rf"{name} must be.*start the engine with max_logprobs={needed}$"):
+                start().add_request("wide", PROMPT, SamplingParams(**{name: asked}))
+
+    @pytest.mark.parametrize("value", [-2, 1025, 2.0, True, "20", None])
+    def test_bad_width(self, value: object) -> None:
+        with pytest.raises(ConfigError, match=r"max_logprobs must be an integer in \[0, 1024\], or -1"):
+            EngineConfig(max_logprobs=value)
 
 
 class TestEnds:

@@ -65,6 +65,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
     if draw(st.booleans()):
         fields |= {"logit_bias": {i: draw(st.sampled_from([-100, -2, 4])) for i in range(0, 40, 3)}}
     if draw(st.booleans()):
+        fields |= {"allowed_token_ids": list(range(draw(st.sampled_from([0, 50])), 131, 2))}
+    if draw(st.booleans()):
         fields |= {"stop_token_ids": list(range(draw(st.sampled_from([70, 110])), 131))}
     return SamplingParams(**fields)
 

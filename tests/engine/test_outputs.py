@@ -22,13 +22,22 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return load_tokenizer(tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level()))
 
 
-def from_device(seed: int, num_real: int = 20) -> TokenLogprobs:
-    """Random tokens for some rows, of which each has `num_real` likely ones and padding."""
+def from_device(seed: int) -> TokenLogprobs:
+    """Random tokens for some rows."""
     rng = np.random.default_rng(seed)
     top_ids = np.stack([rng.permutation(300)[:20] for _ in range(NUM_ROWS)]).astype(np.int32)
-    top_ids[:, num_real:] = -1
     top_logprobs = -np.sort(rng.random((NUM_ROWS, 20), np.float32), axis=1)
     return TokenLogprobs(rng.random(NUM_ROWS, np.float32), rng.integers(1, 9, NUM_ROWS), top_ids, top_logprobs)
+
+
+def whole_vocabulary(seed: int) -> tuple[TokenLogprobs, TokenLogprobs]:
+    """Log probabilities of 320 tokens, some of them equal, in the order of ids; and best first, with the ids."""
+    rng = np.random.default_rng(seed)
+    by_id = -rng.integers(0, 200, (NUM_ROWS, 320)).astype(np.float32)
+    order = np.argsort(-by_id, axis=1, kind="stable")
+    own = rng.random(NUM_ROWS, np.float32), rng.integers(1, 9, NUM_ROWS)
+    best_first = TokenLogprobs(*own, order, np.take_along_axis(by_id, order, axis=1))
+    return TokenLogprobs(*own, np.zeros((NUM_ROWS, 0), np.int32), by_id), best_first
 
 
 def new_group(tokenizer: Tokenizer | None, **params: int) -> RequestGroup:
@@ -39,7 +48,7 @@ def new_group(tokenizer: Tokenizer | None, **params: int) -> RequestGroup:
 def append(group: RequestGroup, token_id: int, logprobs: TokenLogprobs, row: int) -> CompletionOutput:
     (request,) = group.requests
     request.output_token_ids.append(token_id)
-    group.append(request, 1, 1.0, logprobs, row)
+    group.append(request, 1, 1.0, logprobs, [row])
     return group.output.outputs[0]
 
 
@@ -52,22 +61,24 @@ def entry(
         return tokenizer and tokenizer.decode([token_id], skip_special_tokens=False)
 
     expected = {token_id: Logprob(float(logprobs.logprob[row]), int(logprobs.rank[row]), text(token_id))}
-    for rank, other in enumerate(logprobs.top_ids[row, :top].tolist(), start=1):
-        if other >= 0 and other not in expected:
+    for rank, other in enumerate(logprobs.top_ids[row, : top if top >= 0 else None].tolist(), start=1):
+        if other not in expected:
             expected[other] = Logprob(float(logprobs.top_logprobs[row, rank - 1]), rank, text(other))
     return expected
 
 
 @pytest.mark.parametrize("with_text", [True, False])
-@pytest.mark.parametrize("num_real", [20, 7])
-@pytest.mark.parametrize("top", [0, 1, 5, 20])
-def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, num_real: int, with_text: bool) -> None:
+@pytest.mark.parametrize(
+    ("top", "whole"), [*((top, whole) for top in (0, 1, 5, 20) for whole in (False, True)), (320, True), (-1, True)]
+)
+def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, whole: bool, with_text: bool) -> None:
     group = new_group(tokenizer if with_text else None, logprobs=top)
     expected = []
     for step in range(4):
-        found, row = from_device(step, num_real), step % NUM_ROWS
+        row = step % NUM_ROWS
+        sent, found = whole_vocabulary(step) if whole else (from_device(step),) * 2
         token_id = int(found.top_ids[row, step]) if step < 2 else 310 + step  # among the most likely, or not
-        output = append(group, token_id, found, row)
+        output = append(group, token_id, sent, row)
         expected.append(entry(tokenizer if with_text else None, found, row, token_id, top))
     read = output.logprobs
     assert read is not None

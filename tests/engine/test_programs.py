@@ -113,3 +113,23 @@ def test_the_longest_unused_go_first(tmp_path):
         os.utime(path, (1e9 - age, 1e9 - age))
     programs.prune(tmp_path, "*.program", 250)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["new.program", "no program of ours", "older.program"]
+
+
+@pytest.mark.parametrize("loosen", ["directory", "file"])
+def test_what_others_could_have_written_is_not_read(tmp_path, compiler, caplog, loosen):
+    """A program is code: reading it runs it."""
+    directory = tmp_path / "programs"
+    ProgramStore(directory, []).get("x", compiler)
+    (path,) = directory.iterdir()
+    (directory if loosen == "directory" else path).chmod(0o777)
+    for name in ("x", "y"):
+        ProgramStore(directory, []).get(name, compiler)
+    assert compiler.num_calls == 3
+    assert caplog.text.count("must be writable by this user alone") == 1
+
+
+def test_a_directory_that_cannot_be_written_is_one_warning(tmp_path, compiler, caplog):
+    (tmp_path / "file").touch()
+    for name in ("x", "y", "z"):
+        ProgramStore(tmp_path / "file" / "below", []).get(name, compiler)
+    assert caplog.text.count("cannot be kept") == 1

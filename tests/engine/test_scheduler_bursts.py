@@ -43,13 +43,13 @@ def test_a_newcomer_waits_for_one_burst():
     assert "b" in starts(loop.step())
 
 
-@pytest.mark.parametrize("params", [{"stop": "x"}, {"logprobs": 0}])
-def test_rows_that_need_the_host_keep_all_from_bursts(params):
+@pytest.mark.parametrize("params", [{}, {"stop": "x"}, {"logprobs": 0}])
+def test_stop_strings_and_logprobs_of_a_row_keep_nobody_from_multi_step_decode(params):
     loop = Loop(make_scheduler(), max_steps=4)
-    needs_host = make_request("a", range(3), 6)
-    needs_host.params = SamplingParams(max_tokens=None, **params)
-    loop.add(needs_host, make_request("b", range(5), 16)).drain()
-    assert burst_lengths(loop) == [1] * 6 + [4, 4, 2]
+    special = make_request("a", range(3), 6)
+    special.params = SamplingParams(max_tokens=None, **params)
+    loop.add(special, make_request("b", range(5), 16)).drain()
+    assert burst_lengths(loop) == [1, 4, 1, 4, 4, 2]
 
 
 def test_a_burst_takes_no_more_pages_than_are_free():

@@ -1,6 +1,10 @@
 import jaxtyping
 import pytest
 
+from jaxserve.config import leave_tpus_alone
+
+leave_tpus_alone()
+
 
 @pytest.fixture
 def without_jaxtyping():

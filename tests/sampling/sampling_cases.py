@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxserve.sampling import SAMPLING_RECORD, SamplingRows, SlotTable
 from jaxserve.sampling.penalties import PROMPT
+from jaxserve.sampling.token_mask import pack_mask
 
 CAPACITY = 200  # tokens per slot
 VOCAB_SIZE = 300  # where a test does not say otherwise
@@ -27,13 +28,16 @@ def make_rows(num_rows, seed=0, position=0, live=True, **fields):
     )
 
 
-def make_table(num_slots, vocab_size=VOCAB_SIZE, counts=None, bias=None, stop_ids=()):
-    """SlotTable with the same bias {id: value} and stop ids in every slot."""
+def make_table(num_slots, vocab_size=VOCAB_SIZE, counts=None, bias=None, stop_ids=(), allowed=None):
+    """SlotTable with the same bias {id: value}, stop ids and allowed ids in every slot."""
     bias = bias or {}
     counts = np.zeros((num_slots, vocab_size)) if counts is None else counts
     return SlotTable(
         token_history=jnp.zeros((num_slots, CAPACITY), jnp.int32),
         token_counts=jnp.asarray(counts, jnp.int32),
+        prompt_len=jnp.zeros(num_slots, jnp.int32),
+        allowed=jnp.asarray(np.tile(pack_mask(allowed, vocab_size), (num_slots, 1))),
+        bad_words=jnp.full((num_slots, 5, 3), -1, jnp.int32),
         bias_ids=_padded(list(bias), num_slots, -1, np.int32),
         bias_values=_padded(list(bias.values()), num_slots, 0, np.float32),
         stop_ids=_padded(list(stop_ids), num_slots, -1, np.int32),
@@ -77,7 +81,8 @@ def any_table(rng, num_slots, vocab_size):
     """A SlotTable of random prompts and outputs, with some biases and stop ids."""
     prompts, outputs = rng.integers(0, vocab_size, (2, num_slots, CAPACITY // 4))
     counts = counts_of(prompts, outputs, vocab_size)
-    return make_table(num_slots, vocab_size, counts, bias={1: 3.0, 7: -5.0}, stop_ids=[2, 5])
+    allowed = rng.permutation(vocab_size)[: vocab_size * 3 // 4].tolist()
+    return make_table(num_slots, vocab_size, counts, bias={1: 3.0, 7: -5.0}, stop_ids=[2, 5], allowed=allowed)
 
 
 def take_rows(rows, index):

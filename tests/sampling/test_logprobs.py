@@ -6,50 +6,68 @@ import numpy as np
 import pytest
 import torch
 
-from jaxserve.request import MAX_LOGPROBS
-from jaxserve.sampling import token_logprobs
+from jaxserve.sampling import LogprobLayout, token_logprobs
+from jaxserve.sampling.by_token import top_one_by_one
 
-compute = jax.jit(token_logprobs)
+NUM_TOP = 20
+compute = jax.jit(token_logprobs, static_argnums=2)
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_matches_log_softmax(scale):
+@pytest.mark.parametrize(("scale", "num_top"), [(1.0, 20), (30.0, 20), (1.0, 1), (3.0, 999), (3.0, 1000)])
+def test_matches_log_softmax(scale, num_top):
     rng = np.random.default_rng(0)
     logits = rng.normal(scale=scale, size=(33, 1000)).astype(np.float32)
     token_ids = rng.integers(0, 1000, 33)
-    out = compute(logits, jnp.asarray(token_ids, jnp.int32))
+    packed = jax.jit(lambda *args: token_logprobs(*args, num_top).pack())(logits, jnp.asarray(token_ids, jnp.int32))
+    layout = LogprobLayout.of(num_top, 1000)
+    assert packed.shape == (33, layout.num_words)
+    out = layout.unpack(np.asarray(packed))
     expected = torch.log_softmax(torch.from_numpy(logits).double(), -1)
-    top = expected.topk(MAX_LOGPROBS)
     np.testing.assert_allclose(out.logprob, expected[np.arange(33), token_ids], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(out.top_logprobs, top.values, rtol=1e-5, atol=1e-5)
-    assert np.array_equal(out.top_ids, top.indices)
+    if num_top < 1000:
+        top = expected.topk(num_top)
+        np.testing.assert_allclose(out.top_logprobs, top.values, rtol=1e-5, atol=1e-5)
+        if num_top <= 20:  # further down there are ties in float32
+            assert np.array_equal(out.top_ids, top.indices)
+    else:
+        np.testing.assert_allclose(out.top_logprobs, expected, rtol=1e-5, atol=1e-5)
+        assert out.top_ids.shape == (33, 0)
     assert np.array_equal(out.rank, [1 + (row > row[t]).sum() for row, t in zip(logits, token_ids, strict=True)])
 
 
 def test_ranks_begin_at_one_and_ties_share_them():
     logits = np.tile(np.array([[3, 5, 5, 1, -np.inf]], np.float32), (5, 1))
-    out = compute(logits, jnp.arange(5, dtype=jnp.int32))
+    out = compute(logits, jnp.arange(5, dtype=jnp.int32), 3)
     assert out.rank.tolist() == [3, 1, 1, 4, 5]
     assert out.logprob[4] == -jnp.inf
 
 
 def test_the_best_tokens_are_consistent_with_single_ones():
     logits = np.random.default_rng(1).normal(size=(4, 300)).astype(np.float32)
-    top = compute(logits, jnp.zeros(4, jnp.int32))
-    for place in range(MAX_LOGPROBS):
-        out = compute(logits, top.top_ids[:, place])
+    top = compute(logits, jnp.zeros(4, jnp.int32), NUM_TOP)
+    for place in range(NUM_TOP):
+        out = compute(logits, top.top_ids[:, place], NUM_TOP)
         assert np.array_equal(out.logprob, top.top_logprobs[:, place])
         assert (out.rank == place + 1).all()
 
 
-def test_a_small_vocabulary_is_padded():
-    out = compute(np.zeros((2, 7), np.float32), jnp.zeros(2, jnp.int32))
-    assert out.top_ids.shape == (2, MAX_LOGPROBS)
-    assert np.array_equal(out.top_ids[:, 7:], np.full((2, 13), -1))
-    assert np.isneginf(out.top_logprobs[:, 7:]).all()
-    np.testing.assert_allclose(out.top_logprobs[:, :7], -np.log(7), rtol=1e-6)
+def test_a_small_vocabulary_is_sent_whole():
+    layout = LogprobLayout.of(NUM_TOP, 7)
+    assert layout == LogprobLayout.of(-1, 7) == LogprobLayout.of(7, 7)
+    out = compute(np.zeros((2, 7), np.float32), jnp.zeros(2, jnp.int32), layout.num_top)
+    assert out.top_ids.shape == (2, 0)
+    np.testing.assert_allclose(out.top_logprobs, np.full((2, 7), -np.log(7)), rtol=1e-6)
+
+
+def test_many_are_found_one_by_one_too():
+    """As a TPU does, with ties."""
+    logits = np.random.default_rng(2).integers(-40, 40, (3, 500)).astype(np.float32)
+    values, ids = jax.jit(top_one_by_one, static_argnums=1)(logits, 400)
+    expected = jax.lax.top_k(logits, 400)
+    assert np.array_equal(values, expected[0])
+    assert np.array_equal(ids, expected[1])
 
 
 def test_shapes_can_be_asked_without_arrays():
-    shapes = jax.eval_shape(token_logprobs, jnp.zeros((3, 50)), jnp.zeros(3, jnp.int32))
-    assert shapes.top_ids == jax.ShapeDtypeStruct((3, MAX_LOGPROBS), jnp.int32)
+    shapes = jax.eval_shape(compute, jnp.zeros((3, 50)), jnp.zeros(3, jnp.int32), NUM_TOP)
+    assert shapes.top_ids == jax.ShapeDtypeStruct((3, NUM_TOP), jnp.int32)

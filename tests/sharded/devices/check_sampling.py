@@ -1,5 +1,6 @@
 """Sampling from logits of which each device has its part of the vocabulary, against the same on one device."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -8,18 +9,19 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, sample, token_logprobs
+from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, mask_part, sample, token_logprobs
 from jaxserve.sampling.sampler import takes_most_likely
 from jaxserve.sharding import TENSOR, over_devices, replicated, tensor_mesh
 from tests.sampling.sampling_cases import any_rows, any_table, make_rows, make_table
 
 BASE_SEED = jnp.uint32(42)
+NUM_TOP = 20
 
 
 @jax.jit
 def on_one(logits: jax.Array, rows: SamplingRows, table: SlotTable) -> tuple[jax.Array, TokenLogprobs]:
     token_ids = sample(logits, rows, table, BASE_SEED)
-    return token_ids, token_logprobs(logits, token_ids)
+    return token_ids, token_logprobs(logits, token_ids, NUM_TOP)
 
 
 class OnDevices:
@@ -34,7 +36,7 @@ class OnDevices:
 
         def run(logits: jax.Array, rows: SamplingRows, table: SlotTable) -> tuple[jax.Array, TokenLogprobs]:
             token_ids = split.sample(logits, rows, table, BASE_SEED)
-            return token_ids, split.token_logprobs(logits, token_ids)
+            return token_ids, split.token_logprobs(logits, token_ids, NUM_TOP)
 
         logits = np.zeros((len(rows.live), vocab_size), np.float32)
         args = (self._place(logits), *self._operands(rows, table))
@@ -48,8 +50,13 @@ class OnDevices:
     def _operands(self, rows: SamplingRows, table: SlotTable) -> tuple[SamplingRows, SlotTable]:
         rows, table = jax.tree.map(self.put, (rows, table))
         counts = np.pad(table.token_counts, ((0, 0), (0, self.padding)))
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, TENSOR))
-        return rows, table.replace(token_counts=jax.device_put(counts, sharding))
+        size = counts.shape[1] // self.mesh.size
+        parts = [
+            jax.vmap(lambda words, first=first: mask_part(words, jnp.int32(first), size))(table.allowed)
+            for first in range(0, counts.shape[1], size)
+        ]
+        split = partial(jax.device_put, device=NamedSharding(self.mesh, PartitionSpec(None, TENSOR)))
+        return rows, table.replace(token_counts=split(counts), allowed=split(np.concatenate(parts, axis=1)))
 
     def __call__(self, logits: np.ndarray, rows: SamplingRows, table: SlotTable) -> Any:
         return self.run(self._place(logits), *self._operands(rows, table))

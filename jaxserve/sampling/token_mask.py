@@ -1,0 +1,51 @@
+"""Tokens that a request forbids: all but the allowed ones, and those that would complete a bad word."""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+from numpy.typing import NDArray
+
+WORD_BITS = 32  # tokens per word of a mask; bit i of word w is token 32 * w + i, as in the masks of grammar libraries
+
+
+def mask_size(vocab_size: int) -> int:
+    """Return the number of words of a mask."""
+    return -(-vocab_size // WORD_BITS)
+
+
+def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.uint32]:
+    """Return the mask of the allowed tokens, on the host; None allows all."""
+    allowed = np.full(mask_size(vocab_size) * WORD_BITS, token_ids is None)
+    if token_ids is not None:
+        allowed[np.asarray(token_ids, np.int64)] = True
+    return np.packbits(allowed, bitorder="little").view("<u4").astype(np.uint32)
+
+
+def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
+    """Tell of each of the first `size` tokens if it is allowed."""
+    bits = (words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
+    return bits.reshape(words.shape[0], -1)[:, :size] > 0
+
+
+def mask_part(words: UInt32[Array, " W"], first_id: Int[Array, ""], size: int) -> UInt32[Array, " part"]:
+    """Return the mask of the `size` tokens from `first_id` on: one device's part of the vocabulary."""
+    words = jnp.pad(words, (0, mask_size(size) + 1))  # a slice beyond the end would be moved back
+    window = lax.dynamic_slice(words, (first_id // WORD_BITS,), (mask_size(size) + 1,))
+    shift = (first_id % WORD_BITS).astype(jnp.uint32)
+    low, high = window[:-1] >> shift, window[1:] << (jnp.uint32(WORD_BITS) - shift)
+    return jnp.where(shift > 0, low | high, low)  # a shift by all bits is undefined
+
+
+def bad_word_ends(bad_words: Int[Array, "R B L"], recent: Int[Array, "R before"]) -> Int[Array, "R B"]:
+    """Return the ids that would complete a bad word, -1 where none would.
+
+    Args:
+        bad_words: token ids of each, padded in front with -1.
+        recent: the last L - 1 ids of each row's output, with -2 in front of its first.
+    """
+    begins = bad_words[:, :, :-1]
+    is_begun = jnp.all((begins < 0) | (begins == recent[:, None, :]), axis=2)
+    return jnp.where(is_begun, bad_words[:, :, -1], -1)

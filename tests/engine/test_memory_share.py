@@ -1,0 +1,65 @@
+"""gpu_memory_utilization is a share of the whole GPU, as vLLM's is. The GPUs are made up."""
+
+import logging
+
+import jax
+import pytest
+from checkpoints import hf_dict
+from jax._src import xla_bridge
+
+from jaxserve.config import EngineConfig, gpu_memory_fraction
+from jaxserve.engine import build
+from jaxserve.models import registry
+
+TOTAL = 80 * 2**30
+ENVIRONMENT = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that what is set in a test is undone
+
+
+def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, platform: str = "gpu") -> float:
+    """The pool's memory where XLA's client has `client` of the device's."""
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    config = EngineConfig(gpu_memory_utilization=share, max_num_seqs=8)
+    arch = registry.from_hf_config(hf_dict("llama"))
+    stats = {"bytes_limit": int(TOTAL * client), "bytes_in_use": 0}
+    kept = build.activation_bytes(config, arch) + build.slot_bytes(config, arch, on_cpu=False)
+    return build._free_bytes(config, arch, stats) + kept
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_xla_is_told_the_share_before_it_starts(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    build.claim_memory(EngineConfig(gpu_memory_utilization=share))
+    assert gpu_memory_fraction() == share
+    assert pool_bytes(monkeypatch, share, share) == pytest.approx(share * TOTAL)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_what_the_user_tells_xla_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "0.5")
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    build.claim_memory(EngineConfig(gpu_memory_utilization=0.4))
+    assert gpu_memory_fraction() == 0.5
+    assert pool_bytes(monkeypatch, 0.4, 0.5) == pytest.approx(0.4 * TOTAL)
+
+
+def test_a_backend_that_runs_already_is_told_with_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
+    build.claim_memory(EngineConfig())
+    assert gpu_memory_fraction() is None
+    with caplog.at_level(logging.WARNING):
+        assert pool_bytes(monkeypatch, 0.6, 0.75) == pytest.approx(0.6 * TOTAL)
+        assert not caplog.text
+        assert pool_bytes(monkeypatch, 0.9, 0.75) == pytest.approx(0.75 * TOTAL)
+    assert "gpu_memory_utilization=0.9 of 80.0 GiB would be 72.0 GiB, but XLA took 60.0 GiB (0.75)" in caplog.text
+
+
+def test_all_of_a_tpu_is_xlas(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pool_bytes(monkeypatch, 0.9, 1.0, platform="tpu") == pytest.approx(0.9 * TOTAL)

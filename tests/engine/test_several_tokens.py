@@ -1,0 +1,47 @@
+"""What users get of several tokens that come at once: the same as of single ones."""
+
+import numpy as np
+import pytest
+
+from jaxserve.engine.engine import _by_token
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.request import Request, SamplingParams
+from jaxserve.sampling import TokenLogprobs
+
+NUM_STEPS, NUM_ROWS, ROW = 3, 4, 1
+TOKENS = [5, 6, 7]
+
+
+def group_of(params):
+    request = Request("a#0", [1, 2], params, seed=0, max_total_tokens=9)
+    return request, RequestGroup("a", None, [request], None, lambda: 0.0)
+
+
+def logprobs_of_steps():
+    """Of a multi-step program: a leading axis of steps."""
+    rng = np.random.default_rng(0)
+    return TokenLogprobs(
+        logprob=rng.normal(size=(NUM_STEPS, NUM_ROWS)).astype(np.float32),
+        rank=rng.integers(1, 9, size=(NUM_STEPS, NUM_ROWS)).astype(np.int32),
+        top_ids=rng.integers(10, 20, size=(NUM_STEPS, NUM_ROWS, 20)).astype(np.int32),
+        top_logprobs=rng.normal(size=(NUM_STEPS, NUM_ROWS, 20)).astype(np.float32),
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_logprobs_of_several_steps_are_those_of_each(num_tokens):
+    params, steps = SamplingParams(logprobs=2), logprobs_of_steps()
+    request, together = group_of(params)
+    request.output_token_ids += TOKENS[:num_tokens]
+    together.append(request, num_tokens, 0.0, _by_token(steps), range(ROW, num_tokens * NUM_ROWS, NUM_ROWS))
+    single_request, single = group_of(params)
+    for step, token_id in enumerate(TOKENS[:num_tokens]):
+        single_request.output_token_ids.append(token_id)
+        of_step = TokenLogprobs(
+            *(getattr(steps, name)[step] for name in ("logprob", "rank", "top_ids", "top_logprobs"))
+        )
+        single.append(single_request, 1, 0.0, _by_token(of_step), [ROW])
+    got, expected = (group.output.outputs[0] for group in (together, single))
+    assert got.token_ids == expected.token_ids == TOKENS[:num_tokens]
+    assert list(got.logprobs) == list(expected.logprobs)
+    assert got.cumulative_logprob == pytest.approx(expected.cumulative_logprob)
