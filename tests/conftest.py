@@ -26,7 +26,8 @@ import jax
 import jaxtyping
 import mappings
 import pytest
-import random_runs
+
+from tests import random_runs
 
 if "JAXSERVE_TEST_CACHE" not in os.environ:  # else that of the process that started this one, or of the caller
     os.environ["JAXSERVE_TEST_CACHE"] = tempfile.mkdtemp(prefix="jaxserve-tests-")

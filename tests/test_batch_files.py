@@ -13,7 +13,6 @@ from fake_engine import FakeEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from killing import records_by_id, run_with_kills
-from random_runs import examples
 
 from jaxserve import batch_files, batch_output, openai_format
 from jaxserve.batch_files import find_finished, run_batch
@@ -21,6 +20,7 @@ from jaxserve.errors import ConfigError, PeerLostError
 from jaxserve.openai_format import CHAT, COMPLETIONS, parse_body
 from jaxserve.request import SamplingParams
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
+from tests.random_runs import examples
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
 

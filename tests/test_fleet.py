@@ -11,7 +11,6 @@ from fake_engine import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from killing import records_by_id
-from random_runs import examples
 
 from jaxserve import fleet
 from jaxserve.batch_files import run_batch
@@ -22,6 +21,7 @@ from jaxserve.openai_format import BadRequestError
 from jaxserve.request import RequestFailure, RequestOutput, SamplingParams
 from jaxserve.router import Router
 from jaxserve.tokenizer import Tokenizer, load_tokenizer
+from tests.random_runs import examples
 
 MAX_NUM_SEQS = 4
 POISON = [66, 66, 66]

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_runs import examples
 
 from jaxserve.errors import RequestError
 from jaxserve.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from jaxserve.stop_strings import StopStrings
+from tests.random_runs import examples
 
 STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=6)
 

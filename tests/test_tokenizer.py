@@ -9,12 +9,12 @@ import tiny_tokenizers
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_runs import examples
 from tokenizers import AddedToken, processors
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
 from jaxserve.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer
+from tests.random_runs import examples
 
 CHAT_TEMPLATE = """{{ bos_token }}{%- for message in messages %}
     {%- if message.role == 'system' and not loop.first %}

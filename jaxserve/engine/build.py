@@ -5,14 +5,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import psutil
 from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh, NamedSharding
 
 from jaxserve import weights
@@ -26,9 +24,9 @@ from jaxserve.config import (
     resolve_schedule,
     set_gpu_memory_fraction,
 )
-from jaxserve.engine.programs import prune
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.step import new_pool, new_slots
+from jaxserve.engine.xla_cache import programs_dir, scope_of
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
@@ -133,7 +131,8 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
             kv_dtype=kv_dtype,
             backend=backend,
             max_burst_steps=config.max_burst_steps,
-            programs_dir=_programs_dir(),
+            programs_dir=programs_dir(config),
+            cache_scope=scope_of(config),
             mesh=mesh,
         )
         for replica, mesh in zip(replicas, meshes, strict=True)
@@ -179,7 +178,6 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
 
     Split over its devices, quantised, packed for a CPU, stacked for a scan.
     """
-    _use_compilation_cache(config)  # quantising is compiled too
     dtype = compute_dtype(config, arch).name
     if config.dtype == "auto" and arch.dtype == "float32" != dtype:
         logger.warning('the float32 checkpoint is served in %s; pass dtype="float32" to keep its precision', dtype)
@@ -233,10 +231,11 @@ def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Par
         logger.info("matrices are multiplied by XLA: %s", reason)
     transform = matrix_transform(specs, quantization=config.quantization, packed=reason is None)
     try:
-        params = make(specs, dtype, _shardings(_meshes(config)[0], specs), transform)
+        with scope_of(config)():  # quantising is compiled too
+            params = make(specs, dtype, _shardings(_meshes(config)[0], specs), transform)
+            return stacked_if_scanned(params, arch)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return stacked_if_scanned(params, arch)
 
 
 def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
@@ -425,31 +424,6 @@ def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -
     layout = LogprobLayout.of(config.max_logprobs, arch.vocab_size * config.tensor_parallel_size)
     num_positions += config.max_burst_steps * MAX_BURST_ROWS
     return 4 * 2 * num_positions * layout.num_words
-
-
-def _use_compilation_cache(config: EngineConfig) -> None:
-    """Keep compiled programs between starts; "auto" leaves alone what the caller has set up."""
-    current = getattr(jax.config, "jax_compilation_cache_dir", None)
-    wanted = str(config.cache_dir) if config.cache_dir else None
-    if jax.process_count() > 1 and config.compilation_cache_dir == "auto":
-        return  # GPUs tune kernels together while they compile: one process must not find what another lacks
-    if wanted == current or (config.compilation_cache_dir == "auto" and current):
-        return
-    jax.config.update("jax_compilation_cache_dir", wanted)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    if config.cache_dir and config.compilation_cache_dir == "auto":
-        # jax's own bound leaves a cache that cannot be written any more when a process is killed at a bad moment.
-        prune(config.cache_dir, "*-cache")
-    compilation_cache.reset_cache()  # it may have been opened elsewhere
-
-
-def _programs_dir() -> Path | None:
-    """Where whole programs are kept: beside XLA's cache, unless that is remote (gs://...), or of many processes."""
-    if jax.process_count() > 1:
-        return None
-    cache_dir = getattr(jax.config, "jax_compilation_cache_dir", None)
-    return Path(cache_dir) / "programs" if cache_dir and "://" not in cache_dir else None
 
 
 def _on_cpu() -> bool:

@@ -1,6 +1,7 @@
 """Runner: owns the weights, the device state and the compiled programs; turns packed steps into outputs."""
 
 import atexit
+import contextlib
 import logging
 import threading
 import weakref
@@ -30,6 +31,7 @@ from jaxserve.engine.step import (
     make_set_slot,
     step_options,
 )
+from jaxserve.engine.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
 from jaxserve.sampling import LogprobLayout, SlotRow, TokenLogprobs
@@ -102,6 +104,7 @@ class Programs:
         backend: of attention.
         max_burst_steps: of one dispatch.
         directory: where compiled programs are kept; None keeps none.
+        cache_scope: XLA's cache, in use while it is entered.
         mesh: of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
@@ -121,6 +124,7 @@ class Programs:
         backend: str,
         max_burst_steps: int,
         directory: Path | None,
+        cache_scope: Scope,
         mesh: Mesh | None,
     ) -> None:
         self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
@@ -138,6 +142,7 @@ class Programs:
         self._compile_error: Exception | None = None
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (param_shapes, self.abstract_state()))
         devices = None if mesh is None else list(mesh.devices.flat)
+        self._cache_scope = cache_scope
         self._store = ProgramStore(directory, (arch, schedule, backend, max_burst_steps, shapes), devices)
 
     def abstract_state(self) -> ServeState:
@@ -206,12 +211,13 @@ class Programs:
         self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Programs | None"
     ) -> None:
         try:
-            self.set_slot = self._compile_set_slot()
-            self._compile(*first, num_threads=COMPILE_THREADS)
-            ready.set()
-            while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
-                pass
-            self._compile(*later)
+            with self._cache_scope():
+                self.set_slot = self._compile_set_slot()
+                self._compile(*first, num_threads=COMPILE_THREADS)
+                ready.set()
+                while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
+                    pass
+                self._compile(*later)
         except Exception as error:
             if ready.is_set():
                 logger.exception("compiling in the background failed; steps go on with the programs that are ready")
@@ -299,6 +305,7 @@ class Runner:
         backend: of attention.
         max_burst_steps: of one dispatch.
         programs_dir: where compiled programs are kept; None keeps none.
+        cache_scope: XLA's cache, in use while it is entered.
         mesh: of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
@@ -317,6 +324,7 @@ class Runner:
         backend: str,
         max_burst_steps: int = 1,
         programs_dir: Path | None = None,
+        cache_scope: Scope = contextlib.nullcontext,
         mesh: Mesh | None = None,
     ) -> None:
         self.arch, self.params, self.schedule, self.mesh = arch, params, schedule, mesh
@@ -330,6 +338,7 @@ class Runner:
             backend=backend,
             max_burst_steps=max_burst_steps,
             directory=programs_dir,
+            cache_scope=cache_scope,
             mesh=mesh,
         )
         devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)

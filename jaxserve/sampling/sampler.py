@@ -21,7 +21,7 @@ from jaxserve.sampling.token_mask import bad_word_ends, unpack_mask
 ADJUST_ROWS = 64  # whose logits are adjusted at a time where more are sampled: meanwhile there are three times as many
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
 TPU_ROWS = 16  # that a TPU samples at a time, so that what is read again and again may stay in its vector memory
-_FORBIDDEN = np.finfo(np.float32).min  # added to logits of masked ids: finite, as what `add_at` adds must be
+_FORBIDDEN = -(2.0**126)  # added to logits of masked ids; finite, as what `add_at` adds must be, in bfloat16 too
 _GREEDY_DIVISOR = 1e-30  # of logits of greedy rows: the largest keep their weight of 1, all others have none
 
 

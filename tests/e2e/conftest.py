@@ -69,12 +69,12 @@ def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[
 
 @pytest.fixture(scope="session")
 def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Start:
-    """Start an engine, or reuse the one with the same options."""
+    """Start an engine, or reuse the one with the same options, unless a test has closed it."""
 
     def start(**options: Any) -> Engine:
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
         key = tuple(sorted(options.items()))
-        if key not in engines:
+        if key not in engines or engines[key]._is_closed:
             engines[key] = Engine(EngineConfig(**options))
         engines[key].reset_prefix_cache()
         return engines[key]

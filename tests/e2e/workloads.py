@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from random_runs import examples
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
+from tests.random_runs import examples
 
 TOLERANCE = 1e-4
 NUM_SYSTEM_PROMPTS = 3

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from random_runs import examples
 from simulation import (
     VOCAB_SIZE,
     Loop,
@@ -21,6 +20,7 @@ from simulation import (
 
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, RequestStatus
+from tests.random_runs import examples
 
 PROMPTS = st.builds(
     lambda num_common, tail: [1, 2, 3, 4, 3, 2, 1, 0, 1, 1, 2, 2, 3, 3, 4, 4][:num_common] + tail,

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from random_runs import examples
 
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
@@ -27,6 +26,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     SHARED_BYTES,
     Call,
 )
+from tests.random_runs import examples
 
 needs_gpu_or_interpreter = pytest.mark.skipif(
     jax.default_backend() != "gpu" and jax.__version_info__ < (0, 11),

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from random_runs import examples
 
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E
@@ -25,6 +24,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASE
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
+from tests.random_runs import examples
 
 BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
 RUN = [

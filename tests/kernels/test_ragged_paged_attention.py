@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from random_runs import examples
 
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
@@ -25,6 +24,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, dequantize, quantize, values_of
+from tests.random_runs import examples
 
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if name != "reference" and BACKENDS[name].supports(PLAIN) is None]

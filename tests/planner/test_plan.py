@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve import EngineConfig, cli
+from jaxserve.config import MIN_FEW_TOKENS
 from jaxserve.engine.build import build_arch, build_runners
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import device_bytes
@@ -261,7 +262,7 @@ def test_a_decode_step_of_one_row_reads_all_weights_and_its_own_tokens() -> None
     plan = plan_of("llama-3.1-8b")
     assert plan.speed is not None
     embedding = 128256 * 4096 * 2
-    num_bytes = plan.memory.weights - embedding + 4096 * 2 + (1024 + 1) * 131072
+    num_bytes = plan.memory.weights - embedding + MIN_FEW_TOKENS * 4096 * 2 + (1024 + 1) * 131072
     assert plan.speed.step_ms[1] == pytest.approx(num_bytes / 4.8e12 * 1e3, rel=1e-6)
 
 
@@ -369,7 +370,7 @@ def test_exchanges_take_their_time_on_the_links() -> None:
     times = [plan_of("llama-3.1-8b", target, max_model_len=8192).speed for target in (slow, fast)]
     assert times[0] is not None
     assert times[1] is not None
-    sent = 2 * 3 / 4 * SUM_BYTES * 32 * 8  # a ring of four, a layer's sums, layers, rows
+    sent = 2 * 3 / 4 * SUM_BYTES * 32 * MIN_FEW_TOKENS  # a ring of four, a layer's sums, layers, padded rows
     assert times[0].step_ms[8] - times[1].step_ms[8] == pytest.approx(sent / 1e9 * 1e3)
 
 

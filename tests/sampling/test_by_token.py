@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_runs import examples
 
 from jaxserve.sampling.by_token import (
     ARGMAX_BLOCK,
@@ -17,6 +16,7 @@ from jaxserve.sampling.by_token import (
     top_one_by_one,
     top_tokens,
 )
+from tests.random_runs import examples
 
 
 def logits_with_ties(seed, num_rows, vocab_size):
