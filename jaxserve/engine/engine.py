@@ -521,8 +521,8 @@ class Engine:
 
 def _by_token(logprobs: TokenLogprobs) -> TokenLogprobs:
     """Log probabilities of a step, or of several with a leading axis of steps, on one axis of tokens."""
-    num_axes = logprobs.logprob.ndim
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[num_axes:]), logprobs)
+    num_axes, num_tokens = logprobs.logprob.ndim, logprobs.logprob.size
+    return jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[num_axes:]), logprobs)
 
 
 def _check_some_allowed(request: Request) -> None:

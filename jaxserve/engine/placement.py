@@ -95,7 +95,7 @@ class Placement(Generic[R]):
                 _, request = self._queue.popitem(last=False)
                 self._bind(request, 0)
             return
-        self._take_back()
+        self._give_to_idle(self._take_back())
         if not self._queue:
             return
         for index, core in enumerate(self._cores):
@@ -135,9 +135,10 @@ class Placement(Generic[R]):
             self._router.close(route.replica)  # its free pages do not suffice
         return route
 
-    def _give_to_idle(self, passed_over: Sequence[Request]) -> None:
+    def _give_to_idle(self, requests: Sequence[Request]) -> None:
+        """Bind queued requests to idle replicas, one to each, wherever their prefixes are."""
         idle = [index for index, core in enumerate(self._cores) if not core.scheduler.has_unfinished()]
-        for index, request in zip(idle, passed_over, strict=False):
+        for index, request in zip(idle, requests, strict=False):
             request.num_shared_tokens = 0
             self._bind(request, index, self._prefix(request))
             del self._queue[request.request_id]
@@ -155,8 +156,8 @@ class Placement(Generic[R]):
         hashes = scheduler.prefix_hashes(request)
         return [(depth * scheduler.page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
 
-    def _take_back(self) -> None:
-        """Return to the queue what replicas failed to start; all that waits where one of them is idle."""
+    def _take_back(self) -> list[Request]:
+        """Return to the queue what replicas failed to start, or all that waits in them if one is idle; returns it."""
         is_one_idle = not all(core.scheduler.has_unfinished() for core in self._cores)
         returned: list[Request] = []
         for index, core in enumerate(self._cores):
@@ -170,6 +171,7 @@ class Placement(Generic[R]):
             del self._core_of[request.request_id]
             self._queue[request.request_id] = request
             self._queue.move_to_end(request.request_id, last=False)
+        return returned
 
     def next_cores(self) -> Sequence[R]:
         """Those whose next step need not wait for the device; the first that becomes so. A lone one may wait."""

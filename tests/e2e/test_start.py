@@ -203,10 +203,11 @@ def test_a_program_of_bursts_runs_single_steps(llama: Path) -> None:
 def test_slots_are_in_the_budget_of_the_pool(llama: Path) -> None:
     config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64)
     arch = build.build_arch(config)
-    assert build.slot_bytes(config, arch, on_cpu=True) == 4 * 4 * (64 + arch.vocab_size + 300 + 300 + 128)
+    slots = Engine(config).cores[0].runner.state.slots
+    assert build.slot_bytes(config, arch, on_cpu=True) == sum(table.nbytes for table in jax.tree.leaves(slots))
     longer = replace(config, max_model_len=128)
     for budget in (
-        lambda config: build.accelerator_pool_bytes(config, arch, limit_bytes=10**9, used_bytes=0),
+        lambda config: build.accelerator_pool_bytes(config, arch, total_bytes=10**9, limit_bytes=10**9, used_bytes=0),
         lambda config: build.cpu_pool_bytes(config, arch, page_size=16, page_bytes=10**12),
     ):
         assert budget(config) - budget(longer) == 4 * 4 * 64
