@@ -210,7 +210,7 @@ def _is_distributed(args: argparse.Namespace) -> bool:
 
 
 def _unwinding_if_others_wait(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """Of many processes, the others must be told that this one ends."""
+    """In a run of many processes, the others must be told that this one ends."""
     wait = hasattr(args, "distributed") and _is_distributed(args)
     return interrupts.unwinding() if wait else contextlib.nullcontext()
 

@@ -69,8 +69,8 @@ class EngineConfig:
         seed: seed of the weights where they are random, and of requests that bring none; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
-        burst: most decode steps in one dispatch, where at most 16 rows run and none joins, ends by length or has
-            logprobs; 1 is off. "auto" measures whether bursts are faster, and lets none take longer than
+        burst: most decode steps in one dispatch, where at most 16 rows run and none joins or ends by length;
+            1 is off. "auto" measures whether bursts are faster, and lets none take longer than
             some 10 ms, of which a new request may have to wait for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
@@ -207,7 +207,7 @@ def set_gpu_memory_fraction(fraction: float) -> None:
 
 
 def libtpu_args() -> str | None:
-    """What the user tells libtpu."""
+    """Return the user's options for libtpu."""
     return os.environ.get("LIBTPU_INIT_ARGS")
 
 
@@ -280,7 +280,7 @@ class ScheduleConfig:
         Where programs are few: 16, 64 and 256, of which up to 15 tokens or three quarters are padding; then at most a
         third, by two sizes for each doubling.
 
-        What decides is how long a program must serve until it has paid for itself. One more size that saves a share s
+        The criterion is how long a program must serve until it has paid for itself. One more size that saves a share s
         of the time of the steps that use it pays after compile_s / s seconds of such steps. On a CPU a program takes
         about a second to compile and a step's time grows with its tokens: a size that saves an eighth on average, as
         those beyond 8 do, pays after 8 s of steps of its size. An accelerator takes 10 to 30 s for a program, and up
@@ -300,7 +300,7 @@ class ScheduleConfig:
         return tuple(size for size in buckets if size <= most) if max_steps > 1 else ()
 
     def step_buckets(self, max_burst_steps: int) -> tuple[int, ...]:
-        """Those of `buckets` that need a program for single steps.
+        """Return the buckets that need a program for single steps.
 
         Where programs are many, on CPUs, the program of a burst runs single steps too: its loop costs them nothing that
         can be measured. An accelerator may have to ask the host before each round of a loop.

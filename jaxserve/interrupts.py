@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _Interrupts:
-    """What is known of the interrupts of this process."""
+    """State of the interrupts of this process."""
 
     def __init__(self) -> None:
         self.hint = ""

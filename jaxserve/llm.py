@@ -80,7 +80,7 @@ class LLM:
         """Return the tokenizer as Hugging Face has it: `transformers`' own class, interface and defaults.
 
         It is loaded when first asked for, from the directory of the one that the engine uses, and gives the same ids.
-        What is changed on it changes nothing in the engine.
+        Changes to it do not affect the engine.
 
         Raises:
             ConfigError: there is none, because of `skip_tokenizer_init`.
@@ -169,7 +169,9 @@ class LLM:
                     raise RequestError("the request was restarted with other weights: what was streamed of it is void")
                 finished = output.finished  # read first: other calls may finish it while this one is suspended
                 if finished or _has_news(output, sent):
-                    yield _increment(output, sent)
+                    with self._shared.turn():  # a step of another thread may be adding tokens
+                        increment = _increment(output, sent)
+                    yield increment
                 if finished:
                     return
                 self._shared.step(call)

@@ -13,7 +13,7 @@ Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 
 
 class LogprobList(Sequence[Entry], Generic[Entry]):
-    """What vLLM has as a list of `dict[int, Logprob]`: one dict per token, with the token itself first.
+    """A stand-in for vLLM's list of `dict[int, Logprob]`: one dict per token, with the token itself first.
 
     An entry is kept as bytes and becomes a dict each time it is read, which is when its tokens are decoded. A token
     with 20 others would otherwise be 20 objects more, made and decoded on the thread that feeds the device, though most

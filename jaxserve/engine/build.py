@@ -253,7 +253,7 @@ def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | Non
 def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
     """Return the dtype of weights and activations.
 
-    That is what was asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 checkpoint
+    The dtype is the one asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 one
     is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
 
     Args:
@@ -334,7 +334,7 @@ def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: s
 
 
 def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
-    """What the tables by slot take on a device that has `arch` of the model."""
+    """Return the bytes of the tables by slot on a device that has `arch` of the model."""
     seqs, _ = default_batch(config, on_cpu=on_cpu)
     return tree_bytes(jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position)))
 
@@ -420,7 +420,7 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 
 
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
-    """What log probabilities of so many positions and of a burst take, while they are computed and as an output."""
+    """Return the bytes that log probabilities of so many positions take, computed and as an output."""
     layout = LogprobLayout.of(config.max_logprobs, arch.vocab_size * config.tensor_parallel_size)
     num_positions += config.max_burst_steps * MAX_BURST_ROWS
     return 4 * 2 * num_positions * layout.num_words

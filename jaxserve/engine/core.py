@@ -135,9 +135,9 @@ class EngineCore:
 
     def dispatch(self) -> StepPlan | None:
         """Plan and start the next step or burst; None where there is none, or where enough are in flight."""
+        self._settle_dropped()
         if not self._may_dispatch():
             return None
-        self._settle_dropped()
         started, max_steps = time.monotonic(), self._max_steps()
         plan = self.scheduler.schedule(max_steps)
         self._is_stuck = plan is None
@@ -231,6 +231,8 @@ class EngineCore:
         self._has_dropped = False
         if not self.runner.restore_state():
             return
+        if self.scheduler.num_running:
+            raise RuntimeError("a step has failed on the device, and the pages of running requests are lost")
         if self._tell is not None:
             raise RuntimeError("a step that no request waited for has failed on the devices of several processes")
         logger.warning("a step that no request waited for has failed on the device; its cached pages are lost")

@@ -157,6 +157,7 @@ class Engine:
         for request in group.requests:
             if request in self._group_of:  # one that just ended may not have been told so yet
                 self._finish(request, FinishReason.ABORT)
+        self._groups.pop(request_id, None)  # an abort that was interrupted may have left it
         return group.output
 
     def has_unfinished(self) -> bool:

@@ -47,7 +47,8 @@ class RequestGroup:
         self._token_text = _no_text if tokenizer is None else tokenizer.token_text
         self._completions = {r.request_id: self._new_completion(i, r) for i, r in enumerate(requests)}
         outputs = [c.output for c in self._completions.values()]
-        self.output = RequestOutput(request_id, prompt, requests[0].prompt_token_ids, outputs)
+        # A copy: the caller may change what it gets, and the prefix cache remembers the prompt.
+        self.output = RequestOutput(request_id, prompt, list(requests[0].prompt_token_ids), outputs)
         self._prompt_logprobs = self.output.prompt_logprobs = self._new_prompt_logprobs()
 
     def _new_completion(self, index: int, request: Request) -> _Completion:

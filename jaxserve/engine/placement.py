@@ -16,7 +16,7 @@ _POLL_S = 5e-5  # between looks at the devices of several replicas
 
 @runtime_checkable
 class Replica(Protocol):
-    """What the queue needs of an `EngineCore`."""
+    """The part of an `EngineCore` that the queue needs."""
 
     scheduler: Scheduler
 
@@ -77,12 +77,14 @@ class Placement(Generic[R]):
 
     def finish(self, request: Request, reason: FinishReason | None = None) -> None:
         """Let go of a request that has ended, or ends now for `reason`."""
-        core = self._core_of.pop(request.request_id, None)
+        core = self._core_of.get(request.request_id)
         if core is None:
-            del self._queue[request.request_id]
+            self._queue.pop(request.request_id, None)  # an interrupted call may have done so
             request.status, request.finish_reason = RequestStatus.FINISHED, reason
-        elif reason is not None:
+            return
+        if reason is not None:
             core.finish(request.request_id, reason)
+        del self._core_of[request.request_id]
 
     def ids_on(self, core: R) -> list[str]:
         """The requests that a replica has."""

@@ -241,10 +241,11 @@ class Programs:
             self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
 
     def _compile_burst(self, bucket: int) -> None:
-        if bucket not in self.bursts:
-            self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
+        program = self.bursts.get(bucket)  # `close` may clear the table meanwhile
+        if program is None:
+            program = self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
         if bucket not in self.schedule.step_buckets(self._max_burst_steps):
-            self.steps[bucket] = self.bursts[bucket]
+            self.steps[bucket] = program
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()

@@ -321,7 +321,7 @@ class Scheduler:
         rows = self._running.values()
         if not (self._waiting and self._free_slots) and not any(map(_in_prefill, rows)):
             return []
-        # Those at their length limit compute nothing more: `_can_decode`.
+        # Rows at their length limit compute nothing more: `_can_decode`.
         in_decode = [row for row in rows if not _in_prefill(row) and row.num_tokens < row.max_total_tokens]
         in_decode.sort(key=lambda request: (request.slot - self._next_held_slot) % self.max_num_seqs)
         return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
@@ -560,7 +560,7 @@ class Scheduler:
     def _count_waiting(self, request: Request, sign: int) -> None:
         num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
         self._num_waiting_tokens += sign * num_tokens
-        # Of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
+        # Pages of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
         self._num_waiting_pages += sign * (self._num_pages_for(min(num_tokens, self.max_num_batched_tokens)) + 1)
 
     def _stop_running(self, request: Request) -> None:

@@ -178,7 +178,7 @@ def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
 
 
 def new_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
-    """What enters a slot, all zero; `vocab_size` is that of the whole model."""
+    """Return an empty slot row; `vocab_size` is that of the whole model."""
     return SlotRow(
         token_ids=jnp.zeros(schedule.max_model_len, jnp.int32),
         prompt_len=jnp.int32(0),
@@ -238,7 +238,7 @@ def make_serve_burst(
 ) -> Program:
     """Up to `max_steps` decode steps of one bucket, to be jitted as those of `make_serve_step`.
 
-    Of more than one step every row has one token, and pages for all of them; a single step may be any. Ends after
+    In a dispatch of several steps every row has one token, and pages for all; a single step may be any. Ends after
     `num_steps` steps, or with the first stop id. One that `follows_burst` was planned as if that would run all its
     steps; if it did not, this one runs none.
     """

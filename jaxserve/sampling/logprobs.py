@@ -41,7 +41,7 @@ class TokenLogprobs:
 class LogprobLayout:
     """Columns of packed log probabilities: one token's, its rank, the most likely ids and theirs.
 
-    Of all tokens there are no ids: log probabilities in the order of ids are half as much to send, and nobody has to
+    A layout of all tokens has no ids: log probabilities in the order of ids are half as much to send, and nobody has to
     sort a vocabulary whom nobody asks for its order. A sort of 128,000 tokens takes XLA a minute to compile for TPUs.
 
     Attributes:

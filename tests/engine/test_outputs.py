@@ -132,3 +132,10 @@ def test_the_thread_that_steps_decodes_and_makes_nothing(tokenizer: Tokenizer) -
         assert output.logprobs is not None
         assert len(list(output.logprobs)) == 51
     assert len(decoded) == len(set(decoded)) == 21, "each token once, however many requests show it"
+
+
+def test_the_prompt_of_an_output_is_the_callers_to_change() -> None:
+    """The prefix cache compares later prompts with the request's own list."""
+    group = new_group(None)
+    group.output.prompt_token_ids[0] = 99
+    assert group.requests[0].prompt_token_ids[0] != 99
