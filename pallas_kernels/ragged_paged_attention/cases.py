@@ -182,7 +182,7 @@ class Case:
         return _array(np.concatenate([values, garbage]), jnp.int32)
 
 
-_quantize = jax.jit(quantize, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+_quantize = jax.jit(quantize, static_argnums=1)
 
 
 def _array(x: np.ndarray | int, dtype: DTypeLike) -> Array:

@@ -33,7 +33,7 @@ def build_requests():
 def run_all(requests, depth):
     """Sizes of every step with `depth` plans in flight: computed tokens, bucket, pages used, slack positions."""
     sizes = dataclasses.asdict(SIZES)
-    del sizes["few_programs"]  # of no concern to it
+    del sizes["few_programs"], sizes["max_logprobs"]  # of no concern to it
     scheduler = Scheduler(**sizes)
     for request in requests:
         scheduler.add(request)
