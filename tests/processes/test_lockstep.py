@@ -24,7 +24,7 @@ SIZES: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
     "page_size": 4,
-    "num_pages": 24,  # four busy rows do not fit, so that preemption is common
+    "num_pages": 18,  # four busy rows do not fit, so that preemption is common
     "burst": 5,
     "compile_ahead": "minimal",
     "skip_tokenizer_init": True,
