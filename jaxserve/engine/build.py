@@ -53,6 +53,9 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
 
 Weights = Mapping[str, Any] | str | os.PathLike[str]  # that a running engine takes
 
+SCRATCH_BYTES = (
+    64_000_000  # temporaries of a step that do not grow with the model: partial results of attention above all
+)
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
 
@@ -416,7 +419,8 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
     seqs, tokens = default_batch(config, on_cpu=False)
     widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size
-    return 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest) + _logprob_bytes(config, arch, seqs + tokens)
+    computed = 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest)
+    return SCRATCH_BYTES + computed + _logprob_bytes(config, arch, seqs + tokens)
 
 
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:

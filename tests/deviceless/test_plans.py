@@ -24,7 +24,7 @@ COMPILE_S = 60  # of a processor, for three programs
 
 @pytest.mark.parametrize(
     ("name", "backend", "decode"),
-    [("h200x2", "mosaic_gpu", 36), ("tpu7x:1x1x1", "mosaic_tpu", 64)],
+    [("h200x2", "mosaic_gpu", 64), ("tpu7x:1x1x1", "mosaic_tpu", 64)],
     ids=["h200x2", "tpu7x"],
 )
 def test_the_plan_of_a_small_model(targets, name, backend, decode, capsys):
@@ -87,4 +87,4 @@ def test_the_compiler_knows_the_memory_of_a_tpu(tpu, name):
     with pytest.raises(jax.errors.JaxRuntimeError) as caught:
         target.sheet.chip.compile_all([lowered])
     (gib,) = re.findall(r"available HBM \((\d+\.\d+)G\)", str(caught.value))
-    assert target.sheet.limit_bytes == pytest.approx(float(gib) * 2**30, rel=0.001)
+    assert target.sheet.limit_bytes(0.9) == pytest.approx(float(gib) * 2**30, rel=0.001)
