@@ -13,7 +13,7 @@ def encode_bad_words(words: Sequence[str], encode: Callable[[str], TokenIds]) ->
     word is found by the first.
 
     Args:
-        words: that are not blank.
+        words: texts that are not blank.
         encode: text -> its token ids, without special ones around it.
 
     Raises:

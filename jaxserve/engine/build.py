@@ -262,7 +262,7 @@ def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None
     Args:
         config: what was asked for.
         arch: the model.
-        on_cpu: whether that is where it runs; by default as it is here.
+        on_cpu: True for a model that runs on a CPU; by default as in this process.
     """
     if config.dtype != "auto":
         return jnp.dtype(config.dtype)

@@ -262,7 +262,7 @@ class Engine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether memory that `sleep` has freed was not all taken again."""
+        """Return True while memory that `sleep` has freed is not all taken again."""
         return bool(self._asleep)
 
     def _check_open(self) -> None:
