@@ -19,6 +19,8 @@ class FairLock:
         own = threading.get_ident()
         try:
             with self._changed:
+                if own in self._threads:  # left there by an interrupt: threads do not ask for it twice
+                    self._threads.remove(own)
                 self._threads.append(own)
                 self._changed.wait_for(lambda: self._threads[0] == own)
         except BaseException:  # an interrupt: the others must not wait for this thread
@@ -35,7 +37,15 @@ class FairLock:
         return threading.get_ident() in tuple(self._threads)
 
     def _release(self, thread: int) -> None:
-        with self._changed:
-            if thread in self._threads:
-                self._threads.remove(thread)
-            self._changed.notify_all()
+        """Let the next thread have its turn; an interrupt meanwhile is raised afterwards."""
+        interrupt: KeyboardInterrupt | None = None
+        while thread in self._threads:
+            try:
+                with self._changed:
+                    if thread in self._threads:
+                        self._threads.remove(thread)
+                    self._changed.notify_all()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt

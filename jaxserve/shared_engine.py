@@ -55,12 +55,11 @@ class SharedEngine:
             with self.turn() as engine:
                 for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                     request_id, self._num_added = str(self._num_added), self._num_added + 1
+                    self._calls[request_id] = call  # before the engine has it: an interrupt may come at any point
                     try:
-                        output = engine.add_request(request_id, prompt, p)
+                        output = call.unfinished[request_id] = engine.add_request(request_id, prompt, p)
                     except RequestError as error:
                         raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-                    call.unfinished[request_id] = output
-                    self._calls[request_id] = call
                     outputs.append(output)
         except BaseException:
             self.discard(call)
@@ -78,6 +77,8 @@ class SharedEngine:
                 self._hand_out(engine.step())
             if call.unfinished and not engine.has_unfinished():  # who used the engine itself has ended them
                 self._hand_out(list(call.unfinished.values()))
+                if call.unfinished:
+                    call.failure = RuntimeError(f"the engine has lost the requests {sorted(call.unfinished)}")
         if call.failure is not None:
             raise RuntimeError(f"the step that served this request broke off: {call.failure!r}") from call.failure
 
@@ -94,7 +95,7 @@ class SharedEngine:
 
     def discard(self, call: Call) -> None:
         """Abort what is unfinished of a call. May be called from anywhere: by the garbage collector in a step, too."""
-        if not call.unfinished:
+        if call not in tuple(self._calls.values()):
             return
         self._discarded.append(call)
         if not self._lock.is_wanted_here():
@@ -104,10 +105,10 @@ class SharedEngine:
     def _abort_discarded(self) -> None:
         while self._discarded:
             call = self._discarded[0]
-            for request_id in list(call.unfinished):
-                self._engine.abort(request_id)
-                self._calls.pop(request_id, None)
-                del call.unfinished[request_id]
+            for request_id in [own for own, its_call in self._calls.items() if its_call is call]:
+                self._engine.abort(request_id)  # nothing, where the engine does not have it
+                call.unfinished.pop(request_id, None)
+                del self._calls[request_id]
             self._discarded.popleft()
 
     def _hand_out(self, outputs: Sequence[RequestOutput]) -> None:
@@ -126,7 +127,7 @@ class SharedEngine:
 
     def _settle(self, error: BaseException) -> None:
         """After a step that broke off: hand out what had ended before, and tell whoever lost requests by it."""
-        outputs = [call.unfinished[request_id] for request_id, call in self._calls.items()]
+        outputs = [output for call in set(self._calls.values()) for output in call.unfinished.values()]
         ended = [output for output in outputs if output.finished]
         for output in ended:
             if any(completion.finish_reason == FinishReason.ABORT for completion in output.outputs):

@@ -1,4 +1,4 @@
-"""What every test runs under: no silent broadcasting, exact float32 products, one cache of programs for the whole run.
+"""What every test runs under: no silent broadcasting, exact float32 products, one program cache for the whole run.
 
 For writers of tests:
 
@@ -32,15 +32,7 @@ from tests import random_runs
 if "JAXSERVE_TEST_CACHE" not in os.environ:  # else that of the process that started this one, or of the caller
     os.environ["JAXSERVE_TEST_CACHE"] = tempfile.mkdtemp(prefix="jaxserve-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXSERVE_TEST_CACHE"], ignore_errors=True)
-# XLA's cache is where jaxserve puts it by itself.
 os.environ["XDG_CACHE_HOME"] = os.environ["JAXSERVE_TEST_CACHE"]
-for name, value in {
-    "jax_compilation_cache_dir": str(Path(os.environ["XDG_CACHE_HOME"]) / "jaxserve" / "compiled"),
-    "jax_persistent_cache_min_entry_size_bytes": -1,
-    "jax_persistent_cache_min_compile_time_secs": 0,
-}.items():
-    os.environ[name.upper()] = str(value)  # for child processes
-    jax.config.update(name, value)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 

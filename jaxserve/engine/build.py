@@ -1,5 +1,6 @@
 """From an EngineConfig to what the engine runs: checkpoint, tokenizer, sizes, runner."""
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -126,6 +127,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     if peers is not None:
         schedule = dataclasses.replace(schedule, num_pages=min(peers.exchange(schedule.num_pages)))
     logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
+    directory = programs_dir(config)
     runners = [
         Runner(
             arch,
@@ -134,8 +136,8 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
             kv_dtype=kv_dtype,
             backend=backend,
             max_burst_steps=config.max_burst_steps,
-            programs_dir=programs_dir(config),
-            cache_scope=scope_of(config),
+            programs_dir=directory,
+            cache_scope=scope_of(config) if directory is None else contextlib.nullcontext,
             mesh=mesh,
         )
         for replica, mesh in zip(replicas, meshes, strict=True)

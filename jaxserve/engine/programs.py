@@ -75,7 +75,7 @@ class ProgramStore:
 def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
     try:
         for place in (path.parent, path):
-            _check_owner(place)
+            check_owner(place)
         content, in_tree, out_tree = pickle.loads(path.read_bytes())
         program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
         os.utime(path)  # it is in use
@@ -90,7 +90,7 @@ def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
         return None
 
 
-def _check_owner(path: Path) -> None:
+def check_owner(path: Path) -> None:
     """Raise PermissionError unless only this user can write there: reading a program runs code that it holds."""
     found = path.stat()
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -104,7 +104,7 @@ def _write(path: Path, program: Compiled) -> None:
     try:
         content = pickle.dumps(serialize_executable.serialize(program))
         path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-        _check_owner(path.parent)
+        check_owner(path.parent)
         write_whole(path, content)
         path.chmod(0o644)
         prune(path.parent, f"*{path.suffix}")

@@ -104,7 +104,7 @@ class Programs:
         backend: of attention.
         max_burst_steps: of one dispatch.
         directory: where compiled programs are kept; None keeps none.
-        cache_scope: XLA's cache, in use while it is entered.
+        cache_scope: what is entered while a program is compiled: XLA's cache, where whole programs are not kept.
         mesh: of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
@@ -135,6 +135,7 @@ class Programs:
         self.steps: dict[int, Compiled] = {}
         self.bursts: dict[int, Compiled] = {}
         self.set_slot: Compiled = None
+        self._make_state: Compiled = None
         self._closing = threading.Event()
         # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
         self._compiled = threading.Event()
@@ -148,6 +149,20 @@ class Programs:
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
         return abstract_state(self.arch, self.schedule, kv_dtype=self._kv_dtype, backend=self._backend, mesh=self.mesh)
+
+    def new_state(self) -> ServeState:
+        """Allocate an empty state on the devices."""
+        if self._make_state is None:
+            shapes = self.abstract_state()
+            shardings = None if self.mesh is None else jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+            def zeros() -> ServeState:
+                state: ServeState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+                return state
+
+            self._make_state = self._get("new_state", jax.jit(zeros, out_shardings=shardings).lower)
+        state: ServeState = self._make_state()
+        return state
 
     def lower(self, bucket: int) -> jax.stages.Lowered:
         """The step of one bucket, traced and lowered but not compiled."""
@@ -211,13 +226,12 @@ class Programs:
         self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Programs | None"
     ) -> None:
         try:
-            with self._cache_scope():
-                self.set_slot = self._compile_set_slot()
-                self._compile(*first, num_threads=COMPILE_THREADS)
-                ready.set()
-                while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
-                    pass
-                self._compile(*later)
+            self.set_slot = self._compile_set_slot()
+            self._compile(*first, num_threads=COMPILE_THREADS)
+            ready.set()
+            while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
+                pass
+            self._compile(*later)
         except Exception as error:
             if ready.is_set():
                 logger.exception("compiling in the background failed; steps go on with the programs that are ready")
@@ -259,7 +273,11 @@ class Programs:
         return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
-        return self._store.get(name, lambda: lower().compile())
+        def compile_now() -> Compiled:
+            with self._cache_scope():
+                return lower().compile()
+
+        return self._store.get(name, compile_now)
 
     def bucket_for(self, num_tokens: int) -> int:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
@@ -306,7 +324,7 @@ class Runner:
         backend: of attention.
         max_burst_steps: of one dispatch.
         programs_dir: where compiled programs are kept; None keeps none.
-        cache_scope: XLA's cache, in use while it is entered.
+        cache_scope: what is entered while a program is compiled: XLA's cache, where whole programs are not kept.
         mesh: of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
@@ -349,7 +367,7 @@ class Runner:
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
         self._matrix_bytes = step_bytes(params)
         self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(len(devices)).vocab_size
-        self.state: ServeState | None = self._new_state()  # None while it sleeps, and once it is closed
+        self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
         self._sleeping_params: Params | None = None  # in the host's memory
         self._kv_bytes = device_bytes(self.state.kv_pages)
         # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
@@ -357,16 +375,11 @@ class Runner:
         weakref.finalize(self, self.programs.close)
         _close_at_exit(self)
 
-    def _new_state(self) -> ServeState:
-        shapes = self.programs.abstract_state()
-        state: ServeState = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), shapes)
-        return state
-
     def restore_state(self) -> bool:
         """Wait for the state; where it was lost with a step that failed, make an empty one. Returns whether it was."""
         if _is_sound(self.state):
             return False
-        self.state = self._new_state()
+        self.state = self.programs.new_state()
         return True
 
     def weight_bytes(self, num_tokens: int) -> int:
@@ -403,7 +416,7 @@ class Runner:
     def wake_state(self) -> None:
         """Make an empty pool."""
         if self.state is None:
-            self.state = self._new_state()
+            self.state = self.programs.new_state()
 
     # Steps
 

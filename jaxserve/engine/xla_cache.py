@@ -1,10 +1,14 @@
-"""XLA's persistent compilation cache, for jaxserve's own programs only.
+"""XLA's persistent compilation cache, for what jaxserve compiles only.
+
+It has the small programs that load and quantise weights. Programs of steps are kept whole (`programs.ProgramStore`)
+and need it only where they cannot be: in a run of many processes, or in a remote directory.
 
 jax has one such cache per process, which its settings choose. They are changed while jaxserve compiles and restored
 afterwards, so that a trainer in the same process neither fills jaxserve's cache nor loses its own.
 """
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -16,13 +20,17 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.programs import prune
+from jaxserve.engine.programs import check_owner, prune
+
+logger = logging.getLogger(__name__)
 
 Scope = Callable[[], AbstractContextManager[None]]
 
+_DIRECTORY = "jax_compilation_cache_dir"
 _lock = threading.Lock()
 _num_open = 0
-_saved: dict[str, Any] = {}
+_saved: dict[str, Any] = {}  # settings as they were outside all scopes
+_own: dict[str, Any] = {}  # and as they are inside
 
 
 def scope_of(config: EngineConfig) -> Scope:
@@ -34,10 +42,13 @@ def scope_of(config: EngineConfig) -> Scope:
     is_auto = config.compilation_cache_dir == "auto"
     if is_auto and (jax.process_count() > 1 or _process_directory()):
         return contextlib.nullcontext
+    directory = _own_directory(config)
+    if directory and not _is_remote(directory) and not _is_usable(Path(directory)):
+        return contextlib.nullcontext
     if is_auto and config.cache_dir:
         # jax's own bound leaves a cache that cannot be written any more when a process is killed at a bad moment.
         prune(config.cache_dir, "*-cache")
-    return partial(_using, _own_directory(config))
+    return partial(_using, directory)
 
 
 def programs_dir(config: EngineConfig) -> Path | None:
@@ -46,7 +57,25 @@ def programs_dir(config: EngineConfig) -> Path | None:
         return None
     of_process = _process_directory() if config.compilation_cache_dir == "auto" else None
     directory = of_process or _own_directory(config)
-    return Path(directory) / "programs" if directory and "://" not in directory else None
+    return Path(directory) / "programs" if directory and not _is_remote(directory) else None
+
+
+def _is_usable(directory: Path) -> bool:
+    try:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as error:  # of which the store of whole programs warns
+        logger.debug("XLA's cache is not used: %s", error)
+        return False
+    try:
+        check_owner(directory)
+    except PermissionError as error:
+        logger.warning("XLA's cache is not used: %s", error)
+        return False
+    return True
+
+
+def _is_remote(directory: str) -> bool:
+    return "://" in directory
 
 
 def _own_directory(config: EngineConfig) -> str | None:
@@ -56,8 +85,7 @@ def _own_directory(config: EngineConfig) -> str | None:
 def _process_directory() -> str | None:
     """Return the cache that the process has outside all scopes."""
     with _lock:
-        settings = _saved or _current(("jax_compilation_cache_dir",))
-        directory: str | None = settings["jax_compilation_cache_dir"]
+        directory: str | None = (_saved or _current([_DIRECTORY]))[_DIRECTORY]
         return directory
 
 
@@ -67,12 +95,11 @@ def _using(directory: str | None) -> Iterator[None]:
     global _num_open  # noqa: PLW0603  # of the process, as jax's own settings
     with _lock:
         if not _num_open:
-            settings = {
-                "jax_compilation_cache_dir": directory,
-                "jax_persistent_cache_min_entry_size_bytes": -1,
-                "jax_persistent_cache_min_compile_time_secs": 0,
-            }
-            _saved.update(_replace(settings))
+            _own[_DIRECTORY] = directory
+            _own["jax_persistent_cache_min_entry_size_bytes"] = -1
+            _own["jax_persistent_cache_min_compile_time_secs"] = 0
+            _saved.update(_current(_own))
+            _set(_own)
         _num_open += 1
     try:
         yield
@@ -80,18 +107,18 @@ def _using(directory: str | None) -> Iterator[None]:
         with _lock:
             _num_open -= 1
             if not _num_open:
-                _replace(_saved)
+                now = _current(_own)  # what the process has changed meanwhile stays as it is
+                _set({name: value for name, value in _saved.items() if now[name] == _own[name]})
                 _saved.clear()
+                _own.clear()
 
 
-def _replace(settings: dict[str, Any]) -> dict[str, Any]:
-    """Change settings of jax; returns what they were."""
+def _set(settings: dict[str, Any]) -> None:
     before = _current(settings)
     for name, value in settings.items():
         jax.config.update(name, value)
-    if before["jax_compilation_cache_dir"] != settings["jax_compilation_cache_dir"]:
+    if before.get(_DIRECTORY) != settings.get(_DIRECTORY):
         compilation_cache.reset_cache()  # jax opens its cache once, at the first compile
-    return before
 
 
 def _current(names: Iterable[str]) -> dict[str, Any]:

@@ -33,9 +33,8 @@ def start_process(llama: Path, cache_dir: Path) -> dict[str, Any]:
 
 def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
     first, second = start_process(llama, tmp_path), start_process(llama, tmp_path)
-    assert first["misses"] >= 2
-    assert second["misses"] == 0
-    assert second["hits"] == second["programs"] <= first["programs"] - 2  # the step, set_slot: not even traced
+    assert first["programs"] >= 3  # the state, set_slot, the step
+    assert second["programs"] == 0
     assert second["token_ids"] == first["token_ids"]
     for result in (first, second):
         assert result["compiled_while_serving"] == 0

@@ -8,6 +8,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxserve.engine import programs
 from jaxserve.engine.programs import ProgramStore
 
+MINIMA = {"jax_persistent_cache_min_entry_size_bytes": 0, "jax_persistent_cache_min_compile_time_secs": 1.0}
+
 
 def compile_double():
     return jax.jit(lambda x: 2 * x, donate_argnums=0).lower(jnp.arange(3.0)).compile()
@@ -26,18 +28,26 @@ class Compiler:
 
 @pytest.fixture
 def compiler():
-    """Without XLA's own cache, of which the tests of the engine make use."""
-    cache_dir = jax.config.jax_compilation_cache_dir
+    return Compiler()
+
+
+@pytest.fixture
+def xla_cache(tmp_path):
+    """The process has set up a cache of XLA's."""
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
+    for name in MINIMA:
+        jax.config.update(name, -1)
+    compilation_cache.reset_cache()
+    yield
     jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield Compiler()
-    jax.config.update("jax_compilation_cache_dir", cache_dir)
+    for name, value in MINIMA.items():
+        jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
+@pytest.mark.usefixtures("xla_cache")
 def test_what_xla_has_cached_is_not_kept_again(tmp_path, compiler):
     """In jax 0.10.2 such a program serialises to something that does not run."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     for facts in (["a"], ["b"], ["b"]):
         program = ProgramStore(tmp_path / "programs", facts).get("x", compiler)
         assert program(jnp.ones(3)).tolist() == [2, 2, 2]
@@ -45,9 +55,9 @@ def test_what_xla_has_cached_is_not_kept_again(tmp_path, compiler):
     assert len(list((tmp_path / "programs").iterdir())) == 1
 
 
-def test_what_another_program_has_loaded_from_there_is_not_kept_either(tmp_path, compiler):
+@pytest.mark.usefixtures("xla_cache")
+def test_what_another_program_has_loaded_from_there_is_not_kept_either(tmp_path):
     """jax hands out what it has in memory without asking XLA."""
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
     double = jax.jit(lambda x: 2 * x)
     programs = []
     for facts in (["a"], ["b"], ["c"], ["c"]):
