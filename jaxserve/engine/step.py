@@ -36,12 +36,13 @@ from jaxserve.sampling import (
     count_tokens,
     mask_part,
     mask_size,
+    padded_to_lanes,
     sample,
     token_logprobs,
 )
 from jaxserve.sharding import joined
 
-MANY_HEADS = 4  # times as many are more, however a backend fills them up
+MANY = 1024  # times as many heads or tokens take more room, however they are padded
 LOGPROB_BLOCK = 64  # positions whose logprobs are computed at once: of all tokens of a step there are no logits
 
 
@@ -73,7 +74,7 @@ def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTa
     S = max_num_seqs
     return SlotTable(
         token_history=jnp.zeros((S, max_model_len), jnp.int32),
-        token_counts=jnp.zeros((S, arch.vocab_size), jnp.int32),
+        token_counts=jnp.zeros((S, padded_to_lanes(arch.vocab_size)), jnp.int32),
         prompt_len=jnp.zeros(S, jnp.int32),
         allowed=jnp.zeros((S, mask_size(arch.vocab_size)), jnp.uint32),
         bad_words=jnp.zeros((S, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), jnp.int32),
@@ -105,7 +106,7 @@ def abstract_state(
         return shapes(arch)
     local = arch.local(mesh.size)
     # A backend may fill heads up, each device its own: what there is in all follows from what one of them has.
-    return joined(mesh, shapes(local), shapes(local.times(MANY_HEADS)))
+    return joined(mesh, shapes(local), shapes(local.times(MANY)))
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is

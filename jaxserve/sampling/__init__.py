@@ -1,5 +1,6 @@
 """Sampling on device: logits in, token ids and log probabilities out."""
 
+from jaxserve.sampling.by_token import padded_to_lanes
 from jaxserve.sampling.logprobs import LogprobLayout, TokenLogprobs, token_logprobs
 from jaxserve.sampling.penalties import count_sampled, count_tokens
 from jaxserve.sampling.rows import SAMPLING_FIELDS, SAMPLING_RECORD, SamplingRows, SlotRow, SlotTable, record_column
@@ -21,6 +22,7 @@ __all__ = [
     "mask_part",
     "mask_size",
     "pack_mask",
+    "padded_to_lanes",
     "record_column",
     "sample",
     "token_logprobs",

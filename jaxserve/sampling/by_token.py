@@ -13,6 +13,11 @@ ARGMAX_ROWS = 16  # rows or more: three times faster than reading all logits twi
 LANES = 128  # of a TPU
 
 
+def padded_to_lanes(size: int) -> int:
+    """Return the next multiple of LANES: tables by slot with such a last axis keep their rows together on a TPU."""
+    return -(-size // LANES) * LANES
+
+
 def first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
     """i32[R], the first of the largest of each row."""
     ids: Array = lax.platform_dependent(logits, cpu=argmax_by_blocks, default=plain_argmax)
@@ -25,6 +30,20 @@ def add_at(
     """`table` [R, V] with the finite `values` added at the ids of each row; ids outside of [0, V) count for nothing."""
     added: Array = lax.platform_dependent(table, token_ids, values, tpu=add_by_products, default=_scatter_add)
     return added
+
+
+def take_rows(table: Int[Array, "S V"], slots: Int[Array, " R"]) -> Int[Array, "R V"]:
+    """Rows of `table` [S, V]; slots out of range are clipped."""
+
+    def one_by_one(table: Array, slots: Array) -> Array:
+        return lax.map(lambda slot: lax.dynamic_index_in_dim(table, slot, keepdims=False), slots)
+
+    def gather(table: Array, slots: Array) -> Array:
+        return table.at[slots].get(mode="clip")
+
+    # In front of a gather of wide rows XLA copies half of the whole table on a TPU.
+    rows: Array = lax.platform_dependent(table, slots, tpu=one_by_one, default=gather)
+    return rows
 
 
 def top_tokens(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:

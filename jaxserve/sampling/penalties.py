@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.sampling.by_token import add_at
+from jaxserve.sampling.by_token import add_at, take_rows
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 
 HISTORY_BLOCK = 128  # tokens of a prompt that are counted at a time
@@ -24,7 +24,7 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
     Repetition (Keskar et al. 2019, section 4.1) looks at prompt and output, the other two (OpenAI's API) at the
     output alone. Rows without penalties come back unchanged, bit for bit.
     """
-    counts = table.token_counts.at[rows.slot].get(mode="clip")
+    counts = take_rows(table.token_counts, rows.slot)[:, : logits.shape[1]]
     in_output = (counts % PROMPT).astype(jnp.float32)
     repetition = jnp.where(counts > 0, rows.repetition_penalty[:, None], 1.0)
     adjusted = jnp.where(logits > 0, logits / repetition, logits * repetition)
@@ -37,7 +37,7 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
 def count_sampled(
     counts: Int[Array, "S V"], rows: SamplingRows, sampled: Int[Array, " R"], first_id: Int[Array, ""] | int = 0
 ) -> Int[Array, "S V"]:
-    """Counts after the sampled token of every row with penalties; V tokens of the vocabulary from `first_id` on."""
+    """Counts after the sampled token of every row with penalties; V columns of the vocabulary from `first_id` on."""
     num_slots, size = counts.shape
     token = sampled - first_id
     counted = rows.is_penalised & (token >= 0) & (token < size)

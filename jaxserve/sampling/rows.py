@@ -142,8 +142,9 @@ class SlotTable:
 
     Attributes:
         token_history: tokens of the request, C at most; those at the row's `position` and beyond are stale.
-        token_counts: of each token of the vocabulary (or of one device's part of it) what penalties look at, in the
-            form of `penalties.count_tokens`; kept only for requests with penalties, stale for others.
+        token_counts: what penalties look at of each token of the vocabulary (or of one device's part of it, and perhaps
+            of some beyond), in the form of `penalties.count_tokens`; kept for requests with penalties alone, stale for
+            others.
         prompt_len: tokens of the prompt, behind which the output begins.
         allowed: bits of the tokens that may be sampled, as of `token_mask.pack_mask`; of one device's part too.
         bad_words: token ids of each bad word, padded in front with -1.

@@ -8,12 +8,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 from numpy.typing import NDArray
 
+from jaxserve.sampling.by_token import LANES, padded_to_lanes
+
 WORD_BITS = 32  # tokens per word of a mask; bit i of word w is token 32 * w + i, as in the masks of grammar libraries
 
 
 def mask_size(vocab_size: int) -> int:
-    """Return the number of words of a mask."""
-    return -(-vocab_size // WORD_BITS)
+    """Return the number of words of a mask, a multiple of LANES."""
+    return padded_to_lanes(-(-vocab_size // WORD_BITS))
 
 
 def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.uint32]:
@@ -25,8 +27,18 @@ def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.ui
 
 
 def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
-    """Tell of each of the first `size` tokens if it is allowed."""
-    bits = (words[:, :, None] >> jnp.arange(WORD_BITS, dtype=jnp.uint32)[None, None]) & jnp.uint32(1)
+    """Tell of each of the first `size` tokens if it is allowed.
+
+    One group of LANES tokens has LANES / WORD_BITS words, of which each lane selects its own: arrays with the bits of a
+    word as their last axis would fill a quarter of a TPU's lanes and take four times the memory.
+    """
+    per_group = LANES // WORD_BITS
+    groups = words.reshape(words.shape[0], -1, per_group)
+    lane = jnp.arange(LANES, dtype=jnp.uint32)
+    own = jnp.zeros((words.shape[0], groups.shape[1], LANES), jnp.uint32)
+    for index in range(per_group):
+        own = jnp.where((lane // WORD_BITS == index)[None, None], groups[:, :, index, None], own)
+    bits = (own >> (lane % WORD_BITS)[None, None]) & jnp.uint32(1)
     return bits.reshape(words.shape[0], -1)[:, :size] > 0
 
 
