@@ -21,9 +21,10 @@ _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 LARGEST_MAX_LOGPROBS = 1024  # a TPU finds them one by one; in the order of their ids, a whole vocabulary is no work
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
-MAX_BURST_STEPS = 64  # where they are chosen by measurement
-MAX_FIXED_BURST_STEPS = 1024  # a program holds the tokens of all its steps
-MAX_BURST_ROWS = 16  # on CPUs more gain too, but each size is a program, and of many rows one soon ends
+MAX_STEPS = 64  # of one dispatch, where the number is chosen by measurement
+MAX_FIXED_STEPS = 1024
+MAX_STEP_TOKENS = 1024  # that one dispatch may sample, of all rows: a program holds their log probabilities
+MULTI_STEP_ROWS = 16  # of the one program of several rounds where programs are few
 MIN_FEW_TOKENS = 16  # of the smallest step where programs are few: a tile of bfloat16 has as many rows
 FREE_TOKENS = 256  # a step of fewer takes an accelerator hardly less time: it waits for the weights
 
@@ -69,9 +70,9 @@ class EngineConfig:
         seed: seed of the weights where they are random, and of requests that bring none; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the one before are read.
-        burst: most decode steps in one dispatch, where at most 16 rows run and none joins or ends by length;
-            1 is off. "auto" measures whether bursts are faster, and lets none take longer than
-            some 10 ms, of which a new request may have to wait for two; it is off with compile_ahead="minimal".
+        multi_step: most decode steps in one dispatch, while no request waits that could join; 1 is off. "auto" measures
+            whether several are faster, and lets no dispatch take longer than some 10 ms, of which a new request may
+            have to wait for two; it is off with compile_ahead="minimal".
         compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
             before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
             ready: it never compiles. On accelerators, where each takes long to compile, buckets are few: 16, 64 and 256
@@ -104,7 +105,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: str = "auto"
     step_ahead: bool = True
-    burst: str | int = "auto"
+    multi_step: str | int = "auto"
     compile_ahead: str = "background"
     forbid_compiles: bool = False
     compilation_cache_dir: str | None = "auto"
@@ -130,7 +131,7 @@ class EngineConfig:
             _check_choice(name, getattr(self, name), ("auto", *dtypes))
         _check_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
-        object.__setattr__(self, "burst", _read_burst(self.burst))
+        object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
@@ -148,11 +149,11 @@ class EngineConfig:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
 
     @property
-    def max_burst_steps(self) -> int:
-        """Decode steps that the programs of bursts can run; 1 where there are none."""
-        if self.burst == "auto":
-            return 1 if self.compile_ahead == "minimal" else MAX_BURST_STEPS
-        return int(self.burst)
+    def max_steps(self) -> int:
+        """Decode steps that one dispatch may have; 1 is off."""
+        if self.multi_step == "auto":
+            return 1 if self.compile_ahead == "minimal" else MAX_STEPS
+        return int(self.multi_step)
 
     @property
     def model_path(self) -> Path:
@@ -293,24 +294,30 @@ class ScheduleConfig:
             sizes.append(min(next_size(sizes[-1]), top))
         return tuple(sizes)
 
-    def burst_buckets(self, max_steps: int) -> tuple[int, ...]:
-        """Those of `buckets` that have a program for bursts of up to so many steps: one token per row, few rows."""
+    def max_steps(self, bucket: int, limit: int) -> int:
+        """Return the rounds that the program of a bucket may go, at most `limit`."""
+        if self.max_logprobs < 0:  # of a whole vocabulary, each round would take the room of all logits
+            return 1
+        return max(1, min(limit, MAX_STEP_TOKENS // self.num_rows(bucket)))
+
+    def multi_step_buckets(self, max_steps: int) -> tuple[int, ...]:
+        """Return the buckets with a program for several rounds of decode: all that hold no more tokens than rows."""
         buckets = self.buckets()
-        most = max(min(self.max_num_seqs, MAX_BURST_ROWS), buckets[0])
-        return tuple(size for size in buckets if size <= most) if max_steps > 1 else ()
+        most = max(min(self.max_num_seqs, MULTI_STEP_ROWS) if self.few_programs else self.max_num_seqs, buckets[0])
+        return tuple(size for size in buckets if size <= most and self.max_steps(size, max_steps) > 1)
 
-    def step_buckets(self, max_burst_steps: int) -> tuple[int, ...]:
-        """Return the buckets that need a program for single steps.
+    def step_buckets(self, max_steps: int) -> tuple[int, ...]:
+        """Return the buckets that need a program of one round.
 
-        Where programs are many, on CPUs, the program of a burst runs single steps too: its loop costs them nothing that
-        can be measured. An accelerator may have to ask the host before each round of a loop.
+        Where programs are many, on CPUs, the program of several rounds runs single ones too: its loop costs them
+        nothing that can be measured. An accelerator may have to ask the host before each round of a loop.
         """
-        shared = () if self.few_programs else self.burst_buckets(max_burst_steps)
+        shared = () if self.few_programs else self.multi_step_buckets(max_steps)
         return tuple(size for size in self.buckets() if size not in shared)
 
-    def num_programs(self, max_burst_steps: int) -> int:
-        """Programs of an engine with all of them compiled, that which sets a slot among them."""
-        return 1 + len(self.step_buckets(max_burst_steps)) + len(self.burst_buckets(max_burst_steps))
+    def num_programs(self, max_steps: int) -> int:
+        """Return the number of programs: steps, and those that make the state, admit requests and set a slot."""
+        return 3 + len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
 
 
 def _next_of_many(size: int) -> int:
@@ -352,12 +359,12 @@ def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
     return seqs, budget
 
 
-def _read_burst(value: object) -> str | int:
+def _read_multi_step(value: object) -> str | int:
     if value == "auto":
         return "auto"
     steps = int(value) if isinstance(value, str) and value.isdecimal() else value  # a command line has strings
-    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MAX_FIXED_BURST_STEPS:
-        raise ConfigError(f"burst must be 'auto' or an integer in [1, {MAX_FIXED_BURST_STEPS}], got {value!r}")
+    if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MAX_FIXED_STEPS:
+        raise ConfigError(f"multi_step must be 'auto' or an integer in [1, {MAX_FIXED_STEPS}], got {value!r}")
     return steps
 
 

@@ -56,7 +56,7 @@ def split_time(wall_ms: float, flops: int, num_bytes: int, ceilings: Ceilings) -
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One step's account, or that of the steps of one burst together; bytes and FLOPs are those of each device."""
+    """One dispatch's account, of one step or of several together; bytes and FLOPs are those of each device."""
 
     step_id: int
     num_steps: int  # that ran
@@ -87,7 +87,7 @@ class EngineStats:
     """Totals since start."""
 
     num_steps: int = 0
-    num_dispatches: int = 0  # fewer than steps where bursts ran
+    num_dispatches: int = 0  # fewer than steps where several went in one
     num_tokens: int = 0
     num_padding_tokens: int = 0
     num_prefill_tokens: int = 0

@@ -247,6 +247,7 @@ class RequestStatus(enum.Enum):
 
     WAITING = enum.auto()  # owns no pages and no slot; new or preempted
     RUNNING = enum.auto()
+    BLOCKED = enum.auto()  # runs, but computes nothing before an event: the update of a plan
     FINISHED = enum.auto()
 
 
@@ -267,6 +268,7 @@ class Request:
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False where every prompt position must be computed (prompt_logprobs)
+    waits_for_tokens: bool = False  # whether each token must be read before the next is computed
     arrival: int = 0  # counts requests in the order in which they came
     num_shared_tokens: int = 0  # of the prompt, which the router expects to be cached when the request starts
 

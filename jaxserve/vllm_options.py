@@ -105,7 +105,7 @@ VLLM_OPTIONS = (
     VllmOption("max_long_partial_prefills", "one prompt at a time is computed in part", (1,)),
     VllmOption("long_prefill_token_threshold", "long prompts have no limit of their own", (0,)),
     VllmOption("scheduling_policy", "requests are served in the order in which they come", ("fcfs",)),
-    VllmOption("num_scheduler_steps", "burst is the option for several steps in one dispatch", (1,)),
+    VllmOption("num_scheduler_steps", "multi_step is the option for several steps in one dispatch", (1,)),
     VllmOption("preemption_mode", "preempted requests are computed again", (None, "recompute")),
     VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", (0,)),
     VllmOption("cpu_offload_gb", "all weights stay on the device", (0,)),

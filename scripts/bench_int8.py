@@ -24,7 +24,7 @@ NUM_PROMPT_TOKENS = 8
 
 
 def start(model: Path, rows: int, quantization: str | None) -> Engine:
-    sizes = {"max_num_seqs": rows, "max_num_batched_tokens": rows, "max_model_len": 512, "burst": 1}
+    sizes = {"max_num_seqs": rows, "max_num_batched_tokens": rows, "max_model_len": 512, "multi_step": 1}
     return Engine(
         EngineConfig(str(model), skip_tokenizer_init=True, quantization=quantization, compile_ahead="minimal", **sizes)
     )

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
+from jaxserve.engine.batch import StepUpload
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import StepResult
 
@@ -39,15 +39,16 @@ class NullRunner:
     def __init__(self, schedule: ScheduleConfig) -> None:
         self.schedule = schedule
         self._buckets = schedule.buckets()
-        self._result = StepResult(np.full((1, schedule.max_num_seqs), TOKEN, np.int32), None, None)
+        rows = schedule.max_num_seqs
+        self._result = StepResult(np.full((rows, 1), TOKEN, np.int32), np.ones(rows, np.int32), None, None)
 
     def bucket_for(self, num_tokens: int) -> int:
         return min(b for b in self._buckets if b >= num_tokens)
 
-    def burst_bucket_for(self, num_rows: int) -> None:
-        """No bursts: what is measured is the host's work per step."""
+    def multi_step_bucket_for(self, num_rows: int) -> None:
+        """One step per dispatch: what is measured is the host's work per step."""
 
-    def run(self, blob: NDArray[np.int32], bucket: int, **wants: bool) -> "NullRunner":
+    def run(self, upload: StepUpload, bucket: int, **wants: bool) -> "NullRunner":
         return self
 
     def fetch(self) -> StepResult:

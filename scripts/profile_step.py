@@ -1,10 +1,10 @@
 """Where the time of a decode-only stream goes: host by function, device, and the gap between two device programs.
 
     python scripts/profile_step.py                          # the embedded default model, 1 row and 8 rows
-    python scripts/profile_step.py --burst 8 --steps 50     # eight decode steps per dispatch
+    python scripts/profile_step.py --multi-step 8 --steps 50     # eight decode steps per dispatch
     python scripts/profile_step.py --model DIR --rows 64 --json profile.json
 
-All times are read from one trace by jax.profiler and are medians over dispatches, of one step or one burst each. `gap`
+All times are read from one trace by jax.profiler and are medians over dispatches, of one step or several each. `gap`
 is the time from the end of one device program to the start of the next, in which the device waits for the host.
 Tracing itself slows small programs: `untraced_step_ms` is the step just before the trace began.
 """
@@ -171,13 +171,13 @@ def main() -> None:
     parser.add_argument("--model", metavar="DIR", help="Hugging Face checkpoint; the embedded default without")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=100, help="calls of Engine.step in the trace")
-    parser.add_argument("--burst", type=int, default=1, help="most decode steps per dispatch; 1 is the plain loop")
+    parser.add_argument("--multi-step", type=int, default=1, help="most decode steps per dispatch; 1 is the plain loop")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the summaries there too")
     args = parser.parse_args()
     llm = LLM(
         args.model,
         compile_ahead="all",
-        burst=args.burst,
+        multi_step=args.multi_step,
         max_num_seqs=max(args.rows),
         max_num_batched_tokens=max(64, *args.rows),
     )
@@ -185,7 +185,7 @@ def main() -> None:
     annotate(StepHandle, "fetch", "host:fetch")
     annotate(RequestGroup, "append", "host:detokenise")
     versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
-    results = [profile(llm, num_rows, args.steps) | {"burst": args.burst} | versions for num_rows in args.rows]
+    results = [profile(llm, num_rows, args.steps) | {"multi_step": args.multi_step} | versions for num_rows in args.rows]
     for result in results:
         print(table(result), json.dumps(result), sep="\n")
     if args.json:

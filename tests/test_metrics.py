@@ -56,5 +56,5 @@ def test_totals_are_sums_and_differences_of_steps() -> None:
             continue
         assert getattr(added, field.name) == getattr(a_step(100), field.name)
         assert getattr(stats, field.name) == getattr(a_step(0), field.name) + getattr(a_step(100), field.name)
-    assert added.num_steps == a_step(100).num_steps  # a burst is several
+    assert added.num_steps == a_step(100).num_steps  # of one dispatch or of several
     assert added.used_page_steps == a_step(100).num_pages_used * a_step(100).num_steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class InFlight:
-    """A step or burst from its dispatch on."""
+    """A step from its dispatch on."""
 
     plan: StepPlan
-    blob: NDArray[np.int32]
     handle: StepHandle
     bucket: int
     host_s: float  # for plan, packing and dispatch
@@ -32,7 +31,7 @@ class InFlight:
 
 class _Ended(NamedTuple):
     step: InFlight
-    num_steps: int
+    num_sampled: NDArray[np.int64]  # [R]: tokens
     device_s: float
     wall_s: float
     end_s: float
@@ -49,7 +48,7 @@ class Accounts:
 
     Attributes:
         stats: as given.
-        last_step: the account written last, of what ran at all.
+        last_step: the account written last.
         last_end_s: when it ended.
     """
 
@@ -61,42 +60,42 @@ class Accounts:
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
 
-    def ended(self, step: InFlight, num_steps: int, now_s: float) -> None:
-        """Note that the result of a step is there; of a burst perhaps fewer steps than planned ran, or none.
+    def ended(self, step: InFlight, num_sampled: NDArray[Any], now_s: float) -> None:
+        """Note that the result of a step is there, and the number of tokens that each row sampled.
 
         Device time is from dispatch, or from the end of the step before, to result.
         """
         device_s = now_s - max(step.dispatched_s, self._device_free_s)
         wall_s = now_s - max(step.dispatched_s - step.host_s, self._device_free_s)
         self._device_free_s = now_s
-        self._unwritten.append(_Ended(step, num_steps, device_s, wall_s, now_s))
+        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s))
 
     def write(self, num_waiting: int) -> list[StepStats]:
-        """Add all steps that have ended to the totals; returns the accounts of those that ran at all."""
+        """Add all steps that have ended to the totals; returns their accounts."""
         ended, self._unwritten = self._unwritten, []
         written = []
         for step in ended:
             account = self._account(step, num_waiting)
             self.stats.add(account)
-            if account.num_steps:
-                self.last_step, self.last_end_s = account, step.end_s
-                written.append(account)
+            self.last_step, self.last_end_s = account, step.end_s
+            written.append(account)
         return written
 
     def _account(self, ended: _Ended, num_waiting: int) -> StepStats:
-        step, num_steps, device_s, wall_s, _ = ended
+        step, num_sampled, device_s, wall_s, _ = ended
         plan, bucket, arch = step.plan, step.bucket, self._arch
-        work = self._packer.work(step.blob, bucket, num_steps)
+        work = _work(plan, num_sampled, self._packer.config.page_size)
         attention = attention_cost(work.start, work.num_tokens, arch.windows)
-        num_rows = self._packer.layouts[bucket].num_rows
+        num_rows, num_steps = self._packer.num_rows(bucket), work.num_steps
+        num_tokens = int(work.num_tokens.sum())
         return StepStats(
             step_id=plan.step_id,
             num_steps=num_steps,
             num_rows=plan.num_rows,
-            num_tokens=plan.num_tokens * num_steps,
-            num_padding_tokens=(bucket - plan.num_tokens) * num_steps,
+            num_tokens=num_tokens,
+            num_padding_tokens=bucket * num_steps - num_tokens,
             num_prefill_tokens=plan.num_prefill_tokens,
-            num_decode_tokens=plan.num_decode_tokens * num_steps,
+            num_decode_tokens=num_tokens - plan.num_prefill_tokens,
             num_cached_tokens=plan.num_cached_tokens,
             num_preemptions=len(plan.preempted),
             num_pages_used=plan.num_pages_used,
@@ -109,3 +108,26 @@ class Accounts:
             kv_bytes=attention.num_kv_tokens * self._runner.kv_token_bytes // arch.num_layers,
             flops=arch.step_flops(bucket * num_steps, num_rows * num_steps, attention.num_scores),
         )
+
+
+class _Work(NamedTuple):
+    """What a step has computed."""
+
+    start: NDArray[np.int64]  # per row, and per row and round beyond the first: tokens before those computed
+    num_tokens: NDArray[np.int64]  # computed
+    num_steps: int  # rounds
+    num_slack_tokens: int  # positions of all rows' last pages that nothing is in afterwards
+
+
+def _work(plan: StepPlan, num_sampled: NDArray[Any], page_size: int) -> _Work:
+    start, count = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
+    # A row that had stopped before has computed nothing.
+    count = np.where((num_sampled == 0) & (np.array(plan.max_new) > 0), 0, count)
+    end, num_steps = start + count, max(int(num_sampled.max()), 1)
+    slack = int((-(end + np.maximum(num_sampled, 1) - 1) % page_size).sum())
+    if num_steps > 1:
+        rounds = np.arange(1, num_steps)[:, None]
+        later = rounds < num_sampled  # [rounds, R]
+        start = np.concatenate([start, (start + rounds)[later]])
+        count = np.concatenate([count, np.ones(len(start) - len(count), np.int64)])
+    return _Work(start, count, num_steps, slack)

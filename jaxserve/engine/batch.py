@@ -1,13 +1,18 @@
-"""StepPlan -> StepBatch: the only place where a Python list becomes an array.
+"""StepPlan -> StepUpload: the only place where a Python list becomes an array.
 
-A step's integers and floats travel as one int32 blob. `BatchLayout` says where each field lies in it; the host writes
-through numpy views, the device reads through slices of the same layout.
+What the device needs of a step travels as one int32 blob: which slots take part, how many tokens each computes, prompt
+ids, and the pages that rows got. All else lies on the device by slot. `BlobLayout` says where each field lies; the host
+writes through numpy views, the device reads through slices of the same layout. The size of a blob does not depend on
+max_model_len.
+
+A request enters its slot by an `Admission`, a blob of its own in front of the step's. It carries the pages, too, that
+a step has no room for: those that an admission found in the prefix cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, no_type_check
@@ -27,7 +32,7 @@ from jaxserve.request import (
     MAX_STOP_TOKEN_IDS,
     Request,
 )
-from jaxserve.sampling import SAMPLING_FIELDS, SamplingRows, SlotRow, pack_mask, record_column
+from jaxserve.sampling import SAMPLING_RECORD, SlotRow, pack_mask
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -36,176 +41,321 @@ if TYPE_CHECKING:
 
 MAX_EOS_IDS = 64
 MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # that end one request
-NUM_BURST_STOP_IDS = 8  # that end a burst too; of a request with more, the host finds the others after the burst
+ADMITTED_STOP_IDS = 8  # stop ids that an admission carries; a request with more takes a SlotRow
+ADMISSION_ROWS = 64  # requests per admission blob
+ADMISSION_PAGES = 2048  # pages per admission blob
 
-_INT, _UINT, _FLOAT = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
-
-# What is fixed while a request runs: one record per slot, gathered by slot into each step's blob.
-SLOT_RECORD = np.dtype([*SAMPLING_FIELDS, ("stop_ids", _INT, (NUM_BURST_STOP_IDS,))])
-
-
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
-@struct.dataclass
-class StepBatch:
-    """One step's inputs on the device. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding."""
-
-    base_seed: UInt[Array, ""]
-    num_rows: Int[Array, ""]
-    wants_logprobs: Int[Array, ""]  # whether any row asked for logprobs
-    wants_prompt_logprobs: Int[Array, ""]
-    num_steps: Int[Array, ""]  # of a burst, at most
-    follows_burst: Int[Array, ""]  # whether this burst runs only if the one before ran all its steps
-    token_ids: Int[Array, " T"]  # -1: sampled by an earlier step and not yet seen by the host
-    cu_q_lens: Int[Array, " R1"]
-    kv_lens: Int[Array, " R"]  # including this step's tokens
-    samples: Int[Array, " R"]  # whether the row's last token ends its sequence so far
-    next_ids: Int[Array, " R"]  # the known token after the row's last one (prompt logprobs across chunks), else 0
-    page_table: Int[Array, "R M"]
-    records: Int[Array, "R words"]  # of SLOT_RECORD
-
-    @property
-    def slot(self) -> Int[Array, " R"]:
-        """The rows' entries in the tables by slot."""
-        return record_column(self.records, SLOT_RECORD, "slot")
-
-    @property
-    def stop_ids(self) -> Int[Array, "R 8"]:
-        """Ids that end a burst; -1 pads."""
-        return record_column(self.records, SLOT_RECORD, "stop_ids")
-
-    @property
-    def live(self) -> Bool[Array, " R"]:
-        """Mask of rows that sample a token."""
-        return (jnp.arange(self.samples.shape[0]) < self.num_rows) & (self.samples > 0)
-
-    @property
-    def sampling(self) -> SamplingRows:
-        """The rows as sampling sees them."""
-        return SamplingRows(self.records, position=self.kv_lens, live=self.live)
+_INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
+RECORD_WORDS = SAMPLING_RECORD.itemsize // 4
 
 
 @dataclass(frozen=True)
-class BatchLayout:
-    """Shapes of one bucket: T tokens, R rows, M pages per row, and log probabilities per token that is asked for."""
+class BlobLayout:
+    """Where each field of a blob lies.
 
-    num_tokens: int
-    num_rows: int
-    num_pages: int
-    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
+    Attributes:
+        fields: name and shape of each field, in order.
+    """
 
-    @classmethod
-    def of(cls, config: ScheduleConfig, bucket: int) -> BatchLayout:
-        """The layout of a token bucket."""
-        return cls(bucket, config.num_rows(bucket), config.max_pages_per_row, config.max_logprobs)
-
-    def _fields(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        scalars = ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs", "num_steps", "follows_burst")
-        yield from ((name, ()) for name in scalars)
-        yield "token_ids", (self.num_tokens,)
-        yield "cu_q_lens", (self.num_rows + 1,)
-        yield from ((name, (self.num_rows,)) for name in ("kv_lens", "samples", "next_ids"))
-        yield "page_table", (self.num_rows, self.num_pages)
-        yield "records", (self.num_rows, SLOT_RECORD.itemsize // 4)
+    fields: tuple[tuple[str, tuple[int, ...]], ...]
 
     @cached_property
     def slices(self) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
-        """Where each field lies in the blob."""
+        """Name, place and shape of each field."""
         start, slices = 0, []
-        for name, shape in self._fields():
+        for name, shape in self.fields:
             size = math.prod(shape)
             slices.append((name, slice(start, start + size), shape))
             start += size
         return tuple(slices)
 
     @property
-    def blob_size(self) -> int:
+    def size(self) -> int:
         """Length of the blob in 4-byte words."""
         return self.slices[-1][1].stop
 
+    def new(self) -> tuple[NDArray[np.int32], dict[str, NDArray[np.int32]]]:
+        """Return a blob of zeros, and writable views of its fields."""
+        blob = np.zeros(self.size, np.int32)
+        return blob, self.views(blob)
+
     def views(self, blob: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
-        """Writable numpy views of the fields."""
+        """Return writable views of the fields."""
         return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
 
+    def unpack(self, blob: Int[Array, " words"]) -> dict[str, Array]:
+        """Return the fields on the device."""
+        return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class PageEntries:
+    """Entries of the page table to be set. A slot out of range pads."""
+
+    slot: Int[Array, " E"]
+    column: Int[Array, " E"]
+    page: Int[Array, " E"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class StepBatch:
+    """One step's inputs on the device. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding.
+
+    A row whose sequence has stopped is one of no tokens, whatever the host planned for it.
+
+    Attributes:
+        base_seed: seed of the engine.
+        num_rows: rows of the plan.
+        wants_logprobs: whether any row asked for them.
+        wants_prompt_logprobs: whether any row asked for them.
+        token_ids: ids that the host sends; -1 for those that the history has.
+        cu_q_lens: tokens planned for the first round, summed up.
+        slot: the slot of each row.
+        max_new: tokens that each row may sample, one per round; 0 for a chunk that does not reach the end of its
+            sequence.
+        next_ids: the known token after each row's last one (prompt logprobs across chunks), else 0.
+        new_pages: pages that rows got.
+    """
+
+    base_seed: UInt[Array, ""]
+    num_rows: Int[Array, ""]
+    wants_logprobs: Int[Array, ""]
+    wants_prompt_logprobs: Int[Array, ""]
+    token_ids: Int[Array, " T"]
+    cu_q_lens: Int[Array, " R1"]
+    slot: Int[Array, " R"]
+    max_new: Int[Array, " R"]
+    next_ids: Int[Array, " R"]
+    new_pages: PageEntries
+
+    @property
+    def is_row(self) -> Bool[Array, " R"]:
+        """Mask of rows that are not padding."""
+        return jnp.arange(self.slot.shape[0]) < self.num_rows
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Shapes of one bucket: T tokens, R rows, E new pages, and log probabilities per token that is asked for."""
+
+    num_tokens: int
+    num_rows: int
+    num_new_pages: int
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
+
+    @classmethod
+    def of(cls, config: ScheduleConfig, bucket: int) -> BatchLayout:
+        """Return the layout of a token bucket.
+
+        Each row may begin a page, and the tokens fill some more.
+        """
+        num_rows = config.num_rows(bucket)
+        return cls(bucket, num_rows, num_rows + bucket // config.page_size, config.max_logprobs)
+
+    @cached_property
+    def blob(self) -> BlobLayout:
+        """The layout of the blob."""
+        scalars = ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs")
+        rows = ("slot", "max_new", "next_ids")
+        return BlobLayout(
+            (
+                *((name, ()) for name in scalars),
+                ("token_ids", (self.num_tokens,)),
+                ("cu_q_lens", (self.num_rows + 1,)),
+                *((name, (self.num_rows,)) for name in rows),
+                *_page_fields(self.num_new_pages),
+            )
+        )
+
+    @property
+    def blob_size(self) -> int:
+        """Length of the blob in 4-byte words."""
+        return self.blob.size
+
     def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
-        """The fields on the device, floats by their bits."""
-        fields: dict[str, Any] = {name: blob[where].reshape(shape) for name, where, shape in self.slices}
-        fields["base_seed"] = lax.bitcast_convert_type(fields["base_seed"], _UINT)
-        return StepBatch(**fields)
+        """Return the fields on the device, floats by their bits."""
+        fields: dict[str, Any] = self.blob.unpack(blob)
+        fields["base_seed"] = lax.bitcast_convert_type(fields["base_seed"], np.dtype(np.uint32))
+        return StepBatch(new_pages=_pop_pages(fields), **fields)
 
 
-class StepWork(NamedTuple):
-    """What a packed step or burst computes."""
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Admission:
+    """Requests that enter their slots, A at most, and entries of the page table. A slot out of range pads.
 
-    start: NDArray[np.int64]  # [R], of a burst [steps, R]: tokens before those computed
-    num_tokens: NDArray[np.int64]  # [R]: computed, in each step
-    num_slack_tokens: int  # positions of all rows' last pages that nothing is in after the last step
+    Attributes:
+        slot: the slot of each request.
+        start: tokens that it found in the prefix cache.
+        max_len: tokens at which its sequence ends.
+        records: words of SAMPLING_RECORD.
+        stop_ids: the first of its stop ids; -1 pads.
+        new_pages: pages that rows got.
+    """
+
+    slot: Int[Array, " A"]
+    start: Int[Array, " A"]
+    max_len: Int[Array, " A"]
+    records: Int[Array, "A words"]
+    stop_ids: Int[Array, "A 8"]
+    new_pages: PageEntries
+
+
+@dataclass(frozen=True)
+class AdmissionLayout:
+    """Shapes of an admission: A requests and E page-table entries at most."""
+
+    num_rows: int
+    num_new_pages: int
+
+    @classmethod
+    def of(cls, config: ScheduleConfig) -> AdmissionLayout:
+        """Return the layout for these sizes."""
+        most_pages = config.max_num_seqs * config.max_pages_per_row
+        return cls(min(config.max_num_seqs, ADMISSION_ROWS), min(most_pages, ADMISSION_PAGES))
+
+    @cached_property
+    def blob(self) -> BlobLayout:
+        """The layout of the blob."""
+        return BlobLayout(
+            (
+                *((name, (self.num_rows,)) for name in ("slot", "start", "max_len")),
+                ("records", (self.num_rows, RECORD_WORDS)),
+                ("stop_ids", (self.num_rows, ADMITTED_STOP_IDS)),
+                *_page_fields(self.num_new_pages),
+            )
+        )
+
+    def unpack(self, blob: Int[Array, " words"]) -> Admission:
+        """Return the fields on the device."""
+        fields: dict[str, Any] = self.blob.unpack(blob)
+        return Admission(new_pages=_pop_pages(fields), **fields)
+
+
+def _page_fields(num_pages: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from ((name, (num_pages,)) for name in ("page_slot", "page_column", "page"))
+
+
+def _pop_pages(fields: dict[str, Any]) -> PageEntries:
+    return PageEntries(fields.pop("page_slot"), fields.pop("page_column"), fields.pop("page"))
+
+
+class StepUpload(NamedTuple):
+    """What the host sends for one plan, in this order. New arrays each time: the device may read them later.
+
+    Attributes:
+        admissions: blobs of `Admission`; none in most steps.
+        slot_rows: slots whose requests need more than an admission carries, with what that is.
+        blob: blob of `StepBatch`.
+    """
+
+    admissions: Sequence[NDArray[np.int32]]
+    slot_rows: Sequence[tuple[int, SlotRow]]
+    blob: NDArray[np.int32]
 
 
 class BatchPacker:
-    """Keeps one record and one page-table row per slot, and packs plans from them.
+    """Packs plans, and knows which pages of each slot the device has been sent.
 
-    A row in decode costs no Python beyond its tuple: all else is gathered by slot.
+    A row in decode costs no Python beyond its entries in the columns of the plan.
     """
 
     def __init__(self, config: ScheduleConfig, base_seed: int, vocab_size: int) -> None:
         self.config = config
         self._vocab_size = vocab_size
         self._base_seed = np.uint32(base_seed).view(np.int32)
-        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
-        self._records = np.zeros(config.max_num_seqs, SLOT_RECORD)
-        self._record_words = self._records.view(np.int32).reshape(config.max_num_seqs, -1)
-        self._pages = np.zeros((config.max_num_seqs, config.max_pages_per_row), np.int32)
-        self._num_pages = [0] * config.max_num_seqs  # entries of each slot's row that are up to date
-        # Position of the token that the slot's last row sampled: the device has it, whether or not the host has. If a
-        # burst ended early, the next row starts before it.
-        self._sampled_at = np.full(config.max_num_seqs, -1)
+        self._layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
+        self._admission = AdmissionLayout.of(config)
+        self._num_pages = [0] * config.max_num_seqs  # of each slot, sent so far
+        self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
 
-    def pack(self, plan: StepPlan, bucket: int) -> NDArray[np.int32]:
-        """The blob of `plan`, padded to `bucket` tokens. A new array each time: the device may read it later."""
-        self._sync_slots(plan)
+    def num_rows(self, bucket: int) -> int:
+        """Return the rows of a bucket, padding included."""
+        return self._layouts[bucket].num_rows
+
+    def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
+        """Lay out `plan`, padded to `bucket` tokens. To be called once per plan, in order."""
+        layout = self._layouts[bucket]
+        for request in plan.admitted:
+            self._num_pages[request.slot] = 0
+            self._has_sampled[request.slot] = False
+        blob, to = layout.blob.new()
+        pages = self._new_pages(plan)
+        self._pack_pages(to, pages[: layout.num_new_pages])
         slots = np.array(plan.slots, np.int64)  # in a third of the time that a found dtype takes
-        starts, counts = np.array(plan.starts, np.int64), np.array(plan.counts, np.int64)
-        samples = np.array(plan.samples)
-        num_rows, stops = plan.num_rows, starts + counts
-        blob = np.zeros(self.layouts[bucket].blob_size, np.int32)
-        to = self.layouts[bucket].views(blob)
+        counts, max_new = np.array(plan.counts, np.int64), np.array(plan.max_new, np.int64)
+        num_rows = plan.num_rows
         to["base_seed"][...] = self._base_seed
         to["num_rows"][...] = num_rows
         to["wants_logprobs"][...] = plan.wants_logprobs
-        to["num_steps"][...] = plan.num_steps
-        to["follows_burst"][...] = plan.follows_burst
         to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
         np.cumsum(counts, out=to["cu_q_lens"][1 : num_rows + 1])
-        to["kv_lens"][:num_rows] = stops
-        to["samples"][:num_rows] = samples
-        self._pages.take(slots, axis=0, out=to["page_table"][:num_rows], mode="clip")
-        self._record_words.take(slots, axis=0, out=to["records"][:num_rows], mode="clip")
+        to["slot"][:num_rows] = slots
+        to["max_new"][:num_rows] = max_new
         to["token_ids"][: plan.num_tokens] = -1
-        for row in np.flatnonzero(self._sampled_at[slots] != starts).tolist():
-            end, start, stop = to["cu_q_lens"][row + 1], int(starts[row]), int(stops[row])
-            to["token_ids"][end - (stop - start) : end] = plan.requests[row].tokens(start, stop)
-        self._sampled_at[slots] = np.where(samples, stops + (plan.num_steps - 1), -1)
+        for row in np.flatnonzero(~self._has_sampled[slots]).tolist():
+            start, count, end = plan.starts[row], plan.counts[row], to["cu_q_lens"][row + 1]
+            to["token_ids"][end - count : end] = plan.requests[row].tokens(start, start + count)
+        self._has_sampled[slots] = max_new > 0
         if plan.wants_prompt_logprobs:
             to["wants_prompt_logprobs"][...] = 1
-            to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops.tolist()))
-        return blob
+            stops = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+            to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
+        admissions = list(self._admissions(plan, pages[layout.num_new_pages :]))
+        return StepUpload(admissions, list(self._slot_rows(plan.admitted)), blob)
 
-    def work(self, blob: NDArray[np.int32], bucket: int, num_steps: int = 1) -> StepWork:
-        """What `num_steps` steps of a packed plan ask of the device."""
-        fields = self.layouts[bucket].views(blob)
-        num_rows = int(fields["num_rows"])
-        num_tokens = np.diff(fields["cu_q_lens"][: num_rows + 1]).astype(np.int64)
-        stop = fields["kv_lens"][:num_rows].astype(np.int64)
-        last = stop + (num_steps - 1)
-        if num_steps != 1:
-            stop = stop + np.arange(num_steps)[:, None]  # [steps, R]
-        return StepWork(stop - num_tokens, num_tokens, int((-last % self.config.page_size).sum()))
+    def _new_pages(self, plan: StepPlan) -> list[tuple[int, int, int]]:
+        """Return slot, column and page of each page that the device does not know of, those of admissions last."""
+        entries: list[tuple[int, int, int]] = []
+        admitted = set(plan.admitted)
+        for request in (*(r for r in plan.grown if r not in admitted), *plan.admitted):
+            slot, need = request.slot, len(request.pages)
+            if slot < 0:  # grown, then preempted for an older one
+                continue
+            have = self._num_pages[slot]
+            entries += [(slot, column, request.pages[column]) for column in range(have, need)]
+            self._num_pages[slot] = need
+        return entries
 
-    def pack_slot(self, request: Request) -> SlotRow | None:
-        """What the device must know of an admitted request beyond its row; None is the usual case."""
+    def _pack_pages(self, to: dict[str, NDArray[np.int32]], entries: Sequence[tuple[int, int, int]]) -> None:
+        to["page_slot"][...] = self.config.max_num_seqs  # out of range
+        if entries:
+            columns = np.array(entries, np.int32).T
+            for name, values in zip(("page_slot", "page_column", "page"), columns, strict=True):
+                to[name][: len(entries)] = values
+
+    def _admissions(self, plan: StepPlan, entries: Sequence[tuple[int, int, int]]) -> Iterator[NDArray[np.int32]]:
+        layout, admitted = self._admission, plan.admitted
+        start_of = dict(zip(plan.requests, plan.starts, strict=True)) if admitted else {}
+        while admitted or entries:
+            blob, to = layout.blob.new()
+            now, admitted = admitted[: layout.num_rows], admitted[layout.num_rows :]
+            to["slot"][...] = self.config.max_num_seqs  # out of range
+            to["stop_ids"][...] = -1
+            for row, request in enumerate(now):
+                to["slot"][row] = request.slot
+                to["start"][row] = start_of[request]
+                to["max_len"][row] = request.max_total_tokens
+                stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
+                to["stop_ids"][row, : len(stop_ids)] = stop_ids
+            records = np.array([_record(request) for request in now], SAMPLING_RECORD)
+            to["records"][: len(now)] = records.view(np.int32).reshape(len(now), RECORD_WORDS)
+            self._pack_pages(to, entries[: layout.num_new_pages])
+            entries = entries[layout.num_new_pages :]
+            yield blob
+
+    def _slot_rows(self, admitted: Sequence[Request]) -> Iterator[tuple[int, SlotRow]]:
+        for request in admitted:
+            p = request.params
+            is_plain = not (p.has_penalties or p.changes_logits or p.min_tokens)
+            if not is_plain or len(request.stop_ids) > ADMITTED_STOP_IDS:
+                yield request.slot, self._slot_row(request)
+
+    def _slot_row(self, request: Request) -> SlotRow:
+        """What the device must know of a request beyond its admission."""
         p = request.params
-        if not (p.has_penalties or p.changes_logits or p.min_tokens):
-            return None
         bias = p.logit_bias or {}
         bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)
         for word, token_ids in zip(bad_words, request.bad_sequences, strict=False):
@@ -222,30 +372,13 @@ class BatchPacker:
         }
         return SlotRow(**row)
 
-    def _sync_slots(self, plan: StepPlan) -> None:
-        for request in plan.admitted:
-            self._records[request.slot] = _slot_record(request)
-            self._num_pages[request.slot] = 0
-            self._sampled_at[request.slot] = -1
-            self._sync_pages(request)
-        for request in plan.grown:
-            self._sync_pages(request)
-
-    def _sync_pages(self, request: Request) -> None:
-        slot, need = request.slot, len(request.pages)
-        if slot < 0:  # grown, then preempted for an older one
-            return
-        have = self._num_pages[slot]
-        self._pages[slot, have:need] = request.pages[have:need]
-        self._num_pages[slot] = need
-
 
 def _next_id(request: Request, position: int) -> int:
     prompt = request.prompt_token_ids
     return prompt[position] if position < len(prompt) else 0
 
 
-def _slot_record(request: Request) -> tuple[Any, ...]:
+def _record(request: Request) -> tuple[Any, ...]:
     p = request.params
     seed = request.seed % 2**64
     return (
@@ -260,7 +393,6 @@ def _slot_record(request: Request) -> tuple[Any, ...]:
         p.presence_penalty,
         p.frequency_penalty,
         p.repetition_penalty,
-        _padded(sorted(request.stop_ids)[:NUM_BURST_STOP_IDS], NUM_BURST_STOP_IDS, -1, _INT),
     )
 
 

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxserve import weights
 from jaxserve.config import (
     DEFAULT_GPU_MEMORY_FRACTION,
-    MAX_BURST_ROWS,
+    MAX_STEP_TOKENS,
+    MULTI_STEP_ROWS,
     EngineConfig,
     ScheduleConfig,
     default_batch,
@@ -135,7 +136,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
             schedule,
             kv_dtype=kv_dtype,
             backend=backend,
-            max_burst_steps=config.max_burst_steps,
+            max_steps=config.max_steps,
             programs_dir=directory,
             cache_scope=scope_of(config) if directory is None else contextlib.nullcontext,
             mesh=mesh,
@@ -428,7 +429,7 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
     """Return the bytes that log probabilities of so many positions take, computed and as an output."""
     layout = LogprobLayout.of(config.max_logprobs, arch.vocab_size * config.tensor_parallel_size)
-    num_positions += config.max_burst_steps * MAX_BURST_ROWS
+    num_positions += min(config.max_steps * MULTI_STEP_ROWS, MAX_STEP_TOKENS)
     return 4 * 2 * num_positions * layout.num_words
 
 

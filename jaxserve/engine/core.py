@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from jaxserve.engine.accounts import Accounts, InFlight
 from jaxserve.engine.batch import BatchPacker
 from jaxserve.engine.lockstep import Added, CacheReset, Event, Finished, Scheduled, Updated
@@ -55,9 +57,9 @@ class EngineCore:
         scheduler: who computes what next.
         packer: from plans to arrays.
         runner: as given.
-        pacer: chooses the length of bursts.
+        pacer: chooses how many decode steps go in one dispatch.
         accounts: what each step cost.
-        in_flight: steps and bursts that were dispatched and not read, oldest first.
+        in_flight: steps that were dispatched and not read, oldest first.
     """
 
     def __init__(
@@ -78,7 +80,7 @@ class EngineCore:
             max_model_len=s.max_model_len,
         )
         self.packer = BatchPacker(s, config.seed, arch.vocab_size)
-        self.pacer = Pacer(config.burst)
+        self.pacer = Pacer(config.multi_step, lambda bucket: s.max_steps(bucket, config.max_steps))
         self.accounts = Accounts(arch.local(config.tensor_parallel_size), self.packer, runner, stats)
         self.in_flight: deque[InFlight] = deque()
         self._stats = stats
@@ -127,14 +129,10 @@ class EngineCore:
         """Whether a step would get on without waiting for the device."""
         if self.in_flight and self.in_flight[0].handle.is_ready():
             return True
-        return self._may_dispatch() and not (self._is_stuck or self.must_read_first())
-
-    def must_read_first(self) -> bool:
-        """Whether the next dispatch needs the tokens of the step in flight; there is one then."""
-        return self._may_dispatch() and self.scheduler.must_update_first(self._max_steps())
+        return self._may_dispatch() and not self._is_stuck
 
     def dispatch(self) -> StepPlan | None:
-        """Plan and start the next step or burst; None where there is none, or where enough are in flight."""
+        """Plan and start the next step; None where there is none, or where enough are in flight."""
         self._settle_dropped()
         if not self._may_dispatch():
             return None
@@ -161,7 +159,7 @@ class EngineCore:
                 f"its plans differ {where}; all processes must run the same versions with the same options"
             )
         if plan is not None and event.bucket is not None:
-            self.runner.programs.wait_for(event.bucket, burst=plan.num_steps > 1)
+            self.runner.programs.wait_for(event.bucket, multi_step=plan.num_steps > 1)
             self._launch(plan, event.bucket, time.monotonic())
 
     def wait(self) -> StepResult:
@@ -175,18 +173,22 @@ class EngineCore:
 
     def update(self, result: StepResult) -> Progress:
         """Let the scheduler know the tokens of the oldest step in flight."""
-        step, num_steps, now_s = self.in_flight[0], len(result.token_ids), time.monotonic()
-        self.accounts.ended(step, num_steps, now_s)
-        if num_steps:  # else its time belongs to what comes next
-            bucket = None if step.plan.num_prefill_tokens else self._burst_bucket(step.plan.num_rows)
-            self.pacer.ended(bucket, num_steps, now_s)
-        return Progress(step.plan, result, self.take(result.token_ids[:, : step.plan.num_rows].tolist()))
+        step, now_s = self.in_flight[0], time.monotonic()
+        sampled = result.sampled(step.plan.num_rows)
+        num_tokens = result.num_tokens[: step.plan.num_rows]
+        self.accounts.ended(step, num_tokens, now_s)
+        if not step.plan.num_prefill_tokens:
+            bucket = self._multi_step_bucket(step.plan.num_rows)
+            self.pacer.ended(bucket, step.plan.num_steps, int(num_tokens.max()), now_s)
+        else:
+            self.pacer.pause()
+        return Progress(step.plan, result, self.take(sampled))
 
-    def take(self, token_ids: list[list[int]]) -> dict[Request, int]:
-        """Let the scheduler know these tokens of the oldest step in flight: of each step that ran, of each row."""
-        self._note(Updated(token_ids))
+    def take(self, sampled: list[list[int]]) -> dict[Request, int]:
+        """Let the scheduler know what each row of the oldest step in flight has sampled."""
+        self._note(Updated(sampled))
         wasted = self.scheduler.num_wasted_tokens
-        progressed = self.scheduler.update(self.in_flight.popleft().plan, *token_ids)
+        progressed = self.scheduler.update(self.in_flight.popleft().plan, sampled)
         self._stats.num_wasted_tokens += self.scheduler.num_wasted_tokens - wasted
         self._is_stuck = False
         return progressed
@@ -195,8 +197,8 @@ class EngineCore:
         """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
         while self.in_flight:
             step = self.in_flight[0]
-            self.accounts.ended(step, step.plan.num_steps, time.monotonic())
-            self.take([[0] * step.plan.num_rows] * step.plan.num_steps)
+            self.accounts.ended(step, np.array(step.plan.max_new), time.monotonic())
+            self.take([[0] * most for most in step.plan.max_new])
             self._has_dropped = True
         self.pacer.pause()
 
@@ -204,7 +206,6 @@ class EngineCore:
         """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
         self.in_flight.clear()
         self._has_dropped = True  # until the state is known to be sound: waiting for it may be interrupted
-        self.scheduler.forget_plans()
         self.scheduler.reset_prefix_cache()
         self.runner.restore_state()
         self._has_dropped = False
@@ -241,38 +242,36 @@ class EngineCore:
     def _may_dispatch(self) -> bool:
         return len(self.in_flight) < self._most_in_flight
 
-    def _burst_bucket(self, num_rows: int) -> int | None:
-        return self.runner.programs.burst_bucket_for(num_rows)
+    def _multi_step_bucket(self, num_rows: int) -> int | None:
+        return self.runner.programs.multi_step_bucket_for(num_rows)
 
     def _max_steps(self) -> int:
         """Steps that the next dispatch may have, as far as programs and their speed go."""
-        bucket = self._burst_bucket(self.scheduler.num_running)
+        bucket = self._multi_step_bucket(self.scheduler.num_running)
         return 1 if bucket is None else self.pacer.max_steps(bucket)
 
     def _bucket(self, plan: StepPlan) -> int:
         programs = self.runner.programs
-        bucket = self._burst_bucket(plan.num_rows) if plan.num_steps > 1 else programs.bucket_for(plan.num_tokens)
-        assert bucket is not None, "bursts are planned where there is a program for them"
+        bucket = self._multi_step_bucket(plan.num_rows) if plan.num_steps > 1 else programs.bucket_for(plan.num_tokens)
+        assert bucket is not None, "several steps are planned where there is a program for them"
         return bucket
 
     def _launch(self, plan: StepPlan, bucket: int, started: float) -> None:
         compiles = compile_counter.count
-        for request in plan.admitted:
-            if (slot_row := self.packer.pack_slot(request)) is not None:
-                self.runner.set_slot(request.slot, slot_row)
-        blob = self.packer.pack(plan, bucket)
+        upload = self.packer.pack(plan, bucket)
         handle = self.runner.run(
-            blob,
+            upload,
             bucket,
             wants_logprobs=plan.wants_logprobs,
             wants_prompt_logprobs=plan.wants_prompt_logprobs,
-            burst=plan.num_steps > 1,
+            multi_step=plan.num_steps > 1,
         )
         if self._tell is not None:
-            self._digest = zlib.crc32(blob.data, self._digest)
+            for blob in (*upload.admissions, upload.blob):
+                self._digest = zlib.crc32(blob.data, self._digest)
         self._count_compiles(compile_counter.count - compiles)
         now = time.monotonic()
-        self.in_flight.append(InFlight(plan, blob, handle, bucket, now - started, now))
+        self.in_flight.append(InFlight(plan, handle, bucket, now - started, now))
 
     def _count_compiles(self, count: int) -> None:
         self._stats.num_compiles += count

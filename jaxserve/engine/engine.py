@@ -397,7 +397,7 @@ class Engine:
     # Steps
 
     def step(self) -> list[RequestOutput]:
-        """Plan and dispatch one step or burst, and collect the one before it (or this one, without `step_ahead`).
+        """Plan and dispatch one step, and collect the one before it (or this one, without `step_ahead`).
 
         With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
         cumulative outputs, final where `finished`.
@@ -413,25 +413,24 @@ class Engine:
 
     def _step(self, core: EngineCore, progressed: dict[str, RequestOutput]) -> bool:
         """One step of one replica, which adds to `progressed`; whether anything was dispatched or read."""
-        known = self._read(core) if core.must_read_first() else []
         with self._aborting_on_failure(core):
             try:
                 planned = core.dispatch()
                 self._note_admitted(planned)
             finally:  # while the device runs what was just dispatched
                 self.last_steps += core.accounts.write(self.num_waiting)
-                progressed |= self._deliver(known)
         keep = 1 if planned and self.config.step_ahead else 0
         if not self._placement.is_lone:  # others need not wait for it
             keep = max(keep, core.num_running_steps)
-        read = self._read(core) if len(core.in_flight) > keep else []
-        with self._aborting_on_failure(core):
-            progressed |= self._deliver(read)
+        read = self._read(core) if len(core.in_flight) > keep else None
+        if read is not None:
+            with self._aborting_on_failure(core):
+                progressed |= self._deliver(read)
         if not core.scheduler.has_unfinished():
             core.drop_in_flight()
         if not core.in_flight:
             self.last_steps += core.accounts.write(self.num_waiting)
-        return bool(planned or known or read)
+        return bool(planned or read)
 
     def _note_admitted(self, plan: StepPlan | None) -> None:
         for request in plan.admitted if plan is not None else ():
@@ -456,7 +455,7 @@ class Engine:
             self._peers.fail(repr(sys.exception()))
         core.recover()
 
-    def _read(self, core: EngineCore) -> list[Progress]:
+    def _read(self, core: EngineCore) -> Progress:
         """Wait for the oldest step in flight, and let the scheduler know its tokens."""
         try:
             result = core.wait()
@@ -464,30 +463,23 @@ class Engine:
             with self._aborting_on_failure(core):
                 raise
         with self._aborting_on_failure(core):
-            return [core.update(result)]
+            return core.update(result)
 
-    def _deliver(self, known: Sequence[Progress]) -> dict[str, RequestOutput]:
+    def _deliver(self, step: Progress) -> dict[str, RequestOutput]:
         """Hand out what was read: text, log probabilities, ends. By the id of the request."""
-        outputs: dict[str, RequestOutput] = {}
-        for step in known:
-            outputs |= self._deliver_step(step)
-        return outputs
-
-    def _deliver_step(self, step: Progress) -> dict[str, RequestOutput]:
         result, now_s = step.result, time.monotonic()
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
         logprobs = None if result.logprobs is None else _by_token(result.logprobs)
-        width = 0 if result.logprobs is None else result.logprobs.logprob.shape[-1]  # rows of a step, with padding
         row_of = {} if logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
         outputs, num_output_tokens = {}, 0
         for request, num_tokens in step.progressed.items():
             group = self._group_of.get(request)
-            if group is None:  # a stop string of a step read together with this one has ended it
+            if group is None:  # a stop string has ended it
                 continue
-            rows = () if logprobs is None else range(row_of[request], num_tokens * width, width)
+            first = 0 if logprobs is None else row_of[request] * result.token_ids.shape[1]
             num_before = group.num_output_tokens(request)
-            stop = group.append(request, num_tokens, now_s, logprobs, rows)
+            stop = group.append(request, num_tokens, now_s, logprobs, range(first, first + num_tokens))
             num_new = group.num_output_tokens(request) - num_before
             self.stats.num_wasted_tokens += num_tokens - num_new  # those behind a stop string
             if stop is not None:
@@ -521,7 +513,7 @@ class Engine:
 
 
 def _by_token(logprobs: TokenLogprobs) -> TokenLogprobs:
-    """Log probabilities of a step, or of several with a leading axis of steps, on one axis of tokens."""
+    """Log probabilities of rows and rounds, on one axis of tokens."""
     num_axes, num_tokens = logprobs.logprob.ndim, logprobs.logprob.size
     return jax.tree.map(lambda x: x.reshape(num_tokens, *x.shape[num_axes:]), logprobs)
 

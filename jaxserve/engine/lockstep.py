@@ -41,7 +41,7 @@ class Scheduled(NamedTuple):
 
 
 class Updated(NamedTuple):
-    """The oldest plan in flight has these tokens: of each step that ran, of each row."""
+    """The oldest plan in flight has these tokens: of each row, as many as it sampled."""
 
     token_ids: list[list[int]]
 

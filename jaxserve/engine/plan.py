@@ -17,13 +17,18 @@ class StepPlan:
     as columns. An object per row and step would cost more to make than all else that a row in decode needs, and many
     of them alive at once set off full collections of garbage, each of them 0.1 s or more.
 
+    What happens may be less than planned: a row that has stopped, as a token of an earlier plan has shown the device,
+    computes nothing. `starts`, `counts` and `max_new` are upper bounds, for which there are pages.
+
     Attributes:
         step_id: counts plans from 0.
-        requests: one per row, at least one; its `pages` hold at least the tokens up to the end of the share.
+        requests: one per row, at least one; its `pages` hold all tokens that the row may compute.
         slots: of each row, in the per-request device state.
         starts: of each row: tokens computed before this step.
-        counts: of each row, at least 1. Ids are known except the last one's, if it is still on the device.
-        samples: of each row: the share reaches the request's last token, so a further one is sampled.
+        counts: of each row, at least 1: tokens computed at once. Ids are known except the last one's, if it is still
+            on the device.
+        max_new: of each row: tokens that it may sample. 0 where the share does not reach the request's last token; 1
+            where it does; more in a plan of several steps, in which each token but the last is computed, too.
         num_decode_tokens: tokens of rows that had exactly one token left, already running before this step.
         num_prefill_tokens: all other tokens.
         num_cached_tokens: tokens that this step's admissions found in the prefix cache.
@@ -33,9 +38,7 @@ class StepPlan:
         num_pages_used: pages that running requests own once the plan is made.
         wants_logprobs: whether any row does.
         wants_prompt_logprobs: whether any row does.
-        num_steps: of a burst, in each of which every row computes the token sampled by the one before; otherwise 1.
-            Becomes 0 when a burst that this one follows turns out to have ended early.
-        follows_burst: whether this is a burst planned beside another, as if that would run all its steps.
+        num_steps: the largest of `max_new`, and 1 at least: rounds that the device goes at most.
     """
 
     step_id: int
@@ -43,7 +46,7 @@ class StepPlan:
     slots: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     counts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
+    max_new: list[int] = field(default_factory=list)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
     num_cached_tokens: int = 0
@@ -54,7 +57,6 @@ class StepPlan:
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
     num_steps: int = 1
-    follows_burst: bool = False
 
     @property
     def num_rows(self) -> int:

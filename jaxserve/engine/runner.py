@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.batch import BatchLayout
+from jaxserve.engine.batch import AdmissionLayout, BatchLayout, StepUpload
 from jaxserve.engine.programs import ProgramStore
 from jaxserve.engine.step import (
     Program,
@@ -26,7 +26,7 @@ from jaxserve.engine.step import (
     StepOutput,
     abstract_slot_row,
     abstract_state,
-    make_serve_burst,
+    make_admit,
     make_serve_step,
     make_set_slot,
     step_options,
@@ -34,13 +34,13 @@ from jaxserve.engine.step import (
 from jaxserve.engine.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
-from jaxserve.sampling import LogprobLayout, SlotRow, TokenLogprobs
+from jaxserve.sampling import LogprobLayout, TokenLogprobs
 from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
-_Buckets = tuple[Iterable[int], Iterable[int]]  # of steps and of bursts
+_Buckets = tuple[Iterable[int], Iterable[int]]  # of programs of one round and of several
 
 
 _POLL_S = 0.01
@@ -49,22 +49,27 @@ COMPILE_THREADS = 2  # while the caller waits: tracing is Python's, and XLA itse
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step or burst sent back, as numpy arrays; logprobs only where the step computed them."""
+    """What a step sent back, as numpy arrays; log probabilities only where the step computed them."""
 
-    token_ids: NDArray[np.int32]  # [steps that ran, R]
-    logprobs: TokenLogprobs | None  # [R]; of a burst [steps that ran, R]
-    prompt_logprobs: TokenLogprobs | None
+    token_ids: NDArray[np.int32]  # [R, rounds]
+    num_tokens: NDArray[np.int32]  # [R]: of `token_ids`, those that a row sampled
+    logprobs: TokenLogprobs | None  # [R, rounds]
+    prompt_logprobs: TokenLogprobs | None  # [T]
+
+    def sampled(self, num_rows: int) -> list[list[int]]:
+        """Return the tokens that each of the first rows sampled."""
+        rows = zip(self.token_ids[:num_rows].tolist(), self.num_tokens[:num_rows].tolist(), strict=True)
+        return [token_ids[:count] for token_ids, count in rows]
 
 
 @dataclass
 class StepHandle:
-    """A dispatched step or burst. `output` becomes ready later; fetching waits for it."""
+    """A dispatched step. `output` becomes ready later; fetching waits for it."""
 
     output: StepOutput
     layout: LogprobLayout
     wants_logprobs: bool
     wants_prompt_logprobs: bool
-    is_burst: bool
 
     def is_ready(self) -> bool:
         """Whether fetching need not wait."""
@@ -72,23 +77,20 @@ class StepHandle:
 
     def fetch(self) -> StepResult:
         """Wait for the step and download what it was asked for."""
-        out = self.output
-        token_ids = np.atleast_2d(np.asarray(out.token_ids))
-        ran = token_ids[:, 0] >= 0
-        logprobs = prompt_logprobs = None
-        if self.wants_logprobs:
-            words = np.asarray(out.logprobs).reshape(*token_ids.shape, -1)[ran]
-            logprobs = self.layout.unpack(words if self.is_burst else words[0])
-        if self.wants_prompt_logprobs:
-            prompt_logprobs = self.layout.unpack(np.asarray(out.prompt_logprobs))
-        return StepResult(token_ids[ran], logprobs, prompt_logprobs)
+        out, unpack = self.output, self.layout.unpack
+        return StepResult(
+            np.asarray(out.token_ids),
+            np.asarray(out.num_tokens),
+            unpack(np.asarray(out.logprobs)) if self.wants_logprobs else None,
+            unpack(np.asarray(out.prompt_logprobs)) if self.wants_prompt_logprobs else None,
+        )
 
     def start_download(self) -> None:
         """Let what is wanted of the output come to the host as soon as it is there."""
-        wanted = [(self.output.token_ids, True), (self.output.logprobs, self.wants_logprobs)]
-        for array, is_wanted in (*wanted, (self.output.prompt_logprobs, self.wants_prompt_logprobs)):
-            if is_wanted:
-                array.copy_to_host_async()
+        out = self.output
+        wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
+        for array in (out.token_ids, out.num_tokens, *(array for array, is_wanted in wanted if is_wanted)):
+            array.copy_to_host_async()
 
 
 class Programs:
@@ -102,15 +104,16 @@ class Programs:
         schedule: sizes of steps and pool.
         kv_dtype: of the pool.
         backend: of attention.
-        max_burst_steps: of one dispatch.
+        max_steps: rounds that one dispatch may go.
         directory: where compiled programs are kept; None keeps none.
         cache_scope: what is entered while a program is compiled: XLA's cache, where whole programs are not kept.
         mesh: of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
         steps: the compiled steps, by bucket.
-        bursts: the compiled bursts, by bucket.
-        set_slot: the program that enters a request.
+        multi_steps: those that may go several rounds, by bucket; some are in both tables.
+        admit: the program that lets requests enter their slots.
+        set_slot: the program that enters what else there is to know of a request.
         num_devices: that the model is split over.
     """
 
@@ -122,7 +125,7 @@ class Programs:
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
-        max_burst_steps: int,
+        max_steps: int,
         directory: Path | None,
         cache_scope: Scope,
         mesh: Mesh | None,
@@ -130,10 +133,11 @@ class Programs:
         self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
-        self._max_burst_steps = max_burst_steps
+        self._max_steps = max_steps
         self.num_devices = 1 if mesh is None else mesh.size
         self.steps: dict[int, Compiled] = {}
-        self.bursts: dict[int, Compiled] = {}
+        self.multi_steps: dict[int, Compiled] = {}
+        self.admit: Compiled = None
         self.set_slot: Compiled = None
         self._make_state: Compiled = None
         self._closing = threading.Event()
@@ -144,7 +148,7 @@ class Programs:
         shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), (param_shapes, self.abstract_state()))
         devices = None if mesh is None else list(mesh.devices.flat)
         self._cache_scope = cache_scope
-        self._store = ProgramStore(directory, (arch, schedule, backend, max_burst_steps, shapes), devices)
+        self._store = ProgramStore(directory, (arch, schedule, backend, max_steps, shapes), devices)
 
     def abstract_state(self) -> ServeState:
         """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
@@ -164,23 +168,17 @@ class Programs:
         state: ServeState = self._make_state()
         return state
 
-    def lower(self, bucket: int) -> jax.stages.Lowered:
-        """The step of one bucket, traced and lowered but not compiled."""
+    def lower(self, bucket: int, *, multi_step: bool = False) -> jax.stages.Lowered:
+        """Trace and lower the step of one bucket, of one round or of several."""
         layout = BatchLayout.of(self.schedule, bucket)
-        step = make_serve_step(self.arch, layout, backend=self._backend, num_devices=self.num_devices)
-        return self._lower(step, layout)
-
-    def lower_burst(self, bucket: int) -> jax.stages.Lowered:
-        """The burst of one bucket, traced and lowered but not compiled."""
-        layout = BatchLayout.of(self.schedule, bucket)
-        burst = make_serve_burst(
+        step = make_serve_step(
             self.arch,
             layout,
             backend=self._backend,
-            max_steps=self._max_burst_steps,
+            max_steps=self.schedule.max_steps(bucket, self._max_steps) if multi_step else 1,
             num_devices=self.num_devices,
         )
-        return self._lower(burst, layout)
+        return self._lower(step, layout)
 
     def _lower(self, program: Program, layout: BatchLayout) -> jax.stages.Lowered:
         params, state, blob = self.param_shapes, self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
@@ -206,13 +204,13 @@ class Programs:
         for it, and the exit would take its client away.
         """
         buckets = self.schedule.buckets()
-        bursts = self.schedule.burst_buckets(self._max_burst_steps)
+        multi_steps = self.schedule.multi_step_buckets(self._max_steps)
         decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # of a full batch: wanted first
         rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
         first, later = {
-            "all": ((buckets, bursts), ((), ())),
-            "background": (((buckets[0], buckets[-1]), ()), (rest, bursts)),
-            "minimal": (((buckets[0], buckets[-1]), bursts[-1:]), ((), ())),
+            "all": ((buckets, multi_steps), ((), ())),
+            "background": (((buckets[0], buckets[-1]), ()), (rest, multi_steps)),
+            "minimal": (((buckets[0], buckets[-1]), multi_steps[-1:]), ((), ())),
         }[compile_ahead]
         ready = threading.Event()
         self._compiled.clear()
@@ -226,7 +224,7 @@ class Programs:
         self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Programs | None"
     ) -> None:
         try:
-            self.set_slot = self._compile_set_slot()
+            self.admit, self.set_slot = self._compile_admit(), self._compile_set_slot()
             self._compile(*first, num_threads=COMPILE_THREADS)
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
@@ -241,25 +239,34 @@ class Programs:
             self._compiled.set()
             ready.set()
 
-    def _compile(self, buckets: Iterable[int], bursts: Iterable[int], num_threads: int = 1) -> None:
+    def _compile(self, buckets: Iterable[int], multi_steps: Iterable[int], num_threads: int = 1) -> None:
         """Compile what is missing of some buckets, in order, several at a time."""
-        single = self.schedule.step_buckets(self._max_burst_steps)
+        single = self.schedule.step_buckets(self._max_steps)
         shared = [bucket for bucket in buckets if bucket not in single]
         jobs = [partial(self._compile_step, bucket) for bucket in buckets if bucket in single]
-        jobs += [partial(self._compile_burst, bucket) for bucket in dict.fromkeys([*shared, *bursts])]
+        jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *multi_steps])]
         run_all(jobs, num_threads, self._closing)
-        logger.debug("compiled steps of %s tokens and bursts of %s rows", sorted(self.steps), sorted(self.bursts))
+        logger.debug("compiled steps of %s tokens, of several rounds %s", sorted(self.steps), sorted(self.multi_steps))
 
     def _compile_step(self, bucket: int) -> None:
         if bucket not in self.steps:
             self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
 
-    def _compile_burst(self, bucket: int) -> None:
-        program = self.bursts.get(bucket)  # `close` may clear the table meanwhile
+    def _compile_multi_step(self, bucket: int) -> None:
+        program = self.multi_steps.get(bucket)  # `close` may clear the table meanwhile
         if program is None:
-            program = self.bursts[bucket] = self._get(f"burst {bucket}", partial(self.lower_burst, bucket))
-        if bucket not in self.schedule.step_buckets(self._max_burst_steps):
+            program = self._get(f"multi-step {bucket}", partial(self.lower, bucket, multi_step=True))
+            self.multi_steps[bucket] = program
+        if bucket not in self.schedule.step_buckets(self._max_steps):
             self.steps[bucket] = program
+
+    def _compile_admit(self) -> Compiled:
+        layout = AdmissionLayout.of(self.schedule)
+        args = (self.abstract_state(), self._operand((layout.blob.size,), jnp.int32))
+        program = make_admit(layout)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, args, specs_of(args[0]))
+        return self._get("admit", partial(jax.jit(program, donate_argnums=0).lower, *args))
 
     def _compile_set_slot(self) -> Compiled:
         state = self.abstract_state()
@@ -283,13 +290,13 @@ class Programs:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
         return min(b for b in tuple(self.steps) if b >= num_tokens)
 
-    def burst_bucket_for(self, num_rows: int) -> int | None:
-        """The smallest compiled bucket that can burst `num_rows` rows in decode."""
-        return min((b for b in tuple(self.bursts) if b >= num_rows), default=None)
+    def multi_step_bucket_for(self, num_rows: int) -> int | None:
+        """The smallest compiled bucket in which `num_rows` rows in decode can go several rounds."""
+        return min((b for b in tuple(self.multi_steps) if b >= num_rows), default=None)
 
-    def wait_for(self, bucket: int, *, burst: bool) -> None:
+    def wait_for(self, bucket: int, *, multi_step: bool) -> None:
         """Block until one bucket is compiled; RuntimeError if it never will be."""
-        programs = self.bursts if burst else self.steps
+        programs = self.multi_steps if multi_step else self.steps
         while bucket not in programs:
             if self._compiled.wait(_POLL_S) and bucket not in programs:
                 raise self._compile_error or RuntimeError(f"there is no program for {bucket} tokens here")
@@ -304,8 +311,8 @@ class Programs:
         """Let go of all programs, and compile none after the one at hand, for which nobody waits."""
         self._closing.set()
         self.steps.clear()
-        self.bursts.clear()
-        self.set_slot = None
+        self.multi_steps.clear()
+        self.admit = self.set_slot = None
 
     def _stop(self) -> None:
         """Before jax cleans up at exit, which ends badly while XLA compiles."""
@@ -322,7 +329,7 @@ class Runner:
         schedule: sizes of steps and pool.
         kv_dtype: of the pool.
         backend: of attention.
-        max_burst_steps: of one dispatch.
+        max_steps: rounds that one dispatch may go.
         programs_dir: where compiled programs are kept; None keeps none.
         cache_scope: what is entered while a program is compiled: XLA's cache, where whole programs are not kept.
         mesh: of the devices that the model is split over; None where the first device has all of it.
@@ -341,7 +348,7 @@ class Runner:
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
-        max_burst_steps: int = 1,
+        max_steps: int = 1,
         programs_dir: Path | None = None,
         cache_scope: Scope = contextlib.nullcontext,
         mesh: Mesh | None = None,
@@ -355,7 +362,7 @@ class Runner:
             schedule,
             kv_dtype=kv_dtype,
             backend=backend,
-            max_burst_steps=max_burst_steps,
+            max_steps=max_steps,
             directory=programs_dir,
             cache_scope=cache_scope,
             mesh=mesh,
@@ -420,25 +427,25 @@ class Runner:
 
     # Steps
 
-    def set_slot(self, slot: int, row: SlotRow) -> None:
-        """Replace what the device remembers of a slot."""
-        self.state = self.programs.set_slot(self.state, np.int32(slot), row)
-
     def run(
         self,
-        blob: NDArray[np.int32],
+        upload: StepUpload,
         bucket: int,
         *,
         wants_logprobs: bool = False,
         wants_prompt_logprobs: bool = False,
-        burst: bool = False,
+        multi_step: bool = False,
     ) -> StepHandle:
-        """Dispatch one step or burst: one upload, one program, and the download under way."""
+        """Dispatch one step: one upload, one program, and the download under way. Admissions go before it."""
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
-        programs = self.programs.bursts if burst else self.programs.steps
-        self.state, output = programs[bucket](self.params, self.state, blob)
-        handle = StepHandle(output, self._logprob_layout, wants_logprobs, wants_prompt_logprobs, burst)
+        for blob in upload.admissions:
+            self.state = self.programs.admit(self.state, blob)
+        for slot, row in upload.slot_rows:
+            self.state = self.programs.set_slot(self.state, np.int32(slot), row)
+        programs = self.programs.multi_steps if multi_step else self.programs.steps
+        self.state, output = programs[bucket](self.params, self.state, upload.blob)
+        handle = StepHandle(output, self._logprob_layout, wants_logprobs, wants_prompt_logprobs)
         handle.start_download()
         return handle
 

@@ -25,16 +25,20 @@ keeps its pages while the plan is made, so that no page registered by it can be 
 A chunk that does not complete its prefill takes the rest of the budget. So no sibling is admitted while the pages of
 its prompt are only partly planned, and a prefix is computed once however many requests begin with it.
 
-Bursts. A plan of several steps gives every running row, all of them in decode, a token per step. `most_steps()` says
-when that is possible. The device may end it early, so only another burst is planned beside it, which the device does
-not run in that case: a chain, whose first burst is planned when all tokens are read. `must_update_first()` says when to
-read them. `update()` takes back the steps that did not run, and with a burst that ended early those that follow it.
-Pages are allocated for all steps; those left unused stay with their rows, which need them next.
+Upper bounds. What the device computes may be less than was planned: it stops a row with its last token, and goes on
+with the others. `num_computed_tokens` counts what plans allow for, `update()` takes back what did not happen. A plan
+made meanwhile needs no condition: a row that has stopped computes nothing in it, and one that goes on is where the plan
+has it at most, for which its pages were allocated. Of a prompt, all that was planned is computed. Of an output, all but
+the last known token are computed for certain, because each token is sampled from the one before; only pages of these
+are registered.
+
+Waiting. A request whose `waits_for_tokens` is set goes on when the host has read its last token: it is BLOCKED from a
+plan that samples for it to the update of that plan, keeps slot and pages, and others go on meanwhile.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from jaxserve.config import prefill_share
@@ -44,6 +48,8 @@ from jaxserve.engine.prefix_cache import PrefixCache
 from jaxserve.errors import RequestError
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.router import ROW_CHARGE_TOKENS
+
+_RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
 
 
 class Scheduler:
@@ -93,7 +99,6 @@ class Scheduler:
         self._num_waiting_pages = 0  # that the start of all waiting requests takes
         self._next_step_id = 0
         self._last_updated_step_id = -1
-        self._chain: deque[StepPlan] = deque()  # bursts not updated yet; one may follow the one before it
 
     @property
     def num_waiting(self) -> int:
@@ -161,10 +166,6 @@ class Scheduler:
         self._cache.reset()
         self._unshared.update(self._running.values())
 
-    def forget_plans(self) -> None:
-        """Drops the plans that were not updated and never will be; their requests have all been finished."""
-        self._chain.clear()
-
     # Placement among several schedulers
 
     def check_fits(self, request: Request) -> None:
@@ -221,36 +222,27 @@ class Scheduler:
     # One step
 
     def most_steps(self, limit: int) -> int:
-        """How many steps, at most `limit`, the running rows can go on as they are; 1 is no burst.
+        """Return how many steps, at most `limit`, one plan may have: all rows are in decode, and their pages are there.
 
-        Until then none ends by length before the last step or computes its prompt, nobody can join, and all pages are
-        there. A stop string may end a row earlier: the host finds it afterwards and drops the tokens that follow.
+        One where a request could join sooner: a row that ends gives its slot to one that waits for it.
         """
-        rows = self._running.values()
-        if limit < 2 or not rows or (self._waiting and self._free_slots):
+        if limit < 2 or not self._running or (self._waiting and self._free_slots):
             return 1
-        if any(_in_prefill(request) for request in rows):
+        if self._num_prefill_tokens:
             return 1
-        num_steps = min(limit, *(request.max_total_tokens - request.num_tokens for request in rows))
+        left = [request.max_total_tokens - request.num_tokens for request in self._running.values()]
+        num_steps = min(limit, (min if self._waiting else max)(left))
         while num_steps > 1 and self._num_pages_short(num_steps) > self._cache.num_free:
             num_steps //= 2
         return max(num_steps, 1)
 
-    def must_update_first(self, max_steps: int) -> bool:
-        """Whether `schedule(max_steps)` needs the tokens in flight: steps go beside steps, and bursts beside bursts."""
-        goes_in_burst = self.most_steps(max_steps) > 1
-        return not goes_in_burst if self._in_burst() else goes_in_burst and self._has_pending_tokens()
-
     def schedule(self, max_steps: int = 1) -> StepPlan | None:
-        """Plans the next step, or None when nothing can run; a burst of up to `max_steps` beside none or another burst.
+        """Plan the next step, or up to `max_steps` at once; None when nothing can run.
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
         """
         self.num_schedules += 1
-        plan = StepPlan(self._next_step_id, follows_burst=self._in_burst())
-        if max_steps > 1 and (plan.follows_burst or not self._has_pending_tokens()):
-            plan.num_steps = self.most_steps(max_steps)
-        assert plan.num_steps > 1 or not plan.follows_burst, "a burst must be updated before a plan of one step is made"
+        plan = StepPlan(self._next_step_id, num_steps=self.most_steps(max_steps))
         held_back = self._rows_to_hold_back()
         self._schedule_running(plan, held_back)
         if not plan.preempted:
@@ -261,37 +253,38 @@ class Scheduler:
             return None
         self._next_step_id += 1
         if plan.num_steps > 1:
-            self._chain.append(plan)
+            plan.num_steps = max(plan.max_new)
         plan.slots = [request.slot for request in plan.requests]
         plan.num_pages_used = self.num_pages_used
         return plan
 
-    def update(self, plan: StepPlan, *steps: Sequence[int]) -> dict[Request, int]:
-        """Takes the token ids that the device sampled for `plan`, of each step that ran one per row.
+    def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> dict[Request, int]:
+        """Take the token ids that each row of `plan` has sampled, as many as the device came to.
 
-        Ids of rows that do not sample are ignored. Returns how many tokens each request got, in row order; those that
-        they ended are FINISHED.
+        Returns how many tokens each request got, in row order; those that they ended are FINISHED.
         """
-        num_skipped = plan.num_steps - len(steps)
-        assert 0 <= num_skipped < max(plan.num_steps, 1), f"{plan.num_steps} steps cannot have run as {len(steps)}"
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
-        if self._chain and self._chain[0] is plan:
-            self._chain.popleft()
-            if num_skipped:
-                self._take_back(plan, num_skipped)
-                self._take_back_chain()
         progressed: dict[Request, int] = {}
-        for sampled in steps:
-            self._take_step(plan, sampled, progressed)
+        for request, most, token_ids in zip(plan.requests, plan.max_new, sampled, strict=True):
+            assert len(token_ids) <= most, f"a row that may sample {most} tokens cannot have sampled {len(token_ids)}"
+            if request.status is RequestStatus.FINISHED:
+                self.num_wasted_tokens += len(token_ids)
+                continue
+            if most > len(token_ids):
+                self._take_back(request, most - len(token_ids))
+            if most and request.status is RequestStatus.BLOCKED:
+                request.status = RequestStatus.RUNNING
+            if num_taken := self._append(request, token_ids):
+                progressed[request] = num_taken
         return progressed
 
     def check_integrity(self) -> None:
         """Asserts that pages and slots are conserved and that every request is where its status says."""
         owners: dict[int, int] = {}
         for request in self._running.values():
-            assert request.status is RequestStatus.RUNNING, f"{request.request_id} runs as {request.status}"
-            # More than that only what a burst has left.
+            assert request.status in _RUNS, f"{request.request_id} runs as {request.status}"
+            # More than that only what a plan of several steps has left.
             assert len(request.pages) >= self._num_pages_for(request.num_computed_tokens), request
             assert len(request.pages) <= self._num_pages_for(request.max_total_tokens - 1), request
             for page in request.pages:
@@ -322,7 +315,13 @@ class Scheduler:
         if not (self._waiting and self._free_slots) and not any(map(_in_prefill, rows)):
             return []
         # Rows at their length limit compute nothing more: `_can_decode`.
-        in_decode = [row for row in rows if not _in_prefill(row) and row.num_tokens < row.max_total_tokens]
+        in_decode = [
+            row
+            for row in rows
+            if row.status is RequestStatus.RUNNING
+            and not _in_prefill(row)
+            and row.num_tokens < row.max_total_tokens
+        ]
         in_decode.sort(key=lambda request: (request.slot - self._next_held_slot) % self.max_num_seqs)
         return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
 
@@ -335,20 +334,26 @@ class Scheduler:
             rows = [request for request in rows if request not in held]
         for request in rows:
             start = request.num_computed_tokens
+            most = num_steps
             if start + num_steps > request.quiet_until:
+                if request.status is RequestStatus.BLOCKED:
+                    continue
                 if _in_prefill(request):
                     in_prefill.append(request)
                     continue
-                if not self._can_decode(request, plan):
+                most = min(num_steps, request.max_total_tokens - request.num_tokens)
+                if request.waits_for_tokens:
+                    most = min(most, 1)
+                if not self._can_decode(request, most, plan):
                     continue
-            request.num_computed_tokens = start + num_steps
+            request.num_computed_tokens = start + most
             plan.requests.append(request)
             plan.starts.append(start)
+            plan.max_new.append(most)
         plan.num_decode_tokens = plan.num_rows
         plan.counts = [1] * plan.num_rows
-        plan.samples = [True] * plan.num_rows
         for request in in_prefill:
-            if request.status is not RequestStatus.RUNNING:  # preempted for an older one
+            if request.status not in _RUNS:  # preempted for an older one
                 continue
             num_tokens = min(_num_remaining(request), self._budget_left(plan))
             if num_tokens and self._allocate_or_preempt(request, num_tokens, plan):
@@ -365,27 +370,29 @@ class Scheduler:
                 break
             num_missing -= 1
             has_page = len(request.pages) * self.page_size > request.num_computed_tokens or self._cache.num_free
-            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, plan):
+            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, 1, plan):
                 plan.requests.append(request)
                 plan.starts.append(request.num_computed_tokens)
                 plan.counts.append(1)
-                plan.samples.append(True)
+                plan.max_new.append(1)
                 plan.num_decode_tokens += 1
                 request.num_computed_tokens += 1
         if num_missing:
             self._next_held_slot = (held_back[num_missing - 1].slot + 1) % self.max_num_seqs
 
-    def _can_decode(self, request: Request, plan: StepPlan) -> bool:
+    def _can_decode(self, request: Request, most: int, plan: StepPlan) -> bool:
         """Whether a row in decode goes on; if so, its pages are there, and `quiet_until` says for how long."""
         # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
         if request.num_tokens >= request.max_total_tokens:
             return False
-        if not self._allocate_or_preempt(request, plan.num_steps, plan):
+        if not self._allocate_or_preempt(request, most, plan):
             return False
         if request.params.logprobs is not None:
             plan.wants_logprobs = True
-        else:
+        elif not request.waits_for_tokens:
             request.quiet_until = min(len(request.pages) * self.page_size, request.max_total_tokens - 1)
+        if request.waits_for_tokens:
+            request.status = RequestStatus.BLOCKED
         return True
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
@@ -475,45 +482,39 @@ class Scheduler:
         plan.requests.append(request)
         plan.starts.append(start)
         plan.counts.append(num_tokens)
-        plan.samples.append(samples)
+        plan.max_new.append(int(samples))
+        if samples and request.waits_for_tokens:
+            request.status = RequestStatus.BLOCKED
         plan.wants_logprobs |= samples and request.params.logprobs is not None
         plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
-        self._register_full_pages(request, start)
+        self._register_full_pages(request, start, request.num_computed_tokens)
 
     # Parts of update()
 
-    def _take_back(self, plan: StepPlan, num_steps: int) -> None:
-        """Counts the last steps of a burst as not computed."""
-        for request in plan.requests:
-            if request.status is RequestStatus.RUNNING:
-                request.num_computed_tokens -= num_steps
+    def _take_back(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that the device did not come to as not computed."""
+        if request.status in _RUNS:
+            request.num_computed_tokens -= num_tokens
+            request.quiet_until = 0
+        else:
+            request.num_tokens_when_preempted -= num_tokens
 
-    def _take_back_chain(self) -> None:
-        """Takes back the bursts that the device does not run after one that ended early."""
-        while self._chain and self._chain[0].follows_burst:
-            burst = self._chain.popleft()
-            self._take_back(burst, burst.num_steps)
-            burst.num_steps = 0
-
-    def _take_step(self, plan: StepPlan, sampled: Sequence[int], progressed: dict[Request, int]) -> None:
-        """Appends one token to each request that sampled, and counts it."""
-        finished = RequestStatus.FINISHED
-        for request, samples, token_id in zip(plan.requests, plan.samples, sampled, strict=True):
-            if not samples:
-                continue
-            if request.status is finished:
-                self.num_wasted_tokens += 1
-                continue
-            output = request.output_token_ids
+    def _append(self, request: Request, token_ids: Sequence[int]) -> int:
+        """Append tokens until one ends the request; returns how many those are."""
+        output = request.output_token_ids
+        for num_taken, token_id in enumerate(token_ids, start=1):
             output.append(token_id)
-            progressed[request] = progressed.get(request, 0) + 1
             if token_id in request.stop_ids or len(output) >= request.review_at:
                 self._review(request)
+                if request.status is RequestStatus.FINISHED:
+                    self.num_wasted_tokens += len(token_ids) - num_taken
+                    return num_taken
+        return len(token_ids)
 
     def _review(self, request: Request) -> None:
         """Looks at a request whose last token may end it or come behind a full page."""
         num_known = request.num_known_tokens
-        self._register_full_pages(request, num_known - 2)
+        self._register_full_pages(request, num_known - 2, min(num_known - 1, request.num_computed_tokens))
         if request.output_token_ids[-1] in request.stop_ids and _may_stop(request):
             self._end(request, FinishReason.STOP)
         elif num_known == request.max_total_tokens:
@@ -523,24 +524,16 @@ class Scheduler:
 
     # Parts of both
 
-    def _in_burst(self) -> bool:
-        """Whether a burst is in flight whose end decides where a running row goes on."""
-        return any(r.status is RequestStatus.RUNNING for burst in self._chain for r in burst.requests)
-
-    def _has_pending_tokens(self) -> bool:
-        return any(request.num_pending_tokens for request in self._running.values())
-
-    def _register_full_pages(self, request: Request, start: int) -> None:
-        """Registers the pages, from the one of position `start` on, whose tokens are all computed and known."""
-        first = start // self.page_size
-        stop = min(request.num_computed_tokens, request.num_known_tokens) // self.page_size
+    def _register_full_pages(self, request: Request, start: int, stop: int) -> None:
+        """Register the full pages of positions [start, stop), whose tokens are known and certain to be computed."""
+        first, stop = start // self.page_size, stop // self.page_size
         if first >= stop or request in self._unshared:
             return
         for page_hash, page in zip(self._cache.hashes(request)[first:stop], request.pages[first:stop], strict=True):
             self._cache.register(page_hash, page)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
-        if request.status is RequestStatus.RUNNING:
+        if request.status in _RUNS:
             self._stop_running(request)
         else:
             self._dequeue(request)

@@ -1,6 +1,11 @@
 """serve_step: the one program of the engine. Tokens in, sampled tokens out, the pool updated in place.
 
-serve_burst runs the same step several times over, for rows in decode, without the host in between.
+It may go several rounds: each row that samples goes on with what it sampled, without the host in between, until it
+stops or has the tokens that were planned for it.
+
+Sequences live here, by slot: how long they are, where their pages are, how they are sampled, whether they have ended.
+The host plans with upper bounds and reads later what became of them. A row that has stopped computes nothing, in this
+plan or in any later one, until another request is admitted to its slot.
 """
 
 from __future__ import annotations
@@ -20,7 +25,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.batch import MAX_STOP_IDS, BatchLayout, StepBatch
+from jaxserve.engine.batch import (
+    ADMITTED_STOP_IDS,
+    MAX_STOP_IDS,
+    RECORD_WORDS,
+    AdmissionLayout,
+    BatchLayout,
+    PageEntries,
+    StepBatch,
+)
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
@@ -28,6 +41,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import Pages, new_pages, rag
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.sampling import (
     LogprobLayout,
+    SamplingRows,
     SlotRow,
     SlotTable,
     TokenLogprobs,
@@ -48,12 +62,77 @@ LOGPROB_BLOCK = 64  # positions whose logprobs are computed at once: of all toke
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
+class Sequences:
+    """Sequences by slot, S of them; a request keeps its slot while it runs.
+
+    Attributes:
+        length: tokens computed so far, whose keys and values are in the pool.
+        max_len: tokens at which the sequence ends.
+        stopped: whether it has ended.
+        page_table: its pages, M at most.
+        records: words of SAMPLING_RECORD.
+    """
+
+    length: Int[Array, " S"]
+    max_len: Int[Array, " S"]
+    stopped: Bool[Array, " S"]
+    page_table: Int[Array, "S M"]
+    records: Int[Array, "S words"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
 class ServeState:
     """What lives on the device between steps; donated to every step and returned by it."""
 
     kv_pages: Pages  # in the layout of the attention backend
-    slots: SlotTable  # tokens, their counts, biases and stop ids of every running request
-    burst_cut: Bool[Array, ""]  # whether the last burst ran fewer steps than it was to
+    sequences: Sequences
+    slots: SlotTable  # what sampling looks at: tokens, their counts, biases and stop ids
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Rows:
+    """The rows of one round, R of them, as the device finds them. A row that has stopped has no tokens.
+
+    Attributes:
+        slot: the slot of each row.
+        start: tokens computed before.
+        q_lens: tokens to compute.
+        cu_q_lens: the first token of each row, and the end of the last.
+        samples: whether the row's last token is the last of its sequence, so that a further one is sampled.
+    """
+
+    slot: Int[Array, " R"]
+    start: Int[Array, " R"]
+    q_lens: Int[Array, " R"]
+    cu_q_lens: Int[Array, " R1"]
+    samples: Bool[Array, " R"]
+
+    @property
+    def kv_lens(self) -> Int[Array, " R"]:
+        """Tokens of each sequence once this round's are computed."""
+        return self.start + self.q_lens
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Tokens:
+    """The token axis of one round, T long.
+
+    Attributes:
+        row: the row of each token; clipped to a valid one for padding.
+        position: the position of each token in its sequence; 0 or more for padding.
+        live: whether the token is not padding.
+        planned: where the token is on the token axis that the host packed, from which stopped rows are not missing.
+        token_ids: ids; any for padding.
+    """
+
+    row: Int[Array, " T"]
+    position: Int[Array, " T"]
+    live: Bool[Array, " T"]
+    planned: Int[Array, " T"]
+    token_ids: Int[Array, " T"]
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
@@ -84,11 +163,23 @@ def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTa
     )
 
 
+def new_sequences(schedule: ScheduleConfig) -> Sequences:
+    """Sequences before the first request: slots whose rows compute nothing."""
+    S = schedule.max_num_seqs
+    return Sequences(
+        length=jnp.zeros(S, jnp.int32),
+        max_len=jnp.zeros(S, jnp.int32),
+        stopped=jnp.ones(S, bool),
+        page_table=jnp.zeros((S, schedule.max_pages_per_row), jnp.int32),
+        records=jnp.zeros((S, RECORD_WORDS), jnp.int32),
+    )
+
+
 def new_state(arch: ArchConfig, schedule: ScheduleConfig, *, kv_dtype: DTypeLike, backend: str) -> ServeState:
     """The state before the first step, all zero: the pool, and what each slot remembers."""
     pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
     slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
-    return ServeState(kv_pages=pool, slots=slots, burst_cut=jnp.bool_(False))
+    return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots)
 
 
 def abstract_state(
@@ -112,16 +203,18 @@ def abstract_state(
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class StepOutput:
-    """What a step or burst sends back. Entries of rows that did not sample are meaningless.
+    """What a step sends back. Entries of rows that did not sample are meaningless.
 
     Attributes:
-        token_ids: of a burst one row per step; those of steps that did not run are -1.
+        token_ids: the tokens that each row sampled, one per round.
+        num_tokens: how many they are.
         logprobs: of `token_ids`, as `TokenLogprobs.pack` lays them out; zeros unless the step wants logprobs.
-        prompt_logprobs: per token of the (first) step, of the token after it; zeros unless wanted.
+        prompt_logprobs: per token that the host packed for the first round, of the token after it; zeros unless wanted.
     """
 
-    token_ids: Int[Array, "*steps R"]
-    logprobs: Int[Array, "*steps R words"]
+    token_ids: Int[Array, "R steps"]
+    num_tokens: Int[Array, " R"]
+    logprobs: Int[Array, "R steps words"]
     prompt_logprobs: Int[Array, "T words"]
 
 
@@ -168,6 +261,7 @@ def paged_attend(
 
 
 Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
+Admit = Callable[[ServeState, Array], ServeState]
 SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
 ReadLogprobs = Callable[[Array, Array, int], TokenLogprobs]  # of logits [N, V], ids [N] and how many of the top
 
@@ -224,60 +318,57 @@ class Model:
         )
 
 
-def make_serve_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, num_devices: int = 1) -> Program:
-    """The step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map."""
+def make_serve_step(
+    arch: ArchConfig, layout: BatchLayout, *, backend: str, max_steps: int = 1, num_devices: int = 1
+) -> Program:
+    """The step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map.
+
+    Args:
+        arch: of the whole model.
+        layout: of the bucket.
+        backend: of attention.
+        max_steps: rounds that one dispatch may go.
+        num_devices: that the model is split over.
+    """
     model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
+    R, num_words = layout.num_rows, model.logprobs.num_words
 
     def serve_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
-        return _step(params, state, layout.unpack(blob), model)
+        batch = layout.unpack(blob)
+        sequences = _set_pages(state.sequences, batch.new_pages)
+        state = dataclasses.replace(state, sequences=sequences)
+        if max_steps == 1:
+            return _round(params, state, batch, jnp.int32(0), model)
+
+        def goes_on(carry: tuple[ServeState, StepOutput, Array]) -> Bool[Array, ""]:
+            state, _, index = carry
+            return jnp.any(_takes_part(state.sequences, batch, index))
+
+        def run(carry: tuple[ServeState, StepOutput, Array]) -> tuple[ServeState, StepOutput, Array]:
+            state, outputs, index = carry
+            state, out = _round(params, state, batch, index, model)
+            outputs = StepOutput(
+                token_ids=lax.dynamic_update_slice(outputs.token_ids, out.token_ids, (0, index)),
+                num_tokens=outputs.num_tokens + out.num_tokens,
+                logprobs=lax.dynamic_update_slice(outputs.logprobs, out.logprobs, (0, index, 0)),
+                prompt_logprobs=jnp.where(index == 0, out.prompt_logprobs, outputs.prompt_logprobs),
+            )
+            return state, outputs, index + 1
+
+        outputs = StepOutput(
+            token_ids=jnp.zeros((R, max_steps), jnp.int32),
+            num_tokens=jnp.zeros(R, jnp.int32),
+            logprobs=jnp.zeros((R, max_steps, num_words), jnp.int32),
+            prompt_logprobs=jnp.zeros((layout.num_tokens, num_words), jnp.int32),
+        )
+        state, outputs, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0)))
+        return state, outputs
 
     return serve_step
 
 
-def make_serve_burst(
-    arch: ArchConfig, layout: BatchLayout, *, backend: str, max_steps: int, num_devices: int = 1
-) -> Program:
-    """Up to `max_steps` decode steps of one bucket, to be jitted as those of `make_serve_step`.
-
-    In a dispatch of several steps every row has one token, and pages for all; a single step may be any. Ends after
-    `num_steps` steps, or with the first stop id. One that `follows_burst` was planned as if that would run all its
-    steps; if it did not, this one runs none.
-    """
-    model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
-
-    def serve_burst(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
-        batch = layout.unpack(blob)
-        num_steps = jnp.minimum(batch.num_steps, max_steps)
-        void = state.burst_cut & (batch.follows_burst > 0)
-
-        def goes_on(carry: tuple[ServeState, StepOutput, Array, Array]) -> Bool[Array, ""]:
-            _, _, step, stopped = carry
-            return (step < num_steps) & ~stopped
-
-        def run(carry: tuple[ServeState, StepOutput, Array, Array]) -> tuple[ServeState, StepOutput, Array, Array]:
-            state, outputs, step, _ = carry
-            state, out = _step(params, state, _later(batch, step), model)
-            outputs = StepOutput(
-                token_ids=outputs.token_ids.at[step].set(out.token_ids),
-                logprobs=outputs.logprobs.at[step].set(out.logprobs),
-                prompt_logprobs=out.prompt_logprobs,
-            )
-            return state, outputs, step + 1, _any_stops(batch, out.token_ids)
-
-        R, num_words = layout.num_rows, model.logprobs.num_words
-        outputs = StepOutput(
-            token_ids=jnp.full((max_steps, R), -1, jnp.int32),
-            logprobs=jnp.zeros((max_steps, R, num_words), jnp.int32),
-            prompt_logprobs=jnp.zeros((layout.num_tokens, num_words), jnp.int32),
-        )
-        state, outputs, step, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0), void))
-        return dataclasses.replace(state, burst_cut=step < num_steps), outputs
-
-    return serve_burst
-
-
 def step_options(device_kind: str) -> dict[str, str | bool]:
-    """Options of XLA for the programs of steps and bursts on such devices.
+    """Options of XLA for the programs of steps on such devices.
 
     For TPU7x it would copy all weights in front of the loop over the layers, in every step: into tiles of twice as many
     rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone. On a CPU
@@ -289,75 +380,107 @@ def step_options(device_kind: str) -> dict[str, str | bool]:
     return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"} if device_kind.startswith("TPU7x") else {}
 
 
-def _step(params: Params, state: ServeState, batch: StepBatch, model: Model) -> tuple[ServeState, StepOutput]:
-    split = model.split
+def _round(
+    params: Params, state: ServeState, batch: StepBatch, index: Int[Array, ""], model: Model
+) -> tuple[ServeState, StepOutput]:
+    """One round: the first computes what was planned for each row, the others a token that was sampled before."""
+    split, sequences = model.split, state.sequences
     draw, read_logprobs = (split.sample, split.token_logprobs) if split else (sample, token_logprobs)
-    row_ids, positions = locate_tokens(batch)
-    token_ids = _input_ids(batch, state.slots, row_ids, positions)
-    carry = AttentionCarry(state.kv_pages, batch.kv_lens, batch.page_table, batch.cu_q_lens, batch.num_rows)
-    hidden, carry = decoder.forward(params, model.arch, token_ids, positions, model.attend, carry)
-    logits = decoder.compute_logits(params, hidden.at[batch.cu_q_lens[1:] - 1].get(mode="clip"))
+    rows = _rows(sequences, batch, index)
+    tokens = _tokens(batch, rows, state.slots, index)
+    page_table = sequences.page_table.at[rows.slot].get(mode="clip")
+    carry = AttentionCarry(state.kv_pages, rows.kv_lens, page_table, rows.cu_q_lens, batch.num_rows)
+    hidden, carry = decoder.forward(params, model.arch, tokens.token_ids, tokens.position, model.attend, carry)
+    logits = decoder.compute_logits(params, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
+    sampling = SamplingRows(sequences.records.at[rows.slot].get(mode="clip"), rows.kv_lens, rows.samples)
     with jax.named_scope("sample"):
-        sampled = draw(logits, batch.sampling, state.slots, batch.base_seed)
-        slots = _remember(state.slots, batch, sampled, split.first_id if split else 0)
+        sampled = draw(logits, sampling, state.slots, batch.base_seed)
+        slots = _remember(state.slots, rows, tokens, sampled)
+        counts = count_sampled(slots.token_counts, sampling, sampled, split.first_id if split else 0)
     with jax.named_scope("logprobs"):
         logprobs, prompt_logprobs = _logprobs(
-            params, batch, read_logprobs, model.logprobs, logits, sampled, hidden, row_ids
+            params, batch, rows, tokens, read_logprobs, model.logprobs, logits, sampled, hidden
         )
-    out = StepOutput(sampled, logprobs, prompt_logprobs)
-    return dataclasses.replace(state, kv_pages=carry.kv_pages, slots=slots), out
+    state = ServeState(
+        kv_pages=carry.kv_pages,
+        sequences=_advance(sequences, rows, sampling, slots, sampled),
+        slots=dataclasses.replace(slots, token_counts=counts),
+    )
+    num_tokens = rows.samples.astype(jnp.int32)
+    return state, StepOutput(sampled[:, None], num_tokens, logprobs[:, None], prompt_logprobs)
 
 
-def _later(batch: StepBatch, step: Int[Array, ""]) -> StepBatch:
-    """The batch as it is `step` steps later: each row one token longer per step, the last one in its history."""
-    token_ids = jnp.where(step > 0, -1, batch.token_ids)
-    return dataclasses.replace(batch, token_ids=token_ids, kv_lens=batch.kv_lens + step)
+def _set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:
+    table = sequences.page_table.at[entries.slot, entries.column].set(entries.page, mode="drop")
+    return dataclasses.replace(sequences, page_table=table)
 
 
-def _any_stops(batch: StepBatch, sampled: Int[Array, " R"]) -> Bool[Array, ""]:
-    stops = jnp.any(sampled[:, None] == batch.stop_ids, axis=1)  # [R]
-    return jnp.any(stops & batch.live)
+def _takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, ""]) -> Bool[Array, " R"]:
+    """Mask of rows that compute something in a round: all that go on in the first, then those that sample more."""
+    goes_on = batch.is_row & ~sequences.stopped.at[batch.slot].get(mode="clip")
+    return goes_on & (index < jnp.maximum(batch.max_new, 1))
 
 
-def locate_tokens(batch: StepBatch) -> tuple[Int[Array, " T"], Int[Array, " T"]]:
-    """Row and absolute position of every token; clipped to valid values for padding."""
-    T, R = batch.token_ids.shape[0], batch.kv_lens.shape[0]
-    tokens = jnp.arange(T, dtype=jnp.int32)
-    ends = jnp.where(jnp.arange(R) < batch.num_rows, batch.cu_q_lens[1:], T)  # sorted, whatever padding rows hold
-    row_ids = jnp.sum(tokens[:, None] >= ends[None, :], axis=1, dtype=jnp.int32)  # less to compile than a search
-    row_ids = jnp.minimum(row_ids, R - 1)
-    from_end = ends[row_ids] - tokens  # 1 for the row's last token
-    return row_ids, jnp.maximum(batch.kv_lens[row_ids] - from_end, 0)
+def _rows(sequences: Sequences, batch: StepBatch, index: Int[Array, ""]) -> Rows:
+    takes_part = _takes_part(sequences, batch, index)
+    planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    q_lens = jnp.where(takes_part, jnp.where(index == 0, planned, 1), 0)
+    return Rows(
+        slot=batch.slot,
+        start=sequences.length.at[batch.slot].get(mode="clip"),
+        q_lens=q_lens,
+        cu_q_lens=jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)]),
+        samples=takes_part & (batch.max_new > 0),
+    )
 
 
-def _input_ids(
-    batch: StepBatch, slots: SlotTable, row_ids: Int[Array, " T"], positions: Int[Array, " T"]
-) -> Int[Array, " T"]:
-    """Ids the host knew, and for the others what an earlier step sampled."""
-    sampled = slots.token_history.at[batch.slot[row_ids], positions].get(mode="clip")
-    return jnp.where(batch.token_ids < 0, sampled, batch.token_ids)
+def _tokens(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
+    T, R = batch.token_ids.shape[0], rows.slot.shape[0]
+    token = jnp.arange(T, dtype=jnp.int32)
+    row = jnp.sum(token[:, None] >= rows.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)  # less to compile than a search
+    live, row = row < R, jnp.minimum(row, R - 1)
+    offset = token - rows.cu_q_lens[row]
+    position = jnp.where(live, rows.start[row] + offset, 0)
+    planned = jnp.where(live, batch.cu_q_lens[row] + offset, T)
+    sent = jnp.where(index == 0, batch.token_ids.at[planned].get(mode="clip"), -1)
+    sampled = slots.token_history.at[rows.slot[row], position].get(mode="clip")
+    return Tokens(row, position, live, planned, token_ids=jnp.where(sent < 0, sampled, sent))
 
 
-def _remember(
-    slots: SlotTable, batch: StepBatch, sampled: Int[Array, " R"], first_id: Int[Array, ""] | int
-) -> SlotTable:
-    """Write each sampled token to its request's history, where the next step reads its input, and count it."""
-    S, C = slots.token_history.shape
-    slot = jnp.where(batch.live, batch.slot, S)  # S: out of range, dropped
-    history = slots.token_history.at[slot, jnp.minimum(batch.kv_lens, C)].set(sampled, mode="drop")
-    counts = count_sampled(slots.token_counts, batch.sampling, sampled, first_id)
-    return dataclasses.replace(slots, token_history=history, token_counts=counts)
+def _remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, " R"]) -> SlotTable:
+    """Write the tokens of a round, and those it sampled, to the history of their sequences."""
+    S = slots.token_history.shape[0]  # out of range, dropped
+    slot = [jnp.where(tokens.live, rows.slot[tokens.row], S), jnp.where(rows.samples, rows.slot, S)]
+    position, token_ids = [tokens.position, rows.kv_lens], [tokens.token_ids, sampled]
+    place = jnp.concatenate(slot), jnp.concatenate(position)
+    history = slots.token_history.at[place].set(jnp.concatenate(token_ids), mode="drop")
+    return dataclasses.replace(slots, token_history=history)
+
+
+def _advance(
+    sequences: Sequences, rows: Rows, sampling: SamplingRows, slots: SlotTable, sampled: Int[Array, " R"]
+) -> Sequences:
+    """Count what was computed, and stop the sequences that a token has ended or that are as long as they may be."""
+    S = sequences.length.shape[0]
+    stop_ids = slots.stop_ids.at[rows.slot].get(mode="clip")
+    is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (rows.kv_lens >= sampling.min_position)
+    is_full = rows.kv_lens + 1 >= sequences.max_len.at[rows.slot].get(mode="clip")
+    length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, mode="drop")
+    ends = rows.samples & (is_stop | is_full)
+    stopped = sequences.stopped.at[jnp.where(ends, rows.slot, S)].set(True, mode="drop")
+    return dataclasses.replace(sequences, length=length, stopped=stopped)
 
 
 def _logprobs(
     params: Params,
     batch: StepBatch,
+    rows: Rows,
+    tokens: Tokens,
     read_logprobs: ReadLogprobs,
     layout: LogprobLayout,
     logits: Float[Array, "R V"],
     sampled: Int[Array, " R"],
     hidden: Float[Array, "T D"],
-    row_ids: Int[Array, " T"],
 ) -> tuple[Int[Array, "R words"], Int[Array, "T words"]]:
     """Packed logprobs of the sampled tokens, and of the token that follows each token of the step; zeros if unwanted.
 
@@ -369,8 +492,9 @@ def _logprobs(
     block = min(T, LOGPROB_BLOCK)
     row_blocks = -(-R // block)
     padding = row_blocks * block - R
-    is_last = jnp.arange(T) == batch.cu_q_lens[1:][row_ids] - 1
-    following = jnp.where(is_last, batch.next_ids[row_ids], jnp.roll(batch.token_ids, -1))
+    is_last = jnp.arange(T) == rows.cu_q_lens[1:][tokens.row] - 1
+    next_sent = batch.token_ids.at[tokens.planned + 1].get(mode="clip")
+    following = jnp.where(is_last, batch.next_ids[tokens.row], next_sent)
     wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
     empty = jnp.zeros((row_blocks * block + T, layout.num_words), jnp.int32)
 
@@ -390,12 +514,35 @@ def _logprobs(
             found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, place, block), layout.num_top)
             return lax.dynamic_update_slice_in_dim(out, found.pack(), place, 0)
 
-        num_blocks = jnp.where(wants_tokens, -(-batch.cu_q_lens[batch.num_rows] // block), 0)
-        return lax.fori_loop(jnp.where(wants_rows, 0, row_blocks), row_blocks + num_blocks, read, empty)
+        num_blocks = jnp.where(wants_tokens, -(-rows.cu_q_lens[-1] // block), 0)
+        found = lax.fori_loop(jnp.where(wants_rows, 0, row_blocks), row_blocks + num_blocks, read, empty)
+        own, of_tokens = found[: row_blocks * block], found[row_blocks * block :]
+        return jnp.concatenate([own, jnp.zeros_like(of_tokens).at[tokens.planned].set(of_tokens, mode="drop")])
 
     # Not a loop of no rounds: XLA moves what does not depend on the round in front of it, and computes it always.
     out: Array = lax.cond(wants_rows | wants_tokens, compute, lambda: empty)
     return out[:R], out[row_blocks * block :]
+
+
+def make_admit(layout: AdmissionLayout) -> Admit:
+    """The program that lets requests enter their slots; donates the state. The same on every device."""
+
+    def admit(state: ServeState, blob: Array) -> ServeState:
+        new = layout.unpack(blob)
+        sequences = _set_pages(state.sequences, new.new_pages)
+        padding = ((0, 0), (0, MAX_STOP_IDS - ADMITTED_STOP_IDS))
+        stop_ids = jnp.pad(new.stop_ids, padding, constant_values=-1)
+        sequences = dataclasses.replace(
+            sequences,
+            length=sequences.length.at[new.slot].set(new.start, mode="drop"),
+            max_len=sequences.max_len.at[new.slot].set(new.max_len, mode="drop"),
+            stopped=sequences.stopped.at[new.slot].set(False, mode="drop"),
+            records=sequences.records.at[new.slot].set(new.records, mode="drop"),
+        )
+        slots = dataclasses.replace(state.slots, stop_ids=state.slots.stop_ids.at[new.slot].set(stop_ids, mode="drop"))
+        return dataclasses.replace(state, sequences=sequences, slots=slots)
+
+    return admit
 
 
 def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:

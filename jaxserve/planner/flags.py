@@ -8,7 +8,7 @@ from jaxserve.config import user_cache_dir
 
 PLANNED = {  # engine options that change what is planned
     "attention_backend",
-    "burst",
+    "multi_step",
     "dtype",
     "gpu_memory_utilization",
     "kv_cache_dtype",

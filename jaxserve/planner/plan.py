@@ -244,7 +244,7 @@ def make_plan(
     compiled = {program.num_tokens: program for program in compiler.step_programs(arch, list(dict.fromkeys(buckets)))}
     largest, decode = (compiled[bucket] for bucket in buckets)
     compile_s = time.perf_counter() - started
-    program_s = compiler.compile_times(arch, config.max_burst_steps) if all_programs else None
+    program_s = compiler.compile_times(arch, config.max_steps) if all_programs else None
     memory = dataclasses.replace(memory, temp=max(largest.temp_bytes, decode.temp_bytes))
     speed = None
     if not memory.missing:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig, leave_tpus_alone
-from jaxserve.engine.batch import BatchLayout
+from jaxserve.engine.batch import AdmissionLayout, BatchLayout
 from jaxserve.engine.step import (
     ServeState,
     abstract_slot_row,
     abstract_state,
-    make_serve_burst,
+    make_admit,
     make_serve_step,
     make_set_slot,
     step_options,
@@ -112,22 +112,21 @@ class StepCompiler:
         with self._refusals():
             return self._chip.compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
 
-    def compile_times(self, arch: ArchConfig, max_burst_steps: int) -> dict[str, float]:
-        """Seconds here to trace, lower and compile each program of an engine with bursts of up to so many steps.
+    def compile_times(self, arch: ArchConfig, max_steps: int) -> dict[str, float]:
+        """Seconds here to trace, lower and compile each program of an engine that goes so many steps at once.
 
         Raises:
             ConfigError: one cannot be compiled.
         """
-        steps = {
-            f"step {size}": partial(self._lower, arch, size) for size in self.schedule.step_buckets(max_burst_steps)
-        }
-        bursts = {
-            f"burst {size}": partial(self._lower, arch, size, max_burst_steps)
-            for size in self.schedule.burst_buckets(max_burst_steps)
+        schedule = self.schedule
+        steps = {f"step {size}": partial(self._lower, arch, size) for size in schedule.step_buckets(max_steps)}
+        multi_steps = {
+            f"multi-step {size}": partial(self._lower, arch, size, schedule.max_steps(size, max_steps))
+            for size in schedule.multi_step_buckets(max_steps)
         }
         with self._refusals():
-            programs = {"set_slot": partial(self._lower_set_slot, arch), **steps, **bursts}
-            return {name: self._seconds(lower) for name, lower in programs.items()}
+            small = {"admit": partial(self._lower_admit, arch), "set_slot": partial(self._lower_set_slot, arch)}
+            return {name: self._seconds(lower) for name, lower in (small | steps | multi_steps).items()}
 
     def _seconds(self, lower: Callable[[], jax.stages.Lowered]) -> float:
         started = time.perf_counter()
@@ -142,23 +141,26 @@ class StepCompiler:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"steps cannot be compiled for {self.target.name}: {reason}") from error
 
-    def _lower(self, arch: ArchConfig, num_tokens: int, max_burst_steps: int = 1) -> jax.stages.Lowered:
-        """A step, or a burst of several."""
+    def _lower(self, arch: ArchConfig, num_tokens: int, max_steps: int = 1) -> jax.stages.Lowered:
         layout, chip, num_devices = BatchLayout.of(self.schedule, num_tokens), self._chip, self.target.num_devices
         mesh, state = self._mesh(), self._state(arch)
         params = abstract_params(
             arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=self._is_scanned(arch)
         )
         blob = _tensor((layout.blob_size,), jnp.dtype("int32"), (None,), mesh)
-        options: Any = {"backend": self.backend, "num_devices": num_devices}
-        if max_burst_steps > 1:
-            program = make_serve_burst(arch, layout, max_steps=max_burst_steps, **options)
-        else:
-            program = make_serve_step(arch, layout, **options)
+        program = make_serve_step(arch, layout, backend=self.backend, max_steps=max_steps, num_devices=num_devices)
         if mesh is not None:
             program = over_devices(program, mesh, (params, state, blob), (specs_of(state), PartitionSpec()))
         compiler_options = step_options(chip.device_kind)
         return chip.lower(program, (params, state, blob), (1,), mesh, compiler_options)
+
+    def _lower_admit(self, arch: ArchConfig) -> jax.stages.Lowered:
+        mesh, layout = self._mesh(), AdmissionLayout.of(self.schedule)
+        args = (self._state(arch), _tensor((layout.blob.size,), jnp.dtype("int32"), (None,), mesh))
+        program = make_admit(layout)
+        if mesh is not None:
+            program = over_devices(program, mesh, args, specs_of(args[0]))
+        return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
 
     def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
         mesh, state = self._mesh(), self._state(arch)

@@ -1,4 +1,4 @@
-"""The engine with random weights: start, decoding at several numbers of rows, with bursts and without."""
+"""The engine with random weights: start, decoding at several numbers of rows, with several steps per dispatch and one."""
 
 import dataclasses
 import random
@@ -14,7 +14,7 @@ from device_report_parts.points import Figures, Latest, Point
 from device_report_parts.served import Served
 from device_report_parts.shapes import Load, load_of
 from device_report_parts.trace import busy_share
-from jaxserve.config import MAX_BURST_ROWS
+from jaxserve.config import MULTI_STEP_ROWS
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
@@ -26,15 +26,15 @@ MAX_TRACED_LEN = 512  # tokens of a row beside the prompt, until the trace has e
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """Of each shape the start, then the rows; bursts where there are any; and last, what a whole start takes."""
+    """Of each shape the start, then the rows; several steps where there are programs for them; and last, what a whole start takes."""
     load = load_of(device, dry_run)
     bench = Bench(device, load)
     for shape in load.shapes:
         yield Point("start", {"shape": shape}, partial(bench.start, shape))
         for rows in load.rows:
-            for burst in load.bursts if rows <= MAX_BURST_ROWS else (1,):
-                facts = {"shape": shape, "rows": rows, "burst": burst}
-                yield Point("serve", facts, partial(bench.serve, shape, rows, burst))
+            for multi_step in load.multi_steps if rows <= MULTI_STEP_ROWS else (1,):
+                facts = {"shape": shape, "rows": rows, "multi_step": multi_step}
+                yield Point("serve", facts, partial(bench.serve, shape, rows, multi_step))
     for shape in load.whole_starts:
         needs_s = partial(bench.whole_start_s, shape)
         yield Point("whole start", {"shape": shape}, partial(bench.whole_start, shape), needs_s)
@@ -96,14 +96,14 @@ class Bench:
         """Seconds until all programs of a further engine are there, compiled anew."""
         runner = self._served.get(shape).runner
         runner.programs.steps.clear()
-        runner.programs.bursts.clear()
+        runner.programs.multi_steps.clear()
         started = time.perf_counter()
         runner.programs.warm_up("all")
         return {"num_programs": self._served.get(shape).num_programs, "warm_up_s": time.perf_counter() - started}
 
-    def serve(self, shape: str, rows: int, burst: int | str) -> Figures:
+    def serve(self, shape: str, rows: int, multi_step: int | str) -> Figures:
         """The round of median speed, and how long the device waits in a later, traced one."""
-        engine = self._served.get(shape).engine(burst=burst)
+        engine = self._served.get(shape).engine(multi_step=multi_step)
         self._round(engine, rows, seed=0)
         rounds = [self._round(engine, rows, seed) for seed in range(1, 1 + self._load.rounds)]
         rounds.sort(key=lambda figures: figures["decode_tok_per_s"])

@@ -77,7 +77,7 @@ def _engine(device: str, directory: str) -> Engine:
         page_size=page_size,
         num_pages=256,
         attention_backend=KERNELS[device].served(problem),
-        burst=1,
+        multi_step=1,
         compile_ahead="minimal",
         compilation_cache_dir=None,
     )

@@ -12,7 +12,7 @@ import jax
 
 from device_report_parts.kernels import KERNELS
 from jaxserve import weights
-from jaxserve.config import MAX_BURST_STEPS, EngineConfig
+from jaxserve.config import MAX_STEPS, EngineConfig
 from jaxserve.engine.build import build_arch, build_schedule, compute_dtype, stacked_if_scanned
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
@@ -31,7 +31,7 @@ class Served:
     Args:
         device: "gpu" or "tpu"; its kernel attends where it can.
         shape: fields of a Llama's config.json.
-        rows: numbers of rows that decode; each gets its program, and where there can be bursts, theirs.
+        rows: numbers of rows that decode; each gets its program, and where several steps can go at once, theirs.
         std_factor: makes the weights this much larger than usual.
         options: of EngineConfig.
     """
@@ -65,33 +65,34 @@ class Served:
             self.schedule,
             kv_dtype=dtype,
             backend=self.backend,
-            max_burst_steps=MAX_BURST_STEPS,
+            max_steps=MAX_STEPS,
             mesh=mesh,
         )
         self.compile_s = self._compile(rows)
 
     def _compile(self, rows: Iterable[int]) -> dict[str, float]:
         """Seconds for each program; of all that an engine has, only those that are needed."""
-        buckets, bursts = self.schedule.buckets(), self.schedule.burst_buckets(MAX_BURST_STEPS)
+        buckets, multi_steps = self.schedule.buckets(), self.schedule.multi_step_buckets(MAX_STEPS)
         seconds = {}
         started = time.perf_counter()
-        self.runner.programs.set_slot = self.runner.programs._compile_set_slot()
-        seconds["set_slot"] = time.perf_counter() - started
+        programs = self.runner.programs
+        programs.admit, programs.set_slot = programs._compile_admit(), programs._compile_set_slot()
+        seconds["admit and set_slot"] = time.perf_counter() - started
         wanted = [next(b for b in buckets if b >= num_rows) for num_rows in sorted(rows)]
         for bucket in dict.fromkeys([buckets[0], buckets[-1], *wanted]):
             started = time.perf_counter()
             self.runner.programs._compile([bucket], ())
             seconds[f"step {bucket}"] = time.perf_counter() - started
-        for bucket in dict.fromkeys(bucket for bucket in wanted if bucket in bursts):
+        for bucket in dict.fromkeys(bucket for bucket in wanted if bucket in multi_steps):
             started = time.perf_counter()
             self.runner.programs._compile((), [bucket])
-            seconds[f"burst {bucket}"] = time.perf_counter() - started
+            seconds[f"multi-step {bucket}"] = time.perf_counter() - started
         return seconds
 
     @property
     def num_programs(self) -> int:
         """That an engine with these sizes compiles in all."""
-        return self.schedule.num_programs(MAX_BURST_STEPS)
+        return self.schedule.num_programs(MAX_STEPS)
 
     def engine(self, **options: Any) -> Engine:
         """A new engine over these weights, programs and pool; only one may be in use at a time."""

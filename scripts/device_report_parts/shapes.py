@@ -43,7 +43,7 @@ class Load:
 
     shapes: dict[str, dict[str, Any]]
     rows: tuple[int, ...] = (1, 8, 64, 256)
-    bursts: tuple[int | str, ...] = (1, "auto")
+    multi_steps: tuple[int | str, ...] = (1, "auto")
     whole_starts: tuple[str, ...] = ("1B",)  # shapes of which all programs are compiled
     prompt_len: int = 512
     output_len: int = 128

@@ -179,7 +179,7 @@ def _serving(document: Document) -> str:
     for p in document.points("serve"):
         padding = share(p["decode_padding_share"])
         roofline = share(p.get("fraction_of_bandwidth_roofline"))
-        name = f"jaxserve, burst {p['burst']}"
+        name = f"jaxserve, multi-step {p['multi_step']}"
         rates = p["decode_tok_per_s"], p["output_tok_per_s"], p["step_ms"]
         rows.append((p["shape"], p["rows"], name, *rates, roofline, share(p["host_gap"]), padding))
     for p in document.points("generate", "generate_batch"):

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import abstract_state, make_serve_burst, make_serve_step
+from jaxserve.engine.step import abstract_state, make_serve_step, make_serve_step
 from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
 from jaxserve.planner.targets import parse_target
@@ -34,7 +34,7 @@ LLAMA_8B = {
     "dtype": "bfloat16",
 }
 BFLOAT16 = jnp.dtype("bfloat16")
-DEFAULT_STEPS = {  # tokens, steps of a burst, numbers in the pool: megabytes of temporaries at most
+DEFAULT_STEPS = {  # tokens, steps of a dispatch, numbers in the pool: megabytes of temporaries at most
     (8, 1, "bfloat16"): 24,
     (8, 16, "bfloat16"): 24,
     (2048, 1, "bfloat16"): 96,
@@ -45,13 +45,13 @@ HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn"
 
 
 def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype):
-    """The pool, and the step of one bucket, or its burst if `max_steps` is more than one."""
+    """The pool, and the step of one bucket, or that of several rounds if `max_steps` is more than one."""
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
     params = abstract_params(arch, BFLOAT16)
     state = abstract_state(arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu")
     blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
     if max_steps > 1:
-        program = make_serve_burst(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
+        program = make_serve_step(arch, layout, backend="mosaic_gpu", max_steps=max_steps)
     else:
         program = make_serve_step(arch, layout, backend="mosaic_gpu")
     return state.kv_pages, chip.lower(program, (params, state, blob), donate_argnums=(1,))

@@ -45,16 +45,16 @@ def test_the_plan_of_a_small_model(targets, name, backend, decode, capsys):
 
 
 def test_the_default_programs_of_a_tpu_are_few_and_compile(tpu, monkeypatch):
-    """All are counted, and those that wait for the first request or burst are compiled."""
+    """All are counted, and those that wait for the first request or several steps are compiled."""
     config, (_, arch) = EngineConfig(), read_model(None)
     schedule = resolve_schedule(config, max_position=arch.max_position, platform="tpu", page_size=16, num_pages=64)
-    assert schedule.num_programs(config.max_burst_steps) <= MAX_PROGRAMS
+    assert schedule.num_programs(config.max_steps) <= MAX_PROGRAMS
     smallest = schedule.buckets()[:1]
     monkeypatch.setattr(ScheduleConfig, "buckets", lambda _: smallest)
     compiler = StepCompiler(parse_target("v6e:1x1"), schedule, BFLOAT16, BFLOAT16, "mosaic_tpu")
     started = time.process_time()
-    seconds = compiler.compile_times(arch, config.max_burst_steps)
-    assert list(seconds) == ["set_slot", "step 16", "burst 16"]
+    seconds = compiler.compile_times(arch, config.max_steps)
+    assert list(seconds) == ["admit", "set_slot", "step 16", "multi-step 16"]
     assert min(seconds.values()) > 0
     assert time.process_time() - started <= COMPILE_S
 

@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "page_size": 4,
     "num_pages": 24,
-    "burst": 1,
+    "multi_step": 1,
     "compile_ahead": "minimal",
     "forbid_compiles": True,
 }

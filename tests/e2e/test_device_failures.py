@@ -64,7 +64,7 @@ def token_ids(engine: Engine) -> list[Any]:
     return [output.outputs[0].token_ids for output in generate(engine, PROMPTS, PARAMS)]
 
 
-WAYS = {"alone": {"step_ahead": False}, "ahead": {}, "burst": {"burst": 5}}
+WAYS = {"alone": {"step_ahead": False}, "ahead": {}, "multi_step": {"multi_step": 5}}
 
 
 @pytest.mark.parametrize("call", [1, 2, 5])
@@ -72,7 +72,7 @@ WAYS = {"alone": {"step_ahead": False}, "ahead": {}, "burst": {"burst": 5}}
 def test_a_failed_step_ends_its_requests_and_spoils_no_later_one(
     engine: Engine, expected: list[Any], monkeypatch: pytest.MonkeyPatch, call: int
 ) -> None:
-    if engine.config.max_burst_steps > 1:
+    if engine.config.max_steps > 1:
         call = min(call, 2)
     with monkeypatch.context() as patch:
         failing = Failing(engine, patch, call)

@@ -22,8 +22,8 @@ Start = Callable[..., Engine]
 
 PROMPTS = [tokens(18, f"failures {i}") for i in range(3)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, presence_penalty=0.3)
-SHORT = [prompt[:4] for prompt in PROMPTS]  # in one step; all that follow are bursts, where there are any
-BURST = pytest.mark.parametrize(("burst", "prompts"), [(1, PROMPTS), (5, SHORT)], ids=["steps", "bursts"])
+SHORT = [prompt[:4] for prompt in PROMPTS]  # in one step; all that follow go in several, where they may
+STEPS = pytest.mark.parametrize(("multi_step", "prompts"), [(1, PROMPTS), (5, SHORT)], ids=["single", "multi-step"])
 
 
 def failing(method: Callable[..., Any], call: int, error: BaseException, *, after: bool) -> Callable[..., Any]:
@@ -48,17 +48,17 @@ def failing(method: Callable[..., Any], call: int, error: BaseException, *, afte
     "part", ["scheduler.schedule", "packer.pack", "runner.run", "runner.set_slot", "scheduler.update"]
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("device")])
-@BURST
+@STEPS
 def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     start: Start,
     monkeypatch: pytest.MonkeyPatch,
     part: str,
     after: bool,
     error: BaseException,
-    burst: int,
+    multi_step: int,
     prompts: list[list[int]],
 ) -> None:
-    engine = start(burst=burst)
+    engine = start(multi_step=multi_step)
     expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
     owner, name = part.split(".")
@@ -72,11 +72,11 @@ def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 
 
-@BURST
+@STEPS
 def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
-    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int, prompts: list[list[int]]
+    start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int, prompts: list[list[int]]
 ) -> None:
-    engine = start(burst=burst)
+    engine = start(multi_step=multi_step)
     expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
     with monkeypatch.context() as patch:
@@ -87,11 +87,11 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 
 
-@BURST
+@STEPS
 def test_an_interrupt_between_the_last_token_and_its_delivery_leaves_no_request_open(
-    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int, prompts: list[list[int]]
+    start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int, prompts: list[list[int]]
 ) -> None:
-    engine = start(burst=burst)
+    engine = start(multi_step=multi_step)
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
     expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     with monkeypatch.context() as patch:
@@ -102,11 +102,11 @@ def test_an_interrupt_between_the_last_token_and_its_delivery_leaves_no_request_
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 
 
-@BURST
+@STEPS
 def test_an_interrupt_while_waiting_for_the_device_loses_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch, burst: int, prompts: list[list[int]]
+    start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int, prompts: list[list[int]]
 ) -> None:
-    engine = start(burst=burst)
+    engine = start(multi_step=multi_step)
     expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
     outputs = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(prompts)]

@@ -10,7 +10,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
 from workloads import assert_same, generate, tokens
 
-BURST = 5
+STEPS = 5
 
 
 def test_tokens_are_those_of_many_programs(start: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,14 +19,14 @@ def test_tokens_are_those_of_many_programs(start: Callable[..., Engine], monkeyp
 
     schedule = build.build_schedule
     monkeypatch.setattr(build, "build_schedule", few)
-    engine = start(max_num_batched_tokens=40, burst=BURST, compile_ahead="all")
+    engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
     runner = engine.cores[0].runner
     assert sorted(runner.programs.steps) == [16, 40]
-    assert list(runner.programs.bursts) == [16]  # of no more than four rows
+    assert list(runner.programs.multi_steps) == [16]  # of no more than four rows
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, seed=5, frequency_penalty=0.5)
     for prompts in ([tokens(9, 0)], [tokens(n, n) for n in (20, 5, 14, 2)]):
         expected = generate(start(max_num_batched_tokens=40), prompts, params)
         dispatches, steps = engine.stats.num_dispatches, engine.stats.num_steps
         for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
             assert_same(output, wanted)
-        assert engine.stats.num_dispatches - dispatches < engine.stats.num_steps - steps, "there were bursts"
+        assert engine.stats.num_dispatches - dispatches < engine.stats.num_steps - steps, "some dispatches had several"

@@ -132,7 +132,7 @@ class TestForbiddenTokens:
         assert found <= set(allowed)
         assert len(found) > 4
 
-    @pytest.mark.parametrize("options", [{}, {"step_ahead": False}, {"burst": 5}], ids=str)
+    @pytest.mark.parametrize("options", [{}, {"step_ahead": False}, {"multi_step": 5}], ids=str)
     def test_bad_words(self, start: Start, oracle: transformers.PreTrainedModel, options: dict[str, Any]) -> None:
         """Four rows that do not fit into the pool together, so that preemption is met as well."""
         engine = start(skip_tokenizer_init=False, **options)

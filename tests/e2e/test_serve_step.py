@@ -10,7 +10,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.engine.batch import BatchLayout
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.batch import BatchLayout, StepUpload
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
 from workloads import generate, tokens
@@ -18,13 +19,13 @@ from workloads import generate, tokens
 Start = Callable[..., Engine]
 
 
-@pytest.mark.parametrize("burst", [False, True])
-def test_pool_is_updated_in_place(start: Start, burst: bool) -> None:
+@pytest.mark.parametrize("multi_step", [False, True])
+def test_pool_is_updated_in_place(start: Start, multi_step: bool) -> None:
     """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
-    programs = copy.copy(start(burst=5).cores[0].runner.programs)
+    programs = copy.copy(start(multi_step=5).cores[0].runner.programs)
     programs.schedule = dataclasses.replace(programs.schedule, num_pages=50_000)
     pool = programs.abstract_state().kv_pages
-    compiled = (programs.lower_burst(4) if burst else programs.lower(16)).compile()
+    compiled = (programs.lower(4, multi_step=True) if multi_step else programs.lower(16)).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize > 100e6
     assert memory.temp_size_in_bytes < 1e6
@@ -40,7 +41,7 @@ def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
     runner = start().cores[0].runner
     program = runner.programs.lower(bucket).compile().as_text()
     slots = runner.programs.abstract_state().slots
-    for table in (slots.token_history, slots.token_counts):
+    for table in (slots.token_history, slots.token_counts, runner.programs.abstract_state().sequences.page_table):
         shape = rf"s32\[{table.shape[0]},{table.shape[1]}\]"
         assert re.search(rf"= {shape}\S* parameter", program)
         assert not re.search(rf"= {shape}\S* copy", program)
@@ -53,16 +54,16 @@ class Twin:
         self.runner, self.schedule = engine.cores[0].runner, engine.schedule
         self.run_once = engine.cores[0].runner.run
         self.rng = np.random.default_rng(0)
-        self.num_padded = self.num_bursts = 0
+        self.num_padded = self.num_multi_steps = 0
 
-    def run(self, blob: np.ndarray, bucket: int, **wants: bool) -> Any:
-        self.num_bursts += wants["burst"]
+    def run(self, upload: StepUpload, bucket: int, **wants: bool) -> Any:
+        self.num_multi_steps += wants["multi_step"]
         before = jax.tree.map(np.array, self.runner.state)
-        clean = self.run_once(blob, bucket, **wants).fetch()
+        clean = self.run_once(upload, bucket, **wants).fetch()
         after = jax.tree.map(np.array, self.runner.state)
         self.runner.state = jax.device_put(before)
-        handle = self.run_once(self._spoil(blob, bucket), bucket, **wants)
-        fields = BatchLayout.of(self.schedule, bucket).views(blob)
+        handle = self.run_once(upload._replace(blob=self._spoil(upload.blob, bucket)), bucket, **wants)
+        fields = BatchLayout.of(self.schedule, bucket).blob.views(upload.blob)
         num_rows = int(fields["num_rows"])
         live = {"row": num_rows, "token": int(fields["cu_q_lens"][num_rows])}
         self._compare(clean, handle.fetch(), live)
@@ -71,17 +72,17 @@ class Twin:
 
     def _spoil(self, blob: np.ndarray, bucket: int) -> np.ndarray:
         spoilt = blob.copy()
-        to = BatchLayout.of(self.schedule, bucket).views(spoilt)
+        to = BatchLayout.of(self.schedule, bucket).blob.views(spoilt)
         num_rows = int(to["num_rows"])
         num_tokens = int(to["cu_q_lens"][num_rows])
         self.num_padded += bucket - num_tokens
         self._fill(to["token_ids"][num_tokens:])
         self._fill(to["cu_q_lens"][num_rows + 1 :])
-        for name in ("kv_lens", "samples", "next_ids", "page_table", "records"):
+        for name in ("slot", "max_new", "next_ids"):
             self._fill(to[name][num_rows:])
-        for row in range(num_rows):
-            last = to["kv_lens"][row] + to["num_steps"] - 1
-            self._fill(to["page_table"][row, -(-last // self.schedule.page_size) :])
+        padding = to["page_slot"] == self.schedule.max_num_seqs
+        for name in ("page_column", "page"):
+            to[name][padding] = self.rng.integers(-(2**31), 2**31, int(padding.sum()))
         return spoilt
 
     def _fill(self, view: np.ndarray) -> None:
@@ -92,7 +93,8 @@ class Twin:
 
     def _compare(self, clean: Any, spoilt: Any, live: dict[str, int]) -> None:
         rows, num_tokens = live["row"], live["token"]
-        np.testing.assert_array_equal(spoilt.token_ids[:, :rows], clean.token_ids[:, :rows])
+        np.testing.assert_array_equal(spoilt.num_tokens[:rows], clean.num_tokens[:rows])
+        assert spoilt.sampled(rows) == clean.sampled(rows)
         for name, count in (("logprobs", rows), ("prompt_logprobs", num_tokens)):
             a, b = getattr(spoilt, name), getattr(clean, name)
             jax.tree.map(lambda x, y, n=count: np.testing.assert_array_equal(x[:n], y[:n]), a, b)
@@ -118,36 +120,57 @@ def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget:
     assert twin.num_padded > 50
 
 
-def test_padding_of_bursts_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(step_ahead=False, burst=5)
+def test_padding_of_several_steps_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(step_ahead=False, multi_step=5)
     twin = Twin(engine)
     monkeypatch.setattr(engine.cores[0].runner, "run", twin.run)
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=13, frequency_penalty=0.2, stop_token_ids=[9, 40])
     generate(engine, [tokens(n, n) for n in (19, 2)], params)
-    assert twin.num_bursts >= 2
+    assert twin.num_multi_steps >= 2
 
 
-def test_a_burst_behind_one_that_ended_early_changes_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = start(step_ahead=False, burst=5)
-    runner, run_once, lengths = engine.cores[0].runner, engine.cores[0].runner.run, []
+@pytest.mark.parametrize("multi_step", [1, 5])
+def test_rows_that_have_stopped_compute_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int
+) -> None:
+    """Whether by a stop id or by their length, and although the host goes on to plan tokens for them."""
+    engine = start(step_ahead=False, multi_step=multi_step)
+    runner, run_once, uploads = engine.cores[0].runner, engine.cores[0].runner.run, []
 
-    def run(blob: np.ndarray, bucket: int, **wants: bool) -> Any:
-        handle = run_once(blob, bucket, **wants)
-        if wants["burst"]:
-            lengths.append(len(handle.fetch().token_ids))
-            behind = blob.copy()
-            fields = BatchLayout.of(engine.schedule, bucket).views(behind)
-            fields["follows_burst"][...] = 1
-            if lengths[-1] < fields["num_steps"]:
-                before = jax.tree.map(np.array, runner.state)
-                assert len(run_once(behind, bucket, **wants).fetch().token_ids) == 0
-                jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, runner.state), before)
-        return handle
+    def run(upload: StepUpload, bucket: int, **wants: bool) -> Any:
+        uploads.append((upload._replace(admissions=[], slot_rows=[]), bucket, wants))
+        return run_once(upload, bucket, **wants)
 
     monkeypatch.setattr(runner, "run", run)
+    params = SamplingParams(temperature=1.5, seed=4, max_tokens=13, stop_token_ids=list(range(20)))
+    outputs = generate(engine, [tokens(4, n) for n in range(3)], params)
+    assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
+    before = jax.tree.map(np.array, runner.state)
+    for upload, bucket, wants in uploads[-3:]:
+        assert not run_once(upload, bucket, **wants).fetch().num_tokens.any()
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, runner.state), before)
+
+
+def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(step_ahead=False, multi_step=5)
+    run_once, num_tokens = engine.cores[0].runner.run, []
+
+    def run(upload: StepUpload, bucket: int, **wants: bool) -> Any:
+        handle = run_once(upload, bucket, **wants)
+        num_rows = int(BatchLayout.of(engine.schedule, bucket).blob.views(upload.blob)["num_rows"])
+        num_tokens.append(handle.fetch().num_tokens[:num_rows].tolist())
+        return handle
+
+    monkeypatch.setattr(engine.cores[0].runner, "run", run)
     params = SamplingParams(temperature=1.5, seed=4, max_tokens=40, stop_token_ids=list(range(20)))
     generate(engine, [tokens(4, n) for n in range(3)], params)
-    assert 0 < min(lengths) < 5 == max(lengths), lengths
+    assert any(min(counts) < 5 == max(counts) for counts in num_tokens), num_tokens
+
+
+@pytest.mark.parametrize("max_model_len", [64, 4096])
+def test_the_upload_of_a_step_does_not_grow_with_the_length_of_a_sequence(max_model_len: int) -> None:
+    sizes = ScheduleConfig(256, 2048, max_model_len, page_size=16, num_pages=10_000)
+    assert BatchLayout.of(sizes, 256).blob_size * 4 < 16 * 1024
 
 
 def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:

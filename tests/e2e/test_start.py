@@ -189,13 +189,13 @@ def test_missing_native_kernels_are_told_once(
     assert ("no compiler; with a C++ compiler" in caplog.text) == on_cpu
 
 
-def test_a_program_of_bursts_runs_single_steps(llama: Path) -> None:
+def test_a_program_of_several_steps_runs_single_ones(llama: Path) -> None:
     """On a CPU, where few rows in decode have one program for both."""
-    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | {"burst": 5, "compile_ahead": "all"}))
+    engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | {"multi_step": 5, "compile_ahead": "all"}))
     programs, sizes = engine.cores[0].runner.programs, engine.schedule
     assert sorted(programs.steps) == [1, 2, 3, 4, 5, 6, 7, 8, 12, 16]
-    assert sorted(programs.bursts) == [1, 2, 3, 4]
-    made = {id(program) for program in (*programs.steps.values(), *programs.bursts.values())}
+    assert sorted(programs.multi_steps) == [1, 2, 3, 4]
+    made = {id(program) for program in (*programs.steps.values(), *programs.multi_steps.values())}
     assert 1 + len(made) == sizes.num_programs(5) == 11
 
 

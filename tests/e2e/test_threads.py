@@ -182,7 +182,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
 
     monkeypatch.setattr(Programs, "_get", get_slowly)
     threads = set(threading.enumerate())
-    llm = LLM(str(llama), **ONE_ROW | {"compile_ahead": "background", "burst": 3})
+    llm = LLM(str(llama), **ONE_ROW | {"compile_ahead": "background", "multi_step": 3})
     (compiler,) = set(threading.enumerate()) - threads
     assert compiling.wait(PATIENCE_S)
     alive = arrays_of(llm)

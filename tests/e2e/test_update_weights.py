@@ -94,7 +94,7 @@ def test_tokens_are_those_of_an_engine_that_began_with_them(
 def test_programs_may_be_compiled_meanwhile(start: Start, llama: Path, other: Path) -> None:
     expected = generate(start(model=str(other)), PROMPTS, GREEDY)
     sizes = SIZES | {"max_num_seqs": 1, "max_num_batched_tokens": 2, "page_size": 8}
-    options = sizes | {"compile_ahead": "background", "burst": 4, "compilation_cache_dir": None}
+    options = sizes | {"compile_ahead": "background", "multi_step": 4, "compilation_cache_dir": None}
     engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **options))
     for _ in range(5):
         engine.update_weights(llama)
@@ -121,10 +121,10 @@ def test_arrays_in_another_form_stay_the_callers(swapped: Start, other: Path) ->
         np.testing.assert_array_equal(array, before[name])
 
 
-@pytest.mark.parametrize("burst", [1, 5])
+@pytest.mark.parametrize("multi_step", [1, 5])
 @pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
-def test_requests_can_be_finished_first(start: Start, swapped: Start, other: Path, num_steps: int, burst: int) -> None:
-    engine = swapped(burst=burst)
+def test_requests_can_be_finished_first(start: Start, swapped: Start, other: Path, num_steps: int, multi_step: int) -> None:
+    engine = swapped(multi_step=multi_step)
     expected = generate(engine, PROMPTS, GREEDY)
     engine.reset_prefix_cache()
     outputs = [engine.add_request(str(n), prompt, GREEDY) for n, prompt in enumerate(PROMPTS)]
@@ -136,14 +136,14 @@ def test_requests_can_be_finished_first(start: Start, swapped: Start, other: Pat
         assert_same(output, wanted)
 
 
-@pytest.mark.parametrize("burst", [1, 5])
+@pytest.mark.parametrize("multi_step", [1, 5])
 @pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
-def test_requests_can_begin_again(start: Start, swapped: Start, other: Path, num_steps: int, burst: int) -> None:
+def test_requests_can_begin_again(start: Start, swapped: Start, other: Path, num_steps: int, multi_step: int) -> None:
     """Rows, queue, samples of which some have ended, penalties and log probabilities: all as if nothing had been."""
     rich = SamplingParams(n=2, temperature=1, seed=3, max_tokens=7, logprobs=2, presence_penalty=1, prompt_logprobs=1)
     jobs = [Job(prompt, params) for prompt in PROMPTS for params in (GREEDY, rich)]
-    expected = run(start(model=str(other), burst=burst), jobs)
-    engine = swapped(burst=burst)
+    expected = run(start(model=str(other), multi_step=multi_step), jobs)
+    engine = swapped(multi_step=multi_step)
     outputs = [engine.add_request(str(n), job.prompt, job.params) for n, job in enumerate(jobs)]
     for _ in range(num_steps):
         busy_step(engine)

@@ -56,36 +56,61 @@ class Row(NamedTuple):
     slot: int
     start: int
     num_tokens: int
-    samples: bool
+    max_new: int
     admitted: bool
 
 
 def rows_of(plan):
-    columns = zip(plan.requests, plan.slots, plan.starts, plan.counts, plan.samples, strict=True)
+    columns = zip(plan.requests, plan.slots, plan.starts, plan.counts, plan.max_new, strict=True)
     return [Row(request, *rest, request in plan.admitted) for request, *rest in columns]
 
 
 class Device:
-    """Runs plans in order. A pool entry holds what its content depends on: salt and tokens up to its position."""
+    """Runs plans in order. A pool entry holds what its content depends on: salt and tokens up to its position.
+
+    As the compiled step, it knows by slot how long sequences are and which have stopped, and takes from a plan no more
+    than that.
+    """
 
     def __init__(self, page_size):
         self.page_size = page_size
         self.kv = {}
         self.history = {}  # slot -> position -> token
-        self.burst_cut = False
+        self.lengths = {}
+        self.stopped = set()
 
     def run(self, plan):
-        """The sampled ids of each step; of a burst up to the first with a stop id, none if it follows such a one."""
-        steps = []
-        if plan.follows_burst and self.burst_cut:
-            return steps
-        while len(steps) < plan.num_steps and not any(self._stops(plan, ids) for ids in steps[-1:]):
-            steps.append(self._run_step([row._replace(start=row.start + len(steps)) for row in rows_of(plan)]))
-        self.burst_cut = len(steps) < plan.num_steps
-        return steps
+        """The sampled ids of each row."""
+        rows = rows_of(plan)
+        for row in rows:
+            if row.admitted:
+                self.stopped.discard(row.slot)
+                self.lengths[row.slot] = row.start
+                self.history[row.slot] = dict(enumerate(row.request.tokens(0, row.request.num_known_tokens)))
+        sampled = [[] for _ in rows]
+        for index in range(plan.num_steps):
+            taking_part = [
+                (row, ids)
+                for row, ids in zip(rows, sampled, strict=True)
+                if row.slot not in self.stopped and index < max(row.max_new, 1)
+            ]
+            now = [
+                row._replace(start=self.lengths[row.slot], num_tokens=row.num_tokens if index == 0 else 1)
+                for row, _ in taking_part
+            ]
+            for row, (planned, ids), token in zip(now, taking_part, self._run_step(now), strict=True):
+                assert row.start <= planned.start + index, "the plan is an upper bound"
+                self.lengths[row.slot] = row.start + row.num_tokens
+                if row.max_new:
+                    ids.append(token)
+                    self._stop(row.request, row.slot, token)
+        return sampled
 
-    def _stops(self, plan, ids):
-        return any(token in request.stop_ids for request, token in zip(plan.requests, ids, strict=True))
+    def _stop(self, request, slot, token):
+        num_tokens = self.lengths[slot] + 1
+        may_stop = num_tokens - request.num_prompt_tokens > request.params.min_tokens
+        if (token in request.stop_ids and may_stop) or num_tokens == request.max_total_tokens:
+            self.stopped.add(slot)
 
     def _run_step(self, rows):
         sequences = [self._sequence(row) for row in rows]
@@ -96,8 +121,6 @@ class Device:
 
     def _sequence(self, row):
         request, stop = row.request, row.start + row.num_tokens
-        if row.admitted:
-            self.history[row.slot] = dict(enumerate(request.tokens(0, request.num_known_tokens)))
         tokens = [self.history[row.slot][i] for i in range(stop)]
         num_known = min(stop, request.num_known_tokens)
         assert tokens[:num_known] == request.tokens(0, num_known), "the slot holds another request's tokens"
@@ -120,7 +143,7 @@ class Device:
             assert content == expected, f"{row.request.request_id} finds {content} at position {position}"
 
     def _sample(self, row, tokens):
-        if not row.samples:
+        if not row.max_new:
             return IGNORED
         self.history[row.slot][len(tokens)] = token = next_token(tokens)
         return token
@@ -130,7 +153,7 @@ class Device:
 
 
 class Loop:
-    """Scheduler and device with `depth` plans in flight, as an engine drives them, in bursts of up to `max_steps`."""
+    """Scheduler and device with `depth` plans in flight, as an engine drives them, of up to `max_steps` each."""
 
     def __init__(self, scheduler, depth=0, max_steps=1):
         self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
@@ -139,8 +162,6 @@ class Loop:
         self.plans = []
 
     def schedule(self):
-        while self.scheduler.must_update_first(self.max_steps):
-            self.update()
         plan = self.scheduler.schedule(self.max_steps)
         if plan is not None:
             self.in_flight.append((plan, self.device.run(plan)))
@@ -149,8 +170,8 @@ class Loop:
         return plan
 
     def update(self):
-        plan, steps = self.in_flight.pop(0)
-        return self.scheduler.update(plan, *steps)
+        plan, sampled = self.in_flight.pop(0)
+        return self.scheduler.update(plan, sampled)
 
     def step(self):
         plan = self.schedule()

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import example, given
 
 from jaxserve.config import (
-    MAX_BURST_ROWS,
-    MAX_BURST_STEPS,
+    MAX_STEP_TOKENS,
+    MULTI_STEP_ROWS,
+    MAX_STEPS,
     EngineConfig,
     ScheduleConfig,
     default_batch,
@@ -63,19 +64,19 @@ def test_programs_of_an_accelerator_are_few_by_default(platform: str) -> None:
     config = EngineConfig()
     sizes = resolve_schedule(config, max_position=131_072, platform=platform, page_size=16, num_pages=10_000)
     assert sizes.buckets() == (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert sizes.burst_buckets(config.max_burst_steps) == (16,)
-    assert sizes.num_programs(config.max_burst_steps) == 1 + 9 + 1 <= MAX_PROGRAMS
+    assert sizes.multi_step_buckets(config.max_steps) == (16,)
+    assert sizes.num_programs(config.max_steps) == 3 + 9 + 1 <= MAX_PROGRAMS
     larger = resolve_schedule(
         EngineConfig(max_num_batched_tokens=8192), max_position=131_072, platform=platform, page_size=16, num_pages=9
     )
-    assert larger.num_programs(config.max_burst_steps) <= MAX_PROGRAMS
+    assert larger.num_programs(config.max_steps) <= MAX_PROGRAMS
 
 
-def test_programs_of_a_cpu_run_bursts_and_single_steps() -> None:
+def test_programs_of_a_cpu_run_several_steps_and_single_ones() -> None:
     config = EngineConfig()
     sizes = resolve_schedule(config, max_position=1024, platform="cpu", page_size=16, num_pages=64)
     assert not sizes.few_programs
-    assert sizes.num_programs(config.max_burst_steps) == 1 + len(sizes.buckets()) == 25
+    assert sizes.num_programs(config.max_steps) == 3 + len(sizes.buckets()) == 27
     assert sizes.step_buckets(1) == sizes.buckets()
 
 
@@ -99,12 +100,13 @@ def test_by_default_prompts_have_their_share_beside_all_rows(
 @pytest.mark.parametrize("few", [False, True])
 @given(seqs=st.integers(1, 300), budget=st.integers(300, 3000))
 @example(seqs=3, budget=300)
-def test_bursts_are_of_few_rows(few: bool, seqs: int, budget: int) -> None:
+def test_rows_that_may_go_several_steps(few: bool, seqs: int, budget: int) -> None:
     sizes = schedule(seqs, budget, few=few)
-    bursts = sizes.burst_buckets(MAX_BURST_STEPS)
-    assert bursts == sizes.buckets()[: len(bursts)]
-    assert 1 <= max(map(sizes.num_rows, bursts)) <= min(seqs, MAX_BURST_ROWS)
-    assert sizes.burst_buckets(1) == ()
+    several = sizes.multi_step_buckets(MAX_STEPS)
+    assert several == sizes.buckets()[: len(several)]
+    assert 1 <= max(several) <= (min(seqs, MULTI_STEP_ROWS) if few and seqs >= MULTI_STEP_ROWS else max(seqs, MULTI_STEP_ROWS))
+    assert all(1 < sizes.max_steps(size, MAX_STEPS) <= MAX_STEP_TOKENS // sizes.num_rows(size) for size in several)
+    assert sizes.multi_step_buckets(1) == ()
 
 
 @given(max_model_len=st.integers(1, 1 << 20), num_pages=st.integers(1, 1 << 20))
@@ -113,4 +115,4 @@ def test_buckets_follow_from_the_step_alone(max_model_len: int, num_pages: int) 
     sizes = schedule(8, 2048, few=True)
     other = dataclasses.replace(sizes, max_model_len=max_model_len, num_pages=num_pages)
     assert other.buckets() == sizes.buckets()
-    assert other.burst_buckets(2) == sizes.burst_buckets(2)
+    assert other.multi_step_buckets(2) == sizes.multi_step_buckets(2)

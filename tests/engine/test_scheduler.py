@@ -58,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=2),
         salt=st.sampled_from([b"", b"", b"", b"tenant"]),
         read_prefix_cache=st.sampled_from([True, True, True, False]),
+        waits_for_tokens=st.sampled_from([False, False, True]),
     )
     def add(self, prompt, max_tokens, **kwargs):
         request = make_request(str(len(self.requests)), prompt, max_tokens, **kwargs)
@@ -100,8 +101,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loop.in_flight)
     @rule()
     def update(self):
-        plan, steps = self.loop.in_flight[0]
-        sampled = [(row.request, [ids[i] for ids in steps]) for i, row in enumerate(rows_of(plan)) if row.samples]
+        plan, tokens = self.loop.in_flight[0]
+        sampled = list(zip(plan.requests, tokens, strict=True))
         expected = [(request, ids[: self.num_missing(request)]) for request, ids in sampled]
         assert self.loop.update() == {request: len(ids) for request, ids in expected if ids}
         assert all(request.output_token_ids[-len(ids) :] == ids for request, ids in expected if ids)
@@ -138,9 +139,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running = [request for request in self.running if request.status is not RequestStatus.FINISHED]
 
     def schedule(self):
-        while self.scheduler.must_update_first(self.loop.max_steps):
-            self.update()
-        active = [request for request in self.running if request.num_tokens < request.max_total_tokens]
+        active = [
+            request
+            for request in self.running
+            if request.num_tokens < request.max_total_tokens and request.status is not RequestStatus.BLOCKED
+        ]
         decodes = [request for request in active if request.num_tokens - request.num_computed_tokens == 1]
         prefills = [request for request in active if request not in decodes]
         plan = self.loop.schedule()
@@ -164,7 +167,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget_left = scheduler.max_num_batched_tokens - plan.num_tokens
         self.check_decodes(plan, decodes, budget_left)
         if plan.num_steps > 1:
-            self.check_burst(plan, decodes)
+            self.check_several_steps(plan, decodes)
         prefills = [request for request in prefills if request not in plan.preempted]
         if prefills:
             num_computed = sum(rows[request].num_tokens for request in prefills if request in rows)
@@ -196,13 +199,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert all(rows[request].num_tokens == 1 for request in decodes if request in rows)
         assert plan.num_decode_tokens == len(decodes) - len(missing)
 
-    def check_burst(self, plan, decodes):
-        assert plan.num_steps <= self.loop.max_steps
-        assert plan.requests == decodes == self.running
+    def check_several_steps(self, plan, decodes):
+        assert plan.num_steps == max(plan.max_new) <= self.loop.max_steps
+        assert plan.requests == decodes
         assert not self.waiting or len(self.running) == self.scheduler.max_num_seqs
-        for request in decodes:
-            bursts = [p for p, _ in self.loop.in_flight if p.num_steps > 1 and request in p.requests]
-            assert request.num_pending_tokens == sum(burst.num_steps for burst in bursts), "no tokens of other kinds"
+        for request, most in zip(plan.requests, plan.max_new, strict=True):
+            assert most == 1 or not request.waits_for_tokens
             assert request.num_tokens <= request.max_total_tokens
             assert len(request.pages) * self.scheduler.page_size >= request.num_computed_tokens
 
@@ -273,7 +275,7 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_the_end():
     loop = Loop(make_scheduler(max_num_batched_tokens=16)).add(make_request("a", range(40), 1))
     plans = loop.drain().plans
     assert [starts(plan)["a"] for plan in plans] == [(0, 16), (16, 16), (32, 8)]
-    assert [plan.samples[0] for plan in plans] == [False, False, True]
+    assert [plan.max_new[0] for plan in plans] == [0, 0, 1]
     assert [bool(plan.admitted) for plan in plans] == [True, False, False]
 
 
@@ -493,9 +495,9 @@ def test_a_preempted_request_may_end_while_it_waits():
     while not young.num_preemptions:
         plans.append(scheduler.schedule())
     assert young.num_pending_tokens == 3
-    scheduler.update(plans[0], [0, 4])
+    scheduler.update(plans[0], [[0], [4]])
     assert (young.status, young.output_token_ids) == (RequestStatus.FINISHED, [4])
-    scheduler.update(plans[1], [0, 4])
+    scheduler.update(plans[1], [[0], [4]])
     assert scheduler.num_wasted_tokens == 1
     scheduler.check_integrity()
 
@@ -534,7 +536,7 @@ def test_the_first_token_that_may_stop_follows_min_tokens(min_tokens, num_output
     request = make_request("a", [1], 5, min_tokens=min_tokens, stop_ids=frozenset([7]))
     scheduler.add(request)
     while scheduler.has_unfinished():
-        scheduler.update(scheduler.schedule(), [7])
+        scheduler.update(scheduler.schedule(), [[7]])
     assert len(request.output_token_ids) == num_output
     assert request.finish_reason is (FinishReason.LENGTH if min_tokens == 5 else FinishReason.STOP)
 
@@ -544,10 +546,10 @@ def test_a_stop_found_one_step_late_wastes_one_token():
     request = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([7]))
     scheduler.add(request)
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert scheduler.update(first, [7]) == {request: 1}
+    assert scheduler.update(first, [[7]]) == {request: 1}
     assert request.finish_reason is FinishReason.STOP
     assert scheduler.num_pages_used == 0
-    assert scheduler.update(second, [5]) == {}
+    assert scheduler.update(second, [[5]]) == {}
     assert request.output_token_ids == [7]
     assert scheduler.num_wasted_tokens == 1
     scheduler.check_integrity()
@@ -625,9 +627,9 @@ def test_plans_must_be_updated_in_order():
     scheduler = make_scheduler()
     scheduler.add(make_request("a", [1]))
     plans = [scheduler.schedule(), scheduler.schedule()]
-    scheduler.update(plans[1], [0])
+    scheduler.update(plans[1], [[0]])
     with pytest.raises(AssertionError, match="in order"):
-        scheduler.update(plans[0], [0])
+        scheduler.update(plans[0], [[0]])
 
 
 # Cost
@@ -640,7 +642,7 @@ def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
             begin = time.thread_time()
             plan = scheduler.schedule()
             times.append(time.thread_time() - begin)
-            scheduler.update(plan, [0] * plan.num_rows)
+            scheduler.update(plan, [[0]] * plan.num_rows)
         return min(times)
 
     def loaded(num_waiting):

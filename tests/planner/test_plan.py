@@ -51,9 +51,9 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     def step_programs(self: StepCompiler, arch: Any, buckets: Sequence[int]) -> list[StepProgram]:
         return [step_program(num_tokens, self.target.num_devices) for num_tokens in buckets]
 
-    def compile_times(self: StepCompiler, arch: Any, max_burst_steps: int) -> dict[str, float]:
-        bursts = self.schedule.burst_buckets(max_burst_steps)
-        return {"set_slot": 1.5, **{f"step {size}": 2.0 for size in self.schedule.buckets()}, f"burst {bursts}": 3.0}
+    def compile_times(self: StepCompiler, arch: Any, max_steps: int) -> dict[str, float]:
+        multi_step = self.schedule.multi_step_buckets(max_steps)
+        return {"set_slot": 1.5, **{f"step {size}": 2.0 for size in self.schedule.buckets()}, f"multi-step {multi_step}": 3.0}
 
     monkeypatch.setattr(StepCompiler, "step_programs", step_programs)
     monkeypatch.setattr(StepCompiler, "compile_times", compile_times)
@@ -440,7 +440,7 @@ def test_all_programs_of_the_engine_are_told_where_they_are_asked_for(capsys: py
     assert cli.main([*options, "--json"]) == 0
     programs = json.loads(capsys.readouterr().out)["programs"]
     steps = (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
-    assert list(programs["seconds"]) == ["set_slot", *(f"step {size}" for size in steps), "burst (16,)"]
+    assert list(programs["seconds"]) == ["set_slot", *(f"step {size}" for size in steps), "multi-step (16,)"]
     assert (programs["count"], programs["total_s"]) == (11, 1.5 + 9 * 2 + 3)
     assert cli.main(options) == 0
     shown = capsys.readouterr().out
@@ -467,7 +467,7 @@ def test_the_table_says_what_is_predicted() -> None:
         (["--target", "cpu", "--programs"], "give it by --target, or drop --programs"),
         (["--sweep", "cpu", "--programs"], "give it by --target, or drop --programs"),
         (["--target", "cpu", "--attention-backend", "mosaic_tpu"], "it runs on TPUs only"),
-        (["--target", "cpu", "--burst", "0"], "burst must be"),
+        (["--target", "cpu", "--multi-step", "0"], "multi_step must be"),
         (["--target", "cpu", "--batch", "65"], "batch must be in [1, max_num_seqs], got 65 and 64"),
         (["--target", "cpu", "--plot", "no/such/place.png"], "plot must be a file in a directory that exists"),
         (["--target", "cpu", "--model", "llama-9"], "model must be a checkpoint directory, a config.json or one of"),

@@ -25,7 +25,7 @@ SIZES: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "page_size": 4,
     "num_pages": 18,  # four busy rows do not fit, so that preemption is common
-    "burst": 5,
+    "multi_step": 5,
     "compile_ahead": "minimal",
     "skip_tokenizer_init": True,
 }
@@ -86,7 +86,7 @@ def test_tokens_are_those_of_one_process(
             if job.abort is None:
                 assert_same(output, wanted, job)
     assert stats.num_preemptions > 0
-    assert stats.num_steps > stats.num_dispatches, "some were bursts"
+    assert stats.num_steps > stats.num_dispatches, "some dispatches had several"
     assert stats.num_cached_tokens > 0
 
 

@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "page_size": 4,
     "num_pages": 24,  # four busy rows do not fit, so that preemption is common
-    "burst": 5,
+    "multi_step": 5,
     "compile_ahead": "minimal",
     "forbid_compiles": True,
     "skip_tokenizer_init": True,
@@ -67,7 +67,7 @@ def start(model: Path) -> Start:
 
 
 class TestAnyWorkload:
-    """Batches, chunks, prefix hits, preemptions, bursts and every way to sample, at once."""
+    """Batches, chunks, prefix hits, preemptions, several steps and every way to sample, at once."""
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(6))
@@ -89,7 +89,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Engines of another family over one device and over four; two kv heads of two twice each."""
     path = tmp_path_factory.mktemp(request.param)
     write_checkpoint(path, request.param, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
-    sizes = SIZES | {"max_num_batched_tokens": 8, "burst": 3}  # fewer programs
+    sizes = SIZES | {"max_num_batched_tokens": 8, "multi_step": 3}  # fewer programs
     alone, split = (Engine(EngineConfig(str(path), tensor_parallel_size=n, **sizes)) for n in (1, 4))
     return alone, split
 
@@ -108,7 +108,7 @@ class TestAnyWorkloadOfOtherFamilies:
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
-def test_greedy_rows_go_on_through_preemption_and_bursts(start: Start, num_devices: int) -> None:
+def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, num_devices: int) -> None:
     prompts, params = [tokens(20, n) for n in range(4)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     expected = generate(start(1), prompts, params)
     engine = start(num_devices)
@@ -116,16 +116,16 @@ def test_greedy_rows_go_on_through_preemption_and_bursts(start: Start, num_devic
     for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
         assert_same(output, wanted)
     assert engine.stats.num_preemptions > before
-    assert engine.stats.num_steps > engine.stats.num_dispatches, "some were bursts"
+    assert engine.stats.num_steps > engine.stats.num_dispatches, "some dispatches had several"
     assert engine.stats.num_compiles == 0
 
 
-@pytest.mark.parametrize(("bucket", "burst"), [(1, False), (16, False), (4, True)])
-def test_devices_meet_twice_a_layer(start: Start, bucket: int, burst: bool) -> None:
+@pytest.mark.parametrize(("bucket", "multi_step"), [(1, False), (16, False), (4, True)])
+def test_devices_meet_twice_a_layer(start: Start, bucket: int, multi_step: bool) -> None:
     """And for the embedding; for the tokens they exchange candidates, or some rows' logits if more is asked for."""
     runner = start(8).cores[0].runner
     programs = runner.programs
-    program = (programs.lower_burst if burst else programs.lower)(bucket).compile().as_text()
+    program = programs.lower(bucket, multi_step=multi_step).compile().as_text()
     found = [(m[1], line) for line in program.splitlines() if (m := re.search(COLLECTIVE, line))]
     assert sum(kind == "all-reduce" for kind, _ in found) == 1 + 2 * LAYERS
     for kind, line in found:
@@ -139,7 +139,7 @@ def test_pool_is_split_and_updated_in_place(start: Start) -> None:
     pool = programs.abstract_state().kv_pages
     local = pool.sharding.shard_shape(pool.shape)
     assert np.prod(local) * 2 == pool.size
-    compiled = programs.lower_burst(4).compile()
+    compiled = programs.lower(4, multi_step=True).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= pool.size * pool.dtype.itemsize / 2 > 50e6
     assert memory.temp_size_in_bytes < 1e6
@@ -207,7 +207,7 @@ def test_weights_of_the_same_mesh_are_not_copied(start: Start, tmp_path: Path) -
 def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
     prompts, params = [tokens(9, 1)], SamplingParams(temperature=1, seed=2, max_tokens=9)
     expected = generate(start(num_devices), prompts, params)
-    for name in ("lower", "lower_burst"):
+    for name in ("lower",):
         monkeypatch.setattr(Programs, name, lambda *_: pytest.fail("every program is on disk"))
     for output, wanted in zip(generate(start(num_devices, again=True), prompts, params), expected, strict=True):
         assert_same(output, wanted)

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "max_num_batched_tokens": 16,
     "page_size": 4,
     "num_pages": 18,  # three busy rows do not fit, so that preemption is common
-    "burst": 5,
+    "multi_step": 5,
     "compile_ahead": "minimal",
     "forbid_compiles": True,
     "skip_tokenizer_init": True,
@@ -185,7 +185,7 @@ def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) ->
 def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [tokens(9, n) for n in range(4)]
     expected = generate(start(2, 2), prompts, GREEDY)
-    for name in ("lower", "lower_burst"):
+    for name in ("lower",):
         monkeypatch.setattr(Programs, name, lambda *_: pytest.fail("every program is on disk"))
     for output, wanted in zip(generate(start(2, 2, again=True), prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)

@@ -1,4 +1,4 @@
-"""Bursts change how many dispatches it takes, and nothing else."""
+"""Several steps per dispatch change how many dispatches it takes, and nothing else."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +17,7 @@ from workloads import Job, assert_same, busy_step, drain, few_but_rich, generate
 
 Start = Callable[..., Engine]
 
-BURST = 5
+STEPS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 SAMPLED = replace(GREEDY, temperature=1, top_p=0.95, seed=5)
 
@@ -38,9 +38,9 @@ class TestAnyWorkload:
     def test_tokens_are_those_of_single_steps(self, start: Start, jobs: list[Job]) -> None:
         whole = [replace(job, abort=None) for job in jobs]
         expected = run(start(), whole)
-        for output, wanted, job in zip(run(start(burst=BURST), whole), expected, jobs, strict=True):
+        for output, wanted, job in zip(run(start(multi_step=STEPS), whole), expected, jobs, strict=True):
             assert_same(output, wanted, job)
-        for output, wanted in zip(run(start(burst=BURST), jobs), expected, strict=True):
+        for output, wanted in zip(run(start(multi_step=STEPS), jobs), expected, strict=True):
             for cut, completion in zip(output.outputs, wanted.outputs, strict=True):
                 assert cut.token_ids == completion.token_ids[: len(cut.token_ids)]
 
@@ -59,18 +59,18 @@ class TestAnyWorkload:
     ids=["greedy", "sampled", "penalties", "bias", "logprobs", "min_tokens"],
 )
 def test_every_parameter(start: Start, params: SamplingParams, step_ahead: bool) -> None:
-    prompts = [tokens(n, f"burst {n}") for n in (4, 9, 1)]
+    prompts = [tokens(n, f"several {n}") for n in (4, 9, 1)]
     expected, single = counted(start(), prompts, params)
-    outputs, burst = counted(start(burst=BURST, step_ahead=step_ahead), prompts, params)
+    outputs, several = counted(start(multi_step=STEPS, step_ahead=step_ahead), prompts, params)
     for output, wanted in zip(outputs, expected, strict=True):
         assert_same(output, wanted)
-    assert burst[0] < single[0] == single[1]
+    assert several[0] < single[0] == single[1]
 
 
 def test_dispatches(start: Start) -> None:
-    """The prompt; then 11 tokens in two bursts of 5, and the last one by itself."""
+    """The prompt; then 11 tokens in two dispatches of 5, and the last one by itself."""
     for prompts in ([tokens(6, 0)], [tokens(3, i) for i in range(4)]):
-        _, counts = counted(start(burst=BURST), prompts, GREEDY)
+        _, counts = counted(start(multi_step=STEPS), prompts, GREEDY)
         assert counts == (4, 12, 0)
         _, counts = counted(start(), prompts, GREEDY)
         assert counts == (12, 12, 0)
@@ -79,27 +79,27 @@ def test_dispatches(start: Start) -> None:
 def test_accounts_are_those_of_single_steps(start: Start) -> None:
     names = ("num_steps", "num_tokens", "num_decode_tokens", "kv_bytes")
     totals = []
-    for burst in (1, BURST):
-        engine = start(burst=burst)
+    for multi_step in (1, STEPS):
+        engine = start(multi_step=multi_step)
         before = [getattr(engine.stats, name) for name in names]
         generate(engine, [tokens(6, 0)], GREEDY)
         totals.append([getattr(engine.stats, name) - b for name, b in zip(names, before, strict=True)])
     assert totals[0] == totals[1]
 
 
-def test_a_stop_ends_the_burst_on_the_device(start: Start) -> None:
+def test_a_row_stops_on_the_device_and_the_others_go_on(start: Start) -> None:
     prompts = [tokens(6, "stop"), tokens(4, "other")]
     free = generate(start(), prompts, GREEDY)
     ids = free[0].outputs[0].token_ids
-    index, stop = next((i, token) for i, token in enumerate(ids) if 2 <= i < BURST and token not in ids[:i])
+    index, stop = next((i, token) for i, token in enumerate(ids) if 2 <= i < STEPS and token not in ids[:i])
     both = [replace(GREEDY, stop_token_ids=[stop]), replace(GREEDY, stop_token_ids=[310])]
-    engine = start(burst=BURST)
+    engine = start(multi_step=STEPS)
     before = (engine.stats.num_steps, engine.stats.num_wasted_tokens)
     stopped, other = (engine.add_request(str(i), *request) for i, request in enumerate(zip(prompts, both, strict=True)))
     while not stopped.finished:
         busy_step(engine)
     assert stopped.outputs[0].token_ids == ids[: index + 1]
-    assert len(other.outputs[0].token_ids) == index + 1
+    assert len(other.outputs[0].token_ids) == 1 + STEPS > index + 1
     while not other.finished:
         busy_step(engine)
     drain(engine)
@@ -107,18 +107,18 @@ def test_a_stop_ends_the_burst_on_the_device(start: Start) -> None:
     assert (engine.stats.num_steps - before[0], engine.stats.num_wasted_tokens - before[1]) == (GREEDY.max_tokens, 0)
 
 
-def test_more_stop_ids_than_a_burst_looks_at(start: Start) -> None:
+def test_more_stop_ids_than_an_admission_carries(start: Start) -> None:
     prompt = tokens(6, "stop")
     ids = generate(start(), [prompt], GREEDY)[0].outputs[0].token_ids
     params = replace(GREEDY, stop_token_ids=sorted({*range(300, 320), ids[2]}))
     (single,) = generate(start(), [prompt], params)
-    (output,) = generate(start(burst=BURST), [prompt], params)
+    (output,) = generate(start(multi_step=STEPS), [prompt], params)
     assert_same(output, single)
     assert output.outputs[0].finish_reason == "stop"
 
 
-def test_a_newcomer_waits_for_one_burst(start: Start) -> None:
-    engine = start(burst=BURST)
+def test_a_newcomer_waits_for_what_was_planned(start: Start) -> None:
+    engine = start(multi_step=STEPS)
     first = engine.add_request("first", tokens(3, 0), replace(GREEDY, max_tokens=40))
     while len(first.outputs[0].token_ids) < 2:
         busy_step(engine)
@@ -126,54 +126,54 @@ def test_a_newcomer_waits_for_one_burst(start: Start) -> None:
     known = len(first.outputs[0].token_ids)
     while not newcomer.finished:
         busy_step(engine)
-    assert len(first.outputs[0].token_ids) - known <= BURST + 2  # the burst under way, then the newcomer's own step
+    assert len(first.outputs[0].token_ids) - known <= STEPS + 2  # the dispatch in flight, then the newcomer's own step
     engine.abort("first")
     drain(engine)
 
 
-def test_a_burst_is_under_way_while_the_caller_reads_the_one_before(start: Start) -> None:
-    engine = start(burst=BURST)
+def test_a_dispatch_is_in_flight_while_the_caller_reads_the_one_before(start: Start) -> None:
+    engine = start(multi_step=STEPS)
     output = engine.add_request("a", tokens(3, 0), replace(GREEDY, max_tokens=21))
     engine.step()
     for count in (1, 6, 11, 16):
         engine.step()
         assert len(output.outputs[0].token_ids) == count
-        assert [step.plan.num_steps for step in engine.cores[0].in_flight] == [BURST]
+        assert [step.plan.num_steps for step in engine.cores[0].in_flight] == [STEPS]
     engine.step()
     assert output.finished
 
 
 def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Engine]) -> None:
-    bursts = LLM(str(llama), **SIZES | {"burst": BURST})
-    engines[("llm in bursts", True),] = bursts.engine
+    several = LLM(str(llama), **SIZES | {"multi_step": STEPS})
+    engines[("llm of several steps", True),] = several.engine
     params = SamplingParams(temperature=0.9, seed=2, max_tokens=12, ignore_eos=True)
-    increments = [increment.outputs[0] for increment in bursts.stream("Once upon", params)]
+    increments = [increment.outputs[0] for increment in several.stream("Once upon", params)]
     assert [len(increment.token_ids) for increment in increments] == [1, 5, 5, 1]
     (whole,) = llm.generate("Once upon", params, use_tqdm=False)
     assert "".join(increment.text for increment in increments) == whole.outputs[0].text
     pieces = [increment.outputs[0].text for increment in llm.stream("Once upon", params)]
     params = replace(params, stop=["".join(pieces[1:4])])
     (expected,) = llm.generate("Once upon", params, use_tqdm=False)
-    stats = bursts.engine.stats
+    stats = several.engine.stats
     before = (stats.num_dispatches, stats.num_output_tokens, stats.num_wasted_tokens)
-    (stopped,) = bursts.generate("Once upon", params, use_tqdm=False)
-    drain(bursts.engine)
+    (stopped,) = several.generate("Once upon", params, use_tqdm=False)
+    drain(several.engine)
     assert_same(stopped, expected)
     assert stopped.outputs[0].finish_reason == "stop"
     assert stopped.outputs[0].text == expected.outputs[0].text
     num_tokens = len(expected.outputs[0].token_ids)
-    assert 1 < num_tokens < 1 + BURST, "the stop string ends in the middle of the first burst"
+    assert 1 < num_tokens < 1 + STEPS, "the stop string ends in the middle of the first dispatch of several"
     assert stats.num_dispatches - before[0] < num_tokens
     assert stats.num_output_tokens - before[1] == num_tokens
-    assert stats.num_wasted_tokens - before[2] >= 1 + BURST - num_tokens
+    assert stats.num_wasted_tokens - before[2] >= 1 + STEPS - num_tokens
 
 
-def test_measured_bursts(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are tried, and whichever wins: the tokens are those of single steps."""
-    monkeypatch.setattr(pacer._Trial, "_burst_steps", lambda _: 5)  # however slow the machine is
+    monkeypatch.setattr(pacer._Trial, "_most_steps", lambda _: 5)  # however slow the machine is
     params = replace(SAMPLED, max_tokens=60)
     (expected,) = generate(start(), [tokens(3, 0)], params)
-    engine = start(burst="auto", compile_ahead="all", max_num_seqs=1, max_num_batched_tokens=2)
+    engine = start(multi_step="auto", compile_ahead="all", max_num_seqs=1, max_num_batched_tokens=2)
     before = engine.stats.num_dispatches
     for _ in range(3):
         (output,) = generate(engine, [tokens(3, 0)], params)
