@@ -10,7 +10,8 @@ from typing import Any
 import killing
 import psutil
 import pytest
-from conftest import SIZES
+
+from tests.e2e.sizes import SIZES
 
 NUM_LINES = 120
 

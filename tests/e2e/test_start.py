@@ -10,14 +10,14 @@ from typing import Any
 
 import jax
 import pytest
-from conftest import SIZES
 from hypothesis import given
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
-from workloads import Job, few_but_rich, generate, jobs, run, tokens
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, tokens
 
 Start = Callable[..., Engine]
 
