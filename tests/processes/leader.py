@@ -12,6 +12,7 @@ from typing import Any
 from jaxserve import LLM, distributed
 from jaxserve.engine.batch import BatchPacker
 from tests.e2e.workloads import run
+from tests.soon_compiled import soon_compiled
 
 
 def main() -> None:
@@ -21,7 +22,8 @@ def main() -> None:
     given = json.loads(options)
     if given.pop("strays", False):
         BatchPacker.pack = straying(BatchPacker.pack)
-    engine = LLM(model, **given).engine  # only the first process comes back
+    with soon_compiled():
+        engine = LLM(model, **given).engine  # only the first process comes back
     results = []
     for weights, jobs in pickle.loads(Path(workloads).read_bytes()):
         engine.reset_prefix_cache()
