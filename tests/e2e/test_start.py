@@ -18,6 +18,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, tokens
+from tests.soon_compiled import soon_compiled
 
 Start = Callable[..., Engine]
 
@@ -143,14 +144,18 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
 
 
+SMALL = {"max_num_batched_tokens": 4, "max_num_seqs": 2}
+
+
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
 def test_narrow_pools(start: Start, dtype: str) -> None:
     """What is generated depends on neither batch, cache nor chunks, and is near; tokens take few bytes."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     prompts = [tokens(length, length) for length in (1, 23, 9)]
-    exact, narrow = start(), start(kv_cache_dtype=dtype)
-    together = generate(narrow, prompts, params)
-    chunked = generate(start(kv_cache_dtype=dtype, max_num_batched_tokens=4, max_num_seqs=2), prompts, params)
+    exact = start()
+    with soon_compiled():
+        narrow, small = (start(kv_cache_dtype=dtype, **sizes) for sizes in ({}, SMALL))
+    together, chunked = (generate(engine, prompts, params) for engine in (narrow, small))
     for prompt, *outputs in zip(prompts, together, chunked, strict=True):
         (cached,) = generate(narrow, [prompt], params)
         narrow.reset_prefix_cache()
