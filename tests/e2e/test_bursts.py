@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SIZES
 from hypothesis import given
 
 from jaxserve.engine import pacer
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
-from workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
 
 Start = Callable[..., Engine]
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SIZES
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
@@ -16,7 +15,8 @@ from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.runner import StepHandle
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
-from workloads import generate, tokens
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]
 

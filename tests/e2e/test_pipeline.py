@@ -11,7 +11,7 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.request import SamplingParams
-from workloads import tokens
+from tests.e2e.workloads import tokens
 
 Start = Callable[..., Engine]
 

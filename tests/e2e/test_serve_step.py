@@ -13,7 +13,7 @@ import pytest
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
-from workloads import generate, tokens
+from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import transformers
-from conftest import SIZES
 from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
@@ -20,7 +19,8 @@ from tqdm import tqdm
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
-from workloads import few_but_rich, tokens
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import few_but_rich, tokens
 
 PROMPT = "Once upon a time"
 SAMPLED = SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import pytest
-from conftest import SIZES
 
 from jaxserve.engine.runner import Programs, StepHandle
 from jaxserve.fair_lock import FairLock
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
+from tests.e2e.sizes import SIZES
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=10, ignore_eos=True)
 PROMPTS = [f"Thread {i} speaks." for i in range(6)]

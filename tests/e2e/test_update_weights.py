@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import EOS, SIZES, VOCAB_SIZE, Start
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
@@ -20,7 +19,10 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.models import registry
 from jaxserve.request import SamplingParams
-from workloads import Job, assert_same, busy_step, generate, run, tokens
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
+from tests.e2e.workloads import Job, assert_same, busy_step, generate, run, tokens
+
+Start = Callable[..., Engine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [tokens(20, n) for n in range(3)]

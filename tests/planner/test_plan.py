@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jaxserve import EngineConfig, cli
 from jaxserve.config import MIN_FEW_TOKENS
 from jaxserve.engine.build import build_arch, build_runners
+from jaxserve.engine.runner import Programs
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels.deviceless import Chip
@@ -106,7 +107,8 @@ def test_a_file_that_is_no_config(tmp_path: Path, content: str, message: str) ->
         ),
     ],
 )
-def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any]) -> None:
+def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Programs, "warm_up", lambda *_, **__: None)  # nothing is run
     config = EngineConfig(compile_ahead="minimal", max_num_batched_tokens=16, **{"max_num_seqs": 8, **options})
     plan, arch = make_plan(config, parse_target("cpu")), build_arch(config)
     report, runner = build_report(plan), build_runners(config, arch)[0]

@@ -5,7 +5,6 @@ import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,31 +24,11 @@ from jaxserve.sharding import named_sharding, tensor_mesh
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.random_runs import examples
+from tests.sharded.devices.sizes import LAYERS, MODEL, SIZES
 
 Start = Callable[..., Engine]
 
-LAYERS = 2
-SIZES: dict[str, Any] = {
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "page_size": 4,
-    "num_pages": 24,  # four busy rows do not fit, so that preemption is common
-    "burst": 5,
-    "compile_ahead": "minimal",
-    "forbid_compiles": True,
-    "skip_tokenizer_init": True,
-}
 COLLECTIVE = r" (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter|collective-broadcast)(?:-start)?\("
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of 2 kv heads, so that 8 devices hold each four times."""
-    path = tmp_path_factory.mktemp("llama")
-    sizes = {"num_attention_heads": 8, "head_dim": 8, "num_hidden_layers": LAYERS}
-    write_checkpoint(path, "llama", attention_bias=True, mlp_bias=True, **sizes)
-    return path
 
 
 @pytest.fixture(scope="session")
@@ -183,8 +162,7 @@ def test_what_is_lost_with_a_broken_step_is_made_anew(start: Start) -> None:
 
 
 def test_weights_of_the_same_mesh_are_not_copied(start: Start, tmp_path: Path) -> None:
-    sizes = {"num_attention_heads": 8, "head_dim": 8, "num_hidden_layers": LAYERS}
-    write_checkpoint(tmp_path, "llama", seed=1, attention_bias=True, mlp_bias=True, **sizes)
+    write_checkpoint(tmp_path, "llama", seed=1, **MODEL)
     prompts, params = [tokens(20, n) for n in range(3)], SamplingParams(temperature=0, max_tokens=9)
     engine = start(2)
     old, expected = engine.params, generate(engine, prompts, params)
