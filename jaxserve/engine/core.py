@@ -203,6 +203,7 @@ class EngineCore:
     def recover(self) -> None:
         """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
         self.in_flight.clear()
+        self.pacer.pause()
         self._has_dropped = True  # until the state is known to be sound: waiting for it may be interrupted
         self.scheduler.forget_plans()
         self.scheduler.reset_prefix_cache()
