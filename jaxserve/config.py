@@ -5,8 +5,10 @@ No other file reads or sets the environment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, no_type_check
@@ -197,13 +199,21 @@ def gpu_memory_fraction() -> float | None:
     return fraction
 
 
-def set_gpu_memory_fraction(fraction: float) -> None:
-    """Have XLA's client take this share of a GPU's memory, if the environment does not say another.
+@contextlib.contextmanager
+def claiming_gpu_memory(fraction: float) -> Iterator[float]:
+    """Have XLA's client take this share of a GPU's memory, if the environment does not say another; yields which.
 
-    To be called before jax starts its backend: XLA reads it then, for the rest of the process.
+    For the start of jax's backend, when XLA reads it for the rest of the process. Child processes do not inherit it.
     """
-    if gpu_memory_fraction() is None:
-        os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
+    told = gpu_memory_fraction()
+    if told is not None:
+        yield told
+        return
+    os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
+    try:
+        yield fraction
+    finally:
+        del os.environ[_MEMORY_FRACTIONS[0]]
 
 
 def libtpu_args() -> str | None:
