@@ -209,6 +209,11 @@ def test_whatever_is_asked_of_a_closed_one_is_an_error(llama: Path) -> None:
         lambda: next(llm.stream("short", PARAMS)),
         lambda: llm.chat([{"role": "user", "content": "hi"}]),
         lambda: llm.update_weights(params),
+        llm.reset_prefix_cache,
+        lambda: llm.params,
+        lambda: llm.is_sleeping,
+        llm.sleep,
+        llm.wake_up,
     ):
         with pytest.raises(RuntimeError, match="closed"):
             ask()
