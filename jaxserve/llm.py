@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from tqdm import tqdm
@@ -262,7 +262,21 @@ def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]])
     """Return one conversation or many as a list of them."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(f"messages must be a list of dicts, or a list of such lists, got {brief(messages)}")
-    return [messages] if messages and isinstance(messages[0], Mapping) else messages  # type: ignore[list-item, return-value]
+    if _are_conversations(messages):
+        return messages
+    if _is_conversation(messages):
+        return [messages]
+    raise RequestError(f"messages must be a list of dicts, or a list of such lists, got both in {brief(messages)}")
+
+
+def _are_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> TypeGuard[Sequence[Sequence[Message]]]:
+    return not any(isinstance(entry, Mapping) for entry in messages)
+
+
+def _is_conversation(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> TypeGuard[Sequence[Message]]:
+    return all(isinstance(entry, Mapping) for entry in messages)
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from jaxserve.engine.build import Weights
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompt import Prompt
 from jaxserve.errors import RequestError
@@ -82,10 +83,10 @@ class SharedEngine:
         if call.failure is not None:
             raise RuntimeError(f"the step that served this request broke off: {call.failure!r}") from call.failure
 
-    def update_weights(self, *args: object, **options: object) -> None:
+    def update_weights(self, weights: Weights, *, running: str) -> None:
         """As `Engine.update_weights`; requests that end meanwhile go to their callers."""
         with self.turn() as engine, self._telling_others():
-            self._hand_out(engine.update_weights(*args, **options))  # type: ignore[arg-type]
+            self._hand_out(engine.update_weights(weights, running=running))
 
     def close(self) -> None:
         """Close the engine; calls that wait for it fail."""
