@@ -60,7 +60,8 @@ class EngineConfig:
             least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
             fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
         max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for those of the
-            whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory.
+            whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory, and where a
+            running request asks for any, each dispatch is then a single step.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
             on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.

@@ -431,7 +431,7 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
     """Return the bytes that log probabilities of so many positions take, computed and as an output."""
     layout = LogprobLayout.of(config.max_logprobs, arch.vocab_size * config.tensor_parallel_size)
-    num_positions += config.max_burst_steps * MAX_BURST_ROWS
+    num_positions += (config.max_burst_steps if config.max_logprobs >= 0 else 1) * MAX_BURST_ROWS
     return 4 * 2 * num_positions * layout.num_words
 
 
