@@ -22,7 +22,7 @@ from jaxserve.models.params import Params
 from jaxserve.request import RequestOutput, SamplingParams, brief
 from jaxserve.shared_engine import Call, SharedEngine
 from jaxserve.tokenizer import Tokenizer, load_hf_tokenizer
-from jaxserve.vllm_options import engine_options
+from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_arguments, engine_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,6 +112,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs in the order of the prompts.
 
@@ -119,10 +120,13 @@ class LLM:
             prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: show a progress bar with tokens per second; a callable with the arguments of `tqdm` makes it.
+            vllm_arguments: further arguments of vLLM's, where they ask for what jaxserve does anyway, as
+                lora_request=None does.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; names it, and none has been started.
         """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         many = _as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         call, outputs = self._shared.add(many, _per_prompt(params, len(many)))
@@ -141,8 +145,10 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
+        """Answer one conversation, or each of a list, rendered with the tokenizer's chat template; see `generate`."""
+        check_arguments(vllm_arguments, CHAT_ARGUMENTS)
         tokenizer = self._engine_tokenizer()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
