@@ -98,6 +98,10 @@ class BatchLayout:
         """The layout of a token bucket."""
         return cls(bucket, config.num_rows(bucket), config.max_pages_per_row, config.max_logprobs)
 
+    def num_logprob_steps(self, max_steps: int) -> int:
+        """Steps of a dispatch that send log probabilities: of a whole vocabulary, room for all would be too much."""
+        return max_steps if self.max_logprobs >= 0 else 1
+
     def _fields(self) -> Iterator[tuple[str, tuple[int, ...]]]:
         scalars = ("base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs", "num_steps", "follows_burst")
         yield from ((name, ()) for name in scalars)

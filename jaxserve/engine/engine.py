@@ -166,12 +166,14 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
+        self._check_open()
         for core in self.cores:
             core.reset_prefix_cache()
 
     @property
     def params(self) -> Params:
         """The weights in use, of the first replica, in the form that its programs take."""
+        self._check_open()
         return self.cores[0].runner.params
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
@@ -263,6 +265,7 @@ class Engine:
     @property
     def is_sleeping(self) -> bool:
         """Return True while memory that `sleep` has freed is not all taken again."""
+        self._check_open()
         return bool(self._asleep)
 
     def _check_open(self) -> None:

@@ -77,7 +77,9 @@ class StepHandle:
         ran = token_ids[:, 0] >= 0
         logprobs = prompt_logprobs = None
         if self.wants_logprobs:
-            words = np.asarray(out.logprobs).reshape(*token_ids.shape, -1)[ran]
+            words = np.asarray(out.logprobs)
+            words = words.reshape(-1, *words.shape[-2:])  # steps with log probabilities, rows, words
+            words = words[ran[: len(words)]]
             logprobs = self.layout.unpack(words if self.is_burst else words[0])
         if self.wants_prompt_logprobs:
             prompt_logprobs = self.layout.unpack(np.asarray(out.prompt_logprobs))

@@ -220,6 +220,11 @@ class Scheduler:
 
     # One step
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether a running request does, of the tokens that it samples."""
+        return any(request.params.logprobs is not None for request in self._running.values())
+
     def most_steps(self, limit: int) -> int:
         """How many steps, at most `limit`, the running rows can go on as they are; 1 is no burst.
 

@@ -116,7 +116,8 @@ class StepOutput:
 
     Attributes:
         token_ids: of a burst one row per step; those of steps that did not run are -1.
-        logprobs: of `token_ids`, as `TokenLogprobs.pack` lays them out; zeros unless the step wants logprobs.
+        logprobs: of `token_ids`, as `TokenLogprobs.pack` lays them out; zeros unless the step wants logprobs. Those of
+            a whole vocabulary are of the first step alone.
         prompt_logprobs: per token of the (first) step, of the token after it; zeros unless wanted.
     """
 
@@ -259,7 +260,7 @@ def make_serve_burst(
             state, out = _step(params, state, _later(batch, step), model)
             outputs = StepOutput(
                 token_ids=outputs.token_ids.at[step].set(out.token_ids),
-                logprobs=outputs.logprobs.at[step].set(out.logprobs),
+                logprobs=outputs.logprobs.at[step].set(out.logprobs, mode="drop"),
                 prompt_logprobs=out.prompt_logprobs,
             )
             return state, outputs, step + 1, _any_stops(batch, out.token_ids)
@@ -267,7 +268,7 @@ def make_serve_burst(
         R, num_words = layout.num_rows, model.logprobs.num_words
         outputs = StepOutput(
             token_ids=jnp.full((max_steps, R), -1, jnp.int32),
-            logprobs=jnp.zeros((max_steps, R, num_words), jnp.int32),
+            logprobs=jnp.zeros((layout.num_logprob_steps(max_steps), R, num_words), jnp.int32),
             prompt_logprobs=jnp.zeros((layout.num_tokens, num_words), jnp.int32),
         )
         state, outputs, step, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0), void))

@@ -12,6 +12,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.pacer import Pacer
 from jaxserve.engine.runner import StepHandle
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
@@ -83,6 +84,7 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
         patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 2, RuntimeError("out of memory"), after=False))
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(engine, prompts, PARAMS)
+    assert engine.cores[0].pacer._last == Pacer("auto")._last, "no step's time counts from before the failure"
     assert not engine.has_unfinished()
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 

@@ -234,7 +234,10 @@ class TestCalls:
         with pytest.raises(RequestError, match=message):
             llm.generate(*args, use_tqdm=False)
 
-    @pytest.mark.parametrize("messages", [[5], 5, "Hi", {"role": "user", "content": "Hi"}, [[]], [[5]], [None]])
+    @pytest.mark.parametrize(
+        "messages",
+        [[5], 5, "Hi", {"role": "user", "content": "Hi"}, [[]], [[5]], [None], [{"role": "user", "content": "Hi"}, []]],
+    )
     @pytest.mark.usefixtures("no_type_checks")
     def test_wrong_arguments_of_chat(self, llm: LLM, messages: Any) -> None:
         with pytest.raises(RequestError, match="messages must be a"):
@@ -242,7 +245,12 @@ class TestCalls:
 
     @pytest.mark.usefixtures("no_type_checks")
     @pytest.mark.parametrize(
-        ("variables", "message"), [(5, "must be a dict, got 5"), ({"self": 1}, r"no variables \['self'\]")]
+        ("variables", "message"),
+        [
+            (5, "must be a dict, got 5"),
+            ({"self": 1}, r"no variables \['self'\]"),
+            ({"a": 1, 2: 3}, r"no variables \[2, 'a'\]"),
+        ],
     )
     def test_wrong_variables_of_a_chat(self, llm: LLM, variables: Any, message: str) -> None:
         with pytest.raises(RequestError, match=message):

@@ -133,20 +133,6 @@ def test_the_lock_goes_round() -> None:
     assert first_to_end > 45, "nobody takes it again and again while others wait"
 
 
-def test_an_interrupted_wait_leaves_the_lock_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = FairLock()
-
-    def interrupt(*_: object) -> bool:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lock._changed, "wait_for", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            lock.__enter__()
-    with lock:
-        pass
-
-
 # The end of an LLM
 
 ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 3, "num_pages": 16}  # as in test_start
@@ -209,6 +195,11 @@ def test_whatever_is_asked_of_a_closed_one_is_an_error(llama: Path) -> None:
         lambda: next(llm.stream("short", PARAMS)),
         lambda: llm.chat([{"role": "user", "content": "hi"}]),
         lambda: llm.update_weights(params),
+        llm.reset_prefix_cache,
+        lambda: llm.params,
+        lambda: llm.is_sleeping,
+        llm.sleep,
+        llm.wake_up,
     ):
         with pytest.raises(RuntimeError, match="closed"):
             ask()
