@@ -181,13 +181,25 @@ def test_weights_of_the_same_mesh_are_not_copied(start: Start, tmp_path: Path) -
     assert engine.stats.num_compiles == 0
 
 
+@pytest.mark.usefixtures("no_xla_cache")
 @pytest.mark.parametrize("num_devices", [1, 2])
-def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, num_devices: int) -> None:
+def test_a_second_start_lowers_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_devices: int
+) -> None:
+    def start() -> Engine:
+        config = EngineConfig(
+            str(model), tensor_parallel_size=num_devices, compilation_cache_dir=str(tmp_path), **SIZES
+        )
+        return Engine(config)
+
+    def lower(*_: object) -> None:
+        raise AssertionError("every program is on disk")
+
     prompts, params = [tokens(9, 1)], SamplingParams(temperature=1, seed=2, max_tokens=9)
-    expected = generate(start(num_devices), prompts, params)
+    expected = generate(start(), prompts, params)
     for name in ("lower", "lower_burst"):
-        monkeypatch.setattr(Programs, name, lambda *_: pytest.fail("every program is on disk"))
-    for output, wanted in zip(generate(start(num_devices, again=True), prompts, params), expected, strict=True):
+        monkeypatch.setattr(Programs, name, lower)
+    for output, wanted in zip(generate(start(), prompts, params), expected, strict=True):
         assert_same(output, wanted)
 
 
