@@ -1,6 +1,7 @@
 """Starting, and what is never compiled afterwards."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -27,7 +28,8 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 def start_process(llama: Path, cache_dir: Path) -> dict[str, Any]:
     command = [sys.executable, str(Path(__file__).with_name("start_program.py")), str(llama), str(cache_dir)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_COMPILATION_CACHE_DIR"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
