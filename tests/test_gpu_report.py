@@ -33,6 +33,7 @@ def content(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
+@pytest.mark.full
 def test_a_dry_run_measures_all_there_is(tmp_path: Path) -> None:
     """One run for all that is asked of it, since it takes long."""
     options = ("--dry-run", "--json", str(tmp_path / "gpu.json"))

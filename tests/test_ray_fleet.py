@@ -247,6 +247,7 @@ def wait_for_output(program: "subprocess.Popen[str]", out: Path) -> list[psutil.
     return children
 
 
+@pytest.mark.full
 def test_an_interrupt_leaves_whole_files_and_no_processes(environment: None, model: str, tmp_path: Path) -> None:
     """As a program, which starts a Ray of its own: on loopback, gone with the program, resumed by the next run."""
     source, out = write_batch(tmp_path / "in.jsonl", 120), tmp_path / "out.jsonl"

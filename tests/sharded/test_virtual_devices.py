@@ -20,7 +20,7 @@ def test_on_eight_devices(checks: list[Path]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("check", ENGINES, ids=lambda check: check.stem)
+@pytest.mark.parametrize("check", [*ENGINES, DEVICES_DIR / "check_sampling.py"], ids=lambda check: check.stem)
 def test_more_on_eight_devices(check: Path) -> None:
     """What the checks themselves mark as full, and more random requests."""
     run_checks([check], "full")

@@ -59,10 +59,7 @@ class TestAnyWorkload:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        "qwen2",
-        *(pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name not in ("llama", "qwen2")),
-    ],
+    params=[pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name != "llama"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """Engines of another family over one device and over four; two kv heads of two twice each."""
@@ -182,7 +179,7 @@ def test_weights_of_the_same_mesh_are_not_copied(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("no_xla_cache")
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_second_start_lowers_nothing(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_devices: int
 ) -> None:

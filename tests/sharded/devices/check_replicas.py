@@ -48,7 +48,7 @@ def finish_all(engine: Engine) -> None:
 
 @given(jobs=jobs(aborts=True))
 @settings(few_but_rich, max_examples=examples(12))
-@pytest.mark.parametrize(("replicas", "devices"), [(3, 1), (2, 2)])
+@pytest.mark.parametrize(("replicas", "devices"), [pytest.param(3, 1, marks=pytest.mark.full), (2, 2)])
 def test_tokens_are_those_of_one_replica(start: Start, jobs: list[Job], replicas: int, devices: int) -> None:
     kept = [Job(job.prompt, job.params, job.arrival, salt=job.salt) for job in jobs]
     expected = run(start(), kept)
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_one_replica(start: Start, jobs: list[Job], replicas
             assert_same(output, wanted, job)
 
 
-@pytest.mark.parametrize("step_ahead", [True, False])
+@pytest.mark.parametrize("step_ahead", [True, pytest.param(False, marks=pytest.mark.full)])
 def test_no_replica_idles_beside_a_waiting_request(start: Start, step_ahead: bool) -> None:
     engine = start(3, step_ahead=step_ahead)
     before = engine.stats.num_preemptions
