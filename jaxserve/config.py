@@ -5,8 +5,10 @@ No other file reads or sets the environment.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, no_type_check
@@ -59,7 +61,8 @@ class EngineConfig:
             least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
             fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
         max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for those of the
-            whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory.
+            whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory, and where a
+            running request asks for any, each dispatch is then a single step.
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
             on a device. Only full pages are shared.
         num_pages: size of the pool, of each replica; None sizes it from free memory.
@@ -198,13 +201,21 @@ def gpu_memory_fraction() -> float | None:
     return fraction
 
 
-def set_gpu_memory_fraction(fraction: float) -> None:
-    """Have XLA's client take this share of a GPU's memory, if the environment does not say another.
+@contextlib.contextmanager
+def claiming_gpu_memory(fraction: float) -> Iterator[float]:
+    """Have XLA's client take this share of a GPU's memory, if the environment does not say another; yields which.
 
-    To be called before jax starts its backend: XLA reads it then, for the rest of the process.
+    For the start of jax's backend, when XLA reads it for the rest of the process. Child processes do not inherit it.
     """
-    if gpu_memory_fraction() is None:
-        os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
+    told = gpu_memory_fraction()
+    if told is not None:
+        yield told
+        return
+    os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
+    try:
+        yield fraction
+    finally:
+        del os.environ[_MEMORY_FRACTIONS[0]]
 
 
 def libtpu_args() -> str | None:
@@ -296,8 +307,6 @@ class ScheduleConfig:
 
     def max_steps(self, bucket: int, limit: int) -> int:
         """Return the rounds that the program of a bucket may go, at most `limit`."""
-        if self.max_logprobs < 0:  # of a whole vocabulary, each round would take the room of all logits
-            return 1
         return max(1, min(limit, MAX_STEP_TOKENS // self.num_rows(bucket)))
 
     def multi_step_buckets(self, max_steps: int) -> tuple[int, ...]:
@@ -316,8 +325,8 @@ class ScheduleConfig:
         return tuple(size for size in self.buckets() if size not in shared)
 
     def num_programs(self, max_steps: int) -> int:
-        """Return the number of programs: steps, and those that make the state, admit requests and set a slot."""
-        return 3 + len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
+        """Return the number of programs: steps, and those that admit requests and set a slot."""
+        return 2 + len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
 
 
 def _next_of_many(size: int) -> int:

@@ -1,5 +1,6 @@
 """FairLock: threads get it in the order in which they asked for it."""
 
+import contextlib
 import threading
 from collections import deque
 from types import TracebackType
@@ -8,44 +9,50 @@ from types import TracebackType
 class FairLock:
     """A lock that is handed to the thread that has waited longest.
 
-    With `threading.Lock`, a thread that releases it and asks again at once mostly gets it before those that wait.
+    With `threading.Lock`, a thread that releases it and asks again at once mostly gets it before those that wait. An
+    interrupt at any point leaves it whole: what threads share changes by single calls of a deque or a lock.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._threads: deque[int] = deque()  # the holder first, then those that wait
+        self._threads: deque[tuple[int, threading.Lock]] = deque()  # with their gates: the holder, then those that wait
 
     def __enter__(self) -> None:
-        own = threading.get_ident()
+        own, gate = threading.get_ident(), threading.Lock()
         try:
-            with self._changed:
-                if own in self._threads:  # left there by an interrupt: threads do not ask for it twice
-                    self._threads.remove(own)
-                self._threads.append(own)
-                self._changed.wait_for(lambda: self._threads[0] == own)
+            self._remove(own)  # left there by an interrupt: threads do not ask for it twice
+            gate.acquire()
+            self._threads.append((own, gate))
+            self._open_first()
+            gate.acquire()
         except BaseException:  # an interrupt: the others must not wait for this thread
-            self._release(own)
+            self.release()
             raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._release(threading.get_ident())
+        self.release()
 
     def is_wanted_here(self) -> bool:
         """Whether the calling thread has the lock or waits for it, so that asking again would wait for ever."""
-        return threading.get_ident() in tuple(self._threads)
+        return threading.get_ident() in [thread for thread, _ in tuple(self._threads)]
 
-    def _release(self, thread: int) -> None:
-        """Let the next thread have its turn; an interrupt meanwhile is raised afterwards."""
-        interrupt: KeyboardInterrupt | None = None
-        while thread in self._threads:
-            try:
-                with self._changed:
-                    if thread in self._threads:
-                        self._threads.remove(thread)
-                    self._changed.notify_all()
-            except KeyboardInterrupt as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
+    def release(self) -> None:
+        """Let the next thread have its turn, if this one has it; an interrupt meanwhile is raised afterwards."""
+        try:
+            self._remove(threading.get_ident())
+            self._open_first()
+        except BaseException:
+            self._remove(threading.get_ident())
+            self._open_first()
+            raise
+
+    def _remove(self, thread: int) -> None:
+        for entry in tuple(self._threads):
+            if entry[0] == thread:
+                self._threads.remove(entry)
+
+    def _open_first(self) -> None:
+        """Let the first thread pass its gate; to open that again later changes nothing."""
+        with contextlib.suppress(IndexError, RuntimeError):  # nobody is there; it is open
+            self._threads[0][1].release()

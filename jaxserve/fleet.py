@@ -24,7 +24,7 @@ from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.openai_format import BadRequestError, Prompt
 from jaxserve.request import RequestFailure, RequestOutput, SamplingParams
-from jaxserve.router import MAX_PASSED_OVER, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 from jaxserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,15 @@ _TOKEN_BYTES = 4  # about as many bytes of text as a token has; an id takes exac
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What `Engine.add_request` takes."""
+    """What `Engine.add_request` takes.
+
+    Attributes:
+        request_id: not the caller's. Each time that a request is given to an actor it has a new one, so that what is
+            told of an earlier time is not taken for the end of a later one.
+        prompt: text or token ids.
+        params: how to sample.
+        cache_salt: as given.
+    """
 
     request_id: str
     prompt: Prompt
@@ -131,6 +139,7 @@ class Server:
 
 @dataclass(eq=False)
 class _Job:
+    request_id: str  # the caller's
     request: NewRequest
     num_lone_deaths: int = 0
     seat: "_Seat | None" = None
@@ -145,6 +154,10 @@ class _Job:
         """Length of the prompt, estimated where it is text."""
         prompt = self.request.prompt
         return len(prompt) // _TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
+
+    def load_with(self, num_shared_tokens: int) -> int:
+        """Tokens by which it adds to the load of an actor that has computed so many of its prompt."""
+        return max(self.num_tokens - num_shared_tokens, 0) + ROW_CHARGE_TOKENS * self.num_sequences
 
     @cached_property
     def prefix(self) -> Prefix:
@@ -172,7 +185,7 @@ class _Seat:
     ready: bool = False
     num_failed_starts: int = 0
     num_calls: int = 0  # not answered yet
-    jobs: dict[str, _Job] = field(default_factory=dict)  # by request id, the newest last
+    jobs: dict[str, _Job] = field(default_factory=dict)  # by the id of their `NewRequest`, the newest last
     num_sequences: int = 0  # of its jobs
     load: int = 0  # of its jobs, in tokens
     has_suspects: bool = False  # takes nothing else until they have ended
@@ -228,6 +241,7 @@ class Fleet:
         self._jobs: dict[str, _Job] = {}  # unfinished, by request id
         self._router = Router(actors.count)
         self._queue: OrderedDict[str, _Job] = OrderedDict()  # in no actor, by request id
+        self._num_given = 0
         # In no actor either; each group is for one that has nothing else. Aborted ones are dropped in their turn.
         self._suspects: deque[list[_Job]] = deque()
         self._idle: dict[int, _Seat] = {}  # ready seats without jobs
@@ -254,7 +268,8 @@ class Fleet:
         self, request_id: str, prompt: Prompt, params: SamplingParams, *, cache_salt: str | None = None
     ) -> None:
         """Queue a request; `request_id` must be unique among unfinished ones."""
-        self._jobs[request_id] = self._queue[request_id] = _Job(NewRequest(request_id, prompt, params, cache_salt))
+        job = _Job(request_id, NewRequest(request_id, prompt, params, cache_salt))
+        self._jobs[request_id] = self._queue[request_id] = job
 
     def abort(self, request_id: str) -> None:
         """Forget a request."""
@@ -301,8 +316,9 @@ class Fleet:
         self._router.set_load(seat.index, seat.load, is_open=is_open)
 
     def _give(self, seat: _Seat, job: _Job, num_shared_tokens: int = 0) -> None:
-        num_new_tokens = max(job.num_tokens - num_shared_tokens, 0)
-        job.load = num_new_tokens + ROW_CHARGE_TOKENS * job.num_sequences
+        job.load = job.load_with(num_shared_tokens)
+        job.request = dataclasses.replace(job.request, request_id=str(self._num_given))
+        self._num_given += 1
         seat.give(job)
         self._router.note(seat.index, job.prefix)
         self._note(seat)
@@ -311,34 +327,29 @@ class Fleet:
         while self._suspects and self._idle:
             seat = next(iter(self._idle.values()))
             for job in self._suspects.popleft():
-                if self._jobs.get(job.request.request_id) is job:
+                if self._jobs.get(job.request_id) is job:
                     seat.has_suspects = True
                     self._give(seat, job)
 
     def _give_queue(self) -> None:
-        num_passed_over = 0
         given: list[str] = []
-        for request_id, job in self._queue.items():
-            route = self._route(job, only_open=num_passed_over == MAX_PASSED_OVER)
-            if route is None:
-                break
+        for job, route in self._router.assign(
+            self._queue.values(),
+            prefix_of=lambda job: job.prefix,
+            fits=self._fits,
+            load_of=lambda job, route: job.load_with(route.num_shared_tokens),
+        ):
             if route.is_open:
                 self._give(self._seats[route.replica], job, route.num_shared_tokens)
-                given.append(request_id)
-            else:
-                num_passed_over += 1
+                given.append(job.request_id)
         for request_id in given:
             del self._queue[request_id]
         while self._queue and self._idle:  # nobody idles while a job waits for the prefix of another
             self._give(next(iter(self._idle.values())), self._queue.popitem(last=False)[1])
 
-    def _route(self, job: _Job, *, only_open: bool) -> Route | None:
-        while (route := self._router.choose(job.prefix, only_open=only_open)) is not None and route.is_open:
-            seat = self._seats[route.replica]
-            if not seat.jobs or seat.num_sequences + job.num_sequences <= self._room:
-                break
-            self._router.close(seat.index)  # too narrow for this job; its next change opens it
-        return route
+    def _fits(self, job: _Job, route: Route) -> bool:
+        seat = self._seats[route.replica]
+        return not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
 
     def _even_out(self) -> None:
         """Let idle actors take over what no step of a busy one can have reached: the newest, beyond its rows."""
@@ -366,17 +377,15 @@ class Fleet:
         if isinstance(answer, Died):
             return Served(self._bury(seat, answer.cause))
         seat.num_calls -= 1
-        ended = [output for output in answer.ended if self._end(seat, output.request_id)]
+        ended = []
+        for output in answer.ended:
+            job = seat.jobs.get(output.request_id)
+            if job is not None:  # else it was aborted, or has been given to another actor since
+                seat.end(job)
+                del self._jobs[job.request_id]
+                ended.append(dataclasses.replace(output, request_id=job.request_id))
         self._note(seat)
         return Served(ended)
-
-    def _end(self, seat: _Seat, request_id: str) -> bool:
-        """Whether the request was still this actor's: it may have been aborted, or be another's by now."""
-        job = seat.jobs.get(request_id)
-        if job is not None:
-            seat.end(job)
-            del self._jobs[request_id]
-        return job is not None
 
     def _bury(self, seat: _Seat, cause: str) -> list[RequestOutput | RequestFailure]:
         """Start an actor again that died. Returns the request that has failed by that, if any."""
@@ -401,7 +410,6 @@ class Fleet:
         return []
 
     def _failure(self, job: _Job, cause: str) -> RequestFailure:
-        request_id = job.request.request_id
-        del self._jobs[request_id]
+        del self._jobs[job.request_id]
         message = f"{MAX_LONE_DEATHS} engines died, each while it served this request alone; the last: {cause}"
-        return RequestFailure(request_id, BadRequestError(message, None, "engine_died", 500))
+        return RequestFailure(job.request_id, BadRequestError(message, None, "engine_died", 500))

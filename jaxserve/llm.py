@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Integral
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 from tqdm import tqdm
@@ -22,7 +22,7 @@ from jaxserve.models.params import Params
 from jaxserve.request import RequestOutput, SamplingParams, brief
 from jaxserve.shared_engine import Call, SharedEngine
 from jaxserve.tokenizer import Tokenizer, load_hf_tokenizer
-from jaxserve.vllm_options import engine_options
+from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_arguments, engine_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,6 +112,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts; outputs in the order of the prompts.
 
@@ -119,10 +120,13 @@ class LLM:
             prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: show a progress bar with tokens per second; a callable with the arguments of `tqdm` makes it.
+            vllm_arguments: further arguments of vLLM's, where they ask for what jaxserve does anyway, as
+                lora_request=None does.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; names it, and none has been started.
         """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         many = _as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         call, outputs = self._shared.add(many, _per_prompt(params, len(many)))
@@ -141,8 +145,10 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or each of a list, rendered with the tokenizer's chat template."""
+        """Answer one conversation, or each of a list, rendered with the tokenizer's chat template; see `generate`."""
+        check_arguments(vllm_arguments, CHAT_ARGUMENTS)
         tokenizer = self._engine_tokenizer()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise RequestError(f"chat_template_kwargs must be a dict, got {brief(chat_template_kwargs)}")
@@ -262,7 +268,21 @@ def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]])
     """Return one conversation or many as a list of them."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(f"messages must be a list of dicts, or a list of such lists, got {brief(messages)}")
-    return [messages] if messages and isinstance(messages[0], Mapping) else messages  # type: ignore[list-item, return-value]
+    if _are_conversations(messages):
+        return messages
+    if _is_conversation(messages):
+        return [messages]
+    raise RequestError(f"messages must be a list of dicts, or a list of such lists, got both in {brief(messages)}")
+
+
+def _are_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> TypeGuard[Sequence[Sequence[Message]]]:
+    return not any(isinstance(entry, Mapping) for entry in messages)
+
+
+def _is_conversation(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> TypeGuard[Sequence[Message]]:
+    return all(isinstance(entry, Mapping) for entry in messages)
 
 
 def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -10,9 +10,10 @@ together until the difference in load exceeds that.
 
 import heapq
 from bisect import bisect_right
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much as so many tokens of a prompt
 CLOSED_CHARGE_TOKENS = 64  # waiting for a closed replica costs about as much as computing so many tokens
@@ -21,6 +22,7 @@ _SAVING_WEIGHT = 2
 _MAX_HOLDERS = 8  # of a prefix that are remembered; the least loaded replica is always considered beside them
 _MAX_PREFIXES = 2**16
 
+Job = TypeVar("Job")
 Prefix = Sequence[tuple[int, bytes]]  # number of tokens and hash of leading parts of a prompt, shortest first
 
 
@@ -115,6 +117,45 @@ class Router:
             if cost < best_cost:
                 best, best_cost = replica, cost
         return Route(best, self._is_open[best], shared.get(best, 0))
+
+    def assign(
+        self,
+        queue: Iterable[Job],
+        prefix_of: Callable[[Job], Prefix],
+        fits: Callable[[Job, Route], bool],
+        load_of: Callable[[Job, Route], int],
+    ) -> Iterator[tuple[Job, Route]]:
+        """Route a queue in its order until no replica is open.
+
+        A job whose route is open is to be given to the replica, and the new load to be set, before the next is asked
+        for. One whose route is closed is passed over: until the end it counts in the load of the replica it waits for.
+
+        Args:
+            queue: jobs; not to be changed before the end.
+            prefix_of: leading parts of a job's prompt.
+            fits: whether an open replica has room for a job; one that has not is closed until its next `set_load`.
+            load_of: tokens by which a job adds to the load of a replica.
+        """
+        waiting: defaultdict[int, int] = defaultdict(int)  # load by replica
+        num_passed_over = 0
+        try:
+            for job in queue:
+                prefix, only_open = prefix_of(job), num_passed_over == MAX_PASSED_OVER
+                while (route := self.choose(prefix, only_open=only_open)) is not None:
+                    if not route.is_open or fits(job, route):
+                        break
+                    self.close(route.replica)
+                if route is None:
+                    return
+                if not route.is_open:
+                    num_passed_over += 1
+                    load = load_of(job, route)
+                    waiting[route.replica] += load
+                    self.add_load(route.replica, load)
+                yield job, route
+        finally:
+            for replica, load in waiting.items():
+                self.add_load(replica, -load)
 
     def note(self, replica: int, prefix: Prefix) -> None:
         """Remember that a replica has computed these prefixes, or will before it starts another request."""

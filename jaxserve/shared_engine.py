@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from jaxserve.engine.build import Weights
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.prompt import Prompt
 from jaxserve.errors import RequestError
@@ -44,9 +45,13 @@ class SharedEngine:
     @contextmanager
     def turn(self) -> Iterator[Engine]:
         """Wait until the engine is this thread's alone."""
-        with self._lock:
-            self._abort_discarded()
-            yield self._engine
+        try:
+            with self._lock:
+                self._abort_discarded()
+                yield self._engine
+        except BaseException:
+            self._lock.release()  # an interrupt may have come just before
+            raise
 
     def add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> tuple[Call, list[RequestOutput]]:
         """Queue requests; RequestError names the prompt that cannot be served, and then none is queued."""
@@ -55,16 +60,16 @@ class SharedEngine:
             with self.turn() as engine:
                 for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
                     request_id, self._num_added = str(self._num_added), self._num_added + 1
-                    self._calls[request_id] = call  # before the engine has it: an interrupt may come at any point
                     try:
+                        self._calls[request_id] = call  # before the engine has it: an interrupt may come at any point
                         output = call.unfinished[request_id] = engine.add_request(request_id, prompt, p)
                     except RequestError as error:
                         raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
                     outputs.append(output)
+            return call, outputs  # here, as an interrupt may come just before
         except BaseException:
             self.discard(call)
             raise
-        return call, outputs
 
     def step(self, call: Call) -> None:
         """Run one step for all, unless those of other threads have ended the last request of `call` meanwhile.
@@ -82,10 +87,10 @@ class SharedEngine:
         if call.failure is not None:
             raise RuntimeError(f"the step that served this request broke off: {call.failure!r}") from call.failure
 
-    def update_weights(self, *args: object, **options: object) -> None:
+    def update_weights(self, weights: Weights, *, running: str) -> None:
         """As `Engine.update_weights`; requests that end meanwhile go to their callers."""
         with self.turn() as engine, self._telling_others():
-            self._hand_out(engine.update_weights(*args, **options))  # type: ignore[arg-type]
+            self._hand_out(engine.update_weights(weights, running=running))
 
     def close(self) -> None:
         """Close the engine; calls that wait for it fail."""

@@ -164,7 +164,7 @@ class Tokenizer:
             RequestError: there is no template, it refuses the messages, or it has no such variable.
         """
         template = self._template(self._template_source(chat_template, bool(variables.get("tools"))))
-        if unknown := sorted(variables.keys() - template.variables - {"add_generation_prompt"}):
+        if unknown := sorted(variables.keys() - template.variables - {"add_generation_prompt"}, key=str):
             raise RequestError(f"the chat template has no variables {unknown}; it has {sorted(template.variables)}")
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True} | self.special_tokens
         return template.render(defaults | dict(variables) | {"messages": plain_messages(messages)})

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
+from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import brief
 
 
@@ -129,6 +129,30 @@ VLLM_OPTIONS = (
     VllmOption("collect_detailed_traces", "there are no traces", (None,)),
 )
 _BY_NAME = {option.name: option for option in VLLM_OPTIONS}
+
+
+GENERATE_ARGUMENTS = (
+    VllmOption("lora_request", "there are no LoRA adapters", (None,)),
+    VllmOption("priority", "requests are served in the order in which they come", (None,)),
+    VllmOption("tokenization_kwargs", "the tokenizer has no options", _NONE_OR_EMPTY),
+    VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
+)
+CHAT_ARGUMENTS = (
+    *GENERATE_ARGUMENTS,
+    VllmOption("chat_template_content_format", "a message's text parts are joined", ("auto", "string")),
+    VllmOption("continue_final_message", "every answer is a message of its own", (False,)),
+)
+
+
+def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) -> None:
+    """RequestError unless vLLM's arguments ask for what jaxserve does anyway."""
+    by_name = {option.name: option for option in accepted}
+    for name, value in given.items():
+        option = by_name.get(name)
+        if option is None:
+            raise RequestError(f"unsupported argument {name}; of vLLM's, these are accepted: {sorted(by_name)}")
+        if not option.is_met_by(value):
+            raise RequestError(f"{name} must be {option.accepted}, got {brief(value)}: {option.behaviour}")
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:

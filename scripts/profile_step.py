@@ -185,7 +185,9 @@ def main() -> None:
     annotate(StepHandle, "fetch", "host:fetch")
     annotate(RequestGroup, "append", "host:detokenise")
     versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
-    results = [profile(llm, num_rows, args.steps) | {"multi_step": args.multi_step} | versions for num_rows in args.rows]
+    results = [
+        profile(llm, num_rows, args.steps) | {"multi_step": args.multi_step} | versions for num_rows in args.rows
+    ]
     for result in results:
         print(table(result), json.dumps(result), sep="\n")
     if args.json:

@@ -55,7 +55,9 @@ def start_device(**options: Any) -> Engine:
         shutil.copytree(embedded_model("default"), directory, dirs_exist_ok=True)
         file = Path(directory) / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"max_position_embeddings": MAX_CONTEXT + 1024}))
-        config = EngineConfig(model=directory, skip_tokenizer_init=True, compile_ahead="minimal", multi_step=1, **options)
+        config = EngineConfig(
+            model=directory, skip_tokenizer_init=True, compile_ahead="minimal", multi_step=1, **options
+        )
         engine = Engine(config)
     # Beside the programs of one token and of a full step only the one that is measured.
     decode = min(bucket for bucket in engine.schedule.buckets() if bucket >= engine.schedule.max_num_seqs)

@@ -26,6 +26,7 @@ import jax
 import jaxtyping
 import mappings
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 from tests import random_runs
 
@@ -33,6 +34,15 @@ if "JAXSERVE_TEST_CACHE" not in os.environ:  # else that of the process that sta
     os.environ["JAXSERVE_TEST_CACHE"] = tempfile.mkdtemp(prefix="jaxserve-tests-")
     atexit.register(shutil.rmtree, os.environ["JAXSERVE_TEST_CACHE"], ignore_errors=True)
 os.environ["XDG_CACHE_HOME"] = os.environ["JAXSERVE_TEST_CACHE"]
+# For what tests compile themselves, and for engines that differ in what does not change their programs.
+XLA_CACHE = {
+    "jax_compilation_cache_dir": str(Path(os.environ["XDG_CACHE_HOME"]) / "jaxserve" / "compiled"),
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+    "jax_persistent_cache_min_compile_time_secs": 0,
+}
+for name, value in XLA_CACHE.items():
+    os.environ[name.upper()] = str(value)  # for child processes
+    jax.config.update(name, value)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
@@ -67,6 +77,17 @@ def few_programs() -> Iterator[None]:
     if mappings.are_many():
         jax.clear_caches()
         gc.collect()
+
+
+@pytest.fixture
+def no_xla_cache() -> Iterator[None]:
+    """The process has set up no cache of XLA's: programs that come from there cannot be kept again."""
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in XLA_CACHE.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture

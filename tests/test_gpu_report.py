@@ -33,19 +33,22 @@ def content(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text())
 
 
-@pytest.fixture(scope="module")
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """Directory of what all parts have left, what the ceilings alone had left before, and what was printed."""
-    directory = tmp_path_factory.mktemp("gpu")
-    options = ("--dry-run", "--json", str(directory / "gpu.json"))
+@pytest.mark.full
+def test_a_dry_run_measures_all_there_is(tmp_path: Path) -> None:
+    """One run for all that is asked of it, since it takes long."""
+    options = ("--dry-run", "--json", str(tmp_path / "gpu.json"))
     run_script("--part", "ceilings", *options)
-    ceilings = content(directory / "gpu.json")
-    printed = run_script("--part", "all", "--missing", "--pictures", str(directory / "pictures"), *options)
-    return directory, ceilings, printed
+    ceilings = content(tmp_path / "gpu.json")["parts"]["ceilings"]
+    printed = run_script("--part", "all", "--missing", "--pictures", str(tmp_path / "pictures"), *options)
+    assert content(tmp_path / "gpu.json")["parts"]["ceilings"] == ceilings, "a part keeps what others have measured"
+    check_that_every_stage_measures_something(tmp_path, printed)
+    check_that_narrow_pools_are_measured_beside_wide_ones(tmp_path, printed)
+    check_that_tables_and_pictures_come_of_the_file_alone(tmp_path, printed)
+    with pytest.raises(SystemExit, match="of a GPU"):  # never mixed with a measurement
+        Document(tmp_path / "gpu.json", "gpu", dry_run=False)
 
 
-def test_every_stage_measures_something(dry_run: tuple[Path, dict[str, Any], str]) -> None:
-    directory, _, printed = dry_run
+def check_that_every_stage_measures_something(directory: Path, printed: str) -> None:
     report = content(directory / "gpu.json")
     assert report["dry_run"] is True
     assert {part: list(stages) for part, stages in report["parts"].items()} == {
@@ -60,24 +63,18 @@ def test_every_stage_measures_something(dry_run: tuple[Path, dict[str, Any], str
                 assert entry.get("passed", True), (stage, name, entry)
 
 
-def test_a_part_keeps_what_others_have_measured(dry_run: tuple[Path, dict[str, Any], str]) -> None:
-    directory, ceilings, _ = dry_run
-    assert content(directory / "gpu.json")["parts"]["ceilings"] == ceilings["parts"]["ceilings"]
-
-
-def test_tables_and_pictures_come_of_the_file_alone(dry_run: tuple[Path, dict[str, Any], str], tmp_path: Path) -> None:
-    directory, _, printed = dry_run
-    again = run_script("--part", "report", "--json", str(directory / "gpu.json"), "--pictures", str(tmp_path))
+def check_that_tables_and_pictures_come_of_the_file_alone(directory: Path, printed: str) -> None:
+    pictures = directory / "pictures_of_the_file"
+    again = run_script("--part", "report", "--json", str(directory / "gpu.json"), "--pictures", str(pictures))
     table = again[again.index("Dry run") :]
     assert printed.endswith(table)
     for heading in ("ceiling", "correctness", "decode us", "prefill us", "programs", "decode tok/s"):
         assert heading in table
-    assert {path.name for path in tmp_path.iterdir()} == {"gpu_roofline.png", "gpu_decode.png"}
-    assert all(path.stat().st_size > 5000 for path in tmp_path.iterdir())
+    assert {path.name for path in pictures.iterdir()} == {"gpu_roofline.png", "gpu_decode.png"}
+    assert all(path.stat().st_size > 5000 for path in pictures.iterdir())
 
 
-def test_narrow_pools_are_measured_beside_wide_ones(dry_run: tuple[Path, dict[str, Any], str]) -> None:
-    directory, _, printed = dry_run
+def check_that_narrow_pools_are_measured_beside_wide_ones(directory: Path, printed: str) -> None:
     points = Document(directory / "gpu.json", "gpu", dry_run=True).points("decode")
     by_dtype = {dtype: [p for p in points if p["kv_dtype"] == dtype] for dtype in TINY.kv_dtypes}
     assert sum(map(len, by_dtype.values())) == len(points)
@@ -90,11 +87,6 @@ def test_narrow_pools_are_measured_beside_wide_ones(dry_run: tuple[Path, dict[st
             assert read == pytest.approx(p["rows"] * p["context"] * token_bytes[dtype])
             assert p.get("speed_up") == (None if dtype == WIDE else wide["us"] / p["us"])
             assert f"| {dtype} " in printed
-
-
-def test_a_dry_run_is_never_mixed_with_a_measurement(dry_run: tuple[Path, dict[str, Any], str]) -> None:
-    with pytest.raises(SystemExit, match="of a GPU"):
-        Document(dry_run[0] / "gpu.json", "gpu", dry_run=False)
 
 
 FAKE_WORKER = """

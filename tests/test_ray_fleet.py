@@ -60,12 +60,21 @@ def cluster(environment: None) -> Iterator[None]:
         "local", num_cpus=4, include_dashboard=False, object_store_memory=2**27, log_to_driver=False, runtime_env=HOOK
     )
     yield
-    assert not actor_processes()
+    deadline = time.monotonic() + 20
+    while actor_processes():  # Ray does not wait for those it kills
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     ray.shutdown()
 
 
 def actor_processes(of: int | None = None) -> list[psutil.Process]:
-    return [p for p in psutil.Process(of).children(recursive=True) if p.name().startswith("ray::_EngineAct")]
+    """Return the actors that this process, or another one, has started."""
+    found = []
+    for process in psutil.Process(of).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            if process.name().startswith("ray::_EngineAct"):
+                found.append(process)
+    return found
 
 
 def is_alive(process: psutil.Process) -> bool:
@@ -222,12 +231,8 @@ def test_a_fleet_that_has_no_room_is_refused(nodes: list, num_devices: int, want
         plan_actors(nodes, num_devices, wanted)
 
 
-def test_an_interrupt_leaves_whole_files_and_no_processes(environment: None, model: str, tmp_path: Path) -> None:
-    """As a program, which starts a Ray of its own: on loopback, gone with the program, resumed by the next run."""
-    source, out = write_batch(tmp_path / "in.jsonl", 120), tmp_path / "out.jsonl"
-    command = [sys.executable, fake_engine.__file__, "batch", str(source), str(out), "--model", model, "--ray"]
-    job = os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": HOOK})}
-    program = subprocess.Popen(command, stderr=subprocess.PIPE, env=job, text=True, start_new_session=True)
+def wait_for_output(program: "subprocess.Popen[str]", out: Path) -> list[psutil.Process]:
+    """Return the processes below the program once it has written something; they listen on loopback alone."""
     deadline = time.monotonic() + 60
     while not (out.exists() and out.stat().st_size):
         assert program.poll() is None
@@ -236,10 +241,26 @@ def test_an_interrupt_leaves_whole_files_and_no_processes(environment: None, mod
     children = psutil.Process(program.pid).children(recursive=True)
     assert actor_processes(program.pid)
     for process in children:
-        listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-        assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1"}
-    os.killpg(program.pid, signal.SIGINT)  # as a terminal sends it
-    _, shown = program.communicate(timeout=60)
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end meanwhile
+            listening = [c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+            assert {ip.removeprefix("::ffff:") for ip in listening} <= {"127.0.0.1"}
+    return children
+
+
+@pytest.mark.full
+def test_an_interrupt_leaves_whole_files_and_no_processes(environment: None, model: str, tmp_path: Path) -> None:
+    """As a program, which starts a Ray of its own: on loopback, gone with the program, resumed by the next run."""
+    source, out = write_batch(tmp_path / "in.jsonl", 120), tmp_path / "out.jsonl"
+    command = [sys.executable, fake_engine.__file__, "batch", str(source), str(out), "--model", model, "--ray"]
+    job = os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": HOOK})}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, env=job, text=True, start_new_session=True) as program:
+        try:
+            children = wait_for_output(program, out)
+            os.killpg(program.pid, signal.SIGINT)  # as a terminal sends it
+            _, shown = program.communicate(timeout=60)
+        finally:
+            if program.poll() is None:
+                os.killpg(program.pid, signal.SIGKILL)
     assert program.returncode == 130
     assert shown == "\njaxserve: interrupted; run the same command again to resume\n"
     deadline = time.monotonic() + 20

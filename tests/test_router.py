@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve import router as module
-from jaxserve.router import CLOSED_CHARGE_TOKENS, ROW_CHARGE_TOKENS, Router, sample_depths
+from jaxserve.router import CLOSED_CHARGE_TOKENS, MAX_PASSED_OVER, ROW_CHARGE_TOKENS, Router, sample_depths
 
 
 def prefix_of(*blocks: int) -> list[tuple[int, bytes]]:
@@ -76,6 +76,38 @@ def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) 
     assert (route.is_open, route.num_shared_tokens) == (is_open[route.replica], shared[route.replica])
     assert is_open[open_route.replica]
     assert costs[open_route.replica] == min(cost for cost, opened in zip(costs, is_open, strict=True) if opened)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), num_replicas=st.integers(1, 4), num_jobs=st.integers(0, 100))
+def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int, num_jobs: int) -> None:
+    """What waits for a closed replica counts there, but not beyond the call; replicas with room go to those behind."""
+    room = [data.draw(st.integers(0, 20)) for _ in range(num_replicas)]
+    router, loads = Router(num_replicas), [data.draw(st.integers(0, 400)) for _ in range(num_replicas)]
+    for replica, load in enumerate(loads):
+        router.note(replica, prefix_of(replica, 7, 7, 7))
+        router.set_load(replica, load, is_open=room[replica] > 0)
+    prefixes = [prefix_of(data.draw(st.integers(0, 5)), 7, 7, 7) for _ in range(num_jobs)]
+    sizes = [data.draw(st.integers(1, 3)) for _ in range(num_jobs)]
+    passed_over: list[int] = []
+    seen: list[int] = []
+    for job, route in router.assign(
+        range(num_jobs), prefixes.__getitem__, lambda job, route: sizes[job] <= room[route.replica], lambda *_: 50
+    ):
+        seen.append(job)
+        if not route.is_open:
+            passed_over.append(route.replica)
+            assert router._loads[route.replica] == loads[route.replica] + 50 * passed_over.count(route.replica)
+            continue
+        assert not passed_over.count(route.replica), "it was closed, and who waits for it is before this one"
+        room[route.replica] -= sizes[job]
+        assert room[route.replica] >= 0
+        loads[route.replica] += 50
+        router.set_load(route.replica, loads[route.replica], is_open=room[route.replica] > 0)
+    assert seen == list(range(len(seen)))
+    assert len(passed_over) <= MAX_PASSED_OVER
+    assert router._loads == loads
+    assert len(seen) == num_jobs or router.choose((), only_open=True) is None
 
 
 def test_siblings_go_together_until_the_load_exceeds_what_they_save() -> None:

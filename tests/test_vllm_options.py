@@ -6,8 +6,15 @@ from typing import Any
 import pytest
 
 from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError
-from jaxserve.vllm_options import VLLM_OPTIONS, engine_options, markdown_table
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.vllm_options import (
+    CHAT_ARGUMENTS,
+    GENERATE_ARGUMENTS,
+    VLLM_OPTIONS,
+    check_arguments,
+    engine_options,
+    markdown_table,
+)
 
 # As scripts written for vLLM pass them: its defaults, and what asks for what jaxserve does.
 ACCEPTED: dict[str, Any] = {
@@ -69,6 +76,15 @@ def test_what_no_one_knows_is_left_to_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"unsupported engine options \['max_num_seq'\]"):
         EngineConfig(**engine_options({"max_num_seq": 8}))
     assert EngineConfig(**engine_options({"seed": None})) == EngineConfig()
+
+
+def test_arguments_of_calls() -> None:
+    neutral = {"lora_request": None, "priority": None, "continue_final_message": False, "mm_processor_kwargs": None}
+    check_arguments({**neutral, "chat_template_content_format": "auto"}, CHAT_ARGUMENTS)
+    with pytest.raises(RequestError, match=r"^lora_request must be None, got 5: there are no LoRA adapters"):
+        check_arguments({"lora_request": 5}, GENERATE_ARGUMENTS)
+    with pytest.raises(RequestError, match=r"^unsupported argument continue_final_message"):
+        check_arguments(neutral, GENERATE_ARGUMENTS)
 
 
 def test_the_table_has_every_option_once() -> None:

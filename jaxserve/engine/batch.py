@@ -149,10 +149,15 @@ class BatchLayout:
     def of(cls, config: ScheduleConfig, bucket: int) -> BatchLayout:
         """Return the layout of a token bucket.
 
-        Each row may begin a page, and the tokens fill some more.
+        Each row may begin a page, and the tokens fill some more. There are two at least: XLA copies the page table to
+        set a single entry, as it does not for a scatter of more.
         """
         num_rows = config.num_rows(bucket)
-        return cls(bucket, num_rows, num_rows + bucket // config.page_size, config.max_logprobs)
+        return cls(bucket, num_rows, max(num_rows + bucket // config.page_size, 2), config.max_logprobs)
+
+    def num_logprob_steps(self, max_steps: int) -> int:
+        """Steps of a dispatch that send log probabilities: of a whole vocabulary, room for all would be too much."""
+        return max_steps if self.max_logprobs >= 0 else 1
 
     @cached_property
     def blob(self) -> BlobLayout:
@@ -266,18 +271,18 @@ class BatchPacker:
         self.config = config
         self._vocab_size = vocab_size
         self._base_seed = np.uint32(base_seed).view(np.int32)
-        self._layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
+        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
         self._admission = AdmissionLayout.of(config)
         self._num_pages = [0] * config.max_num_seqs  # of each slot, sent so far
         self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
 
     def num_rows(self, bucket: int) -> int:
         """Return the rows of a bucket, padding included."""
-        return self._layouts[bucket].num_rows
+        return self.layouts[bucket].num_rows
 
     def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
         """Lay out `plan`, padded to `bucket` tokens. To be called once per plan, in order."""
-        layout = self._layouts[bucket]
+        layout = self.layouts[bucket]
         for request in plan.admitted:
             self._num_pages[request.slot] = 0
             self._has_sampled[request.slot] = False

@@ -21,10 +21,10 @@ from jaxserve.config import (
     MULTI_STEP_ROWS,
     EngineConfig,
     ScheduleConfig,
+    claiming_gpu_memory,
     default_batch,
     gpu_memory_fraction,
     resolve_schedule,
-    set_gpu_memory_fraction,
 )
 from jaxserve.engine.runner import Runner
 from jaxserve.engine.step import new_pool, new_slots
@@ -58,6 +58,7 @@ Weights = Mapping[str, Any] | str | os.PathLike[str]  # that a running engine ta
 SCRATCH_BYTES = (
     64_000_000  # temporaries of a step that do not grow with the model: partial results of attention above all
 )
+_claimed: dict[str, float] = {}  # share of each device's memory that XLA took when an engine started jax, by platform
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
 
@@ -92,9 +93,11 @@ def build_sampling_params(config: EngineConfig) -> SamplingParams:
 
 
 def claim_memory(config: EngineConfig) -> None:
-    """Have XLA take `gpu_memory_utilization` of each GPU, if jax has not started its backend yet."""
+    """Start jax's backend, if it does not run yet, and have XLA take `gpu_memory_utilization` of each GPU."""
     if not xla_bridge.backends_are_initialized():
-        set_gpu_memory_fraction(config.gpu_memory_utilization)
+        with claiming_gpu_memory(config.gpu_memory_utilization) as fraction:
+            jax.default_backend()
+        _claimed["gpu"] = fraction
 
 
 def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
@@ -384,7 +387,7 @@ def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int]
     limit_bytes = stats["bytes_limit"]
     total_bytes = limit_bytes
     if jax.default_backend() == "gpu":
-        fraction = gpu_memory_fraction() or DEFAULT_GPU_MEMORY_FRACTION
+        fraction = _claimed.get("gpu") or gpu_memory_fraction() or DEFAULT_GPU_MEMORY_FRACTION
         total_bytes = int(limit_bytes / fraction)
         if fraction < config.gpu_memory_utilization:
             logger.warning(
@@ -429,7 +432,7 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
 def _logprob_bytes(config: EngineConfig, arch: ArchConfig, num_positions: int) -> int:
     """Return the bytes that log probabilities of so many positions take, computed and as an output."""
     layout = LogprobLayout.of(config.max_logprobs, arch.vocab_size * config.tensor_parallel_size)
-    num_positions += min(config.max_steps * MULTI_STEP_ROWS, MAX_STEP_TOKENS)
+    num_positions += min(config.max_steps * MULTI_STEP_ROWS, MAX_STEP_TOKENS) if config.max_logprobs >= 0 else 1
     return 4 * 2 * num_positions * layout.num_words
 
 

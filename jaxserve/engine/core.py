@@ -205,6 +205,7 @@ class EngineCore:
     def recover(self) -> None:
         """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
         self.in_flight.clear()
+        self.pacer.pause()
         self._has_dropped = True  # until the state is known to be sound: waiting for it may be interrupted
         self.scheduler.reset_prefix_cache()
         self.runner.restore_state()
@@ -248,7 +249,9 @@ class EngineCore:
     def _max_steps(self) -> int:
         """Steps that the next dispatch may have, as far as programs and their speed go."""
         bucket = self._multi_step_bucket(self.scheduler.num_running)
-        return 1 if bucket is None else self.pacer.max_steps(bucket)
+        if bucket is None or (self.runner.schedule.max_logprobs < 0 and self.scheduler.wants_logprobs):
+            return 1
+        return self.pacer.max_steps(bucket)
 
     def _bucket(self, plan: StepPlan) -> int:
         programs = self.runner.programs

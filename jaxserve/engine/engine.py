@@ -166,12 +166,14 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
+        self._check_open()
         for core in self.cores:
             core.reset_prefix_cache()
 
     @property
     def params(self) -> Params:
         """The weights in use, of the first replica, in the form that its programs take."""
+        self._check_open()
         return self.cores[0].runner.params
 
     def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
@@ -263,6 +265,7 @@ class Engine:
     @property
     def is_sleeping(self) -> bool:
         """Return True while memory that `sleep` has freed is not all taken again."""
+        self._check_open()
         return bool(self._asleep)
 
     def _check_open(self) -> None:
@@ -471,13 +474,14 @@ class Engine:
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
         logprobs = None if result.logprobs is None else _by_token(result.logprobs)
+        width = 0 if result.logprobs is None else result.logprobs.logprob.shape[1]
         row_of = {} if logprobs is None else {request: row for row, request in enumerate(step.plan.requests)}
         outputs, num_output_tokens = {}, 0
         for request, num_tokens in step.progressed.items():
             group = self._group_of.get(request)
             if group is None:  # a stop string has ended it
                 continue
-            first = 0 if logprobs is None else row_of[request] * result.token_ids.shape[1]
+            first = row_of.get(request, 0) * width
             num_before = group.num_output_tokens(request)
             stop = group.append(request, num_tokens, now_s, logprobs, range(first, first + num_tokens))
             num_new = group.num_output_tokens(request) - num_before

@@ -9,7 +9,7 @@ from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import FinishReason, Request, RequestStatus
-from jaxserve.router import MAX_PASSED_OVER, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 
 _POLL_S = 5e-5  # between looks at the devices of several replicas
 
@@ -112,51 +112,43 @@ class Placement(Generic[R]):
         """Bind requests to open replicas until none is; returns those that rather wait for a closed one."""
         passed_over: list[Request] = []
         bound: list[str] = []
-        for request in self._queue.values():
-            prefix = self._prefix(request)
-            route = self._route(request, prefix, only_open=len(passed_over) == MAX_PASSED_OVER)
-            if route is None:
-                break
+        for request, route in self._router.assign(self._queue.values(), self._usable_prefix, self._fits, _load):
             if route.is_open:
-                self._bind(request, route.replica, prefix)
+                self._bind(request, route.replica)
                 bound.append(request.request_id)
             else:
                 passed_over.append(request)
-                num_tokens = request.num_tokens - route.num_shared_tokens
-                self._router.add_load(route.replica, num_tokens + ROW_CHARGE_TOKENS)
         for request_id in bound:
             del self._queue[request_id]
         return passed_over
 
-    def _route(self, request: Request, prefix: Prefix, *, only_open: bool) -> Route | None:
-        usable = prefix if request.read_prefix_cache else ()
-        while (route := self._router.choose(usable, only_open=only_open)) is not None and route.is_open:
-            request.num_shared_tokens = route.num_shared_tokens
-            if self._cores[route.replica].scheduler.has_room(request):
-                break
-            self._router.close(route.replica)  # its free pages do not suffice
-        return route
+    def _fits(self, request: Request, route: Route) -> bool:
+        request.num_shared_tokens = route.num_shared_tokens
+        return self._cores[route.replica].scheduler.has_room(request)
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
         """Bind queued requests to idle replicas, one to each, wherever their prefixes are."""
         idle = [index for index, core in enumerate(self._cores) if not core.scheduler.has_unfinished()]
         for index, request in zip(idle, requests, strict=False):
             request.num_shared_tokens = 0
-            self._bind(request, index, self._prefix(request))
+            self._bind(request, index)
             del self._queue[request.request_id]
 
-    def _bind(self, request: Request, index: int, prefix: Prefix = ()) -> None:
+    def _bind(self, request: Request, index: int) -> None:
         core = self._cores[index]
         core.add(request)
         self._core_of[request.request_id] = core
         if not self.is_lone:
-            self._router.note(index, prefix)
+            self._router.note(index, self._prefix(request))
             self._router.set_load(index, core.scheduler.load, is_open=core.scheduler.has_room())
 
     def _prefix(self, request: Request) -> Prefix:
         scheduler = self._cores[0].scheduler
         hashes = scheduler.prefix_hashes(request)
         return [(depth * scheduler.page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
+
+    def _usable_prefix(self, request: Request) -> Prefix:
+        return self._prefix(request) if request.read_prefix_cache else ()
 
     def _take_back(self) -> list[Request]:
         """Return to the queue what replicas failed to start, or all that waits in them if one is idle; returns it."""
@@ -190,3 +182,7 @@ class Placement(Generic[R]):
         """Raise AssertionError unless each of these requests is in one place."""
         assert set(unfinished) == self._core_of.keys() | self._queue.keys()
         assert not self._core_of.keys() & self._queue.keys()
+
+
+def _load(request: Request, route: Route) -> int:
+    return request.num_tokens - route.num_shared_tokens + ROW_CHARGE_TOKENS

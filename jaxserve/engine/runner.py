@@ -73,14 +73,15 @@ class StepHandle:
 
     def is_ready(self) -> bool:
         """Whether fetching need not wait."""
-        return bool(self.output.token_ids.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
+        return bool(self.output.sampled.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
 
     def fetch(self) -> StepResult:
         """Wait for the step and download what it was asked for."""
         out, unpack = self.output, self.layout.unpack
+        sampled = np.asarray(out.sampled)
         return StepResult(
-            np.asarray(out.token_ids),
-            np.asarray(out.num_tokens),
+            sampled[:, 1:],
+            sampled[:, 0],
             unpack(np.asarray(out.logprobs)) if self.wants_logprobs else None,
             unpack(np.asarray(out.prompt_logprobs)) if self.wants_prompt_logprobs else None,
         )
@@ -89,7 +90,7 @@ class StepHandle:
         """Let what is wanted of the output come to the host as soon as it is there."""
         out = self.output
         wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
-        for array in (out.token_ids, out.num_tokens, *(array for array, is_wanted in wanted if is_wanted)):
+        for array in (out.sampled, *(array for array, is_wanted in wanted if is_wanted)):
             array.copy_to_host_async()
 
 

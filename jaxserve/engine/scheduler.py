@@ -221,6 +221,11 @@ class Scheduler:
 
     # One step
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether a running request does, of the tokens that it samples."""
+        return any(request.params.logprobs is not None for request in self._running.values())
+
     def most_steps(self, limit: int) -> int:
         """Return how many steps, at most `limit`, one plan may have: all rows are in decode, and their pages are there.
 
@@ -318,9 +323,7 @@ class Scheduler:
         in_decode = [
             row
             for row in rows
-            if row.status is RequestStatus.RUNNING
-            and not _in_prefill(row)
-            and row.num_tokens < row.max_total_tokens
+            if row.status is RequestStatus.RUNNING and not _in_prefill(row) and row.num_tokens < row.max_total_tokens
         ]
         in_decode.sort(key=lambda request: (request.slot - self._next_held_slot) % self.max_num_seqs)
         return in_decode[: max(len(in_decode) - self._decode_limit, 0)]

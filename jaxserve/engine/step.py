@@ -206,15 +206,14 @@ class StepOutput:
     """What a step sends back. Entries of rows that did not sample are meaningless.
 
     Attributes:
-        token_ids: the tokens that each row sampled, one per round.
-        num_tokens: how many they are.
-        logprobs: of `token_ids`, as `TokenLogprobs.pack` lays them out; zeros unless the step wants logprobs.
+        sampled: of each row the number of tokens that it sampled, then those: one array, which is one download.
+        logprobs: of `token_ids`, as `TokenLogprobs.pack` lays them out; zeros unless the step wants logprobs. Those of
+            a whole vocabulary are of the first round alone.
         prompt_logprobs: per token that the host packed for the first round, of the token after it; zeros unless wanted.
     """
 
-    token_ids: Int[Array, "R steps"]
-    num_tokens: Int[Array, " R"]
-    logprobs: Int[Array, "R steps words"]
+    sampled: Int[Array, "R columns"]
+    logprobs: Int[Array, "R logprob_steps words"]
     prompt_logprobs: Int[Array, "T words"]
 
 
@@ -348,17 +347,15 @@ def make_serve_step(
             state, outputs, index = carry
             state, out = _round(params, state, batch, index, model)
             outputs = StepOutput(
-                token_ids=lax.dynamic_update_slice(outputs.token_ids, out.token_ids, (0, index)),
-                num_tokens=outputs.num_tokens + out.num_tokens,
+                sampled=_append(outputs.sampled, out.sampled, index),
                 logprobs=lax.dynamic_update_slice(outputs.logprobs, out.logprobs, (0, index, 0)),
                 prompt_logprobs=jnp.where(index == 0, out.prompt_logprobs, outputs.prompt_logprobs),
             )
             return state, outputs, index + 1
 
         outputs = StepOutput(
-            token_ids=jnp.zeros((R, max_steps), jnp.int32),
-            num_tokens=jnp.zeros(R, jnp.int32),
-            logprobs=jnp.zeros((R, max_steps, num_words), jnp.int32),
+            sampled=jnp.zeros((R, max_steps + 1), jnp.int32),
+            logprobs=jnp.zeros((R, layout.num_logprob_steps(max_steps), num_words), jnp.int32),
             prompt_logprobs=jnp.zeros((layout.num_tokens, num_words), jnp.int32),
         )
         state, outputs, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0)))
@@ -406,8 +403,14 @@ def _round(
         sequences=_advance(sequences, rows, sampling, slots, sampled),
         slots=dataclasses.replace(slots, token_counts=counts),
     )
-    num_tokens = rows.samples.astype(jnp.int32)
-    return state, StepOutput(sampled[:, None], num_tokens, logprobs[:, None], prompt_logprobs)
+    counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
+    return state, StepOutput(counted, logprobs[:, None], prompt_logprobs)
+
+
+def _append(sampled: Int[Array, "R columns"], new: Int[Array, "R 2"], index: Int[Array, ""]) -> Int[Array, "R columns"]:
+    """Add the tokens of a round."""
+    sampled = sampled.at[:, 0].add(new[:, 0])
+    return lax.dynamic_update_slice(sampled, new[:, 1:], (0, index + 1))
 
 
 def _set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:

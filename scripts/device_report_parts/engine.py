@@ -1,4 +1,4 @@
-"""The engine with random weights: start, decoding at several numbers of rows, with several steps per dispatch and one."""
+"""The engine with random weights: start, decoding at several numbers of rows, by one step per dispatch or several."""
 
 import dataclasses
 import random
@@ -26,7 +26,7 @@ MAX_TRACED_LEN = 512  # tokens of a row beside the prompt, until the trace has e
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """Of each shape the start, then the rows; several steps where there are programs for them; and last, what a whole start takes."""
+    """Of each shape the start, then the rows, of several steps where there are programs; last, a whole start."""
     load = load_of(device, dry_run)
     bench = Bench(device, load)
     for shape in load.shapes:

@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
-from jaxserve.engine.step import abstract_state, make_serve_step, make_serve_step
+from jaxserve.engine.step import abstract_state, make_serve_step
 from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
 from jaxserve.planner.targets import parse_target

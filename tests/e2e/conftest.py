@@ -16,22 +16,10 @@ import transformers
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 
 Start = Callable[..., Engine]
 
-# 96 positions in the pool and rows of up to 64: four busy rows do not fit, so that preemption is common.
-SIZES: dict[str, Any] = {
-    "max_model_len": 64,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 16,
-    "page_size": 4,
-    "num_pages": 24,
-    "multi_step": 1,
-    "compile_ahead": "minimal",
-    "forbid_compiles": True,
-}
-VOCAB_SIZE = 320
-EOS = 1
 CHAT_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}[bot] {% endif %}"
 )

@@ -3,16 +3,19 @@
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 
 import jax
 import pytest
 from checkpoints import write_checkpoint
-from conftest import Start
 
-import workloads
+from jaxserve.engine.engine import Engine
 from jaxserve.metrics import Ceilings
 from jaxserve.models import registry
 from jaxserve.request import SamplingParams
+from tests.e2e import workloads
+
+Start = Callable[..., Engine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 

@@ -10,7 +10,8 @@ from typing import Any
 import killing
 import psutil
 import pytest
-from conftest import SIZES
+
+from tests.e2e.sizes import SIZES
 
 NUM_LINES = 120
 
@@ -61,10 +62,11 @@ def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_ten_kills_lose_and_repeat_nothing(command: list[str], whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [4, pytest.param(10, marks=pytest.mark.full)])
+def test_kills_lose_and_repeat_nothing(command: list[str], whole: Path, tmp_path: Path, count: int) -> None:
     killed = tmp_path / "killed.jsonl"
-    num_kills = killing.run_with_kills([*command, str(killed)], killed, 10, 3, most_bytes=whole.stat().st_size // 9)
-    assert num_kills == 10
+    most_bytes = whole.stat().st_size // (count - 1)
+    assert killing.run_with_kills([*command, str(killed)], killed, count, 3, most_bytes=most_bytes) == count
     assert records(killed) == records(whole)
 
 

@@ -1,14 +1,17 @@
 """`jaxserve bench` on a real engine: what it counts is what was asked for."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Start
 
 from jaxserve.bench.command import BenchJob, run_job
 from jaxserve.bench.workloads import Workload, WorkloadRequest
+from jaxserve.engine.engine import Engine
 from jaxserve.metrics import Ceilings
+
+Start = Callable[..., Engine]
 
 REQUESTS = (
     WorkloadRequest(20, 9, prefix_id=0, prefix_len=16),

@@ -12,7 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import StepHandle
 from jaxserve.pallas_kernels import native
 from jaxserve.request import SamplingParams
-from workloads import generate, tokens
+from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]
 

@@ -3,20 +3,22 @@
 import gc
 import weakref
 from collections.abc import Callable
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from conftest import SIZES
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.pacer import Pacer
 from jaxserve.engine.runner import StepHandle
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
-from workloads import generate, tokens
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]
 
@@ -45,7 +47,7 @@ def failing(method: Callable[..., Any], call: int, error: BaseException, *, afte
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    "part", ["scheduler.schedule", "packer.pack", "runner.run", "runner.set_slot", "scheduler.update"]
+    "part", ["scheduler.schedule", "packer.pack", "runner.run", "runner.programs.set_slot", "scheduler.update"]
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("device")])
 @STEPS
@@ -61,9 +63,9 @@ def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     engine = start(multi_step=multi_step)
     expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
-    owner, name = part.split(".")
+    owner, _, name = part.rpartition(".")
     with monkeypatch.context() as patch:
-        target = getattr(engine.cores[0], owner)
+        target = attrgetter(owner)(engine.cores[0])
         patch.setattr(target, name, failing(getattr(target, name), 2, error, after=after))
         with pytest.raises(type(error)):
             generate(engine, prompts, PARAMS)
@@ -83,6 +85,7 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
         patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 2, RuntimeError("out of memory"), after=False))
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(engine, prompts, PARAMS)
+    assert engine.cores[0].pacer._last == Pacer("auto")._last, "no step's time counts from before the failure"
     assert not engine.has_unfinished()
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 

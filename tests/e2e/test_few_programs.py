@@ -8,7 +8,7 @@ import pytest
 from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
-from workloads import assert_same, generate, tokens
+from tests.e2e.workloads import assert_same, generate, tokens
 
 STEPS = 5
 

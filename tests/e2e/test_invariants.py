@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import RequestOutput, SamplingParams
-from workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, run_alone, tokens
+from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, run_alone, tokens
 
 Start = Callable[..., Engine]
 

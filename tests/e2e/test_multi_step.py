@@ -6,14 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SIZES
 from hypothesis import given
 
 from jaxserve.engine import pacer
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
-from workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
+from jaxserve.sampling import LogprobLayout
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens
 
 Start = Callable[..., Engine]
 
@@ -180,3 +181,24 @@ def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(output, expected)
     assert engine.stats.num_dispatches - before < 3 * 60
     assert engine.cores[0].pacer._trials[1].gains
+
+
+def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: Start) -> None:
+    """In whatever program; a dispatch has several steps unless a request asks for them."""
+    few, whole = start(multi_step=5), start(multi_step=5, max_logprobs=-1)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    outputs, num_bytes = [], []
+    for engine in (few, whole):
+        for logprobs in (None, 2):
+            engine.reset_prefix_cache()
+            (output,) = generate(engine, [[5, 6, 7]], replace(params, logprobs=logprobs))
+            outputs.append(output.outputs[0].token_ids)
+        (bucket, program), *_ = engine.cores[0].runner.programs.multi_steps.items()
+        layout = engine.cores[0].packer.layouts[bucket]
+        words = LogprobLayout.of(engine.config.max_logprobs, engine.arch.vocab_size).num_words
+        step_bytes = 4 * (layout.num_rows + layout.num_tokens) * words
+        memory = program.memory_analysis()
+        num_bytes.append((memory.output_size_in_bytes - memory.alias_size_in_bytes) / step_bytes)
+    assert outputs == 4 * outputs[:1]
+    assert num_bytes[0] > 3, "rows of five steps, tokens of one"
+    assert num_bytes[1] < 1.2

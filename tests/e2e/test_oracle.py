@@ -15,7 +15,7 @@ from scipy.special import log_softmax
 from jaxserve.engine.engine import Engine
 from jaxserve.pallas_kernels import native
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
-from workloads import TOLERANCE, generate, tokens
+from tests.e2e.workloads import TOLERANCE, generate, tokens
 
 Start = Callable[..., Engine]
 

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.request import SamplingParams
-from workloads import tokens
+from tests.e2e.workloads import tokens
 
 Start = Callable[..., Engine]
 
@@ -55,7 +55,7 @@ def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         handle = run(*args, **kwargs)
-        downloads.append(handle.output.token_ids.nbytes)
+        downloads.append(handle.output.sampled.nbytes)
         return handle
 
     with monkeypatch.context() as patch:
@@ -65,7 +65,7 @@ def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
     assert {name: counts[name] for name in (UPLOAD, DISPATCH, DOWNLOAD)} == dict.fromkeys(
         (UPLOAD, DISPATCH, DOWNLOAD), num_programs
     )
-    assert max(downloads) <= 4 * engine.schedule.max_num_seqs, "token ids only"
+    assert max(downloads) <= 2 * 4 * engine.schedule.max_num_seqs, "a count and a token id of each row"
     finish(engine)
 
 

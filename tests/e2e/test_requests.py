@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SIZES, VOCAB_SIZE
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
-from workloads import assert_same, busy_step, drain, generate, tokens
+from tests.e2e.sizes import SIZES, VOCAB_SIZE
+from tests.e2e.workloads import assert_same, busy_step, drain, generate, tokens
 
 Start = Callable[..., Engine]
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 import transformers
 from checkpoints import reference_logits
-from conftest import EOS, VOCAB_SIZE
 from scipy.special import log_softmax
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.request import SamplingParams
-from workloads import Job, assert_same, generate, run, tokens
+from tests.e2e.sizes import EOS, VOCAB_SIZE
+from tests.e2e.workloads import Job, assert_same, generate, run, tokens
 
 Start = Callable[..., Engine]
 

@@ -14,7 +14,7 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout, StepUpload
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
-from workloads import generate, tokens
+from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]
 
@@ -130,9 +130,7 @@ def test_padding_of_several_steps_is_inert(start: Start, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("multi_step", [1, 5])
-def test_rows_that_have_stopped_compute_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int
-) -> None:
+def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int) -> None:
     """Whether by a stop id or by their length, and although the host goes on to plan tokens for them."""
     engine = start(step_ahead=False, multi_step=multi_step)
     runner, run_once, uploads = engine.cores[0].runner, engine.cores[0].runner.run, []

@@ -13,7 +13,7 @@ from jaxserve.engine.programs import compile_counter
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
-from workloads import generate, tokens
+from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import transformers
-from conftest import SIZES
 from hypothesis import given
 from hypothesis import strategies as st
 from tqdm import tqdm
@@ -20,7 +19,8 @@ from tqdm import tqdm
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
-from workloads import few_but_rich, tokens
+from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import few_but_rich, tokens
 
 PROMPT = "Once upon a time"
 SAMPLED = SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)
@@ -234,7 +234,10 @@ class TestCalls:
         with pytest.raises(RequestError, match=message):
             llm.generate(*args, use_tqdm=False)
 
-    @pytest.mark.parametrize("messages", [[5], 5, "Hi", {"role": "user", "content": "Hi"}, [[]], [[5]], [None]])
+    @pytest.mark.parametrize(
+        "messages",
+        [[5], 5, "Hi", {"role": "user", "content": "Hi"}, [[]], [[5]], [None], [{"role": "user", "content": "Hi"}, []]],
+    )
     @pytest.mark.usefixtures("no_type_checks")
     def test_wrong_arguments_of_chat(self, llm: LLM, messages: Any) -> None:
         with pytest.raises(RequestError, match="messages must be a"):
@@ -242,7 +245,12 @@ class TestCalls:
 
     @pytest.mark.usefixtures("no_type_checks")
     @pytest.mark.parametrize(
-        ("variables", "message"), [(5, "must be a dict, got 5"), ({"self": 1}, r"no variables \['self'\]")]
+        ("variables", "message"),
+        [
+            (5, "must be a dict, got 5"),
+            ({"self": 1}, r"no variables \['self'\]"),
+            ({"a": 1, 2: 3}, r"no variables \[2, 'a'\]"),
+        ],
     )
     def test_wrong_variables_of_a_chat(self, llm: LLM, variables: Any, message: str) -> None:
         with pytest.raises(RequestError, match=message):

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import pytest
-from conftest import SIZES
 
 from jaxserve.engine.runner import Programs, StepHandle
 from jaxserve.fair_lock import FairLock
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
+from tests.e2e.sizes import SIZES
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=10, ignore_eos=True)
 PROMPTS = [f"Thread {i} speaks." for i in range(6)]
@@ -133,20 +133,6 @@ def test_the_lock_goes_round() -> None:
     assert first_to_end > 45, "nobody takes it again and again while others wait"
 
 
-def test_an_interrupted_wait_leaves_the_lock_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    lock = FairLock()
-
-    def interrupt(*_: object) -> bool:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(lock._changed, "wait_for", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            lock.__enter__()
-    with lock:
-        pass
-
-
 # The end of an LLM
 
 ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 3, "num_pages": 16}  # as in test_start
@@ -175,7 +161,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
 
     def get_slowly(programs: Programs, name: str, lower: Callable[[], Any]) -> Any:
         made.append(name)
-        if len(made) > 3:  # set_slot and two steps are waited for
+        if len(made) > 5:  # the state, admit, set_slot and two steps are waited for
             compiling.set()
             assert go_on.wait(PATIENCE_S)
         return get(programs, name, lower)
@@ -196,7 +182,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
         go_on.set()
     compiler.join(PATIENCE_S)
     assert not compiler.is_alive()
-    assert len(made) == 4, "the program at hand is the last"
+    assert len(made) == 6, "the program at hand is the last"
 
 
 def test_whatever_is_asked_of_a_closed_one_is_an_error(llama: Path) -> None:
@@ -209,6 +195,11 @@ def test_whatever_is_asked_of_a_closed_one_is_an_error(llama: Path) -> None:
         lambda: next(llm.stream("short", PARAMS)),
         lambda: llm.chat([{"role": "user", "content": "hi"}]),
         lambda: llm.update_weights(params),
+        llm.reset_prefix_cache,
+        lambda: llm.params,
+        lambda: llm.is_sleeping,
+        llm.sleep,
+        llm.wake_up,
     ):
         with pytest.raises(RuntimeError, match="closed"):
             ask()

@@ -11,7 +11,6 @@ import jax
 import numpy as np
 import pytest
 import safetensors.numpy
-from conftest import EOS, SIZES, VOCAB_SIZE, Start
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
@@ -20,7 +19,10 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.models import registry
 from jaxserve.request import SamplingParams
-from workloads import Job, assert_same, busy_step, generate, run, tokens
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
+from tests.e2e.workloads import Job, assert_same, busy_step, generate, run, tokens
+
+Start = Callable[..., Engine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 PROMPTS = [tokens(20, n) for n in range(3)]
@@ -123,7 +125,9 @@ def test_arrays_in_another_form_stay_the_callers(swapped: Start, other: Path) ->
 
 @pytest.mark.parametrize("multi_step", [1, 5])
 @pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
-def test_requests_can_be_finished_first(start: Start, swapped: Start, other: Path, num_steps: int, multi_step: int) -> None:
+def test_requests_can_be_finished_first(
+    start: Start, swapped: Start, other: Path, num_steps: int, multi_step: int
+) -> None:
     engine = swapped(multi_step=multi_step)
     expected = generate(engine, PROMPTS, GREEDY)
     engine.reset_prefix_cache()

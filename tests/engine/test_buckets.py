@@ -8,8 +8,8 @@ from hypothesis import example, given
 
 from jaxserve.config import (
     MAX_STEP_TOKENS,
-    MULTI_STEP_ROWS,
     MAX_STEPS,
+    MULTI_STEP_ROWS,
     EngineConfig,
     ScheduleConfig,
     default_batch,
@@ -65,7 +65,7 @@ def test_programs_of_an_accelerator_are_few_by_default(platform: str) -> None:
     sizes = resolve_schedule(config, max_position=131_072, platform=platform, page_size=16, num_pages=10_000)
     assert sizes.buckets() == (16, 64, 256, 384, 512, 768, 1024, 1536, 2048)
     assert sizes.multi_step_buckets(config.max_steps) == (16,)
-    assert sizes.num_programs(config.max_steps) == 3 + 9 + 1 <= MAX_PROGRAMS
+    assert sizes.num_programs(config.max_steps) == 2 + 9 + 1 <= MAX_PROGRAMS
     larger = resolve_schedule(
         EngineConfig(max_num_batched_tokens=8192), max_position=131_072, platform=platform, page_size=16, num_pages=9
     )
@@ -76,7 +76,7 @@ def test_programs_of_a_cpu_run_several_steps_and_single_ones() -> None:
     config = EngineConfig()
     sizes = resolve_schedule(config, max_position=1024, platform="cpu", page_size=16, num_pages=64)
     assert not sizes.few_programs
-    assert sizes.num_programs(config.max_steps) == 3 + len(sizes.buckets()) == 27
+    assert sizes.num_programs(config.max_steps) == 2 + len(sizes.buckets()) == 26
     assert sizes.step_buckets(1) == sizes.buckets()
 
 
@@ -104,7 +104,11 @@ def test_rows_that_may_go_several_steps(few: bool, seqs: int, budget: int) -> No
     sizes = schedule(seqs, budget, few=few)
     several = sizes.multi_step_buckets(MAX_STEPS)
     assert several == sizes.buckets()[: len(several)]
-    assert 1 <= max(several) <= (min(seqs, MULTI_STEP_ROWS) if few and seqs >= MULTI_STEP_ROWS else max(seqs, MULTI_STEP_ROWS))
+    assert (
+        1
+        <= max(several)
+        <= (min(seqs, MULTI_STEP_ROWS) if few and seqs >= MULTI_STEP_ROWS else max(seqs, MULTI_STEP_ROWS))
+    )
     assert all(1 < sizes.max_steps(size, MAX_STEPS) <= MAX_STEP_TOKENS // sizes.num_rows(size) for size in several)
     assert sizes.multi_step_buckets(1) == ()
 

@@ -18,7 +18,8 @@ ENVIRONMENT = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
-        monkeypatch.setenv(name, "")  # so that what is set in a test is undone
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(build, "_claimed", {})
 
 
 def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, platform: str = "gpu") -> float:
@@ -31,19 +32,29 @@ def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, 
     return build._free_bytes(config, arch, stats) + kept
 
 
+def at_start(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
+    """What the environment says when jax starts its backend."""
+    seen: list[float | None] = []
+    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", lambda: seen.append(gpu_memory_fraction()))
+    return seen
+
+
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_xla_is_told_the_share_before_it_starts(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    seen = at_start(monkeypatch)
     build.claim_memory(EngineConfig(gpu_memory_utilization=share))
-    assert gpu_memory_fraction() == share
+    assert seen == [share]
+    assert gpu_memory_fraction() is None, "child processes would inherit it"
     assert pool_bytes(monkeypatch, share, share) == pytest.approx(share * TOTAL)
 
 
 @pytest.mark.parametrize("name", ENVIRONMENT)
 def test_what_the_user_tells_xla_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "0.5")
-    monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
+    seen = at_start(monkeypatch)
     build.claim_memory(EngineConfig(gpu_memory_utilization=0.4))
+    assert seen == [0.5]
     assert gpu_memory_fraction() == 0.5
     assert pool_bytes(monkeypatch, 0.4, 0.5) == pytest.approx(0.4 * TOTAL)
 

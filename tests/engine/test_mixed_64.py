@@ -49,7 +49,7 @@ def run_all(requests, depth):
             steps.append((plan.num_tokens, bucket, plan.num_pages_used, slack))
         if plan is None or len(in_flight) > depth:
             done = in_flight.pop(0)
-            scheduler.update(done, [[TOKEN]] * done.num_rows)
+            scheduler.update(done, [[TOKEN] * most for most in done.max_new])
     return steps
 
 

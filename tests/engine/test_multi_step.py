@@ -124,7 +124,11 @@ def test_any_plan_may_be_made_beside_one_of_several_steps():
     newcomer = make_request("b", [2], 20)
     scheduler.add(newcomer)
     third = scheduler.schedule(4)
-    assert [starts(plan) for plan in (first, second, third)] == [{"a": (1, 1)}, {"a": (5, 1)}, {"a": (9, 1), "b": (0, 1)}]
+    assert [starts(plan) for plan in (first, second, third)] == [
+        {"a": (1, 1)},
+        {"a": (5, 1)},
+        {"a": (9, 1), "b": (0, 1)},
+    ]
     assert scheduler.update(first, [[5, 7]]) == {request: 2}
     assert request.finish_reason is FinishReason.STOP
     assert scheduler.update(second, [[]]) == {}  # the row has stopped on the device

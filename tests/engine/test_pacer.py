@@ -54,7 +54,9 @@ def test_the_other_way_is_tried_again_from_time_to_time(multi_step_s):
 @pytest.mark.parametrize("better", ["single", "multi_step"])
 def test_a_choice_made_in_noise_is_mended(better):
     quiet = (
-        {"single_s": 0.002, "multi_step_s": 0.001} if better == "multi_step" else {"single_s": 0.001, "multi_step_s": 0.002}
+        {"single_s": 0.002, "multi_step_s": 0.001}
+        if better == "multi_step"
+        else {"single_s": 0.001, "multi_step_s": 0.002}
     )
     noisy = {"single_s": quiet["multi_step_s"], "multi_step_s": quiet["single_s"]}
     clock = Clock(Pacer("auto"), **noisy)

@@ -3,12 +3,9 @@ import os
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.engine import programs
 from jaxserve.engine.programs import ProgramStore
-
-MINIMA = {"jax_persistent_cache_min_entry_size_bytes": 0, "jax_persistent_cache_min_compile_time_secs": 1.0}
 
 
 def compile_double():
@@ -27,22 +24,14 @@ class Compiler:
 
 
 @pytest.fixture
-def compiler():
+def compiler(no_xla_cache):
     return Compiler()
 
 
 @pytest.fixture
-def xla_cache(tmp_path):
+def xla_cache(no_xla_cache, tmp_path):
     """The process has set up a cache of XLA's."""
     jax.config.update("jax_compilation_cache_dir", str(tmp_path / "xla"))
-    for name in MINIMA:
-        jax.config.update(name, -1)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
-    for name, value in MINIMA.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 @pytest.mark.usefixtures("xla_cache")

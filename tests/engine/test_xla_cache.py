@@ -1,13 +1,11 @@
 """XLA's cache is used while jaxserve compiles, and the process has its own settings back afterwards."""
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.xla_cache import programs_dir, scope_of
@@ -23,23 +21,11 @@ def settings() -> list[object]:
     return [getattr(jax.config, name) for name in SETTINGS]
 
 
-@pytest.fixture
-def no_cache() -> Iterator[None]:
-    """A process that has set up no cache."""
-    before = settings()
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in zip(SETTINGS, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
 def compile_something(factor: float) -> None:
     jax.jit(lambda x: x * factor + 1).lower(jnp.ones(3)).compile()
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("no_xla_cache")
 def test_only_what_is_compiled_in_the_scope_is_cached(tmp_path: Path) -> None:
     before = settings()
     scope = scope_of(EngineConfig(compilation_cache_dir=str(tmp_path)))
@@ -52,7 +38,7 @@ def test_only_what_is_compiled_in_the_scope_is_cached(tmp_path: Path) -> None:
     assert sorted(tmp_path.glob("*-cache")) == cached
 
 
-@pytest.mark.usefixtures("no_cache")
+@pytest.mark.usefixtures("no_xla_cache")
 def test_scopes_of_several_threads_end_with_the_last(tmp_path: Path) -> None:
     before = settings()
     scope = scope_of(EngineConfig(compilation_cache_dir=str(tmp_path)))
@@ -73,7 +59,7 @@ def test_scopes_of_several_threads_end_with_the_last(tmp_path: Path) -> None:
     assert settings() == before
 
 
-def test_a_cache_of_the_process_is_used_as_it_is(tmp_path: Path, no_cache: None) -> None:
+def test_a_cache_of_the_process_is_used_as_it_is(tmp_path: Path, no_xla_cache: None) -> None:
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     before, config = settings(), EngineConfig()
     with scope_of(config)():

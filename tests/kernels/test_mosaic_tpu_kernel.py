@@ -163,7 +163,7 @@ def table_of(flat, num_columns):
     return np.asarray(flat).reshape(-1, num_columns)
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(50))
 @given(steps())
 def test_plan_does_all_work_once(step):
     call, q_lens, past, garbage = step

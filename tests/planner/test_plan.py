@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jaxserve import EngineConfig, cli
 from jaxserve.config import MIN_FEW_TOKENS
 from jaxserve.engine.build import build_arch, build_runners
+from jaxserve.engine.runner import Programs
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels.deviceless import Chip
@@ -53,7 +54,11 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def compile_times(self: StepCompiler, arch: Any, max_steps: int) -> dict[str, float]:
         multi_step = self.schedule.multi_step_buckets(max_steps)
-        return {"set_slot": 1.5, **{f"step {size}": 2.0 for size in self.schedule.buckets()}, f"multi-step {multi_step}": 3.0}
+        return {
+            "set_slot": 1.5,
+            **{f"step {size}": 2.0 for size in self.schedule.buckets()},
+            f"multi-step {multi_step}": 3.0,
+        }
 
     monkeypatch.setattr(StepCompiler, "step_programs", step_programs)
     monkeypatch.setattr(StepCompiler, "compile_times", compile_times)
@@ -106,7 +111,8 @@ def test_a_file_that_is_no_config(tmp_path: Path, content: str, message: str) ->
         ),
     ],
 )
-def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any]) -> None:
+def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Programs, "warm_up", lambda *_, **__: None)  # nothing is run
     config = EngineConfig(compile_ahead="minimal", max_num_batched_tokens=16, **{"max_num_seqs": 8, **options})
     plan, arch = make_plan(config, parse_target("cpu")), build_arch(config)
     report, runner = build_report(plan), build_runners(config, arch)[0]

@@ -97,18 +97,26 @@ def to_run(tmp_path: Path, workloads: list[Workload]) -> Path:
     return path
 
 
-def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path, to_run: Path) -> None:
-    common = SIZES | {"tensor_parallel_size": 2}
+@pytest.fixture
+def one_job(tmp_path: Path) -> Path:
+    """For runs that end before any result."""
+    path = tmp_path / "workloads"
+    path.write_bytes(pickle.dumps([(None, [Job(tokens(9, 0))])]))
+    return path
+
+
+def test_processes_that_plan_otherwise_are_found_out(tmp_path: Path, model: Path, one_job: Path) -> None:
+    common = SIZES | {"tensor_parallel_size": 2, "max_num_seqs": 1, "max_num_batched_tokens": 1, "multi_step": 1}
     options = [common, common | {"strays": True}]
-    (leader_code, leader), (code, follower) = join(start_leader(2, 1, model, to_run, tmp_path / "outputs", options))
+    (leader_code, leader), (code, follower) = join(start_leader(2, 1, model, one_job, tmp_path / "outputs", options))
     assert code == leader_code == 75
     assert "process 1 on" in leader
     assert "its plans differ" in leader
     assert "its plans differ" in follower
 
 
-def test_processes_of_other_options_are_refused(tmp_path: Path, model: Path, to_run: Path) -> None:
+def test_processes_of_other_options_are_refused(tmp_path: Path, model: Path, one_job: Path) -> None:
     options = [SIZES | {"tensor_parallel_size": 2, "max_num_batched_tokens": tokens} for tokens in (16, 8)]
-    for code, output in join(start_leader(2, 1, model, to_run, tmp_path / "outputs", options)):
+    for code, output in join(start_leader(2, 1, model, one_job, tmp_path / "outputs", options)):
         assert code == 1, "an error that nobody caught"
         assert "all processes must have the same max_num_batched_tokens, got 16 in process 0 and 8 in another" in output

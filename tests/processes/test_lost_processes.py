@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.peers import EXIT_CODE, GRACE_S, SILENCE_S
+from jaxserve.peers import EXIT_CODE
 from tests.processes.spawning import join, start
 
 COUNT = 4
 NUM_REQUESTS = 8
+SILENCE_S, GRACE_S = 8.0, 2.0  # less than in use, so that tests take less
 SLACK_S = 20.0  # of a busy machine
+PROGRAM = [str(Path(__file__).with_name("short_waits.py")), str(SILENCE_S), str(GRACE_S)]
 
 Batch = Callable[..., list["subprocess.Popen[str]"]]
 
@@ -32,7 +34,7 @@ def batch(tmp_path: Path) -> Batch:
     def start_batch(count: int = COUNT) -> list["subprocess.Popen[str]"]:
         engine = ["--tensor-parallel-size", str(count), "--max-num-seqs", "2", "--compile-ahead", "minimal"]
         run = ["--coordinator-address", "{address}", "--num-processes", "{count}"]
-        command = ["-m", "jaxserve", "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *engine, *run]
+        command = [*PROGRAM, "batch", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"), *engine, *run]
         return start([[*command, "--process-id", str(index)] for index in range(count)], devices=1)
 
     return start_batch
@@ -62,7 +64,7 @@ def test_a_killed_process_ends_the_others_and_the_batch_goes_on(tmp_path: Path, 
         return
     done = out.read_bytes().count(b"\n")
     assert 2 <= done < NUM_REQUESTS
-    for code, output in join(batch()):
+    for code, output in join(batch(2)):
         assert code == 0, output
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert sorted(int(record["custom_id"]) for record in records) == list(range(NUM_REQUESTS))
@@ -83,7 +85,7 @@ def test_a_process_that_stops_is_lost_after_a_while(tmp_path: Path, batch: Batch
 
 
 def test_a_process_that_cannot_start_is_named() -> None:
-    command = ["-m", "jaxserve", "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
+    command = [*PROGRAM, "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
     engine = ["--tensor-parallel-size", "2", "--compile-ahead", "minimal"]
     other = ["--max-model-len", str(10**9)]
     commands = [[*command, "--process-id", "0", *engine], [*command, "--process-id", "1", *engine, *other]]
@@ -94,7 +96,7 @@ def test_a_process_that_cannot_start_is_named() -> None:
 
 
 def test_what_no_process_can_do_is_told_by_all() -> None:
-    command = ["-m", "jaxserve", "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
+    command = [*PROGRAM, "generate", "x", "--coordinator-address", "{address}", "--num-processes", "{count}"]
     engine = ["--tensor-parallel-size", "3"]
     for code, output in join(start([[*command, "--process-id", str(index), *engine] for index in range(2)], devices=2)):
         assert code == 2, output

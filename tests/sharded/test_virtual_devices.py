@@ -7,27 +7,27 @@ from pathlib import Path
 
 import pytest
 
-CHECKS = sorted((Path(__file__).parent / "devices").glob("check_*.py"))
+DEVICES_DIR = Path(__file__).parent / "devices"
+ENGINES = [DEVICES_DIR / f"check_{name}.py" for name in ("engine", "replicas")]  # share programs
+OTHERS = sorted(set(DEVICES_DIR.glob("check_*.py")) - set(ENGINES))
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # compiles faster
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
 
 
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.stem)
-def test_on_eight_devices(check: Path) -> None:
-    run_checks(check, "not full")
+@pytest.mark.parametrize("checks", [ENGINES, OTHERS], ids=["engines", "others"])
+def test_on_eight_devices(checks: list[Path]) -> None:
+    run_checks(checks, "not full")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "check", [path for path in CHECKS if "@given" in path.read_text()], ids=lambda check: check.stem
-)
+@pytest.mark.parametrize("check", [*ENGINES, DEVICES_DIR / "check_sampling.py"], ids=lambda check: check.stem)
 def test_more_on_eight_devices(check: Path) -> None:
     """What the checks themselves mark as full, and more random requests."""
-    run_checks(check, "full")
+    run_checks([check], "full")
 
 
-def run_checks(check: Path, selection: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", selection, str(check)]
+def run_checks(checks: list[Path], selection: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", selection, *map(str, checks)]
     done = subprocess.run(
         command, env={**os.environ, **DEVICES}, capture_output=True, text=True, timeout=600, check=False
     )

@@ -62,7 +62,9 @@ class OnDevices:
         return self.run(self._place(logits), *self._operands(rows, table))
 
 
-@pytest.mark.parametrize(("num_devices", "num_rows", "vocab_size"), [(8, 5, 131), (4, 17, 1024)])
+@pytest.mark.parametrize(
+    ("num_devices", "num_rows", "vocab_size"), [(8, 5, 131), pytest.param(4, 17, 1024, marks=pytest.mark.full)]
+)
 def test_samples_and_logprobs_are_those_of_one_device(num_devices: int, num_rows: int, vocab_size: int) -> None:
     rng = np.random.default_rng(num_rows)
     rows, table = any_rows(rng, num_rows), any_table(rng, num_rows, vocab_size)

@@ -1,0 +1,23 @@
+"""One checkpoint for all checks of engines."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import write_checkpoint
+from tests.sharded.devices.sizes import MODEL
+from tests.soon_compiled import soon_compiled
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("llama")
+    write_checkpoint(path, "llama", **MODEL)
+    return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def compile_soon() -> Iterator[None]:
+    with soon_compiled():
+        yield
