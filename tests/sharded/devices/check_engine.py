@@ -36,8 +36,8 @@ def start(model: Path) -> Start:
     """Start an engine over some devices, or reuse it."""
     engines: dict[int, Engine] = {}
 
-    def start(num_devices: int, *, again: bool = False) -> Engine:
-        if again or num_devices not in engines:
+    def start(num_devices: int) -> Engine:
+        if num_devices not in engines:
             engines[num_devices] = Engine(EngineConfig(str(model), tensor_parallel_size=num_devices, **SIZES))
         engines[num_devices].reset_prefix_cache()
         return engines[num_devices]

@@ -30,9 +30,9 @@ def start(model: Path) -> Start:
     """Start an engine of some replicas on some devices each, or reuse it."""
     engines: dict[str, Engine] = {}
 
-    def start(replicas: int = 1, devices: int = 1, *, again: bool = False, **options: Any) -> Engine:
+    def start(replicas: int = 1, devices: int = 1, **options: Any) -> Engine:
         key = repr((replicas, devices, options))
-        if again or key not in engines:
+        if key not in engines:
             sizes = {"data_parallel_size": replicas, "tensor_parallel_size": devices}
             engines[key] = Engine(EngineConfig(str(model), **(SIZES | sizes | options)))
         engines[key].reset_prefix_cache()
@@ -170,12 +170,20 @@ def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) ->
             assert {shard.device.id for shard in leaf.addressable_shards} == {2 * index, 2 * index + 1}
 
 
-def test_a_second_start_lowers_nothing(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("no_xla_cache")
+def test_a_second_start_lowers_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start() -> Engine:
+        sizes = SIZES | {"data_parallel_size": 2, "tensor_parallel_size": 2, "compilation_cache_dir": str(tmp_path)}
+        return Engine(EngineConfig(str(model), **sizes))
+
+    def lower(*_: object) -> None:
+        raise AssertionError("every program is on disk")
+
     prompts = [tokens(9, n) for n in range(4)]
-    expected = generate(start(2, 2), prompts, GREEDY)
+    expected = generate(start(), prompts, GREEDY)
     for name in ("lower",):
-        monkeypatch.setattr(Programs, name, lambda *_: pytest.fail("every program is on disk"))
-    for output, wanted in zip(generate(start(2, 2, again=True), prompts, GREEDY), expected, strict=True):
+        monkeypatch.setattr(Programs, name, lower)
+    for output, wanted in zip(generate(start(), prompts, GREEDY), expected, strict=True):
         assert_same(output, wanted)
 
 
