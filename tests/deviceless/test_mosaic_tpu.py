@@ -14,7 +14,7 @@ from test_h200_step import DEFAULT_MODEL, LLAMA_8B
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.build import tree_bytes
-from jaxserve.engine.step import AttentionCarry, Model, abstract_state, locate_tokens
+from jaxserve.engine.step import AttentionCarry, Model, abstract_state
 from jaxserve.models import decoder, registry
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.ragged_paged_attention import (
@@ -198,10 +198,9 @@ def test_a_decode_step_reads_weights_and_keys_once():
     layout, model = BatchLayout.of(schedule, rows), Model.of(arch, backend="mosaic_tpu")
 
     def decode(params, state, blob):
-        batch = layout.unpack(blob)
-        _, positions = locate_tokens(batch)
-        carry = AttentionCarry(state.kv_pages, batch.kv_lens, batch.page_table, batch.cu_q_lens, batch.num_rows)
-        hidden, carry = decoder.forward(params, arch, batch.token_ids, positions, model.attend, carry)
+        batch, rows = layout.unpack(blob), state.sequences
+        carry = AttentionCarry(state.kv_pages, rows.length + 1, rows.page_table, batch.cu_q_lens, batch.num_rows)
+        hidden, carry = decoder.forward(params, arch, batch.token_ids, rows.length, model.attend, carry)
         return decoder.compute_logits(params, hidden), carry
 
     params = abstract_params(arch, BFLOAT16)

@@ -38,9 +38,9 @@ def straying(pack: Any) -> Any:
     """Another base seed in every step."""
 
     def packed(*args: Any) -> Any:
-        blob = pack(*args)
-        blob[0] += 1
-        return blob
+        upload = pack(*args)
+        upload.blob[0] += 1
+        return upload
 
     return packed
 
