@@ -84,6 +84,9 @@ class EngineConfig:
         compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Whole programs take at most 1 GiB there, and each start cuts XLA's own files beside
             them to 1 GiB (but for a directory of your own). With many processes "auto" is off.
+        event_log: file to record what decides all plans in, prompts included: at most 1 GiB of JSON lines, for each
+            further replica one more. `python -m jaxserve.engine.event_log FILE` makes the plans again. None records
+            nothing.
 
     Raises:
         ConfigError: a value is out of range or two do not fit together.
@@ -112,6 +115,7 @@ class EngineConfig:
     compile_ahead: str = "background"
     forbid_compiles: bool = False
     compilation_cache_dir: str | None = "auto"
+    event_log: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
         """Refuse unknown names with the error that bad values get."""
@@ -121,7 +125,7 @@ class EngineConfig:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        for name in ("model", "tokenizer", "compilation_cache_dir"):
+        for name in ("model", "tokenizer", "compilation_cache_dir", "event_log"):
             if not isinstance(getattr(self, name), str | os.PathLike | None):
                 raise ConfigError(f"{name} must be a path, got {getattr(self, name)!r}")
             if getattr(self, name) is not None:

@@ -2,11 +2,13 @@
 
 import copy
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Integral
+from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -16,11 +18,12 @@ from tqdm import tqdm
 from jaxserve.config import EngineConfig
 from jaxserve.engine.build import Weights
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.prompt import Prompt
-from jaxserve.errors import ConfigError, RequestError
+from jaxserve.engine.threads import EngineThreads
+from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.models.params import Params
 from jaxserve.request import RequestOutput, SamplingParams, brief
-from jaxserve.shared_engine import Call, SharedEngine
 from jaxserve.tokenizer import Tokenizer, load_hf_tokenizer
 from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_arguments, engine_options
 
@@ -59,7 +62,8 @@ class LLM:
         if self.engine.is_follower:
             self.engine.follow()
             raise SystemExit(0)
-        self._shared = SharedEngine(self.engine)
+        self._threads = EngineThreads(self.engine)
+        self._ids = itertools.count()
 
     def __enter__(self) -> "LLM":
         return self
@@ -74,7 +78,8 @@ class LLM:
 
         The same happens when the last reference to an LLM goes. Whatever is asked of a closed one is a RuntimeError.
         """
-        self._shared.close()
+        with self._threads.paused() as engine:
+            engine.close()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer as Hugging Face has it: `transformers`' own class, interface and defaults.
@@ -99,7 +104,7 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; returns True, as vLLM does where that succeeds."""
-        with self._shared.turn() as engine:
+        with self._threads.paused() as engine:
             engine.reset_prefix_cache()
         return True
 
@@ -129,12 +134,14 @@ class LLM:
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         many = _as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        call, outputs = self._shared.add(many, _per_prompt(params, len(many)))
+        groups = self._prepare(many, _per_prompt(params, len(many)))
+        ended: SimpleQueue[RequestGroup] = SimpleQueue()
         try:
-            self._run(call, len(outputs), use_tqdm)
+            self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
+            self._wait(ended, len(groups), use_tqdm)
         finally:  # an interrupted call must not leave requests behind
-            self._shared.discard(call)
-        return outputs
+            self._cancel(groups)
+        return [group.output for group in groups]
 
     def chat(
         self,
@@ -167,22 +174,24 @@ class LLM:
             RequestError: with the first increment, where the prompt or its parameters cannot be served.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        call, (output,) = self._shared.add([prompt], _per_prompt(params, 1))
-        sent = [_Sent() for _ in output.outputs]
+        (group,) = self._prepare([prompt], _per_prompt(params, 1))
+        output, sent = group.output, [_Sent() for _ in group.output.outputs]
+        news: SimpleQueue[None] = SimpleQueue()
         try:
-            while True:
-                if output.metrics.num_restarts:
-                    raise RequestError("the request was restarted with other weights: what was streamed of it is void")
-                finished = output.finished  # read first: other calls may finish it while this one is suspended
-                if finished or _has_news(output, sent):
-                    with self._shared.turn():  # a step of another thread may be adding tokens
-                        increment = _increment(output, sent)
+            self._threads.submit([group], lambda _: news.put(None) if news.empty() else None)
+            finished = False
+            while not finished:
+                news.get()
+                with self.engine.frontend.lock:  # the next tokens may be coming
+                    _check_served(group)
+                    if output.metrics.num_restarts:
+                        raise RequestError("the request was restarted with other weights: what was streamed is void")
+                    finished = output.finished
+                    increment = _increment(output, sent) if finished or _has_news(output, sent) else None
+                if increment is not None:
                     yield increment
-                if finished:
-                    return
-                self._shared.step(call)
         finally:
-            self._shared.discard(call)
+            self._cancel([group])
 
     @property
     def params(self) -> Params:
@@ -205,7 +214,8 @@ class LLM:
             ConfigError: they are not of this model, and nothing has changed; or, in a run over many processes, it is
                 not a directory.
         """
-        self._shared.update_weights(weights, running=running)
+        with self._threads.paused() as engine:
+            engine.update_weights(weights, running=running)
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of weights and KV pool, until `wake_up`, for others such as a trainer on the same devices.
@@ -219,7 +229,7 @@ class LLM:
             RequestError: there are unfinished requests.
             ConfigError: there are several processes, or no such level.
         """
-        with self._shared.turn() as engine:
+        with self._threads.paused() as engine:
             engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -228,7 +238,7 @@ class LLM:
         Args:
             tags: only this part: "weights", to give others before the pool takes its room, or "kv_cache". None is both.
         """
-        with self._shared.turn() as engine:
+        with self._threads.paused() as engine:
             engine.wake_up(tags)
 
     @property
@@ -236,21 +246,43 @@ class LLM:
         """Whether anything sleeps, so that requests are refused."""
         return self.engine.is_sleeping
 
-    def _run(self, call: Call, count: int, use_tqdm: bool | ProgressBar) -> None:
+    def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestGroup]:
+        """Read requests; RequestError names the prompt that cannot be served, and then none is queued."""
+        self.engine.check_serves()
+        groups = []
+        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                groups.append(self.engine.frontend.prepare(str(next(self._ids)), prompt, p))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        return groups
+
+    def _cancel(self, groups: Sequence[RequestGroup]) -> None:
+        for group in groups:
+            self.engine.frontend.cancel(group.request_id)
+
+    def _wait(self, ended: "SimpleQueue[RequestGroup]", count: int, use_tqdm: bool | ProgressBar) -> None:
         new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
         tokens_in = tokens_out = 0
         started = time.monotonic()
         with new_bar(total=count, desc="Generating", unit="req") as bar:
-            while call.unfinished or call.finished:
-                self._shared.step(call)
-                while call.finished:
-                    output = call.finished.popleft()
-                    tokens_in += len(output.prompt_token_ids)
-                    tokens_out += sum(len(o.token_ids) for o in output.outputs)
-                    seconds = time.monotonic() - started
-                    rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
-                    bar.set_postfix_str(rates, refresh=False)
-                    bar.update()
+            for _ in range(count):
+                group = ended.get()
+                _check_served(group)
+                tokens_in += len(group.output.prompt_token_ids)
+                tokens_out += sum(len(o.token_ids) for o in group.output.outputs)
+                seconds = time.monotonic() - started
+                rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
+                bar.set_postfix_str(rates, refresh=False)
+                bar.update()
+
+
+def _check_served(group: RequestGroup) -> None:
+    """Raise what has ended a request before its time."""
+    if isinstance(group.error, PeerLostError):
+        raise group.error
+    if group.error is not None:
+        raise RuntimeError(f"the step that served this request broke off: {group.error!r}") from group.error
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

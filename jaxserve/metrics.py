@@ -94,8 +94,8 @@ class EngineStats:
     num_decode_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_output_tokens: int = 0  # given to requests
-    num_wasted_tokens: int = 0  # sampled after a stop that was seen one step late
+    num_sampled_tokens: int = 0
+    num_output_tokens: int = 0  # given to users
     num_finished: int = 0
     num_compiles: int = 0  # after warm-up; 0 unless something is wrong
     used_page_steps: int = 0  # sum over steps of pages used
@@ -123,6 +123,11 @@ class EngineStats:
     def split(self, ceilings: Ceilings) -> TimeSplit:
         """Where the wall time of all steps went."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, ceilings)
+
+    @property
+    def num_wasted_tokens(self) -> int:
+        """Tokens that were sampled and not given to users: behind a stop that was seen late, or of aborted requests."""
+        return self.num_sampled_tokens - self.num_output_tokens
 
     @property
     def padding_share(self) -> float:

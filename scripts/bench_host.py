@@ -17,6 +17,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,7 @@ PROMPT_LEN = 64
 LONG_PROMPT_LEN = 1024
 PARTS = {
     "schedule": "scheduler.schedule",
-    "pack": "packer.pack",
+    "pack": "executor.packer.pack",
     "update": "scheduler.update",
     "account": "accounts.write",
 }
@@ -43,8 +44,8 @@ class Stopwatch:
     def __init__(self, engine: Engine) -> None:
         self.spent_ns = dict.fromkeys(PARTS, 0)
         for part, path in PARTS.items():
-            owner, name = path.split(".")
-            target = getattr(engine.cores[0], owner)
+            owner, _, name = path.rpartition(".")
+            target = attrgetter(owner)(engine.replicas[0])
             setattr(target, name, self._timed(part, getattr(target, name)))
 
     def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +101,7 @@ def measure(
     decoding = SamplingParams(max_tokens=output_len(num_rows, num_steps), ignore_eos=True)
     for index, prompt in zip(range(num_rows), prompts(PROMPT_LEN, seed=0), strict=False):
         engine.add_request(f"row {index}", prompt, decoding)
-    while sum(len(group.output.outputs[0].token_ids) > 0 for group in engine._groups.values()) < num_rows:
+    while sum(len(group.output.outputs[0].token_ids) > 0 for group in engine.frontend._groups.values()) < num_rows:
         engine.step()
     for index, prompt in zip(range(num_waiting), prompts(PROMPT_LEN, seed=1), strict=False):
         engine.add_request(f"waiting {index}", prompt, decoding)

@@ -2,18 +2,21 @@
 
 import json
 import tempfile
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
-from jaxserve.engine.batch import StepUpload
+from jaxserve.engine.batch import BatchPacker
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import StepResult
+from jaxserve.engine.executor import StepResult
+from jaxserve.engine.plan import StepPlan
 
 TOKEN = 7
-MODEL = {  # no weights are made of it: only the account of bytes and FLOPs and the limits read it
+MODEL: dict[str, Any] = {  # no weights are made of it: only the account of bytes and FLOPs and the limits read it
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 32_000,
@@ -27,20 +30,31 @@ MODEL = {  # no weights are made of it: only the account of bytes and FLOPs and 
 }
 
 
-class NullRunner:
-    """A Runner without programs; a StepHandle too, because its results are there before they are asked for."""
+@dataclass(slots=True)
+class NullStep:
+    """A step whose result was there before it was asked for: the same token for every row that samples."""
+
+    launched_s: float
+    max_new: list[int]
+    num_compiles: int = 0
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        tokens = np.full((len(self.max_new), 1), TOKEN, np.int32)
+        return StepResult(tokens, np.array(self.max_new, np.int32), time.monotonic())
+
+
+class NullExecutor:
+    """An executor without device: it packs what it is given and answers with the same token."""
 
     kv_token_bytes = 0
 
-    @property
-    def programs(self) -> "NullRunner":
-        return self
-
-    def __init__(self, schedule: ScheduleConfig) -> None:
+    def __init__(self, schedule: ScheduleConfig, vocab_size: int) -> None:
         self.schedule = schedule
+        self.packer = BatchPacker(schedule, 0, vocab_size)
         self._buckets = schedule.buckets()
-        rows = schedule.max_num_seqs
-        self._result = StepResult(np.full((rows, 1), TOKEN, np.int32), np.ones(rows, np.int32), None, None)
 
     def bucket_for(self, num_tokens: int) -> int:
         return min(b for b in self._buckets if b >= num_tokens)
@@ -48,17 +62,21 @@ class NullRunner:
     def multi_step_bucket_for(self, num_rows: int) -> None:
         """One step per dispatch: what is measured is the host's work per step."""
 
-    def run(self, upload: StepUpload, bucket: int, **wants: bool) -> "NullRunner":
-        return self
+    def wait_for(self, bucket: int, *, multi_step: bool) -> None:
+        """All buckets are there."""
 
-    def fetch(self) -> StepResult:
-        return self._result
+    def launch(self, plan: StepPlan, bucket: int) -> NullStep:
+        self.packer.pack(plan, bucket)
+        return NullStep(time.monotonic(), plan.max_new)
 
     def weight_bytes(self, num_tokens: int) -> int:
         return 0
 
     def restore_state(self) -> bool:
         return False
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def null_engine(**options: Any) -> Engine:
@@ -73,4 +91,4 @@ def null_engine(**options: Any) -> Engine:
             page_size=config.page_size or 16,
             num_pages=options["num_pages"],
         )
-        return Engine(config, runner=NullRunner(schedule))  # type: ignore[arg-type]
+        return Engine(config, NullExecutor(schedule, MODEL["vocab_size"]))

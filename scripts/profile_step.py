@@ -26,7 +26,7 @@ import jax
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.runner import StepHandle
+from jaxserve.engine.runner import RunningStep
 
 WARM_UP_STEPS = 20
 PROMPT = "def function_{}(arguments):\n    "
@@ -52,11 +52,11 @@ def annotate(owner: Any, method: str, label: str) -> None:
 
 def annotate_engine(engine: Engine) -> None:
     annotate(engine, "step", "host:step")
-    annotate(engine.cores[0].scheduler, "schedule", "host:schedule")
-    annotate(engine.cores[0].packer, "pack", "host:pack")
-    annotate(engine.cores[0].runner, "run", "host:dispatch")
-    annotate(engine.cores[0].scheduler, "update", "host:update")
-    annotate(engine.cores[0].accounts, "write", "host:account")
+    annotate(engine.replicas[0].scheduler, "schedule", "host:schedule")
+    annotate(engine.replicas[0].executor.packer, "pack", "host:pack")
+    annotate(engine.replicas[0].executor, "run", "host:dispatch")
+    annotate(engine.replicas[0].scheduler, "update", "host:update")
+    annotate(engine.replicas[0].accounts, "write", "host:account")
 
 
 def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.ProfileData:
@@ -182,7 +182,7 @@ def main() -> None:
         max_num_batched_tokens=max(64, *args.rows),
     )
     annotate_engine(llm.engine)
-    annotate(StepHandle, "fetch", "host:fetch")
+    annotate(RunningStep, "fetch", "host:fetch")
     annotate(RequestGroup, "append", "host:detokenise")
     versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
     results = [

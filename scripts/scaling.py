@@ -61,7 +61,7 @@ def start_device(**options: Any) -> Engine:
         engine = Engine(config)
     # Beside the programs of one token and of a full step only the one that is measured.
     decode = min(bucket for bucket in engine.schedule.buckets() if bucket >= engine.schedule.max_num_seqs)
-    engine.cores[0].runner.programs._compile([decode], ())
+    engine.replicas[0].executor.programs._compile([decode], ())
     return engine
 
 

@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.engine.batch import BatchPacker
 from jaxserve.engine.costs import attention_cost
+from jaxserve.engine.executor import Executor, StepHandle
 from jaxserve.engine.plan import StepPlan
 from jaxserve.metrics import EngineStats, StepStats
-from jaxserve.models.arch import ArchConfig
 
 if TYPE_CHECKING:
-    from jaxserve.engine.runner import Runner, StepHandle
+    from jaxserve.models.arch import ArchConfig
 
 
 @dataclass(slots=True)
@@ -25,8 +24,12 @@ class InFlight:
     plan: StepPlan
     handle: StepHandle
     bucket: int
-    host_s: float  # for plan, packing and dispatch
-    dispatched_s: float
+    planned_s: float  # when its planning began
+
+    @property
+    def host_s(self) -> float:
+        """Seconds for planning, packing and dispatch."""
+        return self.handle.launched_s - self.planned_s
 
 
 class _Ended(NamedTuple):
@@ -42,21 +45,20 @@ class Accounts:
 
     Args:
         arch: what a device has of the model.
-        packer: of the steps.
-        runner: of the steps.
+        executor: of the steps.
         stats: totals since start, to which others may add too.
 
     Attributes:
         stats: as given.
         last_step: the account written last.
-        last_end_s: when it ended.
+        last_end_s: when it ended, by the executor's clock.
     """
 
-    def __init__(self, arch: ArchConfig, packer: BatchPacker, runner: Runner, stats: EngineStats) -> None:
+    def __init__(self, arch: ArchConfig, executor: Executor, stats: EngineStats) -> None:
         self.stats = stats
         self.last_step: StepStats | None = None
         self.last_end_s = 0.0
-        self._arch, self._packer, self._runner = arch, packer, runner
+        self._arch, self._executor = arch, executor
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
 
@@ -65,9 +67,9 @@ class Accounts:
 
         Device time is from dispatch, or from the end of the step before, to result.
         """
-        device_s = now_s - max(step.dispatched_s, self._device_free_s)
-        wall_s = now_s - max(step.dispatched_s - step.host_s, self._device_free_s)
-        self._device_free_s = now_s
+        free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
+        device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
+        wall_s = max(now_s - max(step.planned_s, free_s), 0.0)
         self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s))
 
     def write(self, num_waiting: int) -> list[StepStats]:
@@ -84,9 +86,9 @@ class Accounts:
     def _account(self, ended: _Ended, num_waiting: int) -> StepStats:
         step, num_sampled, device_s, wall_s, _ = ended
         plan, bucket, arch = step.plan, step.bucket, self._arch
-        work = _work(plan, num_sampled, self._packer.config.page_size)
+        work = _work(plan, num_sampled, self._executor.schedule.page_size)
         attention = attention_cost(work.start, work.num_tokens, arch.windows)
-        num_rows, num_steps = self._packer.num_rows(bucket), work.num_steps
+        num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
         num_tokens = int(work.num_tokens.sum())
         return StepStats(
             step_id=plan.step_id,
@@ -104,8 +106,8 @@ class Accounts:
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
-            weight_bytes=self._runner.weight_bytes(bucket) * num_steps,
-            kv_bytes=attention.num_kv_tokens * self._runner.kv_token_bytes // arch.num_layers,
+            weight_bytes=self._executor.weight_bytes(bucket) * num_steps,
+            kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // arch.num_layers,
             flops=arch.step_flops(bucket * num_steps, num_rows * num_steps, attention.num_scores),
         )
 

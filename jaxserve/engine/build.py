@@ -139,6 +139,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
             schedule,
             kv_dtype=kv_dtype,
             backend=backend,
+            seed=config.seed,
             max_steps=config.max_steps,
             programs_dir=directory,
             cache_scope=scope_of(config) if directory is None else contextlib.nullcontext,

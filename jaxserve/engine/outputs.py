@@ -1,8 +1,10 @@
 """From sampled tokens to what the user sees: text, log probabilities, times. One group per user request."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,8 +18,10 @@ from jaxserve.request import (
     SamplingParams,
     TokenIds,
 )
-from jaxserve.sampling import TokenLogprobs
 from jaxserve.tokenizer import Detokenizer, Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.sampling import TokenLogprobs
 
 Clock = Callable[[], float]
 
@@ -31,7 +35,15 @@ class _Completion:
 
 
 class RequestGroup:
-    """The `n` samples of one user request and the RequestOutput that they fill."""
+    """The `n` samples of one user request and the RequestOutput that they fill.
+
+    Attributes:
+        request_id: as given.
+        params: how to sample.
+        output: what the user sees.
+        listener: who wants to know when outputs have grown or ended.
+        error: what ended the request before its time.
+    """
 
     def __init__(
         self,
@@ -41,7 +53,10 @@ class RequestGroup:
         tokenizer: Tokenizer | None,
         clock: Clock,
     ) -> None:
+        self.request_id = request_id
         self.params: SamplingParams = requests[0].params
+        self.listener: Callable[[RequestGroup], None] | None = None
+        self.error: BaseException | None = None
         self._tokenizer = tokenizer
         self._clock = clock
         self._token_text = _no_text if tokenizer is None else tokenizer.token_text
@@ -82,56 +97,53 @@ class RequestGroup:
         self._prompt_logprobs = self.output.prompt_logprobs = self._new_prompt_logprobs()
         return requests
 
-    def admitted(self, request: Request) -> None:
-        """Note that a sample got its slot."""
+    def admitted(self, request: Request, num_cached_tokens: int, now_s: float) -> None:
+        """Note that a sample got its slot, with so many tokens of its prompt in the cache."""
         metrics = self._completions[request.request_id].output.metrics
         if metrics.scheduled_s is None:
-            metrics.scheduled_s = self._clock()
-            metrics.num_cached_tokens = request.num_cached_tokens
-
-    def num_output_tokens(self, request: Request) -> int:
-        """Tokens that a sample has been given."""
-        return self._completions[request.request_id].output.metrics.num_output_tokens
+            metrics.scheduled_s = now_s
+            metrics.num_cached_tokens = num_cached_tokens
 
     def append(
         self,
         request: Request,
-        num_tokens: int,
+        token_ids: TokenIds,
+        reason: FinishReason | None,
         now_s: float,
         logprobs: TokenLogprobs | None = None,
-        rows: Sequence[int] = (),
+        first_row: int = 0,
     ) -> str | None:
         """Take the next tokens of a sample; returns the stop string that they completed, if any.
 
         Tokens that follow a stop string are dropped: the output ends where it would have, had they come one by one.
 
         Args:
-            request: the sample, with the new tokens.
-            num_tokens: how many are new.
+            request: the sample.
+            token_ids: its new tokens; those behind a stop string are deleted.
+            reason: why the last of them ended the sample, if it did.
             now_s: the time at which they came.
             logprobs: their log probabilities, among others.
-            rows: the position of each new token's in `logprobs`.
+            first_row: the position of the first new token's in `logprobs`; the others follow it.
         """
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
-        start = metrics.num_output_tokens
-        token_ids = request.output_token_ids[start : start + num_tokens]
-        stop_string = self._extend_text(completion, token_ids)
+        stop_string = self._extend_text(completion, token_ids, reason)
         metrics.num_output_tokens += len(token_ids)
         output.token_ids += token_ids
         metrics.first_token_s = metrics.first_token_s or now_s
         metrics.last_token_s = now_s
         if completion.logprobs is not None and logprobs is not None:
-            for row, token_id in zip(rows, token_ids, strict=False):  # those of dropped tokens are left over
+            for row, token_id in enumerate(token_ids, start=first_row):
                 logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
         return stop_string
 
-    def _extend_text(self, completion: _Completion, token_ids: TokenIds) -> str | None:
+    def _extend_text(self, completion: _Completion, token_ids: TokenIds, reason: FinishReason | None) -> str | None:
         """Take the text of new tokens; drops those behind the one that completes a stop string, which it returns."""
         if self._tokenizer is None:
             return None
-        visible = token_ids[:-1] if self._is_hidden_stop(completion.request, token_ids[-1]) else token_ids
+        is_hidden = reason is FinishReason.STOP and self._hides_stop(completion.request, token_ids[-1])
+        visible = token_ids[:-1] if is_hidden else token_ids
         if not self.params.stop:
             return completion.detokenizer.push(visible)
         for num_tokens, token_id in enumerate(visible, start=1):
@@ -148,26 +160,32 @@ class RequestGroup:
             if start + offset == len(entries):
                 _append_logprobs(entries, logprobs, row + offset, token_id, self.params.prompt_logprobs or 0)
 
-    def finish(self, request: Request, stop_string: str | None = None) -> bool:
+    def finish(self, request: Request, reason: FinishReason, now_s: float, stop_string: str | None = None) -> bool:
         """Close a sample that has ended; returns whether that ended the whole group."""
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
         stop_string = completion.detokenizer.finish() or stop_string
-        output.finish_reason = str(request.finish_reason)
+        output.finish_reason = str(reason)
         if stop_string is not None:
             output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop_string
-        elif request.finish_reason is FinishReason.STOP and output.token_ids[-1] in (self.params.stop_token_ids or ()):
+        elif reason is FinishReason.STOP and output.token_ids[-1] in (self.params.stop_token_ids or ()):
             output.stop_reason = output.token_ids[-1]
-        metrics.finished_s = self._clock()
+        metrics.finished_s = now_s
         metrics.num_preemptions = request.num_preemptions
         self.output.finished = all(c.output.finish_reason for c in self._completions.values())
         return self.output.finished
 
-    def _is_hidden_stop(self, request: Request, token_id: int) -> bool:
-        """An id that ended the output leaves no text, unless stops are to be kept."""
-        if request.finish_reason is not FinishReason.STOP or token_id not in request.stop_ids:
-            return False
-        return not self.params.include_stop_str_in_output
+    def abandon(self, error: BaseException) -> None:
+        """Close all samples as they are, because of an error that left nobody to go on with them."""
+        self.error = error
+        for completion in self._completions.values():
+            output = completion.output
+            output.finish_reason = output.finish_reason or str(FinishReason.ABORT)
+        self.output.finished = True
+
+    def _hides_stop(self, request: Request, token_id: int) -> bool:
+        """Whether an id that ended the output leaves no text: stops are not to be kept."""
+        return token_id in request.stop_ids and not self.params.include_stop_str_in_output
 
 
 def _append_logprobs(entries: LogprobList[Any], logprobs: TokenLogprobs, row: int, token_id: int, top: int) -> float:

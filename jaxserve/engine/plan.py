@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+from array import array
 from dataclasses import dataclass, field
 
 from jaxserve.request import Request
@@ -67,6 +69,14 @@ class StepPlan:
     def num_tokens(self) -> int:
         """Length of a step's token axis, before padding."""
         return self.num_decode_tokens + self.num_prefill_tokens
+
+    def digest(self, previous: int) -> int:
+        """Return a checksum of the plans so far, of which that before this one is `previous`. Ask before the next."""
+        pages = [page for request in self.admitted for page in request.pages]
+        pages += [entry for request in self.grown for entry in (len(request.pages), *request.pages[-1:])]
+        for column in (self.slots, self.starts, self.counts, self.max_new, pages):
+            previous = zlib.crc32(array("q", column).tobytes(), previous)
+        return previous
 
 
 def wants_prompt_logprobs(request: Request, start: int) -> bool:

@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -15,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
-from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.batch import AdmissionLayout, BatchLayout, StepUpload
-from jaxserve.engine.programs import ProgramStore
+from jaxserve.engine.batch import AdmissionLayout, BatchLayout, BatchPacker
+from jaxserve.engine.executor import StepResult
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.programs import ProgramStore, compile_counter
 from jaxserve.engine.step import (
     Program,
     ServeState,
@@ -34,7 +36,7 @@ from jaxserve.engine.step import (
 from jaxserve.engine.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
-from jaxserve.sampling import LogprobLayout, TokenLogprobs
+from jaxserve.sampling import LogprobLayout
 from jaxserve.sharding import over_devices, replicated, specs_of
 
 logger = logging.getLogger(__name__)
@@ -47,42 +49,30 @@ _POLL_S = 0.01
 COMPILE_THREADS = 2  # while the caller waits: tracing is Python's, and XLA itself uses one core for much of the time
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What a step sent back, as numpy arrays; log probabilities only where the step computed them."""
-
-    token_ids: NDArray[np.int32]  # [R, rounds]
-    num_tokens: NDArray[np.int32]  # [R]: of `token_ids`, those that a row sampled
-    logprobs: TokenLogprobs | None  # [R, rounds]
-    prompt_logprobs: TokenLogprobs | None  # [T]
-
-    def sampled(self, num_rows: int) -> list[list[int]]:
-        """Return the tokens that each of the first rows sampled."""
-        rows = zip(self.token_ids[:num_rows].tolist(), self.num_tokens[:num_rows].tolist(), strict=True)
-        return [token_ids[:count] for token_ids, count in rows]
-
-
 @dataclass
-class StepHandle:
-    """A dispatched step. `output` becomes ready later; fetching waits for it."""
+class RunningStep:
+    """A launched step. `output` becomes ready later; `result` waits for it."""
 
     output: StepOutput
     layout: LogprobLayout
     wants_logprobs: bool
     wants_prompt_logprobs: bool
+    num_compiles: int
+    launched_s: float
 
     def is_ready(self) -> bool:
-        """Whether fetching need not wait."""
+        """Whether `result` need not wait."""
         return bool(self.output.sampled.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
 
-    def fetch(self) -> StepResult:
+    def result(self) -> StepResult:
         """Wait for the step and download what it was asked for."""
         out, unpack = self.output, self.layout.unpack
         sampled = np.asarray(out.sampled)
         return StepResult(
             sampled[:, 1:],
             sampled[:, 0],
-            unpack(np.asarray(out.logprobs)) if self.wants_logprobs else None,
+            time.monotonic(),
+            unpack(np.asarray(out.logprobs).reshape(-1, self.layout.num_words)) if self.wants_logprobs else None,
             unpack(np.asarray(out.prompt_logprobs)) if self.wants_prompt_logprobs else None,
         )
 
@@ -330,6 +320,7 @@ class Runner:
         schedule: sizes of steps and pool.
         kv_dtype: of the pool.
         backend: of attention.
+        seed: of requests, with which each one's own is mixed.
         max_steps: rounds that one dispatch may go.
         programs_dir: where compiled programs are kept; None keeps none.
         cache_scope: what is entered while a program is compiled: XLA's cache, where whole programs are not kept.
@@ -338,6 +329,7 @@ class Runner:
     Attributes:
         params: the weights in use.
         programs: what it runs.
+        packer: from plans to arrays.
         param_shapes: shapes, dtypes and places that they must have.
     """
 
@@ -349,12 +341,14 @@ class Runner:
         *,
         kv_dtype: jax.typing.DTypeLike,
         backend: str,
+        seed: int = 0,
         max_steps: int = 1,
         programs_dir: Path | None = None,
         cache_scope: Scope = contextlib.nullcontext,
         mesh: Mesh | None = None,
     ) -> None:
         self.arch, self.params, self.schedule, self.mesh = arch, params, schedule, mesh
+        self.packer = BatchPacker(schedule, seed, arch.vocab_size)
         # For programs: they may be compiled while the weights are replaced.
         self.param_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self.programs = Programs(
@@ -387,6 +381,8 @@ class Runner:
         """Wait for the state; where it was lost with a step that failed, make an empty one. Returns whether it was."""
         if _is_sound(self.state):
             return False
+        if jax.process_count() > 1:
+            raise RuntimeError("a step has failed on the devices of several processes, and their state is lost")
         self.state = self.programs.new_state()
         return True
 
@@ -428,27 +424,34 @@ class Runner:
 
     # Steps
 
-    def run(
-        self,
-        upload: StepUpload,
-        bucket: int,
-        *,
-        wants_logprobs: bool = False,
-        wants_prompt_logprobs: bool = False,
-        multi_step: bool = False,
-    ) -> StepHandle:
+    def bucket_for(self, num_tokens: int) -> int:
+        """Return the smallest compiled bucket that holds so many tokens."""
+        return self.programs.bucket_for(num_tokens)
+
+    def multi_step_bucket_for(self, num_rows: int) -> int | None:
+        """Return the smallest compiled bucket in which so many rows in decode can go several rounds."""
+        return self.programs.multi_step_bucket_for(num_rows)
+
+    def wait_for(self, bucket: int, *, multi_step: bool) -> None:
+        """Block until one bucket is compiled; RuntimeError if it never will be."""
+        self.programs.wait_for(bucket, multi_step=multi_step)
+
+    def launch(self, plan: StepPlan, bucket: int) -> RunningStep:
         """Dispatch one step: one upload, one program, and the download under way. Admissions go before it."""
+        compiles, upload = compile_counter.count, self.packer.pack(plan, bucket)
         if self._one_at_a_time:
             jax.block_until_ready(self.state)
         for blob in upload.admissions:
             self.state = self.programs.admit(self.state, blob)
         for slot, row in upload.slot_rows:
             self.state = self.programs.set_slot(self.state, np.int32(slot), row)
-        programs = self.programs.multi_steps if multi_step else self.programs.steps
+        programs = self.programs.multi_steps if plan.num_steps > 1 else self.programs.steps
         self.state, output = programs[bucket](self.params, self.state, upload.blob)
-        handle = StepHandle(output, self._logprob_layout, wants_logprobs, wants_prompt_logprobs)
-        handle.start_download()
-        return handle
+        num_compiles = compile_counter.count - compiles
+        wanted = plan.wants_logprobs, plan.wants_prompt_logprobs
+        step = RunningStep(output, self._logprob_layout, *wanted, num_compiles, time.monotonic())
+        step.start_download()
+        return step
 
 
 @cache

@@ -41,7 +41,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from jaxserve.config import prefill_share
+from jaxserve.config import ScheduleConfig, prefill_share
 from jaxserve.engine.page_pool import PagePool
 from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prefix_cache import PrefixCache
@@ -67,6 +67,7 @@ class Scheduler:
         max_model_len: limit on a request's prompt and output tokens together.
 
     Attributes:
+        num_wasted_tokens: tokens that were sampled for requests that had ended.
         num_schedules: calls of `schedule`.
         num_cache_resets: calls of `reset_prefix_cache`.
     """
@@ -99,6 +100,17 @@ class Scheduler:
         self._num_waiting_pages = 0  # that the start of all waiting requests takes
         self._next_step_id = 0
         self._last_updated_step_id = -1
+
+    @classmethod
+    def of(cls, schedule: ScheduleConfig) -> Scheduler:
+        """Return a scheduler of these sizes."""
+        return cls(
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            page_size=schedule.page_size,
+            num_pages=schedule.num_pages,
+            max_model_len=schedule.max_model_len,
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -263,26 +275,29 @@ class Scheduler:
         plan.num_pages_used = self.num_pages_used
         return plan
 
-    def update(self, plan: StepPlan, sampled: Sequence[Sequence[int]]) -> dict[Request, int]:
+    def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
         """Take the token ids that each row of `plan` has sampled, as many as the device came to.
 
-        Returns how many tokens each request got, in row order; those that they ended are FINISHED.
+        Returns the requests that they ended. Ids behind the one that ended a request are deleted from its list, as are
+        all of a request that had ended before.
         """
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
-        progressed: dict[Request, int] = {}
+        ended: list[Request] = []
         for request, most, token_ids in zip(plan.requests, plan.max_new, sampled, strict=True):
             assert len(token_ids) <= most, f"a row that may sample {most} tokens cannot have sampled {len(token_ids)}"
             if request.status is RequestStatus.FINISHED:
                 self.num_wasted_tokens += len(token_ids)
+                token_ids.clear()
                 continue
             if most > len(token_ids):
                 self._take_back(request, most - len(token_ids))
             if most and request.status is RequestStatus.BLOCKED:
                 request.status = RequestStatus.RUNNING
-            if num_taken := self._append(request, token_ids):
-                progressed[request] = num_taken
-        return progressed
+            del token_ids[self._append(request, token_ids) :]
+            if request.status is RequestStatus.FINISHED:
+                ended.append(request)
+        return ended
 
     def check_integrity(self) -> None:
         """Asserts that pages and slots are conserved and that every request is where its status says."""

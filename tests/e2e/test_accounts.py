@@ -22,7 +22,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 
 def test_bytes_and_flops_of_a_prefill_and_a_decode(start: Start) -> None:
     engine = start(step_ahead=False)
-    arch, params = engine.arch, engine.cores[0].runner.params
+    arch, params = engine.arch, engine.replicas[0].executor.params
     engine.add_request("0", workloads.tokens(7, "accounts"), GREEDY)
     shapes = [spec.shape for spec in registry.param_specs(arch) if spec.path[0] == "layers"]
     matrices = sum(math.prod(shape) for shape in shapes if len(shape) == 2)
@@ -47,10 +47,10 @@ def test_a_tied_embedding_is_read_as_the_head_and_for_its_rows(start: Start, tmp
     write_checkpoint(path, "llama", tie_word_embeddings=True, vocab_size=320)
     engine = start(model=str(path))
     workloads.generate(engine, [workloads.tokens(3, "tied")], GREEDY)
-    params = engine.cores[0].runner.params
+    params = engine.replicas[0].executor.params
     everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert "lm_head" not in params
-    assert engine.cores[0].runner.weight_bytes(5) == everything + 5 * engine.arch.hidden_size * 4
+    assert engine.replicas[0].executor.weight_bytes(5) == everything + 5 * engine.arch.hidden_size * 4
 
 
 @pytest.mark.parametrize("step_ahead", [True, False])

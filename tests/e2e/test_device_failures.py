@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import StepHandle
+from jaxserve.engine.runner import RunningStep
 from jaxserve.pallas_kernels import native
 from jaxserve.request import SamplingParams
 from tests.e2e.workloads import generate, tokens
@@ -35,11 +35,16 @@ class Failing:
     """An engine whose `call`-th step fails on the device."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch, call: int) -> None:
-        self.runner, self.run, self.call, self.calls = engine.cores[0].runner, engine.cores[0].runner.run, call, 0
+        self.runner, self.run, self.call, self.calls = (
+            engine.replicas[0].executor,
+            engine.replicas[0].executor.run,
+            call,
+            0,
+        )
         patch.setattr(self.runner, "run", self.run_and_fail)
-        patch.setattr(engine.cores[0], "_forbid_compiles", False)
+        patch.setattr(engine.replicas[0], "_forbid_compiles", False)
 
-    def run_and_fail(self, *args: Any, **kwargs: Any) -> StepHandle:
+    def run_and_fail(self, *args: Any, **kwargs: Any) -> RunningStep:
         handle = self.run(*args, **kwargs)
         self.calls += 1
         if self.calls == self.call:

@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.pacer import Pacer
-from jaxserve.engine.runner import StepHandle
+from jaxserve.engine.runner import RunningStep
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from tests.e2e.sizes import SIZES
@@ -65,7 +65,7 @@ def test_a_broken_step_ends_its_requests_and_spoils_no_later_one(
     engine.reset_prefix_cache()
     owner, _, name = part.rpartition(".")
     with monkeypatch.context() as patch:
-        target = attrgetter(owner)(engine.cores[0])
+        target = attrgetter(owner)(engine.replicas[0])
         patch.setattr(target, name, failing(getattr(target, name), 2, error, after=after))
         with pytest.raises(type(error)):
             generate(engine, prompts, PARAMS)
@@ -82,10 +82,10 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
     expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 2, RuntimeError("out of memory"), after=False))
+        patch.setattr(RunningStep, "fetch", failing(RunningStep.fetch, 2, RuntimeError("out of memory"), after=False))
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(engine, prompts, PARAMS)
-    assert engine.cores[0].pacer._last == Pacer("auto")._last, "no step's time counts from before the failure"
+    assert engine.replicas[0].pacer._last == Pacer("auto")._last, "no step's time counts from before the failure"
     assert not engine.has_unfinished()
     assert [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)] == expected
 
@@ -114,7 +114,7 @@ def test_an_interrupt_while_waiting_for_the_device_loses_nothing(
     engine.reset_prefix_cache()
     outputs = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(prompts)]
     with monkeypatch.context() as patch:
-        patch.setattr(StepHandle, "fetch", failing(StepHandle.fetch, 3, KeyboardInterrupt(), after=False))
+        patch.setattr(RunningStep, "fetch", failing(RunningStep.fetch, 3, KeyboardInterrupt(), after=False))
         interrupts = 0
         while engine.has_unfinished():
             try:
@@ -167,7 +167,7 @@ def test_a_dropped_engine_leaves_no_memory_behind(llama: Path, compile_ahead: st
     options = SIZES | {"compile_ahead": compile_ahead, "max_num_batched_tokens": 5, "max_num_seqs": 1}
     llm = LLM(str(llama), **options)
     llm.engine.wait_until_warm()
-    alive = weakref.ref(llm.engine.cores[0].runner)
+    alive = weakref.ref(llm.engine.replicas[0].executor)
     del llm
     gc.collect()
     assert alive() is None

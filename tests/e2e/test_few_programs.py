@@ -20,7 +20,7 @@ def test_tokens_are_those_of_many_programs(start: Callable[..., Engine], monkeyp
     schedule = build.build_schedule
     monkeypatch.setattr(build, "build_schedule", few)
     engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
-    runner = engine.cores[0].runner
+    runner = engine.replicas[0].executor
     assert sorted(runner.programs.steps) == [16, 40]
     assert list(runner.programs.multi_steps) == [16]  # of no more than four rows
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, seed=5, frequency_penalty=0.5)

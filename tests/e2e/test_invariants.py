@@ -138,7 +138,7 @@ def test_step_ahead_has_the_next_step_under_way(start: Start) -> None:
     for count in range(1, 10):
         (output,) = engine.step()
         assert len(output.outputs[0].token_ids) == count
-        assert len(engine.cores[0].in_flight) == 1
+        assert len(engine.replicas[0].in_flight) == 1
     assert engine.step()[0].finished
 
 
@@ -166,8 +166,10 @@ def test_a_length_limit_wastes_nothing(start: Start) -> None:
 @pytest.mark.parametrize("step_ahead", [True, False])
 def test_steps_are_full_while_requests_wait(start: Start, monkeypatch: pytest.MonkeyPatch, step_ahead: bool) -> None:
     engine, plans = start(step_ahead=step_ahead), []
-    schedule = engine.cores[0].scheduler.schedule
-    monkeypatch.setattr(engine.cores[0].scheduler, "schedule", lambda *args: plans.append(schedule(*args)) or plans[-1])
+    schedule = engine.replicas[0].scheduler.schedule
+    monkeypatch.setattr(
+        engine.replicas[0].scheduler, "schedule", lambda *args: plans.append(schedule(*args)) or plans[-1]
+    )
     for index in range(8):
         engine.add_request(str(index), tokens(3, index), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
     while engine.has_unfinished():

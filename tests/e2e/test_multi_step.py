@@ -139,7 +139,7 @@ def test_a_dispatch_is_in_flight_while_the_caller_reads_the_one_before(start: St
     for count in (1, 6, 11, 16):
         engine.step()
         assert len(output.outputs[0].token_ids) == count
-        assert [step.plan.num_steps for step in engine.cores[0].in_flight] == [STEPS]
+        assert [step.plan.num_steps for step in engine.replicas[0].in_flight] == [STEPS]
     engine.step()
     assert output.finished
 
@@ -180,7 +180,7 @@ def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
         (output,) = generate(engine, [tokens(3, 0)], params)
         assert_same(output, expected)
     assert engine.stats.num_dispatches - before < 3 * 60
-    assert engine.cores[0].pacer._trials[1].gains
+    assert engine.replicas[0].pacer._trials[1].gains
 
 
 def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: Start) -> None:
@@ -193,8 +193,8 @@ def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: S
             engine.reset_prefix_cache()
             (output,) = generate(engine, [[5, 6, 7]], replace(params, logprobs=logprobs))
             outputs.append(output.outputs[0].token_ids)
-        (bucket, program), *_ = engine.cores[0].runner.programs.multi_steps.items()
-        layout = engine.cores[0].packer.layouts[bucket]
+        (bucket, program), *_ = engine.replicas[0].executor.programs.multi_steps.items()
+        layout = engine.replicas[0].executor.packer.layouts[bucket]
         words = LogprobLayout.of(engine.config.max_logprobs, engine.arch.vocab_size).num_words
         step_bytes = 4 * (layout.num_rows + layout.num_tokens) * words
         memory = program.memory_analysis()

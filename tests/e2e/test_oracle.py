@@ -154,13 +154,13 @@ def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[[], Engine], Or
 
 def test_prompt_logprobs_cost_nothing_after_the_prompt(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = start(step_ahead=False), []
-    run_step = engine.cores[0].runner.run
+    run_step = engine.replicas[0].executor.run
 
     def spy(*args: Any, wants_prompt_logprobs: bool, **wants: bool) -> Any:
         asked.append(wants_prompt_logprobs)
         return run_step(*args, wants_prompt_logprobs=wants_prompt_logprobs, **wants)
 
-    monkeypatch.setattr(engine.cores[0].runner, "run", spy)
+    monkeypatch.setattr(engine.replicas[0].executor, "run", spy)
     params = SamplingParams(n=2, seed=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
     generate(engine, [tokens(30, "cost")], params)
     assert asked == 2 * [True] + 4 * [False]  # two chunks, beside the second of which the second sample begins

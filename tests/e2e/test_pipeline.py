@@ -35,14 +35,14 @@ def finish(engine: Engine) -> None:
 
 def count_events(engine: Engine, directory: Path) -> tuple[Counter[str], int]:
     """Profiler events by name during some steps, and how many programs of steps the engine asked for."""
-    first = engine.cores[0].scheduler._next_step_id
+    first = engine.replicas[0].scheduler._next_step_id
     with jax.profiler.trace(str(directory)):
         for _ in range(6):
             engine.step()
     (path,) = directory.rglob("*.xplane.pb")
     planes = jax.profiler.ProfileData.from_file(str(path)).planes
     counts = Counter(event.name for plane in planes for line in plane.lines for event in line.events)
-    return counts, engine.cores[0].scheduler._next_step_id - first
+    return counts, engine.replicas[0].scheduler._next_step_id - first
 
 
 def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
@@ -51,7 +51,7 @@ def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
     engine = start()
     add(engine, GREEDY)
     engine.step()
-    run, downloads = engine.cores[0].runner.run, []
+    run, downloads = engine.replicas[0].executor.run, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         handle = run(*args, **kwargs)
@@ -59,7 +59,7 @@ def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
         return handle
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.cores[0].runner, "run", watched)
+        patch.setattr(engine.replicas[0].executor, "run", watched)
         counts, num_programs = count_events(engine, tmp_path)
     assert num_programs == len(downloads) > 0
     assert {name: counts[name] for name in (UPLOAD, DISPATCH, DOWNLOAD)} == dict.fromkeys(
@@ -88,7 +88,9 @@ def test_tokens_are_handled_while_the_device_runs_the_next_step(
     append, ahead = RequestGroup.append, []
 
     def watched(*args: Any, **kwargs: Any) -> str | None:
-        ahead.append(engine.cores[0].scheduler._next_step_id - 1 - engine.cores[0].scheduler._last_updated_step_id)
+        ahead.append(
+            engine.replicas[0].scheduler._next_step_id - 1 - engine.replicas[0].scheduler._last_updated_step_id
+        )
         return append(*args, **kwargs)
 
     monkeypatch.setattr(RequestGroup, "append", watched)

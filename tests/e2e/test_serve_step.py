@@ -22,7 +22,7 @@ Start = Callable[..., Engine]
 @pytest.mark.parametrize("multi_step", [False, True])
 def test_pool_is_updated_in_place(start: Start, multi_step: bool) -> None:
     """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
-    programs = copy.copy(start(multi_step=5).cores[0].runner.programs)
+    programs = copy.copy(start(multi_step=5).replicas[0].executor.programs)
     programs.schedule = dataclasses.replace(programs.schedule, num_pages=50_000)
     pool = programs.abstract_state().kv_pages
     compiled = (programs.lower(4, multi_step=True) if multi_step else programs.lower(16)).compile()
@@ -38,7 +38,7 @@ def test_pool_is_updated_in_place(start: Start, multi_step: bool) -> None:
 @pytest.mark.parametrize("bucket", [1, 16])
 def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
     """They grow with max_num_seqs and max_model_len or vocabulary, of which a step touches a few numbers."""
-    runner = start().cores[0].runner
+    runner = start().replicas[0].executor
     program = runner.programs.lower(bucket).compile().as_text()
     slots = runner.programs.abstract_state().slots
     for table in (slots.token_history, slots.token_counts, runner.programs.abstract_state().sequences.page_table):
@@ -51,8 +51,8 @@ class Twin:
     """Runs each step twice on equal states, the second time with garbage wherever the batch is padding."""
 
     def __init__(self, engine: Engine) -> None:
-        self.runner, self.schedule = engine.cores[0].runner, engine.schedule
-        self.run_once = engine.cores[0].runner.run
+        self.runner, self.schedule = engine.replicas[0].executor, engine.schedule
+        self.run_once = engine.replicas[0].executor.run
         self.rng = np.random.default_rng(0)
         self.num_padded = self.num_multi_steps = 0
 
@@ -104,7 +104,7 @@ class Twin:
 def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     engine = start(step_ahead=False, max_num_batched_tokens=budget)
     twin = Twin(engine)
-    monkeypatch.setattr(engine.cores[0].runner, "run", twin.run)
+    monkeypatch.setattr(engine.replicas[0].executor, "run", twin.run)
     params = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -123,7 +123,7 @@ def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget:
 def test_padding_of_several_steps_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(step_ahead=False, multi_step=5)
     twin = Twin(engine)
-    monkeypatch.setattr(engine.cores[0].runner, "run", twin.run)
+    monkeypatch.setattr(engine.replicas[0].executor, "run", twin.run)
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=13, frequency_penalty=0.2, stop_token_ids=[9, 40])
     generate(engine, [tokens(n, n) for n in (19, 2)], params)
     assert twin.num_multi_steps >= 2
@@ -133,7 +133,7 @@ def test_padding_of_several_steps_is_inert(start: Start, monkeypatch: pytest.Mon
 def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int) -> None:
     """Whether by a stop id or by their length, and although the host goes on to plan tokens for them."""
     engine = start(step_ahead=False, multi_step=multi_step)
-    runner, run_once, uploads = engine.cores[0].runner, engine.cores[0].runner.run, []
+    runner, run_once, uploads = engine.replicas[0].executor, engine.replicas[0].executor.run, []
 
     def run(upload: StepUpload, bucket: int, **wants: bool) -> Any:
         uploads.append((upload._replace(admissions=[], slot_rows=[]), bucket, wants))
@@ -151,7 +151,7 @@ def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytes
 
 def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(step_ahead=False, multi_step=5)
-    run_once, num_tokens = engine.cores[0].runner.run, []
+    run_once, num_tokens = engine.replicas[0].executor.run, []
 
     def run(upload: StepUpload, bucket: int, **wants: bool) -> Any:
         handle = run_once(upload, bucket, **wants)
@@ -159,7 +159,7 @@ def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: 
         num_tokens.append(handle.fetch().num_tokens[:num_rows].tolist())
         return handle
 
-    monkeypatch.setattr(engine.cores[0].runner, "run", run)
+    monkeypatch.setattr(engine.replicas[0].executor, "run", run)
     params = SamplingParams(temperature=1.5, seed=4, max_tokens=40, stop_token_ids=list(range(20)))
     generate(engine, [tokens(4, n) for n in range(3)], params)
     assert any(min(counts) < 5 == max(counts) for counts in num_tokens), num_tokens
@@ -173,7 +173,7 @@ def test_the_upload_of_a_step_does_not_grow_with_the_length_of_a_sequence(max_mo
 
 def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
     """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
-    runner = start().cores[0].runner
+    runner = start().replicas[0].executor
     for bucket in (1, 16):
         program = runner.programs.lower(bucket).compile().as_text()
         entry = program[program.index("\nENTRY ") :]

@@ -26,7 +26,7 @@ def token_ids(engine: Engine) -> list[Any]:
 
 
 def arrays_of(engine: Engine) -> list[weakref.ref[Any]]:
-    runner = engine.cores[0].runner
+    runner = engine.replicas[0].executor
     return [weakref.ref(leaf) for leaf in jax.tree.leaves((runner.params, runner.state))]
 
 

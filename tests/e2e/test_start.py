@@ -88,13 +88,13 @@ def test_a_compile_while_serving_is_noticed(start: Start, monkeypatch: pytest.Mo
     import jax
 
     engine = start()
-    run_step = engine.cores[0].runner.run
+    run_step = engine.replicas[0].executor.run
 
     def compiling(*args: Any, **kwargs: Any) -> Any:
         jax.jit(lambda x: x * 3.25)(1.0)
         return run_step(*args, **kwargs)
 
-    monkeypatch.setattr(engine.cores[0].runner, "run", compiling)
+    monkeypatch.setattr(engine.replicas[0].executor, "run", compiling)
     engine.add_request("a", tokens(3, 0), GREEDY)
     with pytest.raises(RuntimeError, match="compiled 1 programs after warm-up"):
         engine.step()
@@ -114,8 +114,8 @@ def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
     engine = start(**ONE_ROW | options)
     (narrow,) = generate(engine, [tokens(9, 0)], params)
     kv_dtype = options.get("kv_cache_dtype", "bfloat16")
-    assert jax.tree.leaves(engine.cores[0].runner.state.kv_pages)[0].dtype == kv_dtype
-    assert engine.cores[0].runner.params["embed"].dtype == options.get("dtype", "float32")
+    assert jax.tree.leaves(engine.replicas[0].executor.state.kv_pages)[0].dtype == kv_dtype
+    assert engine.replicas[0].executor.params["embed"].dtype == options.get("dtype", "float32")
     a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (exact, narrow))
     assert a == pytest.approx(b, abs=0.1)
     assert len(narrow.outputs[0].token_ids) == 5
@@ -137,12 +137,12 @@ def test_int8_weights(start: Start) -> None:
         a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (reference, output))
         assert a == pytest.approx(b, abs=0.05)
     assert 0.25 < bytes_read / exact.last_step.weight_bytes < 0.29
-    assert narrow.cores[0].runner.state.kv_pages.dtype == "float32"
+    assert narrow.replicas[0].executor.state.kv_pages.dtype == "float32"
 
 
 def test_int8_weights_run_in_bfloat16(start: Start) -> None:
     engine = start(**ONE_ROW, dtype="bfloat16", quantization="int8")
-    assert engine.cores[0].runner.state.kv_pages.dtype == "bfloat16"
+    assert engine.replicas[0].executor.state.kv_pages.dtype == "bfloat16"
     assert len(generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids) > 0
 
 
@@ -167,8 +167,8 @@ def test_narrow_pools(start: Start, dtype: str) -> None:
         (reference,) = generate(exact, [prompt], params)
         a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (reference, alone))
         assert a == pytest.approx(b, abs=0.05)
-    per_head = exact.cores[0].runner.arch.head_dim
-    assert narrow.cores[0].runner.kv_token_bytes / exact.cores[0].runner.kv_token_bytes == (per_head + 4) / (
+    per_head = exact.replicas[0].executor.arch.head_dim
+    assert narrow.replicas[0].executor.kv_token_bytes / exact.replicas[0].executor.kv_token_bytes == (per_head + 4) / (
         4 * per_head
     )
 
@@ -179,7 +179,7 @@ def test_background_compiles_end_and_serve(llama: Path) -> None:
     engine = Engine(EngineConfig(model=str(llama), skip_tokenizer_init=True, **sizes))
     early = generate(engine, [tokens(9, 0)], GREEDY)
     engine.wait_until_warm()
-    assert sorted(engine.cores[0].runner.programs.steps) == [1, 2, 3]
+    assert sorted(engine.replicas[0].executor.programs.steps) == [1, 2, 3]
     assert generate(engine, [tokens(9, 0)], GREEDY)[0].outputs[0].token_ids == early[0].outputs[0].token_ids
     engine.close()
     engine.close()
@@ -200,7 +200,7 @@ def test_a_program_of_several_steps_runs_single_ones(llama: Path) -> None:
     """On a CPU, where few rows in decode have one program for both."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "multi_step": 5, "compile_ahead": "all"}
     engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | options))
-    programs, sizes = engine.cores[0].runner.programs, engine.schedule
+    programs, sizes = engine.replicas[0].executor.programs, engine.schedule
     assert sorted(programs.steps) == [1, 2, 3, 4]
     assert sorted(programs.multi_steps) == [1, 2]
     made = {id(program) for program in (*programs.steps.values(), *programs.multi_steps.values())}
@@ -210,7 +210,7 @@ def test_a_program_of_several_steps_runs_single_ones(llama: Path) -> None:
 def test_slots_are_in_the_budget_of_the_pool(llama: Path) -> None:
     config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64)
     arch = build.build_arch(config)
-    slots = Engine(config).cores[0].runner.state.slots
+    slots = Engine(config).replicas[0].executor.state.slots
     assert build.slot_bytes(config, arch, on_cpu=True) == sum(table.nbytes for table in jax.tree.leaves(slots))
     longer = replace(config, max_model_len=128)
     for budget in (

@@ -13,9 +13,9 @@ from typing import Any
 
 import jax
 import pytest
-
-from jaxserve.engine.runner import Programs, StepHandle
 from jaxserve.fair_lock import FairLock
+
+from jaxserve.engine.runner import Programs, RunningStep
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
 from tests.e2e.sizes import SIZES
@@ -83,9 +83,9 @@ def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
 
 def test_a_failure_in_one_thread_is_told_the_others(llm: LLM, alone: dict[str, list[int]]) -> None:
     both = threading.Barrier(2)
-    fetch = StepHandle.fetch
+    fetch = RunningStep.fetch
 
-    def failing(handle: StepHandle) -> Any:
+    def failing(handle: RunningStep) -> Any:
         if len(llm.engine._groups) < 2:
             return fetch(handle)
         raise RuntimeError("the device is gone")
@@ -95,7 +95,7 @@ def test_a_failure_in_one_thread_is_told_the_others(llm: LLM, alone: dict[str, l
         return answer(llm, prompt)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(StepHandle, "fetch", failing)
+        patch.setattr(RunningStep, "fetch", failing)
         for future in [pool.submit(run, prompt) for prompt in PROMPTS[:2]]:
             with pytest.raises(RuntimeError, match="the device is gone"):
                 future.result(PATIENCE_S)
@@ -139,7 +139,7 @@ ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 3, "num_pages":
 
 
 def arrays_of(llm: LLM) -> list[weakref.ref[Any]]:
-    runner = llm.engine.cores[0].runner
+    runner = llm.engine.replicas[0].executor
     return [weakref.ref(leaf) for leaf in jax.tree.leaves((runner.params, runner.state))]
 
 

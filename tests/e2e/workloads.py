@@ -158,4 +158,4 @@ def assert_close(
 
 
 def _work(engine: Engine) -> list[tuple[int, int]]:
-    return [(core.scheduler._last_updated_step_id, len(core.in_flight)) for core in engine.cores]
+    return [(core.scheduler._last_updated_step_id, len(core.in_flight)) for core in engine.replicas]

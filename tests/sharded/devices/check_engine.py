@@ -99,7 +99,7 @@ def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, nu
 @pytest.mark.parametrize(("bucket", "multi_step"), [(1, False), (16, False), (4, True)])
 def test_devices_meet_twice_a_layer(start: Start, bucket: int, multi_step: bool) -> None:
     """And for the embedding; for the tokens they exchange candidates, or some rows' logits if more is asked for."""
-    runner = start(8).cores[0].runner
+    runner = start(8).replicas[0].executor
     programs = runner.programs
     program = programs.lower(bucket, multi_step=multi_step).compile().as_text()
     found = [(m[1], line) for line in program.splitlines() if (m := re.search(COLLECTIVE, line))]
@@ -110,7 +110,7 @@ def test_devices_meet_twice_a_layer(start: Start, bucket: int, multi_step: bool)
 
 
 def test_pool_is_split_and_updated_in_place(start: Start) -> None:
-    programs = copy.copy(start(2).cores[0].runner.programs)
+    programs = copy.copy(start(2).replicas[0].executor.programs)
     programs.schedule = dataclasses.replace(programs.schedule, num_pages=100_000)
     pool = programs.abstract_state().kv_pages
     local = pool.sharding.shard_shape(pool.shape)
@@ -127,7 +127,7 @@ def test_pool_is_split_and_updated_in_place(start: Start) -> None:
 
 
 def test_each_device_has_its_share(start: Start) -> None:
-    whole, split = (start(n).cores[0].runner for n in (1, 8))
+    whole, split = (start(n).replicas[0].executor for n in (1, 8))
     assert split.weight_bytes(1) < whole.weight_bytes(1) / 4  # norms, biases and two kv heads of two are on each
     for leaf in jax.tree.leaves((split.params, split.state)):
         assert {shard.device.id for shard in leaf.addressable_shards} == set(range(8))
@@ -138,7 +138,7 @@ def test_each_device_has_its_share(start: Start) -> None:
 @pytest.mark.parametrize("num_devices", [2, 8])
 @pytest.mark.parametrize("backend", ["xla", "mosaic_gpu"])
 def test_scales_of_a_narrow_pool_are_split_with_their_heads(start: Start, num_devices: int, backend: str) -> None:
-    runner, mesh = start(1).cores[0].runner, tensor_mesh(num_devices)
+    runner, mesh = start(1).replicas[0].executor, tensor_mesh(num_devices)
     options = {"kv_dtype": jnp.int8, "backend": backend}
     pool = abstract_state(runner.arch, runner.schedule, mesh=mesh, **options).kv_pages
     alone = abstract_state(runner.arch.local(num_devices), runner.schedule, **options).kv_pages
@@ -151,9 +151,9 @@ def test_scales_of_a_narrow_pool_are_split_with_their_heads(start: Start, num_de
 def test_what_is_lost_with_a_broken_step_is_made_anew(start: Start) -> None:
     engine, prompts, params = start(2), [tokens(9, 1)], SamplingParams(temperature=0, max_tokens=3)
     expected = generate(engine, prompts, params)
-    jax.tree.map(lambda leaf: leaf.delete(), engine.cores[0].runner.state)
+    jax.tree.map(lambda leaf: leaf.delete(), engine.replicas[0].executor.state)
     engine.reset_prefix_cache()
-    engine.cores[0].runner.restore_state()
+    engine.replicas[0].executor.restore_state()
     for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
         assert_same(output, wanted)
 

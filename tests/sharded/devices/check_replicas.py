@@ -65,7 +65,7 @@ def test_no_replica_idles_beside_a_waiting_request(start: Start, step_ahead: boo
         params = SamplingParams(temperature=0, max_tokens=2 + 37 * (index % 3 == 0), ignore_eos=True)
         engine.add_request(str(index), tokens(1 + index % 20, index), params)
     while engine.has_unfinished():
-        idle, num_waiting = [core for core in engine.cores if not core.has_work()], engine.num_waiting
+        idle, num_waiting = [core for core in engine.replicas if not core.has_work()], engine.num_waiting
         plans = [core.scheduler.num_schedules for core in idle]
         busy_step(engine)
         # One that got a request with a single token to go may have ended it by now.
@@ -79,7 +79,7 @@ def test_equal_requests_are_spread_evenly(start: Start) -> None:
     for index in range(6):
         engine.add_request(str(index), tokens(3, index), GREEDY)
     busy_step(engine)
-    assert [core.scheduler.num_running for core in engine.cores] == [2, 2, 2]
+    assert [core.scheduler.num_running for core in engine.replicas] == [2, 2, 2]
     finish_all(engine)
 
 
@@ -131,7 +131,7 @@ def test_a_broken_replica_ends_its_own_requests_alone(start: Start, monkeypatch:
         raise MemoryError("device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.cores[1].runner, "run", fail)
+        patch.setattr(engine.replicas[1].executor, "run", fail)
         with pytest.raises(MemoryError):
             finish_all(engine)
     finish_all(engine)
@@ -165,8 +165,8 @@ def test_a_load_has_the_steps_of_all_replicas(start: Start, replicas: int) -> No
 
 def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) -> None:
     engine = start(2, 2)
-    for index, core in enumerate(engine.cores):
-        for leaf in jax.tree.leaves((core.runner.params, core.runner.state)):
+    for index, core in enumerate(engine.replicas):
+        for leaf in jax.tree.leaves((core.executor.params, core.executor.state)):
             assert {shard.device.id for shard in leaf.addressable_shards} == {2 * index, 2 * index + 1}
 
 

@@ -1,0 +1,131 @@
+"""Event logs: the events of a replica in a file of JSON lines, from which its plans can be made again.
+
+The first line has the sizes of the schedule, each other one an event: its name and its fields. Prompts are in it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.events import (
+    Added,
+    CacheReset,
+    Finished,
+    ReplicaEvent,
+    Scheduled,
+    Updated,
+    WeightsRead,
+    Withdrawn,
+    replay,
+)
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.errors import ConfigError
+from jaxserve.request import FinishReason, Request, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 2**30
+_KINDS = {kind.__name__: kind for kind in (Added, Finished, Withdrawn, CacheReset, Scheduled, Updated, WeightsRead)}
+_REQUEST_FIELDS = [
+    "request_id",
+    "prompt_token_ids",
+    "seed",
+    "max_total_tokens",
+    "bad_sequences",
+    "read_prefix_cache",
+    "waits_for_tokens",
+    "arrival",
+]
+
+
+class EventLog:
+    """A file that events are appended to, until it is full; from then on it stays as it is.
+
+    Args:
+        path: of the file, which is made anew.
+        schedule: sizes that plans depend on.
+        max_bytes: size of a full file.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path, schedule: ScheduleConfig, max_bytes: int = MAX_BYTES) -> None:
+        try:
+            self._file: IO[str] | None = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - as long as the engine
+        except OSError as error:
+            raise ConfigError(f"event_log must be a file that can be written, got {path}: {error}") from error
+        self._path, self._left = path, max_bytes
+        self._write(dataclasses.asdict(schedule))
+
+    def record(self, event: ReplicaEvent) -> None:
+        """Append an event."""
+        fields = [_to_json(field) for field in event]
+        self._write([type(event).__name__, *fields])
+
+    def close(self) -> None:
+        """Write what is left to write; nothing is recorded any more."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _write(self, content: Any) -> None:
+        if self._file is None:
+            return
+        line = json.dumps(content, separators=(",", ":")) + "\n"
+        self._left -= len(line)
+        if self._left < 0:
+            logger.warning("the event log %s is full: nothing more is recorded", self._path)
+            self.close()
+            return
+        self._file.write(line)
+
+
+def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
+    """Return the sizes and the events of a log; one torn line at its end is left out."""
+    lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+    schedule = ScheduleConfig(**json.loads(lines[0]))
+    return schedule, (_from_json(*json.loads(line)) for line in lines[1:] if line.endswith("\n"))
+
+
+def replay_log(path: str | Path) -> int:
+    """Make the plans of a log again, and return their number; RuntimeError where one is another."""
+    schedule, events = read_log(path)
+    return replay(events, Scheduler.of(schedule))
+
+
+def _to_json(field: Any) -> Any:
+    if not isinstance(field, Request):
+        return field
+    content = {name: getattr(field, name) for name in _REQUEST_FIELDS}
+    params = dataclasses.asdict(field.params)
+    return content | {"params": params, "stop_ids": sorted(field.stop_ids), "salt": field.salt.hex()}
+
+
+def _from_json(kind: str, *fields: Any) -> ReplicaEvent:
+    if kind == "Added":
+        return Added(_read_request(*fields))
+    if kind == "Finished":
+        return Finished(fields[0], FinishReason(fields[1]))
+    return _KINDS[kind](*fields)
+
+
+def _read_request(content: dict[str, Any]) -> Request:
+    params = content.pop("params")
+    if params["logit_bias"]:
+        params["logit_bias"] = {int(token_id): bias for token_id, bias in params["logit_bias"].items()}
+    content["bad_sequences"] = tuple(map(tuple, content["bad_sequences"]))
+    content |= {"stop_ids": frozenset(content["stop_ids"]), "salt": bytes.fromhex(content["salt"])}
+    return Request(params=SamplingParams(**params), **content)
+
+
+if __name__ == "__main__":
+    for file in sys.argv[1:]:
+        print(f"{file}: {replay_log(file)} plans are the same")

@@ -1,0 +1,135 @@
+"""Events: all that reaches the core, and all that a replica's plans depend on.
+
+A scheduler is a pure function of its events in their order. So whoever is told a replica's events makes the same plans:
+the other processes of a run (lock-step), which start the same programs in the same order, as the collectives of their
+devices need it, and whoever replays a recorded log. The leading process alone has the texts, a clock and the users;
+what depends on time, the number of steps of a plan, is in the event, and so are the tokens that the devices sampled.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from jaxserve.request import FinishReason, Request
+
+if TYPE_CHECKING:
+    from jaxserve.engine.plan import StepPlan
+    from jaxserve.engine.scheduler import Scheduler
+
+
+# To the core
+
+
+class Submitted(NamedTuple):
+    """Samples of a new request are to be queued."""
+
+    requests: Sequence[Request]
+
+
+class Cancelled(NamedTuple):
+    """Samples are to end, as far as they have not."""
+
+    requests: Sequence[Request]
+    reason: FinishReason
+
+
+class CacheReset(NamedTuple):
+    """The prefix cache is to be emptied."""
+
+
+Event = Submitted | Cancelled | CacheReset
+
+# Of a replica
+
+
+class Added(NamedTuple):
+    """A request was queued."""
+
+    request: Request
+
+
+class Finished(NamedTuple):
+    """A request was ended from outside: aborted, or by a stop string."""
+
+    request_id: str
+    reason: FinishReason
+
+
+class Withdrawn(NamedTuple):
+    """Requests that waited were taken back, for another replica."""
+
+
+class Scheduled(NamedTuple):
+    """A plan of up to so many steps was asked for."""
+
+    max_steps: int
+    bucket: int | None  # in which it runs; None where there was nothing to plan
+    digest: int  # of all plans up to this one
+
+
+class Updated(NamedTuple):
+    """The oldest plan in flight has these tokens: of each row, as many as it sampled."""
+
+    token_ids: Sequence[list[int]]
+
+
+class WeightsRead(NamedTuple):
+    """Other weights were read from this directory."""
+
+    path: str
+
+
+ReplicaEvent = Added | Finished | Withdrawn | CacheReset | Scheduled | Updated | WeightsRead
+Record = Callable[[ReplicaEvent], None]
+
+
+def replay(
+    events: Iterable[ReplicaEvent],
+    scheduler: Scheduler,
+    launch: Callable[[StepPlan, int], None] | None = None,
+    read_weights: Callable[[str], None] | None = None,
+) -> int:
+    """Make the plans of a replica from its events, and return their number.
+
+    Args:
+        events: all of them, in their order.
+        scheduler: a new one, of the same sizes.
+        launch: called with each plan and its bucket.
+        read_weights: called with the directory of other weights.
+
+    Raises:
+        RuntimeError: a plan is another one here.
+    """
+    in_flight: deque[StepPlan] = deque()
+    digest = num_plans = 0
+    for event in events:
+        match event:
+            case Added(request):
+                scheduler.add(request)
+            case Finished(request_id, reason):
+                scheduler.finish(request_id, reason)
+            case Withdrawn():
+                scheduler.withdraw()
+            case CacheReset():
+                scheduler.reset_prefix_cache()
+            case Scheduled(max_steps, bucket, wanted):
+                plan = scheduler.schedule(max_steps)
+                digest = digest if plan is None else plan.digest(digest)
+                if digest != wanted or (plan is None) != (bucket is None):
+                    raise RuntimeError(
+                        f"its plans differ from the {num_plans + 1}th on ({plan}); all processes must run the same "
+                        "versions with the same options, and a log must be replayed by the version that recorded it"
+                    )
+                if plan is not None and bucket is not None:
+                    num_plans += 1
+                    in_flight.append(plan)
+                    if launch is not None:
+                        launch(plan, bucket)
+            case Updated(token_ids):
+                scheduler.update(in_flight.popleft(), token_ids)
+            case WeightsRead(path):
+                if read_weights is not None:
+                    read_weights(path)
+    return num_plans

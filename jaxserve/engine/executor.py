@@ -1,0 +1,93 @@
+"""Executor: what runs plans. The protocol between the engine's core, which is plain Python, and any device.
+
+The `Runner` of compiled programs implements it, and whatever stands in for a device: one that takes no time, one whose
+time is computed, one that checks what it is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.plan import StepPlan
+
+if TYPE_CHECKING:
+    from jaxserve.sampling import TokenLogprobs
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step sent back, as numpy arrays; log probabilities only where the step computed them."""
+
+    token_ids: NDArray[np.int32]  # [R, rounds]
+    num_tokens: NDArray[np.int32]  # [R]: of `token_ids`, those that a row sampled
+    ended_s: float  # when it was there, by the executor's clock
+    logprobs: TokenLogprobs | None = None  # [R * rounds]
+    prompt_logprobs: TokenLogprobs | None = None  # [T]
+
+    def sampled(self, num_rows: int) -> list[list[int]]:
+        """Return the tokens that each of the first rows sampled."""
+        rows = zip(self.token_ids[:num_rows].tolist(), self.num_tokens[:num_rows].tolist(), strict=True)
+        return [token_ids[:count] for token_ids, count in rows]
+
+
+@runtime_checkable
+class StepHandle(Protocol):
+    """A launched step.
+
+    Attributes:
+        launched_s: when it was launched, by the executor's clock.
+        num_compiles: programs that were compiled for it, which should be none.
+    """
+
+    launched_s: float
+    num_compiles: int
+
+    def is_ready(self) -> bool:
+        """Whether `result` would return at once."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. Raises whatever the device reports; interrupted, it can be waited for again."""
+
+
+@runtime_checkable
+class Executor(Protocol):
+    """Runs plans in the order of their launches.
+
+    Attributes:
+        schedule: sizes of steps and pool.
+    """
+
+    schedule: ScheduleConfig
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of weights that a step of so many tokens reads on a device."""
+
+    def bucket_for(self, num_tokens: int) -> int:
+        """Return the smallest bucket that can run now and holds so many tokens."""
+
+    def multi_step_bucket_for(self, num_rows: int) -> int | None:
+        """Return the smallest bucket in which so many rows in decode can go several rounds; None where none can."""
+
+    def wait_for(self, bucket: int, *, multi_step: bool) -> None:
+        """Block until a bucket can run; RuntimeError if it never will."""
+
+    def launch(self, plan: StepPlan, bucket: int) -> StepHandle:
+        """Start the step that `plan` describes. To be called once per plan, before the scheduler is asked for more."""
+
+    def restore_state(self) -> bool:
+        """Wait for the device; where its state was lost with a step that failed, make an empty one.
+
+        Returns whether it was lost.
+        """
+
+    def close(self) -> None:
+        """Wait for the steps in flight, whether they fail or not, and free the device's memory."""

@@ -1,0 +1,320 @@
+"""Frontend: from prompts to requests, and from deltas to what users see. It talks to the core through queues alone.
+
+`prepare`, `start` and `cancel` may be called from any thread. `take` is for one thread at a time, that which takes the
+core's outbox. Whatever becomes of a request, its end too, comes through there, so that outputs have one writer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from jaxserve.bad_words import encode_bad_words
+from jaxserve.config import LARGEST_MAX_LOGPROBS, EngineConfig, ScheduleConfig
+from jaxserve.engine.core import Delta
+from jaxserve.engine.events import Cancelled, Event, Submitted
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
+from jaxserve.engine.replica import StepTokens
+from jaxserve.errors import RequestError
+from jaxserve.metrics import EngineStats
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenIds, brief
+from jaxserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jaxserve.sampling import TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+Listener = Callable[[RequestGroup], None]
+
+
+class Frontend:
+    """Requests of users, as far as they are unfinished.
+
+    Args:
+        config: what to serve and how.
+        schedule: resolved sizes of steps and pool.
+        tokenizer: None where prompts must be token ids.
+        vocab_size: tokens of the model.
+        max_position: tokens that the model was made for.
+        eos_ids: tokens that end an output.
+        inbox: of the core.
+        check_fits: raises RequestError for a request that could not run to its end even alone.
+        stats: totals, to which what users get is added.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        schedule: ScheduleConfig,
+        tokenizer: Tokenizer | None,
+        *,
+        vocab_size: int,
+        max_position: int,
+        eos_ids: frozenset[int],
+        inbox: SimpleQueue[Event],
+        check_fits: Callable[[Request], None],
+        stats: EngineStats,
+    ) -> None:
+        self._config, self._schedule, self._tokenizer = config, schedule, tokenizer
+        self._vocab_size, self._max_position, self._eos_ids = vocab_size, max_position, eos_ids
+        self._inbox, self._check_fits, self._stats = inbox, check_fits, stats
+        self._groups: dict[str, RequestGroup] = {}
+        # By each unfinished sample itself: a step in flight may still hold an earlier request of the same id.
+        self._group_of: dict[Request, RequestGroup] = {}
+        self._seeds = random.Random(config.seed)
+        self._arrivals = itertools.count()
+        self.lock = threading.Lock()  # of all outputs: a reader on another thread finds them between two deltas
+
+    # From users to the core
+
+    def prepare(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str | None = None
+    ) -> RequestGroup:
+        """Check a request and read its prompt; nothing is queued. RequestError where it cannot be served."""
+        params = params.clone()  # checked anew: the caller may have changed it
+        limit = prompt_limit(params, self._schedule.max_model_len)
+        text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
+        self._check(token_ids, params)
+        requests = self._samples(request_id, token_ids, params, salt)
+        _check_some_allowed(requests[0])
+        self._check_fits(requests[0])  # then its siblings fit as well, and any replica has room
+        return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic)
+
+    def start(self, group: RequestGroup, listener: Listener | None = None) -> None:
+        """Queue a request.
+
+        Args:
+            group: from `prepare`.
+            listener: called by `take` when outputs of the request have grown or ended. If it raises, the request is
+                cancelled.
+
+        Raises:
+            RequestError: the id is in use.
+        """
+        group.listener = listener
+        if self._groups.setdefault(group.request_id, group) is not group:
+            raise RequestError(
+                f"request_id must be unique among unfinished requests, got {group.request_id!r} again; "
+                "choose another one, or wait for the end of the other request"
+            )
+        self._queue(group)
+
+    def cancel(self, request_id: str) -> RequestGroup | None:
+        """End a request if it is unfinished; from anywhere, the garbage collector included, any number of times."""
+        group = self._groups.get(request_id)
+        if group is not None:
+            self._inbox.put(Cancelled(group.requests, FinishReason.ABORT))
+        return group
+
+    def restart(self) -> None:
+        """Begin all unfinished requests again."""
+        for group in list(self._groups.values()):
+            for request in group.requests:
+                self._group_of.pop(request, None)
+            self._inbox.put(Cancelled(group.requests, FinishReason.ABORT))
+            with self.lock:
+                group.restart()
+            self._queue(group)
+
+    def _queue(self, group: RequestGroup) -> None:
+        requests = group.requests
+        self._group_of.update(dict.fromkeys(requests, group))
+        self._inbox.put(Submitted(requests))
+
+    def has_unfinished(self) -> bool:
+        """Whether there is a request whose end has not been taken."""
+        return bool(self._groups)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests whose end has not been taken."""
+        return len(self._groups)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless each unfinished sample is of an unfinished request."""
+        assert {id(group) for group in self._group_of.values()} == {id(group) for group in self._groups.values()}
+
+    # From the core to users
+
+    def take(self, delta: Delta) -> list[RequestGroup]:
+        """Bring outputs up to date; returns the requests that got tokens or ended."""
+        progressed: dict[str, RequestGroup] = {}
+        try:
+            with self.lock:
+                for request, num_cached_tokens in delta.admitted:
+                    if (group := self._group_of.get(request)) is not None:
+                        group.admitted(request, num_cached_tokens, delta.at_s)
+                if delta.step is not None:
+                    self._take_step(delta.step, progressed)
+                for request, reason in delta.ended:
+                    if (group := self._group_of.get(request)) is not None:
+                        group.error = delta.error
+                        self._finish(group, request, reason, delta.at_s)
+                        progressed[group.request_id] = group
+        except BaseException as error:  # which outputs it has left half written is not known
+            rows = delta.step.plan.requests if delta.step is not None else [request for request, _ in delta.ended]
+            self.abandon({self._group_of[request] for request in rows if request in self._group_of}, error)
+            raise
+        for group in progressed.values():
+            self._tell(group)
+        return list(progressed.values())
+
+    def abandon(self, groups: Iterable[RequestGroup], error: BaseException) -> None:
+        """End requests at once, whatever their outputs are, because of an error."""
+        for group in groups:
+            for request in group.requests:
+                self._group_of.pop(request, None)
+            self._inbox.put(Cancelled(group.requests, FinishReason.ABORT))
+            with self.lock:
+                group.abandon(error)
+            self._groups.pop(group.request_id, None)
+            self._tell(group)
+
+    def abandon_all(self, error: BaseException) -> None:
+        """End all requests that are unfinished at once."""
+        self.abandon(list(self._groups.values()), error)
+
+    def _take_step(self, step: StepTokens, progressed: dict[str, RequestGroup]) -> None:
+        result, at_s = step.result, step.result.ended_s
+        if result.prompt_logprobs is not None:
+            self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
+        logprobs = result.logprobs
+        width = 0 if logprobs is None else len(logprobs.logprob) // len(result.token_ids)  # tokens of a row
+        ended = set(step.ended)
+        num_output_tokens = 0
+        for row, (request, token_ids) in enumerate(zip(step.plan.requests, step.token_ids, strict=True)):
+            group = self._group_of.get(request) if token_ids else None
+            if group is None:  # it has ended: by a stop string or a cancel, of which the core did not know
+                continue
+            reason = request.finish_reason if request in ended else None
+            stop = group.append(request, token_ids, reason, at_s, logprobs, row * width)
+            num_output_tokens += len(token_ids)  # without those behind a stop string
+            progressed[group.request_id] = group
+            if stop is not None:
+                self._inbox.put(Cancelled([request], FinishReason.STOP))
+                self._finish(group, request, FinishReason.STOP, at_s, stop)
+            elif reason is not None:
+                self._finish(group, request, reason, at_s)
+        self._stats.num_output_tokens += num_output_tokens
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, logprobs: TokenLogprobs) -> None:
+        token = 0  # first of the row on the step's token axis
+        for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
+            group = self._group_of.get(request)
+            if group is not None and wants_prompt_logprobs(request, start):
+                ids = request.prompt_token_ids[start + 1 : start + 1 + count]  # what is predicted lies one further
+                group.append_prompt_logprobs(start + 1, ids, logprobs, token)
+            token += count
+
+    def _finish(
+        self, group: RequestGroup, request: Request, reason: FinishReason, at_s: float, stop: str | None = None
+    ) -> None:
+        """Let go of a sample that has ended."""
+        del self._group_of[request]
+        if group.finish(request, reason, at_s, stop):
+            del self._groups[group.request_id]
+            self._stats.num_finished += 1
+
+    def _tell(self, group: RequestGroup) -> None:
+        if group.listener is None:
+            return
+        try:
+            group.listener(group)
+        except Exception:
+            logger.exception("request %s is cancelled: what listened to it has failed", group.request_id)
+            group.listener = None
+            self.cancel(group.request_id)
+
+    # Parts of `prepare`
+
+    def _check(self, token_ids: TokenIds, params: SamplingParams) -> None:
+        longest, vocab = self._schedule.max_model_len, self._vocab_size
+        if not token_ids:
+            raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
+        if len(token_ids) >= longest:
+            raise RequestError(
+                f"a prompt must have fewer than max_model_len tokens, got {len(token_ids)} with "
+                f"max_model_len {longest}; shorten it{self._advice_on_length()}"
+            )
+        named = {
+            "prompt": token_ids,
+            "stop_token_ids": params.stop_token_ids or (),
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+        }
+        for name, ids in named.items():
+            if ids and not 0 <= min(ids) <= max(ids) < vocab:
+                raise RequestError(f"token ids in {name} must be in [0, {vocab}), got {min(ids)}..{max(ids)}")
+        self._check_logprobs(params)
+        if params.bad_words and self._tokenizer is None:
+            raise RequestError("bad_words need a tokenizer; use logit_bias, or drop skip_tokenizer_init")
+        if params.stop and self._tokenizer is None:
+            raise RequestError("stop strings need a tokenizer; use stop_token_ids, or drop skip_tokenizer_init")
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        most, vocab = self._config.max_logprobs, self._vocab_size
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name) or 0
+            if (vocab if asked == -1 else asked) > (vocab if most == -1 else most):
+                needed = asked if 0 < asked <= LARGEST_MAX_LOGPROBS else -1
+                raise RequestError(
+                    f"{name} must be at most max_logprobs of the engine, or the size of the vocabulary, got {asked} "
+                    f"with max_logprobs {most} and {vocab} tokens; start the engine with max_logprobs={needed}"
+                )
+
+    def _advice_on_length(self) -> str:
+        most = self._max_position
+        return f" or raise max_model_len, {most} at most" if self._schedule.max_model_len < most else ""
+
+    def _samples(self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> list[Request]:
+        """The `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache like any others."""
+        seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
+        limit = self._schedule.max_model_len
+        if params.max_tokens is not None:
+            limit = min(limit, len(token_ids) + params.max_tokens)
+        else:  # as many as there is room for; the last token is never computed, and so needs none
+            limit = min(limit, self._schedule.num_pages * self._schedule.page_size + 1)
+        eos = frozenset() if params.ignore_eos else self._eos_ids
+        bad_sequences: tuple[tuple[int, ...], ...] = ()
+        if params.bad_words and self._tokenizer:
+            encode = partial(self._tokenizer.encode, add_special_tokens=False)
+            bad_sequences = encode_bad_words(params.bad_words, encode)
+        namespace = f"user:{salt or ''}" if self._config.enable_prefix_caching else f"private:{arrival}"
+        return [
+            Request(
+                request_id=f"{request_id}#{index}",
+                prompt_token_ids=token_ids,
+                params=params,
+                seed=seed + index,
+                max_total_tokens=limit,
+                stop_ids=eos | frozenset(params.stop_token_ids or ()),
+                bad_sequences=bad_sequences,
+                salt=namespace.encode(errors="surrogatepass"),
+                read_prefix_cache=index > 0 or params.prompt_logprobs is None,
+                arrival=arrival,
+            )
+            for index in range(params.n)
+        ]
+
+
+def _check_some_allowed(request: Request) -> None:
+    """RequestError where every token may be forbidden, so that there would be none to sample."""
+    p = request.params
+    if p.allowed_token_ids is None:
+        return
+    forbidden = {sequence[-1] for sequence in request.bad_sequences} | (request.stop_ids if p.min_tokens else set())
+    if forbidden.issuperset(p.allowed_token_ids):
+        raise RequestError(
+            "allowed_token_ids must have an id that neither ends the output, where min_tokens forbids that, nor a bad "
+            f"word, got {brief(p.allowed_token_ids)}; allow more"
+        )

@@ -1,0 +1,226 @@
+"""Replica: one copy of the model, from requests to token ids. It knows neither texts nor users, and reads no clock."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from jaxserve.engine.accounts import Accounts, InFlight
+from jaxserve.engine.events import Added, CacheReset, Finished, Record, ReplicaEvent, Scheduled, Updated, Withdrawn
+from jaxserve.engine.executor import Executor, StepResult
+from jaxserve.engine.pacer import Pacer
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.request import FinishReason, Request, RequestStatus
+
+if TYPE_CHECKING:
+    from jaxserve.config import EngineConfig
+    from jaxserve.engine.plan import StepPlan
+    from jaxserve.metrics import EngineStats
+    from jaxserve.models.arch import ArchConfig
+
+logger = logging.getLogger(__name__)
+
+
+class StepTokens(NamedTuple):
+    """What a step that was read has brought.
+
+    Attributes:
+        plan: the step.
+        token_ids: of each row, its new tokens, without those behind one that ended it.
+        ended: requests that these tokens ended.
+        result: what came from the device.
+    """
+
+    plan: StepPlan
+    token_ids: list[list[int]]
+    ended: list[Request]
+    result: StepResult
+
+
+class Replica:
+    """Scheduler and executor of one copy of the model, and the steps in flight between them.
+
+    Args:
+        config: what to serve and how.
+        arch: of the whole model.
+        executor: the device.
+        stats: totals, to which those of this replica are added.
+        record: called with every event, in order: for other processes to replay, or for a log.
+
+    Attributes:
+        scheduler: who computes what next.
+        executor: as given.
+        pacer: chooses how many decode steps go in one dispatch.
+        accounts: what each step cost.
+        in_flight: steps that were launched and not read, oldest first.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        arch: ArchConfig,
+        executor: Executor,
+        stats: EngineStats,
+        record: Record | None = None,
+    ) -> None:
+        s = executor.schedule
+        self.executor = executor
+        self.scheduler = Scheduler.of(s)
+        self.pacer = Pacer(config.multi_step, lambda bucket: s.max_steps(bucket, config.max_steps))
+        self.accounts = Accounts(arch.local(config.tensor_parallel_size), executor, stats)
+        self.in_flight: deque[InFlight] = deque()
+        self._stats = stats
+        self._most_in_flight = 2 if config.step_ahead else 1
+        self._forbid_compiles = config.forbid_compiles
+        self._record = record
+        self._digest = 0  # of all plans
+        self._is_stuck = False  # nothing can be planned before a step in flight is read
+        self._has_dropped = False  # steps that may have failed without anybody having read it
+
+    # Requests
+
+    def add(self, request: Request) -> None:
+        """Queue a request; RequestError where it could not run to its end even alone."""
+        self.scheduler.add(request)
+        self._note(Added(request))
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        """End a request if it has not ended already."""
+        if self.scheduler.finish(request_id, reason) is not None:
+            self._note(Finished(request_id, reason))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages."""
+        self.scheduler.reset_prefix_cache()
+        self._note(CacheReset())
+
+    def withdraw(self) -> list[Request]:
+        """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
+        withdrawn = self.scheduler.withdraw()
+        if withdrawn:
+            self._note(Withdrawn())
+        return withdrawn
+
+    def has_work(self) -> bool:
+        """Whether a request is unfinished or a step was not read."""
+        return bool(self.in_flight) or self.scheduler.has_unfinished()
+
+    # Steps
+
+    def is_ready(self) -> bool:
+        """Whether a step would get on without waiting for the device."""
+        if self.in_flight and self.in_flight[0].handle.is_ready():
+            return True
+        return self._may_launch() and not self._is_stuck
+
+    def launch(self, now_s: float) -> StepPlan | None:
+        """Plan and start the next step; None where there is none, or where enough are in flight."""
+        self._settle_dropped()
+        if not self._may_launch():
+            return None
+        max_steps = self._max_steps()
+        plan = self.scheduler.schedule(max_steps)
+        self._is_stuck = plan is None
+        bucket = None if plan is None else self._bucket(plan)
+        if plan is not None and self._record is not None:
+            self._digest = plan.digest(self._digest)
+        self._note(Scheduled(max_steps, bucket, self._digest))
+        if plan is not None and bucket is not None:
+            handle = self.executor.launch(plan, bucket)
+            self.in_flight.append(InFlight(plan, handle, bucket, now_s))
+            self._count_compiles(handle.num_compiles)
+        return plan
+
+    def read(self) -> StepResult:
+        """Wait for the oldest step in flight. Interrupted, nothing is lost: it can be waited for again."""
+        return self.in_flight[0].handle.result()
+
+    @property
+    def num_running_steps(self) -> int:
+        """Steps in flight that have not ended."""
+        return sum(not step.handle.is_ready() for step in self.in_flight)
+
+    def update(self, result: StepResult) -> StepTokens:
+        """Let the scheduler know the tokens of the oldest step in flight."""
+        step = self.in_flight[0]
+        plan = step.plan
+        sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
+        self.accounts.ended(step, num_tokens, result.ended_s)
+        if plan.num_prefill_tokens:
+            self.pacer.pause()
+        else:
+            bucket = self.executor.multi_step_bucket_for(plan.num_rows)
+            self.pacer.ended(bucket, plan.num_steps, int(num_tokens.max()), result.ended_s)
+        self._stats.num_sampled_tokens += int(num_tokens.sum())
+        return StepTokens(plan, sampled, self.take(sampled), result)
+
+    def take(self, sampled: list[list[int]]) -> list[Request]:
+        """Let the scheduler know what each row of the oldest step in flight has sampled; see `Scheduler.update`."""
+        self._note(Updated(sampled))
+        return self.scheduler.update(self.in_flight.popleft().plan, sampled)
+
+    def drop_in_flight(self) -> None:
+        """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
+        while self.in_flight:
+            step = self.in_flight[0]
+            self.accounts.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
+            self._stats.num_sampled_tokens += sum(step.plan.max_new)
+            self.take([[0] * most for most in step.plan.max_new])
+            self._has_dropped = True
+        self.pacer.pause()
+
+    def recover(self) -> None:
+        """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
+        self.in_flight.clear()
+        self.pacer.pause()
+        self._has_dropped = True  # until the state is known to be sound: waiting for it may be interrupted
+        self.scheduler.reset_prefix_cache()
+        self.executor.restore_state()
+        self._has_dropped = False
+
+    # Parts
+
+    def _settle_dropped(self) -> None:
+        """Before the next request's first step: find out whether a step failed that was dropped unread."""
+        if self.in_flight and all(r.status is RequestStatus.FINISHED for s in self.in_flight for r in s.plan.requests):
+            self.drop_in_flight()
+        if not (self._has_dropped and self.scheduler.has_unfinished()):
+            return
+        self._has_dropped = False
+        if not self.executor.restore_state():
+            return
+        if self.scheduler.num_running:
+            raise RuntimeError("a step has failed on the device, and the pages of running requests are lost")
+        logger.warning("a step that no request waited for has failed on the device; its cached pages are lost")
+        self.reset_prefix_cache()
+
+    def _may_launch(self) -> bool:
+        return len(self.in_flight) < self._most_in_flight
+
+    def _max_steps(self) -> int:
+        """Steps that the next dispatch may have, as far as programs and their speed go."""
+        bucket = self.executor.multi_step_bucket_for(self.scheduler.num_running)
+        if bucket is None or (self.executor.schedule.max_logprobs < 0 and self.scheduler.wants_logprobs):
+            return 1
+        return self.pacer.max_steps(bucket)
+
+    def _bucket(self, plan: StepPlan) -> int:
+        if plan.num_steps == 1:
+            return self.executor.bucket_for(plan.num_tokens)
+        bucket = self.executor.multi_step_bucket_for(plan.num_rows)
+        assert bucket is not None, "several steps are planned where there is a program for them"
+        return bucket
+
+    def _count_compiles(self, count: int) -> None:
+        self._stats.num_compiles += count
+        if count and self._forbid_compiles:
+            raise RuntimeError(f"a step compiled {count} programs after warm-up; every shape must be known beforehand")
+
+    def _note(self, event: ReplicaEvent) -> None:
+        if not isinstance(event, Scheduled):  # something can be planned again
+            self._is_stuck = False
+        if self._record is not None:
+            self._record(event)
