@@ -514,8 +514,10 @@ class Scheduler:
         if request.status in _RUNS:
             request.num_computed_tokens -= num_tokens
             request.quiet_until = 0
-        else:
+        else:  # it waits again, and counts by its tokens
+            self._count_waiting(request, -1)
             request.num_tokens_when_preempted -= num_tokens
+            self._count_waiting(request, 1)
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> int:
         """Append tokens until one ends the request; returns how many those are."""

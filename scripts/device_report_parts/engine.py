@@ -77,7 +77,7 @@ class Bench:
         """Seconds of what an engine does before its first request, and how much is left to do in the background."""
         served = self._served.get(shape)
         buckets = served.schedule.buckets()
-        first = ["set_slot", *(f"step {bucket}" for bucket in (buckets[0], buckets[-1]))]
+        first = ["admit and set_slot", *(f"step {bucket}" for bucket in (buckets[0], buckets[-1]))]
         return {
             "num_params": served.num_params,
             "backend": served.backend,

@@ -486,6 +486,21 @@ def test_a_preempted_request_waits_in_its_place_until_its_tokens_are_known():
     assert young.output_token_ids == generate_alone(young)[0]
 
 
+def test_a_preempted_request_may_get_fewer_tokens_than_planned():
+    scheduler = make_scheduler(page_size=1, num_pages=12)
+    old, young = make_request("old", [1, 1], 8), make_request("young", [2, 2], 8)
+    for request in (old, young):
+        scheduler.add(request)
+    plans = [scheduler.schedule(), scheduler.schedule(2)]
+    while not young.num_preemptions:
+        plans.append(scheduler.schedule())
+    scheduler.update(plans[0], [[0], [0]])
+    assert plans[1].max_new == [2, 2]
+    scheduler.update(plans[1], [[0, 0], [0]])
+    scheduler.check_integrity()
+    assert young.num_pending_tokens == len(plans) - 3
+
+
 def test_a_preempted_request_may_end_while_it_waits():
     scheduler = make_scheduler(page_size=1, num_pages=8)
     old, young = make_request("old", [1, 1], 6), make_request("young", [2, 2], 6, stop_ids=frozenset([4]))
