@@ -54,7 +54,7 @@ def annotate_engine(engine: Engine) -> None:
     annotate(engine, "step", "host:step")
     annotate(engine.replicas[0].scheduler, "schedule", "host:schedule")
     annotate(engine.replicas[0].executor.packer, "pack", "host:pack")
-    annotate(engine.replicas[0].executor, "run", "host:dispatch")
+    annotate(engine.replicas[0].executor, "launch", "host:dispatch")
     annotate(engine.replicas[0].scheduler, "update", "host:update")
     annotate(engine.replicas[0].accounts, "write", "host:account")
 

@@ -130,6 +130,7 @@ class EngineCore:
 
     def _step(self, replica: Replica) -> bool:
         """One step of one replica; whether anything was launched or read."""
+        launched: StepPlan | None = None
         with self._failing(replica):
             try:
                 launched = replica.launch(self._now_s)

@@ -5,7 +5,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.metadata import version
 
 from jaxserve import distributed
@@ -82,7 +82,7 @@ class Engine:
         self.schedule = executors[0].schedule
         self._logs: list[EventLog] = []
         replicas = [Replica(config, self.arch, e, self.stats, self._recorder(i)) for i, e in enumerate(executors)]
-        self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=self._on_failure)
+        self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(_tell_others, self._peers))
         self.frontend = Frontend(
             config,
             self.schedule,
@@ -111,10 +111,6 @@ class Engine:
                 sink(event)
 
         return record if sinks else None
-
-    def _on_failure(self, error: BaseException) -> None:
-        if isinstance(self._peers, Leader):  # the others have done what this process broke off
-            self._peers.fail(repr(error))
 
     def _require_same_options(self, peers: Leader | Follower) -> None:
         """ConfigError, in all processes, unless they have the same options and versions."""
@@ -156,8 +152,7 @@ class Engine:
         group = self.frontend.cancel(request_id)
         if group is None:
             return None
-        self.core.take_events()
-        self._deliver()
+        self.settle()
         return group.output
 
     def has_unfinished(self) -> bool:
@@ -170,12 +165,19 @@ class Engine:
         With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
         cumulative outputs, final where `finished`. Raises what broke a step off, whose requests it has ended.
         """
-        self.core.step(time.monotonic())
-        groups = self._deliver()
+        try:
+            self.core.step(time.monotonic())
+        finally:  # of an interrupted step too: it has ended its requests
+            groups = self._deliver()
         for group in groups:
             if group.error is not None:
                 raise group.error
         return [group.output for group in groups]
+
+    def settle(self) -> None:
+        """Do what was asked of the engine, without a step."""
+        self.core.take_events()
+        self._deliver()
 
     def _deliver(self) -> list[RequestGroup]:
         """Bring outputs up to date, and let the core know of those that stop strings have ended."""
@@ -378,3 +380,9 @@ class Engine:
     def num_pages(self) -> int:
         """Pages in the pools of all replicas."""
         return sum(replica.scheduler.num_pages for replica in self.replicas)
+
+
+def _tell_others(peers: Leader | Follower | None, error: BaseException) -> None:
+    """The other processes have done what this one broke off, and cannot go on; PeerLostError if one is lost."""
+    if isinstance(peers, Leader):
+        peers.fail(repr(error))

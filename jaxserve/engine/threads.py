@@ -60,17 +60,21 @@ class EngineThreads:
             raise RuntimeError(
                 "a listener must not wait for the engine's threads, as it runs on one; use another thread"
             )
+        was_running = True
         with self._changed:
             self._changed.wait_for(lambda: not self._is_paused)
             self._is_paused = True
         try:
             with self._changed:
+                was_running = bool(self._running)
                 self._changed.wait_for(lambda: not self._running)
+            self._engine.settle()
             yield self._engine
         finally:
             with self._changed:
                 self._is_paused = False
-                self._start()
+                if was_running:
+                    self._start()
                 self._changed.notify_all()
 
     def stop(self) -> None:

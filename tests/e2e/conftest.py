@@ -15,6 +15,7 @@ import transformers
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.threads import _threads
 from jaxserve.llm import LLM
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 
@@ -82,8 +83,11 @@ def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> LLM:
 def drained(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
     """After every test all requests have ended, all pages are back and nothing was compiled."""
     yield
+    for threads in list(_threads):
+        with threads.paused():  # closed streams have ended by then
+            pass
     for engine in engines.values():
-        unfinished = list(engine._groups)
+        unfinished = list(engine.frontend._groups)
         for request_id in unfinished:
             engine.abort(request_id)  # so that a failure stays one
         assert not unfinished

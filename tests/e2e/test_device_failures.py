@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.runner import RunningStep
 from jaxserve.pallas_kernels import native
 from jaxserve.request import SamplingParams
@@ -35,17 +36,13 @@ class Failing:
     """An engine whose `call`-th step fails on the device."""
 
     def __init__(self, engine: Engine, patch: pytest.MonkeyPatch, call: int) -> None:
-        self.runner, self.run, self.call, self.calls = (
-            engine.replicas[0].executor,
-            engine.replicas[0].executor.run,
-            call,
-            0,
-        )
-        patch.setattr(self.runner, "run", self.run_and_fail)
+        self.runner, self.call, self.calls = engine.replicas[0].executor, call, 0
+        self.launch = self.runner.launch
+        patch.setattr(self.runner, "launch", self.launch_and_fail)
         patch.setattr(engine.replicas[0], "_forbid_compiles", False)
 
-    def run_and_fail(self, *args: Any, **kwargs: Any) -> RunningStep:
-        handle = self.run(*args, **kwargs)
+    def launch_and_fail(self, plan: StepPlan, bucket: int) -> RunningStep:
+        handle = self.launch(plan, bucket)
         self.calls += 1
         if self.calls == self.call:
             self.runner.state, handle.output = fail((self.runner.state, handle.output))

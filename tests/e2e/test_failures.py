@@ -47,7 +47,14 @@ def failing(method: Callable[..., Any], call: int, error: BaseException, *, afte
 
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(
-    "part", ["scheduler.schedule", "packer.pack", "runner.run", "runner.programs.set_slot", "scheduler.update"]
+    "part",
+    [
+        "scheduler.schedule",
+        "executor.packer.pack",
+        "executor.launch",
+        "executor.programs.set_slot",
+        "scheduler.update",
+    ],
 )
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError("device")])
 @STEPS
@@ -82,7 +89,7 @@ def test_an_error_of_the_device_ends_its_requests_and_spoils_no_later_one(
     expected = [o.outputs[0].token_ids for o in generate(engine, prompts, PARAMS)]
     engine.reset_prefix_cache()
     with monkeypatch.context() as patch:
-        patch.setattr(RunningStep, "fetch", failing(RunningStep.fetch, 2, RuntimeError("out of memory"), after=False))
+        patch.setattr(RunningStep, "result", failing(RunningStep.result, 2, RuntimeError("out of memory"), after=False))
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(engine, prompts, PARAMS)
     assert engine.replicas[0].pacer._last == Pacer("auto")._last, "no step's time counts from before the failure"
@@ -114,7 +121,7 @@ def test_an_interrupt_while_waiting_for_the_device_loses_nothing(
     engine.reset_prefix_cache()
     outputs = [engine.add_request(str(i), prompt, PARAMS) for i, prompt in enumerate(prompts)]
     with monkeypatch.context() as patch:
-        patch.setattr(RunningStep, "fetch", failing(RunningStep.fetch, 3, KeyboardInterrupt(), after=False))
+        patch.setattr(RunningStep, "result", failing(RunningStep.result, 3, KeyboardInterrupt(), after=False))
         interrupts = 0
         while engine.has_unfinished():
             try:

@@ -13,6 +13,7 @@ from checkpoints import ROPES, reference_logits
 from scipy.special import log_softmax
 
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.plan import StepPlan
 from jaxserve.pallas_kernels import native
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
 from tests.e2e.workloads import TOLERANCE, generate, tokens
@@ -154,13 +155,13 @@ def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[[], Engine], Or
 
 def test_prompt_logprobs_cost_nothing_after_the_prompt(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = start(step_ahead=False), []
-    run_step = engine.replicas[0].executor.run
+    launch = engine.replicas[0].executor.launch
 
-    def spy(*args: Any, wants_prompt_logprobs: bool, **wants: bool) -> Any:
-        asked.append(wants_prompt_logprobs)
-        return run_step(*args, wants_prompt_logprobs=wants_prompt_logprobs, **wants)
+    def spy(plan: StepPlan, bucket: int) -> Any:
+        asked.append(plan.wants_prompt_logprobs)
+        return launch(plan, bucket)
 
-    monkeypatch.setattr(engine.replicas[0].executor, "run", spy)
+    monkeypatch.setattr(engine.replicas[0].executor, "launch", spy)
     params = SamplingParams(n=2, seed=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
     generate(engine, [tokens(30, "cost")], params)
     assert asked == 2 * [True] + 4 * [False]  # two chunks, beside the second of which the second sample begins

@@ -51,15 +51,15 @@ def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
     engine = start()
     add(engine, GREEDY)
     engine.step()
-    run, downloads = engine.replicas[0].executor.run, []
+    launch, downloads = engine.replicas[0].executor.launch, []
 
     def watched(*args: Any, **kwargs: Any) -> Any:
-        handle = run(*args, **kwargs)
+        handle = launch(*args, **kwargs)
         downloads.append(handle.output.sampled.nbytes)
         return handle
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.replicas[0].executor, "run", watched)
+        patch.setattr(engine.replicas[0].executor, "launch", watched)
         counts, num_programs = count_events(engine, tmp_path)
     assert num_programs == len(downloads) > 0
     assert {name: counts[name] for name in (UPLOAD, DISPATCH, DOWNLOAD)} == dict.fromkeys(

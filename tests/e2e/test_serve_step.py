@@ -13,6 +13,8 @@ import pytest
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.batch import BatchLayout, StepUpload
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.runner import Runner
 from jaxserve.request import SamplingParams
 from tests.e2e.workloads import generate, tokens
 
@@ -47,26 +49,36 @@ def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
         assert not re.search(rf"= {shape}\S* copy", program)
 
 
+def launch_upload(
+    runner: Runner, launch: Callable[[StepPlan, int], Any], plan: StepPlan, bucket: int, upload: StepUpload
+) -> Any:
+    """Launch a step that has been packed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.packer, "pack", lambda *_: upload)
+        return launch(plan, bucket)
+
+
 class Twin:
     """Runs each step twice on equal states, the second time with garbage wherever the batch is padding."""
 
     def __init__(self, engine: Engine) -> None:
         self.runner, self.schedule = engine.replicas[0].executor, engine.schedule
-        self.run_once = engine.replicas[0].executor.run
+        self.launch = self.runner.launch
         self.rng = np.random.default_rng(0)
         self.num_padded = self.num_multi_steps = 0
 
-    def run(self, upload: StepUpload, bucket: int, **wants: bool) -> Any:
-        self.num_multi_steps += wants["multi_step"]
-        before = jax.tree.map(np.array, self.runner.state)
-        clean = self.run_once(upload, bucket, **wants).fetch()
+    def launch_twice(self, plan: StepPlan, bucket: int) -> Any:
+        self.num_multi_steps += plan.num_steps > 1
+        before, upload = jax.tree.map(np.array, self.runner.state), self.runner.packer.pack(plan, bucket)
+        clean = launch_upload(self.runner, self.launch, plan, bucket, upload).result()
         after = jax.tree.map(np.array, self.runner.state)
         self.runner.state = jax.device_put(before)
-        handle = self.run_once(upload._replace(blob=self._spoil(upload.blob, bucket)), bucket, **wants)
+        spoilt = upload._replace(blob=self._spoil(upload.blob, bucket))
+        handle = launch_upload(self.runner, self.launch, plan, bucket, spoilt)
         fields = BatchLayout.of(self.schedule, bucket).blob.views(upload.blob)
         num_rows = int(fields["num_rows"])
         live = {"row": num_rows, "token": int(fields["cu_q_lens"][num_rows])}
-        self._compare(clean, handle.fetch(), live)
+        self._compare(clean, handle.result(), live)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, self.runner.state), after)
         return handle
 
@@ -95,7 +107,8 @@ class Twin:
         rows, num_tokens = live["row"], live["token"]
         np.testing.assert_array_equal(spoilt.num_tokens[:rows], clean.num_tokens[:rows])
         assert spoilt.sampled(rows) == clean.sampled(rows)
-        for name, count in (("logprobs", rows), ("prompt_logprobs", num_tokens)):
+        num_tokens_of_rows = rows * (len(clean.logprobs.rank) // len(clean.token_ids)) if clean.logprobs else 0
+        for name, count in (("logprobs", num_tokens_of_rows), ("prompt_logprobs", num_tokens)):
             a, b = getattr(spoilt, name), getattr(clean, name)
             jax.tree.map(lambda x, y, n=count: np.testing.assert_array_equal(x[:n], y[:n]), a, b)
 
@@ -104,7 +117,7 @@ class Twin:
 def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget: int) -> None:
     engine = start(step_ahead=False, max_num_batched_tokens=budget)
     twin = Twin(engine)
-    monkeypatch.setattr(engine.replicas[0].executor, "run", twin.run)
+    monkeypatch.setattr(engine.replicas[0].executor, "launch", twin.launch_twice)
     params = SamplingParams(
         temperature=0.8,
         top_p=0.9,
@@ -123,7 +136,7 @@ def test_padding_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch, budget:
 def test_padding_of_several_steps_is_inert(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(step_ahead=False, multi_step=5)
     twin = Twin(engine)
-    monkeypatch.setattr(engine.replicas[0].executor, "run", twin.run)
+    monkeypatch.setattr(engine.replicas[0].executor, "launch", twin.launch_twice)
     params = SamplingParams(temperature=0.8, seed=4, max_tokens=13, frequency_penalty=0.2, stop_token_ids=[9, 40])
     generate(engine, [tokens(n, n) for n in (19, 2)], params)
     assert twin.num_multi_steps >= 2
@@ -133,33 +146,33 @@ def test_padding_of_several_steps_is_inert(start: Start, monkeypatch: pytest.Mon
 def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int) -> None:
     """Whether by a stop id or by their length, and although the host goes on to plan tokens for them."""
     engine = start(step_ahead=False, multi_step=multi_step)
-    runner, run_once, uploads = engine.replicas[0].executor, engine.replicas[0].executor.run, []
+    runner, launch, uploads = engine.replicas[0].executor, engine.replicas[0].executor.launch, []
 
-    def run(upload: StepUpload, bucket: int, **wants: bool) -> Any:
-        uploads.append((upload._replace(admissions=[], slot_rows=[]), bucket, wants))
-        return run_once(upload, bucket, **wants)
+    def launch_and_keep(plan: StepPlan, bucket: int) -> Any:
+        upload = runner.packer.pack(plan, bucket)
+        uploads.append((plan, bucket, upload._replace(admissions=[], slot_rows=[])))
+        return launch_upload(runner, launch, plan, bucket, upload)
 
-    monkeypatch.setattr(runner, "run", run)
+    monkeypatch.setattr(runner, "launch", launch_and_keep)
     params = SamplingParams(temperature=1.5, seed=4, max_tokens=13, stop_token_ids=list(range(20)))
     outputs = generate(engine, [tokens(4, n) for n in range(3)], params)
     assert {output.outputs[0].finish_reason for output in outputs} == {"stop", "length"}
     before = jax.tree.map(np.array, runner.state)
-    for upload, bucket, wants in uploads[-3:]:
-        assert not run_once(upload, bucket, **wants).fetch().num_tokens.any()
+    for upload in uploads[-3:]:
+        assert not launch_upload(runner, launch, *upload).result().num_tokens.any()
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, runner.state), before)
 
 
 def test_a_row_that_stops_leaves_the_others_to_go_on(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(step_ahead=False, multi_step=5)
-    run_once, num_tokens = engine.replicas[0].executor.run, []
+    launch, num_tokens = engine.replicas[0].executor.launch, []
 
-    def run(upload: StepUpload, bucket: int, **wants: bool) -> Any:
-        handle = run_once(upload, bucket, **wants)
-        num_rows = int(BatchLayout.of(engine.schedule, bucket).blob.views(upload.blob)["num_rows"])
-        num_tokens.append(handle.fetch().num_tokens[:num_rows].tolist())
+    def launch_and_count(plan: StepPlan, bucket: int) -> Any:
+        handle = launch(plan, bucket)
+        num_tokens.append(handle.result().num_tokens[: plan.num_rows].tolist())
         return handle
 
-    monkeypatch.setattr(engine.replicas[0].executor, "run", run)
+    monkeypatch.setattr(engine.replicas[0].executor, "launch", launch_and_count)
     params = SamplingParams(temperature=1.5, seed=4, max_tokens=40, stop_token_ids=list(range(20)))
     generate(engine, [tokens(4, n) for n in range(3)], params)
     assert any(min(counts) < 5 == max(counts) for counts in num_tokens), num_tokens

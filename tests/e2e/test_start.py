@@ -88,13 +88,13 @@ def test_a_compile_while_serving_is_noticed(start: Start, monkeypatch: pytest.Mo
     import jax
 
     engine = start()
-    run_step = engine.replicas[0].executor.run
+    pack = engine.replicas[0].executor.packer.pack
 
-    def compiling(*args: Any, **kwargs: Any) -> Any:
+    def compiling(*args: Any) -> Any:
         jax.jit(lambda x: x * 3.25)(1.0)
-        return run_step(*args, **kwargs)
+        return pack(*args)
 
-    monkeypatch.setattr(engine.replicas[0].executor, "run", compiling)
+    monkeypatch.setattr(engine.replicas[0].executor.packer, "pack", compiling)
     engine.add_request("a", tokens(3, 0), GREEDY)
     with pytest.raises(RuntimeError, match="compiled 1 programs after warm-up"):
         engine.step()

@@ -1,5 +1,6 @@
 """Text in and out: stop strings, streams, chat, and a script written for vLLM."""
 
+import _thread
 import contextlib
 import io
 import json
@@ -20,7 +21,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import RequestOutput, SamplingParams
 from tests.e2e.sizes import SIZES
-from tests.e2e.workloads import few_but_rich, tokens
+from tests.e2e.workloads import few_but_rich, tokens, wait_until_idle
 
 PROMPT = "Once upon a time"
 SAMPLED = SamplingParams(temperature=1.5, seed=3, max_tokens=24, ignore_eos=True)
@@ -142,7 +143,7 @@ class TestStream:
         for _ in range(num_parts):
             next(parts)
         parts.close()
-        assert not llm.engine.has_unfinished()
+        wait_until_idle(llm)
         llm.engine.check_integrity()
 
     def test_closing_one_leaves_another_alone(self, llm: LLM) -> None:
@@ -282,18 +283,18 @@ class TestCalls:
         assert llm.chat(chat, SAMPLED, use_tqdm=False)[0].prompt == text
 
     def test_an_interrupted_call_leaves_nothing_behind(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        step, calls = llm.engine.step, []
+        step, calls = llm.engine.core.step, []
 
-        def interrupted() -> list[RequestOutput]:
+        def interrupting(now_s: float) -> None:
             calls.append(1)
             if len(calls) == 5:
-                raise KeyboardInterrupt
-            return step()
+                _thread.interrupt_main()
+            step(now_s)
 
-        monkeypatch.setattr(llm.engine, "step", interrupted)
+        monkeypatch.setattr(llm.engine.core, "step", interrupting)
         with pytest.raises(KeyboardInterrupt):
-            generate(llm, [PROMPT, "two"], SAMPLED)
-        assert not llm.engine.has_unfinished()
+            generate(llm, [PROMPT, "two"], replace(SAMPLED, max_tokens=50))
+        wait_until_idle(llm)
 
     def test_chat_renders_the_template(self, llm: LLM) -> None:
         chats = [

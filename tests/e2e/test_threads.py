@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,12 @@ from typing import Any
 
 import jax
 import pytest
-from jaxserve.fair_lock import FairLock
 
 from jaxserve.engine.runner import Programs, RunningStep
 from jaxserve.llm import LLM
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.request import SamplingParams
 from tests.e2e.sizes import SIZES
+from tests.e2e.workloads import wait_until_idle
 
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=10, ignore_eos=True)
 PROMPTS = [f"Thread {i} speaks." for i in range(6)]
@@ -64,14 +63,14 @@ def test_streams_in_threads_and_generate_inside_a_stream(llm: LLM, alone: dict[s
 def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
     """The steps of either serve both, and the one that is done returns."""
     steps = [0]
-    step = llm.engine.step
+    step = llm.engine.core.step
 
-    def counting() -> list[RequestOutput]:
+    def counting(now_s: float) -> None:
         steps[0] += 1
-        return step()
+        step(now_s)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(llm.engine, "step", counting)
+        patch.setattr(llm.engine.core, "step", counting)
         long = pool.submit(answer, llm, PROMPTS[0], 40)
         while not steps[0]:
             assert not long.done()
@@ -83,19 +82,19 @@ def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
 
 def test_a_failure_in_one_thread_is_told_the_others(llm: LLM, alone: dict[str, list[int]]) -> None:
     both = threading.Barrier(2)
-    fetch = RunningStep.fetch
+    result = RunningStep.result
 
     def failing(handle: RunningStep) -> Any:
-        if len(llm.engine._groups) < 2:
-            return fetch(handle)
+        if llm.engine.core.num_unfinished < 2:
+            return result(handle)
         raise RuntimeError("the device is gone")
 
     def run(prompt: str) -> list[int]:
         both.wait(PATIENCE_S)
-        return answer(llm, prompt)
+        return answer(llm, prompt, 60)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr(RunningStep, "fetch", failing)
+        patch.setattr(RunningStep, "result", failing)
         for future in [pool.submit(run, prompt) for prompt in PROMPTS[:2]]:
             with pytest.raises(RuntimeError, match="the device is gone"):
                 future.result(PATIENCE_S)
@@ -105,32 +104,17 @@ def test_a_failure_in_one_thread_is_told_the_others(llm: LLM, alone: dict[str, l
 def test_a_stream_that_is_collected_inside_a_step_is_aborted_later(
     llm: LLM, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, streams = llm.engine.step, [llm.stream(PROMPTS[1], PARAMS)]
+    step, streams = llm.engine.core.step, [llm.stream(PROMPTS[1], replace(PARAMS, max_tokens=40))]
     next(streams[0])
 
-    def dropping() -> list[RequestOutput]:
+    def dropping(now_s: float) -> None:
         streams.clear()
-        return step()
+        step(now_s)
 
-    monkeypatch.setattr(llm.engine, "step", dropping)
+    monkeypatch.setattr(llm.engine.core, "step", dropping)
     assert answer(llm, PROMPTS[0]) == alone[PROMPTS[0]]
-    assert not llm.engine.has_unfinished()
-
-
-def test_the_lock_goes_round() -> None:
-    lock, order, barrier = FairLock(), [], threading.Barrier(3)
-
-    def work(name: int) -> None:
-        barrier.wait(PATIENCE_S)
-        for _ in range(20):
-            with lock:
-                order.append(name)
-                time.sleep(0.001)
-
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(work, range(3)))
-    first_to_end = min(max(i for i, name in enumerate(order) if name == n) for n in range(3))
-    assert first_to_end > 45, "nobody takes it again and again while others wait"
+    assert not streams
+    wait_until_idle(llm)
 
 
 # The end of an LLM

@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from jaxserve.engine.engine import Engine
+from jaxserve.llm import LLM
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
 from tests.random_runs import examples
 
@@ -111,6 +112,13 @@ def busy_step(engine: Engine) -> list[RequestOutput]:
     assert not unfinished or _work(engine) != before, "the engine idles while requests are unfinished"
     engine.check_integrity()
     return outputs
+
+
+def wait_until_idle(llm: LLM) -> None:
+    """Wait for the threads of an LLM to have ended what was cancelled."""
+    with llm._threads.paused() as engine:
+        assert not engine.has_unfinished()
+        engine.check_integrity()
 
 
 def drain(engine: Engine) -> None:

@@ -4,7 +4,7 @@ import zlib
 from typing import NamedTuple
 
 from jaxserve.engine.scheduler import Scheduler
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request, RequestStatus, SamplingParams
 
 VOCAB_SIZE = 5
 PARAMS = SamplingParams(max_tokens=None)
@@ -170,8 +170,12 @@ class Loop:
         return plan
 
     def update(self):
+        """Let the scheduler have the oldest tokens; returns how many each request got."""
         plan, sampled = self.in_flight.pop(0)
-        return self.scheduler.update(plan, sampled)
+        ended = self.scheduler.update(plan, sampled)
+        assert ended == [request for request in plan.requests if request in ended]
+        assert all(request.status is RequestStatus.FINISHED for request in ended)
+        return {request: len(token_ids) for request, token_ids in zip(plan.requests, sampled, strict=True) if token_ids}
 
     def step(self):
         plan = self.schedule()

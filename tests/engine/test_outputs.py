@@ -47,8 +47,7 @@ def new_group(tokenizer: Tokenizer | None, **params: int) -> RequestGroup:
 
 def append(group: RequestGroup, token_id: int, logprobs: TokenLogprobs, row: int) -> CompletionOutput:
     (request,) = group.requests
-    request.output_token_ids.append(token_id)
-    group.append(request, 1, 1.0, logprobs, [row])
+    group.append(request, [token_id], None, 1.0, logprobs, row)
     return group.output.outputs[0]
 
 

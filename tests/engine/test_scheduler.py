@@ -102,7 +102,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def update(self):
         plan, tokens = self.loop.in_flight[0]
-        sampled = list(zip(plan.requests, tokens, strict=True))
+        sampled = list(zip(plan.requests, map(list, tokens), strict=True))
         expected = [(request, ids[: self.num_missing(request)]) for request, ids in sampled]
         assert self.loop.update() == {request: len(ids) for request, ids in expected if ids}
         assert all(request.output_token_ids[-len(ids) :] == ids for request, ids in expected if ids)
@@ -561,10 +561,11 @@ def test_a_stop_found_one_step_late_wastes_one_token():
     request = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([7]))
     scheduler.add(request)
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert scheduler.update(first, [[7]]) == {request: 1}
+    assert scheduler.update(first, [[7]]) == [request]
     assert request.finish_reason is FinishReason.STOP
     assert scheduler.num_pages_used == 0
-    assert scheduler.update(second, [[5]]) == {}
+    assert scheduler.update(second, late := [[5]]) == []
+    assert late == [[]]
     assert request.output_token_ids == [7]
     assert scheduler.num_wasted_tokens == 1
     scheduler.check_integrity()

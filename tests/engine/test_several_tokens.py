@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from jaxserve.engine.engine import _by_token
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.request import Request, SamplingParams
 from jaxserve.sampling import TokenLogprobs
@@ -18,13 +17,14 @@ def group_of(params):
 
 
 def logprobs_of_steps():
-    """Of a multi-step program: a leading axis of steps."""
+    """Of a multi-step program: all steps of a row, then those of the next."""
     rng = np.random.default_rng(0)
+    num_tokens = NUM_ROWS * NUM_STEPS
     return TokenLogprobs(
-        logprob=rng.normal(size=(NUM_STEPS, NUM_ROWS)).astype(np.float32),
-        rank=rng.integers(1, 9, size=(NUM_STEPS, NUM_ROWS)).astype(np.int32),
-        top_ids=rng.integers(10, 20, size=(NUM_STEPS, NUM_ROWS, 20)).astype(np.int32),
-        top_logprobs=rng.normal(size=(NUM_STEPS, NUM_ROWS, 20)).astype(np.float32),
+        logprob=rng.normal(size=num_tokens).astype(np.float32),
+        rank=rng.integers(1, 9, size=num_tokens).astype(np.int32),
+        top_ids=rng.integers(10, 20, size=(num_tokens, 20)).astype(np.int32),
+        top_logprobs=rng.normal(size=(num_tokens, 20)).astype(np.float32),
     )
 
 
@@ -32,15 +32,14 @@ def logprobs_of_steps():
 def test_logprobs_of_several_steps_are_those_of_each(num_tokens):
     params, steps = SamplingParams(logprobs=2), logprobs_of_steps()
     request, together = group_of(params)
-    request.output_token_ids += TOKENS[:num_tokens]
-    together.append(request, num_tokens, 0.0, _by_token(steps), range(ROW, num_tokens * NUM_ROWS, NUM_ROWS))
+    together.append(request, TOKENS[:num_tokens], None, 0.0, steps, ROW * NUM_STEPS)
     single_request, single = group_of(params)
     for step, token_id in enumerate(TOKENS[:num_tokens]):
-        single_request.output_token_ids.append(token_id)
+        position = ROW * NUM_STEPS + step
         of_step = TokenLogprobs(
-            *(getattr(steps, name)[step] for name in ("logprob", "rank", "top_ids", "top_logprobs"))
+            *(getattr(steps, name)[position, None] for name in ("logprob", "rank", "top_ids", "top_logprobs"))
         )
-        single.append(single_request, 1, 0.0, _by_token(of_step), [ROW])
+        single.append(single_request, [token_id], None, 0.0, of_step, 0)
     got, expected = (group.output.outputs[0] for group in (together, single))
     assert got.token_ids == expected.token_ids == TOKENS[:num_tokens]
     assert list(got.logprobs) == list(expected.logprobs)

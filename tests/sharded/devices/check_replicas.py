@@ -131,7 +131,7 @@ def test_a_broken_replica_ends_its_own_requests_alone(start: Start, monkeypatch:
         raise MemoryError("device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.replicas[1].executor, "run", fail)
+        patch.setattr(engine.replicas[1].executor, "launch", fail)
         with pytest.raises(MemoryError):
             finish_all(engine)
     finish_all(engine)
