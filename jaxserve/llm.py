@@ -58,11 +58,21 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **options: Any,
     ) -> None:
-        self.engine = Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **engine_options(options)))
-        if self.engine.is_follower:
-            self.engine.follow()
+        self._drive(Engine(EngineConfig(model, tokenizer, skip_tokenizer_init, **engine_options(options))))
+
+    @classmethod
+    def over(cls, engine: Engine) -> "LLM":
+        """Return the interface of an engine that nothing else steps."""
+        llm = cls.__new__(cls)
+        llm._drive(engine)
+        return llm
+
+    def _drive(self, engine: Engine) -> None:
+        self.engine = engine
+        if engine.is_follower:
+            engine.follow()
             raise SystemExit(0)
-        self._threads = EngineThreads(self.engine)
+        self._threads = EngineThreads(engine)
         self._ids = itertools.count()
 
     def __enter__(self) -> "LLM":

@@ -157,7 +157,9 @@ class Frontend:
                 if delta.step is not None:
                     self._take_step(delta.step, progressed)
                 for request, reason in delta.ended:
-                    if (group := self._group_of.get(request)) is not None:
+                    # By its id, too: an interrupt may have come in `start`.
+                    group = self._group_of.get(request) or self._groups.get(request.request_id.rpartition("#")[0])
+                    if group is not None and group.has_open(request):
                         group.error = delta.error
                         self._finish(group, request, reason, delta.at_s)
                         progressed[group.request_id] = group
@@ -220,7 +222,7 @@ class Frontend:
         self, group: RequestGroup, request: Request, reason: FinishReason, at_s: float, stop: str | None = None
     ) -> None:
         """Let go of a sample that has ended."""
-        del self._group_of[request]
+        self._group_of.pop(request, None)
         if group.finish(request, reason, at_s, stop):
             del self._groups[group.request_id]
             self._stats.num_finished += 1

@@ -84,6 +84,11 @@ class RequestGroup:
         """The samples as the scheduler knows them."""
         return [c.request for c in self._completions.values()]
 
+    def has_open(self, request: Request) -> bool:
+        """Whether this very request is one of the samples, and has not ended."""
+        completion = self._completions.get(request.request_id)
+        return completion is not None and completion.request is request and not completion.output.finish_reason
+
     def restart(self) -> list[Request]:
         """Begin all samples again, as new requests; their outputs are emptied, where they are."""
         requests = [_again(request) for request in self.requests]

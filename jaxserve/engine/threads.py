@@ -7,6 +7,7 @@ listeners, while the device works. Callers on any thread submit, wait and cancel
 import atexit
 import contextlib
 import logging
+import math
 import threading
 import time
 import weakref
@@ -21,10 +22,15 @@ from jaxserve.engine.outputs import RequestGroup
 logger = logging.getLogger(__name__)
 
 EXIT_S = 30.0  # that the end of the process waits for a step
+POLL_S = 1e-3  # between looks at whether threads have ended
 
 
 class EngineThreads:
     """Drives an engine while requests are unfinished, for callers on any threads.
+
+    A caller may be interrupted anywhere: what it shares with others changes by single calls of queues and dicts, and
+    its locks are those that CPython releases whenever an interrupt comes, which those of Python's own conditions and
+    events are not.
 
     Args:
         engine: stepped by nobody else while requests of these callers are unfinished.
@@ -32,9 +38,11 @@ class EngineThreads:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._changed = threading.Condition()
-        self._running: dict[str, int] = {}  # threads by their role, which they leave under the condition's lock
-        self._is_paused = False
+        self._running: dict[str, int] = {}  # threads by role
+        self._lock = threading.Lock()  # of `_running`, and of the start of a pause
+        self._pause = threading.Lock()  # held by whoever has the engine for itself
+        self._is_paused = self._is_stopped = False
+        self._is_wanted = False  # by requests of these callers
         _stop_at_exit(self)
 
     def submit(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
@@ -44,70 +52,76 @@ class EngineThreads:
             RequestError: the engine sleeps or has no weights.
             RuntimeError: the engine is closed.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_paused)
+        with self._pause:
+            self._is_paused = self._is_stopped  # an interrupt may have come at the end of a pause
             self._engine.check_serves()
             try:
                 for group in groups:
                     self._engine.frontend.start(group, listener)
-            finally:  # what was queued before an interrupt can be cancelled
+            finally:  # what was queued before an interrupt is there to be cancelled
+                self._is_wanted = True
                 self._start()
 
     @contextmanager
     def paused(self) -> Iterator[Engine]:
         """Have the engine for the caller's thread alone, between two steps. Requests that come meanwhile wait."""
         if threading.get_ident() in self._running.values():
-            raise RuntimeError(
-                "a listener must not wait for the engine's threads, as it runs on one; use another thread"
-            )
-        was_running = True
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_paused)
-            self._is_paused = True
-        try:
-            with self._changed:
-                was_running = bool(self._running)
-                self._changed.wait_for(lambda: not self._running)
-            self._engine.settle()
-            yield self._engine
-        finally:
-            with self._changed:
-                self._is_paused = False
-                if was_running:
-                    self._start()
-                self._changed.notify_all()
+            raise RuntimeError("a listener must not wait for the engine's threads, as it runs on one; use another one")
+        with self._pause:
+            try:
+                with self._lock:
+                    self._is_paused = True
+                self._wait_for_threads()
+                self._engine.settle()
+                yield self._engine
+            finally:
+                self._is_paused = self._is_stopped
+                self._start()
 
     def stop(self) -> None:
         """End the threads after the step at hand, for good."""
-        with self._changed:
-            self._is_paused = True
-            self._changed.wait_for(lambda: not self._running, EXIT_S)
+        with self._lock:
+            self._is_paused = self._is_stopped = True
+        self._wait_for_threads(EXIT_S)
+
+    def _wait_for_threads(self, most_s: float = math.inf) -> None:
+        until_s = time.monotonic() + most_s
+        while self._running and time.monotonic() < until_s:
+            time.sleep(POLL_S)
 
     def _start(self) -> None:
-        for role, run in (("core", self._run_core), ("frontend", self._run_frontend)):
-            if role not in self._running and self._engine.core.has_work():
-                thread = threading.Thread(target=run, name=f"jaxserve {role}", daemon=True)
-                thread.start()
-                self._running[role] = thread.ident or 0
+        """Have a core's thread, unless there is one; one too many ends at once."""
+        if self._is_wanted and not self._is_paused and "core" not in self._running:
+            threading.Thread(target=self._run_core, name="jaxserve core", daemon=True).start()
 
     def _run_core(self) -> None:
-        core = self._engine.core
-        while True:
+        with self._lock:
+            if self._is_paused or "core" in self._running:
+                return
+            self._running["core"] = threading.get_ident()
+            if "frontend" not in self._running:  # it ends after the core alone
+                self._running["frontend"] = 0
+                threading.Thread(target=self._run_frontend, name="jaxserve frontend", daemon=True).start()
+        core, runs = self._engine.core, True
+        while runs:
             try:
                 while core.has_work() and not self._is_paused:
                     core.step(time.monotonic())
             except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
                 logger.exception("all requests are ended: the engine's core has failed")
                 self._recover(error)
-            with self._changed:
-                if self._is_paused or not core.has_work():
+            with self._lock:
+                runs = core.has_work() and not self._is_paused
+                if not runs:
                     core.outbox.put(None)
                     del self._running["core"]
-                    return
+        self._is_wanted = core.has_work()  # which has come since, from who has seen this thread
+        self._start()
 
     def _run_frontend(self) -> None:
-        core, frontend = self._engine.core, self._engine.frontend
-        while True:
+        self._running["frontend"] = threading.get_ident()
+        core, frontend, runs = self._engine.core, self._engine.frontend, True
+        while runs:
             try:
                 match core.outbox.get():
                     case BaseException() as error:
@@ -115,11 +129,11 @@ class EngineThreads:
                     case Delta() as delta:
                         frontend.take(delta)
                     case None:
-                        with self._changed:
-                            if "core" not in self._running:  # else it was started again
+                        with self._lock:
+                            # The core may have been started again, and even have ended again.
+                            runs = "core" in self._running or not core.outbox.empty()
+                            if not runs:
                                 del self._running["frontend"]
-                                self._changed.notify_all()
-                                return
             except BaseException:
                 logger.exception("requests are ended: their outputs could not be assembled")
 

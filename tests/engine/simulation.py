@@ -3,6 +3,11 @@
 import zlib
 from typing import NamedTuple
 
+import numpy as np
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.engine.executor import StepResult
+from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import FinishReason, Request, RequestStatus, SamplingParams
 
@@ -193,6 +198,80 @@ class Loop:
         for request in requests:
             self.scheduler.add(request)
         return self
+
+
+class SimulatedStep:
+    """A step of a `Device`: it has run, or fails when it is read."""
+
+    def __init__(self, plan: StepPlan, sampled: list[list[int]], launched_s: float, error: Exception | None) -> None:
+        self.launched_s, self.num_compiles = launched_s, 0
+        self._plan, self._sampled, self._error = plan, sampled, error
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        if self._error is not None:
+            raise self._error
+        token_ids = np.zeros((len(self._sampled), self._plan.num_steps), np.int32)
+        for row, ids in zip(token_ids, self._sampled, strict=True):
+            row[: len(ids)] = ids
+        return StepResult(token_ids, np.array([len(ids) for ids in self._sampled], np.int32), self.launched_s)
+
+
+class SimulatedExecutor:
+    """An executor over a `Device`, whose clock counts steps. It fails where it is told to.
+
+    Attributes:
+        fails_at_launch: what the next launch raises, before it does anything.
+        fails_on_device: what reading the next step raises; the state is lost with it.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, max_steps: int = 1) -> None:
+        self.schedule, self._max_steps = schedule, max_steps
+        self.device = Device(schedule.page_size)
+        self.fails_at_launch: Exception | None = None
+        self.fails_on_device: Exception | None = None
+        self._is_lost = False
+        self._num_launches = 0
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return 1
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def bucket_for(self, num_tokens: int) -> int:
+        return min(bucket for bucket in self.schedule.buckets() if bucket >= num_tokens)
+
+    def multi_step_bucket_for(self, num_rows: int) -> int | None:
+        return self.bucket_for(num_rows) if self._max_steps > 1 else None
+
+    def wait_for(self, bucket: int, *, multi_step: bool) -> None:
+        """All buckets are there."""
+
+    def launch(self, plan: StepPlan, bucket: int) -> SimulatedStep:
+        if self.fails_at_launch is not None:
+            error, self.fails_at_launch = self.fails_at_launch, None
+            raise error
+        self._num_launches += 1
+        error, self.fails_on_device = self.fails_on_device, None
+        self._is_lost |= error is not None
+        if self._is_lost:  # what comes behind a failed step fails with it
+            sampled, error = [[0] * most for most in plan.max_new], error or RuntimeError("a step before has failed")
+        else:
+            sampled = self.device.run(plan)
+        return SimulatedStep(plan, sampled, float(self._num_launches), error)
+
+    def restore_state(self) -> bool:
+        was_lost, self._is_lost = self._is_lost, False
+        if was_lost:
+            self.device = Device(self.schedule.page_size)
+        return was_lost
+
+    def close(self) -> None:
+        """Nothing is held."""
 
 
 def starts(plan):

@@ -1,0 +1,276 @@
+"""The core over a device that checks what it is told: whatever comes in, outputs are right and nothing is lost."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulation import SimulatedExecutor, generate_alone, make_request
+
+from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.engine.core import Delta, EngineCore
+from jaxserve.engine.event_log import EventLog, read_log, replay_log
+from jaxserve.engine.events import CacheReset, Cancelled, Record, Submitted
+from jaxserve.engine.executor import Executor
+from jaxserve.engine.replica import Replica
+from jaxserve.metrics import EngineStats
+from jaxserve.models.arch import ArchConfig, RopeConfig
+from jaxserve.request import FinishReason, Request
+from tests.random_runs import examples
+
+ARCH = ArchConfig(
+    "Fake",
+    vocab_size=100,
+    hidden_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    ffn_size=8,
+    max_position=256,
+    norm_eps=1e-6,
+    rope=RopeConfig(theta=1e4),
+    windows=(None,),
+)
+SIZES = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, page_size=4, num_pages=24)
+FAILURE = RuntimeError("the device has failed")
+
+
+def pass_on(error: BaseException) -> None:
+    """What the leader of several processes tells the others."""
+
+
+class Driven:
+    """A core with replicas over simulated devices, and what has become of each request."""
+
+    def __init__(
+        self, num_replicas: int = 1, *, max_steps: int = 1, step_ahead: bool = True, record: Record | None = None
+    ) -> None:
+        config = EngineConfig("none", multi_step=max_steps, step_ahead=step_ahead)
+        self.executors = [SimulatedExecutor(SIZES, max_steps) for _ in range(num_replicas)]
+        self.replicas = [Replica(config, ARCH, executor, EngineStats(), record) for executor in self.executors]
+        self.core = EngineCore(self.replicas, step_ahead=step_ahead, on_failure=pass_on)
+        self.unfinished: dict[Request, list[int]] = {}
+        self.ended: dict[Request, tuple[list[int], FinishReason]] = {}
+        self.num_added = 0
+
+    def submit(self, **kwargs: Any) -> Request:
+        request = make_request(f"{self.num_added}#0", arrival=self.num_added, **kwargs)
+        self.num_added += 1
+        self.unfinished[request] = []
+        self.core.inbox.put(Submitted([request]))
+        return request
+
+    def cancel(self, request: Request) -> None:
+        self.core.inbox.put(Cancelled([request], FinishReason.ABORT))
+
+    def step(self) -> None:
+        self.core.step(0.0)
+        self.take()
+        self.core.check_integrity()
+
+    def take(self) -> None:
+        """Check each delta as a frontend would see it."""
+        while not self.core.outbox.empty():
+            delta = self.core.outbox.get()
+            assert isinstance(delta, Delta)
+            if delta.step is not None:
+                for request, token_ids in zip(delta.step.plan.requests, delta.step.token_ids, strict=True):
+                    if token_ids:
+                        self.unfinished[request] += token_ids
+                for request in delta.step.ended:
+                    assert request.finish_reason is not None
+                    self._end(request, request.finish_reason)
+            for request, reason in delta.ended:
+                if request in self.unfinished:
+                    self._end(request, reason)
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        token_ids = self.unfinished.pop(request)
+        expected, expected_reason = generate_alone(request)
+        if reason is FinishReason.ABORT:
+            assert token_ids == expected[: len(token_ids)]
+        else:
+            assert (token_ids, reason) == (expected, expected_reason)
+        self.ended[request] = token_ids, reason
+
+    def drain(self) -> None:
+        while self.core.has_work():
+            self.step()
+        assert not self.unfinished
+        assert all(replica.scheduler.num_pages_used == 0 for replica in self.replicas)
+
+
+REQUESTS = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(st.integers(0, 4), min_size=1, max_size=30),
+        "max_tokens": st.integers(1, 20),
+        "stop_ids": st.frozensets(st.integers(0, 4), max_size=1),
+        "waits_for_tokens": st.sampled_from([False, False, False, True]),
+    }
+)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Random events and failures of the device: those that have not failed are served as if alone."""
+
+    @initialize(num_replicas=st.integers(1, 3), max_steps=st.sampled_from([1, 4]), step_ahead=st.booleans())
+    def start(self, num_replicas: int, max_steps: int, step_ahead: bool) -> None:
+        self.driven = Driven(num_replicas, max_steps=max_steps, step_ahead=step_ahead)
+
+    @rule(request=REQUESTS)
+    def submit(self, request: dict[str, Any]) -> None:
+        self.driven.submit(**request)
+
+    @precondition(lambda self: self.driven.unfinished)
+    @rule(data=st.data(), times=st.integers(1, 2))
+    def cancel(self, data: st.DataObject, times: int) -> None:
+        """In whatever state it is; twice is as once."""
+        request = data.draw(st.sampled_from(list(self.driven.unfinished)))
+        for _ in range(times):
+            self.driven.cancel(request)
+        self.driven.core.take_events()
+        self.driven.take()
+        assert request.status.name == "FINISHED"
+        assert request in self.driven.ended
+        assert not request.pages
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.driven.step()
+
+    @rule()
+    def reset_prefix_cache(self) -> None:
+        self.driven.core.inbox.put(CacheReset())
+
+    @rule(data=st.data(), on_device=st.booleans())
+    def fail(self, data: st.DataObject, on_device: bool) -> None:
+        executor = data.draw(st.sampled_from(self.driven.executors))
+        setattr(executor, "fails_on_device" if on_device else "fails_at_launch", FAILURE)
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        if hasattr(self, "driven"):
+            self.driven.core.check_integrity()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "driven"):
+            return
+        self.driven.drain()
+        assert len(self.driven.ended) == self.driven.num_added
+        for executor in self.driven.executors:
+            executor.fails_at_launch = executor.fails_on_device = None
+        request = self.driven.submit(prompt=[1, 2, 3], max_tokens=5)
+        self.driven.drain()
+        assert self.driven.ended[request][1] is not FinishReason.ABORT, "the core serves on"
+
+
+TestCoreMachine = CoreMachine.TestCase
+TestCoreMachine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
+
+
+def test_executors_are_executors() -> None:
+    assert isinstance(SimulatedExecutor(SIZES), Executor)
+
+
+def test_a_row_that_waits_for_its_tokens_advances_every_second_plan() -> None:
+    driven = Driven()
+    waiting = driven.submit(prompt=[1], max_tokens=6, waits_for_tokens=True)
+    others = [driven.submit(prompt=[2, n], max_tokens=12) for n in range(2)]
+    lengths = []
+    while driven.unfinished:
+        driven.step()
+        lengths.append([len(driven.unfinished.get(r) or driven.ended.get(r, [[]])[0]) for r in (waiting, *others)])
+    steps = [step for step, (before, after) in enumerate(pairwise(lengths)) if after[0] > before[0]]
+    assert [b - a for a, b in pairwise(steps)] == [2] * (len(steps) - 1)
+    assert len(lengths) <= 12 + 2, "the others did not wait for it"
+
+
+def test_time_comes_from_the_executor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import time
+
+    def no_clock() -> float:
+        raise AssertionError("the core has read a clock")
+
+    driven = Driven(max_steps=4)
+    for name in ("monotonic", "perf_counter", "time"):
+        monkeypatch.setattr(time, name, no_clock)
+    for n in range(3):
+        driven.submit(prompt=[n], max_tokens=9)
+    driven.drain()
+
+
+def record_log(path: Path, num_events: int) -> int:
+    """Record a run of random events; returns the number of its plans."""
+    import random
+
+    rng, log = random.Random(5), EventLog(path, SIZES)
+    count = 0
+
+    def record(event: Any) -> None:
+        nonlocal count
+        count += 1
+        log.record(event)
+
+    driven = Driven(max_steps=4, record=record)
+    while count < num_events:
+        match rng.randrange(8):
+            case 0 | 1:
+                prompt = [rng.randrange(5) for _ in range(rng.randrange(1, 30))]
+                stop_ids = frozenset([rng.randrange(5)] if rng.randrange(2) else [])
+                driven.submit(prompt=prompt, max_tokens=rng.randrange(1, 20), stop_ids=stop_ids)
+            case 2 if driven.unfinished:
+                driven.cancel(rng.choice(list(driven.unfinished)))
+            case 3 if rng.randrange(10) == 0:
+                driven.core.inbox.put(CacheReset())
+            case _:
+                driven.core.step(0.0)
+                driven.take()
+    driven.drain()
+    log.close()
+    return driven.replicas[0].scheduler._next_step_id
+
+
+def test_a_log_of_ten_thousand_events_replays_to_the_same_plans(tmp_path: Path) -> None:
+    path = tmp_path / "events"
+    num_plans = record_log(path, 10_000)
+    assert len(path.read_text().splitlines()) > 10_000
+    assert replay_log(path) == num_plans > 3000
+
+
+@pytest.mark.parametrize("kind", ["Added", "Finished", "Updated", "CacheReset"])
+def test_a_changed_log_is_found_out(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "events"
+    record_log(path, 2000)
+    lines = path.read_text().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if i > 300 and line.startswith(f'["{kind}"'))
+    changed = lines[:place] + ([] if kind != "Updated" else [_with_a_token_less(lines[place])]) + lines[place + 1 :]
+    path.write_text("".join(changed))
+    with pytest.raises((RuntimeError, AssertionError)):
+        replay_log(path)
+
+
+def _with_a_token_less(line: str) -> str:
+    kind, rows = json.loads(line)
+    next(row for row in rows if row).pop()
+    return json.dumps([kind, rows]) + "\n"
+
+
+def test_a_log_is_bounded_and_may_be_torn(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "events"
+    record_log(path, 500)
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-7])
+    assert len(list(read_log(path)[1])) == len(whole.splitlines()) - 2
+    log = EventLog(path, SIZES, max_bytes=1000)
+    for _ in range(1000):
+        log.record(CacheReset())
+    log.close()
+    assert path.stat().st_size <= 1000
+    assert replay_log(path) == 0
+    assert "is full" in caplog.text

@@ -1,0 +1,249 @@
+"""Calls of any threads on one engine, interrupts and failures among them: others are served, and nothing is left."""
+
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
+
+import pytest
+from null_device import TOKEN, null_engine
+
+from jaxserve import llm as llm_module
+from jaxserve.engine import core, frontend, threads
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.errors import RequestError
+from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams
+
+FILES = {module.__file__ for module in (core, frontend, threads, llm_module)}
+PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
+PATIENCE_S = 30
+
+
+def new_llm() -> LLM:
+    engine = null_engine(max_model_len=2048, max_num_seqs=4, page_size=16, num_pages=800, compile_ahead="minimal")
+    return LLM.over(engine)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    llm = new_llm()
+    yield llm
+    check(llm)
+
+
+def check(llm: LLM) -> None:
+    """Others are served, and nothing of those before them is left."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, [[1, 2, 3]], PARAMS, False)
+        assert future.result(PATIENCE_S)[0].outputs[0].token_ids == [TOKEN] * 5
+    until_s = time.monotonic() + PATIENCE_S
+    while llm.engine.has_unfinished():  # a cancel that was interrupted has not happened: the request runs to its end
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    with llm._threads.paused() as engine:
+        assert not engine.core.num_unfinished
+        assert engine.num_pages_used == 0
+        engine.check_integrity()
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one line of FILES that the calling thread comes to."""
+
+    def __init__(self, line: int | None) -> None:
+        self.line, self.num_lines = line, 0
+        self.entered: dict[int, set[int]] = {}  # lines of `with` statements, by frame
+        self.error: KeyboardInterrupt | None = None  # with the frames that it came through, as a debugger keeps it
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line" and not self._is_safe(frame):
+            self.num_lines += 1
+            if self.num_lines - 1 == self.line:
+                raise KeyboardInterrupt
+        return self._trace
+
+    def _is_safe(self, frame: FrameType) -> bool:
+        """Whether no signal is looked for at a line: CPython does so after a call and at a jump.
+
+        So it does neither at a `try:` nor between the body of a `with` statement and the release of its lock, for which
+        the line of the statement is come to again.
+        """
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if not text.startswith(("with self._lock", "with self._pause:", "with self.lock", "with self.engine.frontend")):
+            return text == "try:"
+        entered = self.entered.setdefault(id(frame), set())
+        is_left = frame.f_lineno in entered
+        entered ^= {frame.f_lineno}
+        return is_left
+
+    def call(self, function: Callable[[LLM], Any], llm: LLM) -> Any:
+        sys.settrace(self._trace)
+        try:
+            return function(llm)
+        except KeyboardInterrupt as error:
+            self.error = error
+            return None
+        finally:
+            sys.settrace(None)
+
+
+def generate(llm: LLM) -> None:
+    llm.generate([[1, 2], [3]], PARAMS, use_tqdm=False)
+
+
+def stream(llm: LLM) -> None:
+    for _ in llm.stream([1, 2], PARAMS):
+        pass
+
+
+def close_stream(llm: LLM) -> None:
+    parts = llm.stream([1, 2], LONG)
+    next(parts)
+    parts.close()
+
+
+def reset(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("action", [generate, stream, close_stream, reset])
+def test_an_interrupt_at_any_line_stops_nobody_else(action: Callable[[LLM], None]) -> None:
+    llm, line, was_interrupted = new_llm(), 0, True
+    while was_interrupted:
+        interrupter = Interrupter(line)
+        interrupter.call(action, llm)
+        was_interrupted = interrupter.error is not None
+        check(llm)
+        line += 1
+    assert line > 10
+
+
+def test_many_threads_are_served(llm: LLM) -> None:
+    def read(index: int) -> int:
+        return sum(len(part.outputs[0].token_ids) for part in llm.stream([1 + index], PARAMS))
+
+    with ThreadPoolExecutor(50) as pool:
+        assert list(pool.map(read, range(50), timeout=PATIENCE_S)) == [5] * 50
+
+
+def test_a_listener_that_fails_ends_its_own_request_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: RequestGroup) -> None:
+        raise ValueError("the client has gone")
+
+    groups = [llm.engine.frontend.prepare(name, [1, 2], LONG) for name in "ab"]
+    ended = threading.Event()
+    llm._threads.submit(groups[:1], fail)
+    llm._threads.submit(groups[1:], lambda group: ended.set() if group.output.finished else None)
+    assert ended.wait(PATIENCE_S)
+    assert [group.output.outputs[0].finish_reason for group in groups] == ["abort", "length"]
+    assert "what listened to it has failed" in caplog.text
+
+
+def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
+    errors: list[Exception] = []
+
+    def reset(_: RequestGroup) -> None:
+        try:
+            llm.reset_prefix_cache()
+        except RuntimeError as error:
+            errors.append(error)
+
+    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
+    llm._threads.submit([group], reset)
+    with llm._threads.paused():
+        pass
+    assert "use another one" in str(errors[0])
+
+
+@pytest.mark.parametrize("error", [SystemExit("dies"), MemoryError("dies"), KeyboardInterrupt("dies")], ids=repr)
+@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._placement.place"])
+def test_a_thread_that_dies_ends_its_requests_and_the_next_are_served(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = part.split(".")
+    owner = llm.engine
+    for name in path[:-1]:
+        owner = getattr(owner, name)
+    method, calls = getattr(owner, path[-1]), []
+
+    def dying(*args: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 4:
+            raise error
+        return method(*args)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(owner, path[-1], dying)
+        for future in [pool.submit(llm.generate, [[n]], LONG, False) for n in range(2)]:
+            try:
+                future.result(PATIENCE_S)
+            except RuntimeError as told:
+                assert "dies" in str(told)
+    assert all(name.startswith("jaxserve") for name in calls)
+    assert len(calls) >= 4
+    check(llm)
+    assert "are ended" in caplog.text
+
+
+def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = new_llm()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(llm.engine.core, "step", broken)
+        patch.setattr(llm.engine.replicas[0], "recover", broken)
+        with pytest.raises(RuntimeError, match="beyond repair"):
+            pool.submit(llm.generate, [[1]], LONG, False).result(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1]], PARAMS, use_tqdm=False)
+
+
+def test_what_comes_during_a_pause_waits_for_its_end(llm: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with llm._threads.paused() as engine:
+            future = pool.submit(llm.generate, [[1]], PARAMS, False)
+            assert not engine.has_unfinished()
+        assert future.result(PATIENCE_S)[0].finished
+
+
+def test_cancelling_twice_or_late_changes_nothing(llm: LLM) -> None:
+    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
+    llm._threads.submit([group], lambda _: None)
+    for _ in range(3):
+        llm.engine.frontend.cancel("a")
+    check(llm)
+    assert llm.engine.frontend.cancel("a") is None
+
+
+def test_an_id_is_free_again_once_its_request_has_ended(llm: LLM) -> None:
+    first, again = (llm.engine.frontend.prepare("a", [1, 2], LONG) for _ in range(2))
+    llm._threads.submit([first], lambda _: None)
+    with pytest.raises(RequestError, match="unique"):
+        llm._threads.submit([again], lambda _: None)
+    llm.engine.frontend.cancel("a")
+    check(llm)
+    llm._threads.submit([again], lambda _: None)
+    llm.engine.frontend.cancel("a")
+
+
+def test_closing_ends_calls_that_wait() -> None:
+    llm = new_llm()
+    started = threading.Event()
+    group = llm.engine.frontend.prepare("a", [1, 2], LONG)
+    llm._threads.submit([group], lambda _: started.set())
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, [[n] for n in range(20)], LONG, False)
+        assert started.wait(PATIENCE_S)
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result(PATIENCE_S)
