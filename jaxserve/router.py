@@ -17,7 +17,7 @@ from typing import TypeVar
 
 ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much as so many tokens of a prompt
 CLOSED_CHARGE_TOKENS = 64  # waiting for a closed replica costs about as much as computing so many tokens
-MAX_PASSED_OVER = 32  # requests that may wait for closed replicas while later ones are given to open ones
+MAX_PASSED_OVER = 128  # requests that may wait for a replica while later ones are given to others
 _SAVING_WEIGHT = 2
 _MAX_HOLDERS = 8  # of a prefix that are remembered; the least loaded replica is always considered beside them
 _MAX_PREFIXES = 2**16
@@ -124,6 +124,7 @@ class Router:
         prefix_of: Callable[[Job], Prefix],
         fits: Callable[[Job, Route], bool],
         load_of: Callable[[Job, Route], int],
+        must_wait: Callable[[Job, Route], bool] = lambda *_: False,
     ) -> Iterator[tuple[Job, Route]]:
         """Route a queue in its order until no replica is open.
 
@@ -135,6 +136,7 @@ class Router:
             prefix_of: leading parts of a job's prompt.
             fits: whether an open replica has room for a job; one that has not is closed until its next `set_load`.
             load_of: tokens by which a job adds to the load of a replica.
+            must_wait: whether an open replica would start others before a job; the route of the job is then closed.
         """
         waiting: defaultdict[int, int] = defaultdict(int)  # load by replica
         num_passed_over = 0
@@ -142,7 +144,14 @@ class Router:
             for job in queue:
                 prefix, only_open = prefix_of(job), num_passed_over == MAX_PASSED_OVER
                 while (route := self.choose(prefix, only_open=only_open)) is not None:
-                    if not route.is_open or fits(job, route):
+                    if not route.is_open:
+                        break
+                    if must_wait(job, route):
+                        if only_open:
+                            return
+                        route = Route(route.replica, is_open=False, num_shared_tokens=route.num_shared_tokens)
+                        break
+                    if fits(job, route):
                         break
                     self.close(route.replica)
                 if route is None:

@@ -78,6 +78,7 @@ class EngineCore:
             page_size=s.page_size,
             num_pages=s.num_pages,
             max_model_len=s.max_model_len,
+            policy=s.policy,
         )
         self.packer = BatchPacker(s, config.seed, arch.vocab_size)
         self.pacer = Pacer(config.multi_step, lambda bucket: s.max_steps(bucket, config.max_steps))
