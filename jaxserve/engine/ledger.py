@@ -65,15 +65,19 @@ class Ledger:
     def enqueue(self, request: Request) -> None:
         """Put a request at the end of the queue."""
         self.waiting[request.request_id] = request
-        self._count_waiting(request, 1)
+        self.count(request)
 
     def dequeue(self, request: Request) -> None:
         """Take a request out of the queue."""
         self.uncount(request)
         del self.waiting[request.request_id]
 
+    def count(self, request: Request) -> None:
+        """Count a request as one that waits."""
+        self._count_waiting(request, 1)
+
     def uncount(self, request: Request) -> None:
-        """Count a request as one that waits no more, before it starts; it may leave the queue later."""
+        """Count a request as one that waits no more, before it starts or its tokens change; it may be in the queue."""
         self._count_waiting(request, -1)
 
     def _count_waiting(self, request: Request, sign: int) -> None:
@@ -194,7 +198,7 @@ class Ledger:
         counted = self.num_waiting_tokens, self.num_waiting_pages
         self.num_waiting_tokens = self.num_waiting_pages = 0
         for request in self.waiting.values():
-            self._count_waiting(request, 1)
+            self.count(request)
         assert counted == (self.num_waiting_tokens, self.num_waiting_pages), counted
         slots = [*self.free_slots, *(request.slot for request in self.running.values())]
         assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or shared: {slots}"

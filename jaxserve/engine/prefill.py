@@ -13,9 +13,9 @@ slots: then all behind it wait too. To know how much of a request is cached, one
 cached for the request to start; the whole prefix is matched when that is.
 
 Pages. A newcomer leaves free what the rest of all unfinished prompts takes, and a page for every other row that can
-grow, so that they will rarely lack any. One that does takes as many tokens as the free pages hold, but for a page for
-each row in decode that can grow: these would otherwise take them back, perhaps from this very prompt. If that is no
-token, younger rows in prefill give way, the last first. None of them has a row in the plan, which is made in the order
+grow, so that they will rarely lack any. One that does takes as many tokens as the free pages hold, but for those of the
+rest of older prompts, and a page for each row in decode that can grow: these would otherwise take them back, perhaps
+from this very prompt. If that is no token, younger rows in prefill give way, the last first. None of them has a row in the plan, which is made in the order
 of their age; rows in decode never give way to a prompt. If that does not help either, the prompt waits a step. Nobody
 is admitted in a step in which a running row lacks pages.
 """
@@ -82,10 +82,14 @@ class Prefills:
         return is_short
 
     def _num_affordable(self, request: Request, most: int) -> int:
-        """Tokens that a row in prefill may have without taking the pages that rows in decode will grow into."""
-        ledger = self._ledger
-        num_in_prefill = sum(r.status in RUNS and in_prefill(r) and ledger.can_grow(r) for r in self._unfinished)
-        num_pages = len(request.pages) + max(ledger.num_free - (ledger.num_growing - num_in_prefill), 0)
+        """Tokens that a row in prefill may have and leave rows in decode, and older prompts, the pages they will need."""
+        ledger, is_older = self._ledger, True
+        num_kept = ledger.num_growing
+        for other in self._unfinished:
+            is_older &= other is not request
+            if other.status in RUNS and in_prefill(other):
+                num_kept += (ledger.num_pages_kept(other) if is_older else 0) - ledger.can_grow(other)
+        num_pages = len(request.pages) + max(ledger.num_free - num_kept, 0)
         return max(min(most, num_pages * ledger.page_size - request.num_computed_tokens), 0)
 
     def _share_out_rest(self, plan: StepPlan, first_row: int, *, beside_decode: bool) -> None:
@@ -199,9 +203,9 @@ class Prefills:
 
     def must_wait(self, request: Request) -> bool:
         """Whether the next plan would pass over a request for prompts that are unfinished."""
-        budget_left, unfinished = self._outlook()
-        if not unfinished:
+        if not self._unfinished:
             return False
+        budget_left, unfinished = self._outlook()
         num_left = [num_remaining(other) - share for other, share in unfinished]
         in_part = [left for left in num_left if left > 1]
         most_left = self._policy.most_left_to_start(budget_left, len(in_part), sum(map(self._policy.is_long, in_part)))
@@ -217,7 +221,7 @@ class Prefills:
 
     def _outlook(self) -> tuple[int, list[tuple[Request, int]]]:
         """Return the budget that the next plan has for newcomers, and the share of each unfinished prompt."""
-        unfinished = [request for request in self._unfinished if request.status in RUNS]
+        unfinished = [request for request in self._unfinished if request.status in RUNS] if self._unfinished else []
         budget_left = self._ledger.max_num_batched_tokens - (len(self._ledger.running) - len(unfinished))
         shares: list[tuple[Request, int]] = []
         for request in unfinished:

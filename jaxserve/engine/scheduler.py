@@ -306,7 +306,9 @@ class Scheduler:
             request.num_computed_tokens -= num_tokens
             request.quiet_until = 0
         else:
+            self._ledger.uncount(request)
             request.num_tokens_when_preempted -= num_tokens
+            self._ledger.count(request)
 
     def _append(self, request: Request, token_ids: Sequence[int]) -> int:
         """Append tokens until one ends the request; returns how many those are."""
