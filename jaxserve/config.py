@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.errors import ConfigError
+from jaxserve.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
 from jaxserve.request import DEFAULT_MAX_LOGPROBS
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -60,6 +61,13 @@ class EngineConfig:
         max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere, and at
             least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
             fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
+        max_num_partial_prefills: most prompts that are computed in part at a time. While there are so many, a request
+            starts only if all its tokens fit the step.
+        max_long_partial_prefills: most long ones among them, at most `max_num_partial_prefills`. Requests with shorter
+            prompts go past a long one that has to wait.
+        long_prefill_token_threshold: a prompt with more tokens left to compute is long; while rows decode, a step
+            computes no more than so many of it. 0 or None: more than `max_num_batched_tokens`, of which a step then
+            computes half at most. Where no row decodes, a long prompt gets all that others leave.
         max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for those of the
             whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory, and where a
             running request asks for any, each dispatch is then a single step.
@@ -103,6 +111,9 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
+    max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS
+    max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
+    long_prefill_token_threshold: int = 0
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     page_size: int | None = None
     num_pages: int | None = None
@@ -142,16 +153,22 @@ class EngineConfig:
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
-        for name in ("tensor_parallel_size", "data_parallel_size"):
+        for name in (
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "max_num_partial_prefills",
+            "max_long_partial_prefills",
+        ):
             _check_positive(name, getattr(self, name))
         _check_max_logprobs(self.max_logprobs)
         for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if self.seed is None:  # vLLM's default, which it takes for 0 too
-            object.__setattr__(self, "seed", 0)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not 0 <= self.seed < 2**32:
-            raise ConfigError(f"seed must be an integer in [0, 2**32), got {self.seed!r}")
+        for name in ("seed", "long_prefill_token_threshold"):
+            if getattr(self, name) is None:  # what vLLM takes for 0 too
+                object.__setattr__(self, name, 0)
+        _check_long_prefills(self)
+        _check_seed(self.seed)
         if not isinstance(self.gpu_memory_utilization, int | float) or not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization!r}")
 
@@ -254,14 +271,6 @@ def embedded_model(name: str) -> Path:
     return Path(__file__).parent / "weights" / name
 
 
-def prefill_share(max_num_batched_tokens: int) -> int:
-    """Tokens of a step that rows in decode leave to prompts while there are any to compute: an eighth, at least one.
-
-    So prompts go on however many rows are in decode, and these lose at most an eighth of their speed to the share.
-    """
-    return max(1, max_num_batched_tokens // 8)
-
-
 @dataclass(frozen=True)
 class ScheduleConfig:
     """The numbers that scheduler, packing and compiled programs agree on; all resolved."""
@@ -273,6 +282,9 @@ class ScheduleConfig:
     num_pages: int
     few_programs: bool = False
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
+    max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS
+    max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
+    long_prefill_token_threshold: int = 0
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -280,6 +292,16 @@ class ScheduleConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
                 f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
+
+    @property
+    def policy(self) -> Policy:
+        """Which request goes first, and how a step's tokens are shared."""
+        return Policy.of(
+            self.max_num_batched_tokens,
+            self.max_num_partial_prefills,
+            self.max_long_partial_prefills,
+            self.long_prefill_token_threshold,
+        )
 
     @property
     def max_pages_per_row(self) -> int:
@@ -357,7 +379,14 @@ def resolve_schedule(
         )
     max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
     sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
-    return ScheduleConfig(*sizes, few_programs=platform != "cpu", max_logprobs=config.max_logprobs)
+    return ScheduleConfig(
+        *sizes,
+        few_programs=platform != "cpu",
+        max_logprobs=config.max_logprobs,
+        max_num_partial_prefills=config.max_num_partial_prefills,
+        max_long_partial_prefills=config.max_long_partial_prefills,
+        long_prefill_token_threshold=config.long_prefill_token_threshold,
+    )
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
@@ -384,6 +413,22 @@ def _read_multi_step(value: object) -> str | int:
 def _check_positive(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise ConfigError(f"{name} must be a positive integer, got {value!r}")
+
+
+def _check_seed(seed: object) -> None:
+    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**32:
+        raise ConfigError(f"seed must be an integer in [0, 2**32), got {seed!r}")
+
+
+def _check_long_prefills(config: EngineConfig) -> None:
+    if config.max_long_partial_prefills > config.max_num_partial_prefills:
+        raise ConfigError(
+            "max_long_partial_prefills must be at most max_num_partial_prefills, "
+            f"got {config.max_long_partial_prefills} and {config.max_num_partial_prefills}"
+        )
+    threshold = config.long_prefill_token_threshold
+    if not isinstance(threshold, int) or isinstance(threshold, bool) or threshold < 0:
+        raise ConfigError(f"long_prefill_token_threshold must be an integer of 0 or more, got {threshold!r}")
 
 
 def _check_max_logprobs(value: object) -> None:

@@ -101,9 +101,6 @@ VLLM_OPTIONS = (
     VllmOption("compilation_config", "XLA compiles; compile_ahead says when", _NONE_OR_EMPTY),
     VllmOption("max_seq_len_to_capture", "compiled programs serve every length", None),
     VllmOption("enable_chunked_prefill", "long prompts are always computed in chunks", (True, None)),
-    VllmOption("max_num_partial_prefills", "one prompt at a time is computed in part", (1,)),
-    VllmOption("max_long_partial_prefills", "one prompt at a time is computed in part", (1,)),
-    VllmOption("long_prefill_token_threshold", "long prompts have no limit of their own", (0,)),
     VllmOption("scheduling_policy", "requests are served in the order in which they come", ("fcfs",)),
     VllmOption("num_scheduler_steps", "multi_step is the option for several steps in one dispatch", (1,)),
     VllmOption("preemption_mode", "preempted requests are computed again", (None, "recompute")),
@@ -189,7 +186,8 @@ def markdown_table() -> str:
 _SHARED = {  # fields of EngineConfig that have vLLM's names and meanings
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
     *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-    *("enable_prefix_caching", "seed"),
+    *("enable_prefix_caching", "seed", "max_num_partial_prefills", "max_long_partial_prefills"),
+    "long_prefill_token_threshold",
 }
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from null_device import TOKEN, null_engine
 
 from jaxserve import llm as llm_module
 from jaxserve.engine import core, frontend, threads
@@ -18,6 +17,7 @@ from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
+from null_device import TOKEN, null_engine
 
 FILES = {module.__file__ for module in (core, frontend, threads, llm_module)}
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
@@ -183,10 +183,8 @@ def test_a_thread_that_dies_ends_its_requests_and_the_next_are_served(
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
         patch.setattr(owner, path[-1], dying)
         for future in [pool.submit(llm.generate, [[n]], LONG, False) for n in range(2)]:
-            try:
-                future.result(PATIENCE_S)
-            except RuntimeError as told:
-                assert "dies" in str(told)
+            told = future.exception(PATIENCE_S)
+            assert told is None or (isinstance(told, RuntimeError) and "dies" in str(told))
     assert all(name.startswith("jaxserve") for name in calls)
     assert len(calls) >= 4
     check(llm)

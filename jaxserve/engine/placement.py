@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from jaxserve.engine.scheduler import Scheduler
@@ -43,9 +44,13 @@ class Placement(Generic[R]):
     """Gives a request to a replica when that can start it at once; a lone one has them all, and the queue is its own.
 
     The router chooses the replica. Where that is a closed one, because it holds a prefix whose computing costs more
-    than the wait, the request stays in the queue and later ones go on, a bounded number of times. No replica is idle
+    than the wait, or one that would start others first, the request stays in the queue and later ones go on, a bounded
+    number of times. No replica is idle
     while a request waits that it has room for: what one could not start after all, or had to preempt, comes back to
     the queue, and an idle replica takes what waits for others.
+
+    Schedulers tell of every change, once for each step of a replica, so that placing a request looks at those replicas
+    alone that it may go to.
 
     Args:
         cores: the replicas.
@@ -56,8 +61,16 @@ class Placement(Generic[R]):
         self._router = Router(len(cores))
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
         self._core_of: dict[str, R] = {}  # by the id of each request that a replica has
-        self._num_schedules = [0] * len(cores)  # of each replica, when it last had no request that it failed to start
+        self._prefixes: dict[str, Prefix] = {}  # by the id of each queued request that was looked at
+        self._idle = dict.fromkeys(range(len(cores)))  # replicas without requests
+        self._with_waiting: dict[int, None] = {}  # those in which requests wait
+        self._num_schedules = [0] * len(cores)  # of each of these, before the oldest of its requests began to wait
         self._num_cache_resets = [0] * len(cores)
+        self._refusing: list[int] = []  # closed for a request that they had no room for; another one may fit
+        if not self.is_lone:
+            for index, core in enumerate(cores):
+                core.scheduler.watcher = partial(self._note_change, index)
+                self._note_change(index)
 
     @property
     def is_lone(self) -> bool:
@@ -80,6 +93,7 @@ class Placement(Generic[R]):
         core = self._core_of.get(request.request_id)
         if core is None:
             self._queue.pop(request.request_id, None)  # an interrupted call may have done so
+            self._prefixes.pop(request.request_id, None)
             request.status, request.finish_reason = RequestStatus.FINISHED, reason
             return
         if reason is not None:
@@ -98,21 +112,35 @@ class Placement(Generic[R]):
                 self._bind(request, 0)
             return
         self._give_to_idle(self._take_back())
-        if not self._queue:
-            return
-        for index, core in enumerate(self._cores):
-            scheduler = core.scheduler
-            self._router.set_load(index, scheduler.load, is_open=scheduler.has_room())
-            if scheduler.num_cache_resets != self._num_cache_resets[index]:
-                self._num_cache_resets[index] = scheduler.num_cache_resets
-                self._router.forget(index)
-        self._give_to_idle(self._route_queue())
+        while self._refusing:
+            self._note_change(self._refusing.pop())
+        if self._queue:
+            self._give_to_idle(self._route_queue())
+
+    def _note_change(self, index: int) -> None:
+        """Let the router know of a replica that has changed."""
+        scheduler = self._cores[index].scheduler
+        self._router.set_load(index, scheduler.load, is_open=scheduler.has_room())
+        if scheduler.has_unfinished():
+            self._idle.pop(index, None)
+        else:
+            self._idle[index] = None
+        if not scheduler.num_waiting:
+            self._with_waiting.pop(index, None)
+        elif index not in self._with_waiting:
+            self._with_waiting[index] = None
+            self._num_schedules[index] = scheduler.num_schedules
+        if scheduler.num_cache_resets != self._num_cache_resets[index]:
+            self._num_cache_resets[index] = scheduler.num_cache_resets
+            self._router.forget(index)
 
     def _route_queue(self) -> list[Request]:
         """Bind requests to open replicas until none is; returns those that rather wait for a closed one."""
         passed_over: list[Request] = []
         bound: list[str] = []
-        for request, route in self._router.assign(self._queue.values(), self._usable_prefix, self._fits, _load):
+        for request, route in self._router.assign(
+            self._queue.values(), self._usable_prefix, self._fits, _load, self._must_wait
+        ):
             if route.is_open:
                 self._bind(request, route.replica)
                 bound.append(request.request_id)
@@ -124,42 +152,49 @@ class Placement(Generic[R]):
 
     def _fits(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
-        return self._cores[route.replica].scheduler.has_room(request)
+        has_room = self._cores[route.replica].scheduler.has_room(request)
+        if not has_room:
+            self._refusing.append(route.replica)
+        return has_room
+
+    def _must_wait(self, request: Request, route: Route) -> bool:
+        request.num_shared_tokens = route.num_shared_tokens
+        return self._cores[route.replica].scheduler.must_wait(request)
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
         """Bind queued requests to idle replicas, one to each, wherever their prefixes are."""
-        idle = [index for index, core in enumerate(self._cores) if not core.scheduler.has_unfinished()]
-        for index, request in zip(idle, requests, strict=False):
+        for index, request in zip(list(self._idle) if requests else (), requests, strict=False):
             request.num_shared_tokens = 0
             self._bind(request, index)
             del self._queue[request.request_id]
 
     def _bind(self, request: Request, index: int) -> None:
         core = self._cores[index]
-        core.add(request)
-        self._core_of[request.request_id] = core
         if not self.is_lone:
             self._router.note(index, self._prefix(request))
-            self._router.set_load(index, core.scheduler.load, is_open=core.scheduler.has_room())
+            del self._prefixes[request.request_id]
+        core.add(request)
+        self._core_of[request.request_id] = core
 
     def _prefix(self, request: Request) -> Prefix:
-        scheduler = self._cores[0].scheduler
-        hashes = scheduler.prefix_hashes(request)
-        return [(depth * scheduler.page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
+        prefix = self._prefixes.get(request.request_id)
+        if prefix is None:
+            scheduler = self._cores[0].scheduler
+            hashes, page_size = scheduler.prefix_hashes(request), scheduler.page_size
+            prefix = [(depth * page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
+            self._prefixes[request.request_id] = prefix
+        return prefix
 
     def _usable_prefix(self, request: Request) -> Prefix:
         return self._prefix(request) if request.read_prefix_cache else ()
 
     def _take_back(self) -> list[Request]:
         """Return to the queue what replicas failed to start, or all that waits in them if one is idle; returns it."""
-        is_one_idle = not all(core.scheduler.has_unfinished() for core in self._cores)
         returned: list[Request] = []
-        for index, core in enumerate(self._cores):
-            scheduler = core.scheduler
-            if scheduler.num_waiting and (is_one_idle or scheduler.num_schedules != self._num_schedules[index]):
+        for index in list(self._with_waiting):
+            core = self._cores[index]
+            if self._idle or core.scheduler.num_schedules != self._num_schedules[index]:
                 returned += core.withdraw()
-            if not scheduler.num_waiting:
-                self._num_schedules[index] = scheduler.num_schedules
         returned.sort(key=lambda request: request.arrival)
         for request in reversed(returned):
             del self._core_of[request.request_id]

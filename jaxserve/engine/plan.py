@@ -36,7 +36,7 @@ class StepPlan:
         num_cached_tokens: tokens that this step's admissions found in the prefix cache.
         preempted: requests that lost their pages to older ones while this plan was made; none has a row.
         admitted: requests that start with this plan; their per-request device state must be set.
-        grown: requests whose pages this plan extended, the admitted aside; some may have lost them again.
+        grown: requests whose pages this plan extended; one may be there twice, or admitted, or have lost them.
         num_pages_used: pages that running requests own once the plan is made.
         wants_logprobs: whether any row does.
         wants_prompt_logprobs: whether any row does.

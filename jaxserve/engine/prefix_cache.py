@@ -62,6 +62,10 @@ class PrefixCache:
             previous = hashes[-1] if hashes else _root_hash(request.salt)
             hashes.append(_page_hash(previous, request.tokens(start, start + self.page_size)))
 
+    def has(self, page_hash: bytes) -> bool:
+        """Whether a page with this hash is cached."""
+        return page_hash in self._page_by_hash
+
     def match(self, request: Request) -> list[int]:
         """The longest run of cached pages of the request's prefix; takes no references.
 

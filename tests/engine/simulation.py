@@ -1,5 +1,6 @@
 """A device for the scheduler that knows from which tokens each entry of its pool was computed, and a loop over both."""
 
+import dataclasses
 import zlib
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.executor import StepResult
 from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.policy import Policy
 from jaxserve.request import FinishReason, Request, RequestStatus, SamplingParams
 
 VOCAB_SIZE = 5
@@ -17,18 +19,17 @@ IGNORED = 10**6  # what the device returns for rows that do not sample
 
 
 def make_scheduler(
-    max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=64, max_model_len=256, prefill_share=None
+    max_num_seqs=8, max_num_batched_tokens=64, page_size=4, num_pages=64, max_model_len=256, **policy_numbers
 ):
-    scheduler = Scheduler(
+    policy = Policy.of(max_num_batched_tokens)
+    return Scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         page_size=page_size,
         num_pages=num_pages,
         max_model_len=max_model_len,
+        policy=dataclasses.replace(policy, **policy_numbers),
     )
-    if prefill_share is not None:  # more than an eighth, so that few rows are enough to be held back
-        scheduler._decode_limit = max_num_batched_tokens - prefill_share
-    return scheduler
 
 
 def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):

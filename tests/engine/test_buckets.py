@@ -13,9 +13,9 @@ from jaxserve.config import (
     EngineConfig,
     ScheduleConfig,
     default_batch,
-    prefill_share,
     resolve_schedule,
 )
+from jaxserve.policy import prefill_share
 
 MAX_PROGRAMS = 16  # on an accelerator, where each may take half a minute
 

@@ -1,6 +1,5 @@
 """What the schedule wastes on the mixed-64 workload: bucket padding and page slack, without a model."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -32,9 +31,8 @@ def build_requests():
 
 def run_all(requests, depth):
     """Sizes of every step with `depth` plans in flight: computed tokens, bucket, pages used, slack positions."""
-    sizes = dataclasses.asdict(SIZES)
-    del sizes["few_programs"], sizes["max_logprobs"]  # of no concern to it
-    scheduler = Scheduler(**sizes)
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "page_size", "num_pages", "policy")
+    scheduler = Scheduler(**{name: getattr(SIZES, name) for name in names})
     for request in requests:
         scheduler.add(request)
     in_flight, steps = [], []

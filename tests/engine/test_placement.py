@@ -222,7 +222,7 @@ def test_a_request_costs_its_router_the_same_however_many_rows_run():
         cluster.add([make_request(str(i), [i, 1, 2], 50) for i in range(2 * num_rows)])
         cluster.step()
         for replica in cluster.replicas:
-            replica.scheduler._running = CountedDict(replica.scheduler._running)
+            replica.scheduler._ledger.running = CountedDict(replica.scheduler._ledger.running)
         CountedDict.num_looks = 0
         cluster.add([make_request("new", [9, 9], 2)])
         cluster.placement.place()

@@ -1,5 +1,6 @@
 """The scheduler alone, on a simulated device."""
 
+import dataclasses
 import random
 import time
 
@@ -19,6 +20,7 @@ from simulation import (
 )
 
 from jaxserve.errors import RequestError
+from jaxserve.policy import Policy
 from jaxserve.request import FinishReason, RequestStatus
 from tests.random_runs import examples
 
@@ -36,16 +38,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         more_budget=st.just(0) | st.integers(0, 24),
         prefill_share=st.integers(1, 6),
+        most_unfinished=st.integers(1, 3),
+        most_long=st.integers(1, 3),
+        long_threshold=st.integers(1, 24),
+        long_chunk=st.integers(1, 12),
+        most_passed_over=st.sampled_from([0, 1, 3, 100]),
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(4, 24),
         depth=st.integers(0, 2),
         max_steps=st.sampled_from([1, 2, 7]),
     )
-    def start(self, max_num_seqs, more_budget, prefill_share, page_size, num_pages, depth, max_steps):
+    def start(self, max_num_seqs, more_budget, page_size, num_pages, depth, max_steps, **policy_numbers):
         budget = max_num_seqs + more_budget
-        self.prefill_share = max(1, min(prefill_share, budget // 2))
+        policy_numbers["prefill_share"] = max(1, min(policy_numbers["prefill_share"], budget // 2))
+        policy_numbers["most_long"] = min(policy_numbers["most_long"], policy_numbers["most_unfinished"])
+        self.policy = dataclasses.replace(Policy.of(budget), **policy_numbers)
         sizes = (max_num_seqs, budget, page_size, num_pages)
-        self.scheduler = make_scheduler(*sizes, max_model_len=40, prefill_share=self.prefill_share)
+        self.scheduler = make_scheduler(*sizes, max_model_len=40, **policy_numbers)
         self.loop = Loop(self.scheduler, depth, max_steps)
         self.requests = []
         self.waiting, self.running = [], []
@@ -146,17 +155,32 @@ class SchedulerMachine(RuleBasedStateMachine):
         ]
         decodes = [request for request in active if request.num_tokens - request.num_computed_tokens == 1]
         prefills = [request for request in active if request not in decodes]
+        num_left = {request: request.num_tokens - request.num_computed_tokens for request in prefills}
+        others = [request for request in self.running if request in decodes or request.status is RequestStatus.BLOCKED]
         plan = self.loop.schedule()
         preempted = [request for request in self.running[::-1] if request.status is RequestStatus.WAITING]
-        assert preempted == self.running[::-1][: len(preempted)], "the last admitted are preempted first"
-        self.running = self.running[: len(self.running) - len(preempted)]
+        self.check_preempted(preempted, prefills)
+        self.running = [request for request in self.running if request not in preempted]
         if plan is not None:
             assert preempted == plan.preempted
-            self.check_plan(plan, decodes, prefills)
+            self.check_plan(plan, decodes, [request for request in prefills if request not in preempted], num_left)
+            self.check_prefills(plan, num_left, beside_decode=bool(set(others) - set(preempted)))
         self.waiting = preempted[::-1] + self.waiting
         return plan
 
-    def check_plan(self, plan, decodes, prefills):
+    def check_preempted(self, preempted, prefills):
+        """The last admitted, for rows in decode; for rows in prefill, the last admitted of these."""
+        last = self.running[len(self.running) - len(preempted) :]
+        if preempted and preempted[::-1] != last:
+            survivors = [request for request in self.running if request not in preempted]
+            num_last = next(i for i, request in enumerate(self.running[::-1]) if request not in preempted)
+            for victim in preempted[num_last:]:
+                assert victim in prefills, "rows in decode give way to those in decode alone"
+                younger = self.running[self.running.index(victim) + 1 :]
+                assert not [request for request in younger if request in prefills and request in survivors]
+                assert set(prefills) & set(survivors), "it gave way to an older one"
+
+    def check_plan(self, plan, decodes, prefills, num_left):
         scheduler, rows = self.scheduler, {row.request: row for row in rows_of(plan)}
         assert 0 < len(rows) == plan.num_rows <= scheduler.max_num_seqs
         assert len(set(plan.slots)) == len(rows)
@@ -168,34 +192,62 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.check_decodes(plan, decodes, budget_left)
         if plan.num_steps > 1:
             self.check_several_steps(plan, decodes)
-        prefills = [request for request in prefills if request not in plan.preempted]
-        if prefills:
-            num_computed = sum(rows[request].num_tokens for request in prefills if request in rows)
-            num_left = sum(request.num_tokens - request.num_computed_tokens for request in prefills)
-            assert num_computed >= self.prefill_share or num_left <= len(prefills), "prompts have their share"
-        for request in prefills:
-            assert request in rows or not budget_left
+        lacks_pages = any(
+            request not in rows or rows[request].num_tokens < self.policy.first_share(num_left[request], 1000)
+            for request in prefills
+        )
         admitted = [row.request for row in rows_of(plan) if row.admitted]
-        assert admitted == self.waiting[: len(admitted)], "first come, first served"
+        assert admitted == [request for request in self.waiting if request in admitted], "first come, first served"
+        last = self.waiting.index(admitted[-1]) if admitted else 0
+        passed_over = [request for request in self.waiting[:last] if request not in admitted]
+        assert len(passed_over) <= self.policy.most_passed_over
+        # Those that are unfinished now, or may have got their last tokens only after newcomers had been chosen.
+        unfinished = [r for r in self.running + admitted if r not in decodes and r.num_computed_tokens]
+        assert not passed_over or unfinished, "passed over for nobody"
         assert plan.num_cached_tokens == sum(rows[request].start for request in admitted)
         assert all(rows[request].start == 0 for request in admitted if not request.read_prefix_cache)
-        self.waiting = self.waiting[len(admitted) :]
+        self.waiting = [request for request in self.waiting if request not in admitted]
         self.running += admitted
         assert plan.num_pages_used == len({page for request in self.running for page in request.pages})
         if plan.preempted:
             assert not admitted
         elif self.waiting and budget_left and len(self.running) < scheduler.max_num_seqs:
-            self.check_head_must_wait(self.waiting[0], plan)
+            # Some were unfinished only before they got what was left over.
+            long = any(self.policy.is_long(r.num_tokens - rows[r].start - 1) for r in unfinished if r in rows)
+            if not lacks_pages and not long and not any(r.num_tokens - r.num_computed_tokens > 1 for r in unfinished):
+                self.check_head_must_wait(self.waiting[0], plan)
+
+    def check_prefills(self, plan, num_left, *, beside_decode):
+        """What prompts get of a plan: no long one too much beside rows in decode, and otherwise all there is."""
+        rows = {row.request: row for row in rows_of(plan)}
+        left_before = {row.request: row.request.num_tokens - row.start - (row.max_new > 0) for row in rows.values()}
+        unfinished = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
+        new = [request for request in unfinished if request not in num_left]
+        if new:
+            assert len(unfinished) <= self.policy.most_unfinished
+        is_long = [self.policy.is_long(r.num_tokens - r.num_computed_tokens) for r in unfinished]
+        if any(is_long[-len(new) :] if new else ()):
+            assert sum(is_long) <= self.policy.most_long
+        num_free = self.scheduler.num_pages - plan.num_pages_used
+        in_decode = [request for request in self.running if request not in unfinished]
+        has_pages = num_free > sum(map(self.scheduler._ledger.can_grow, in_decode))
+        for request in unfinished:
+            num_tokens = rows[request].num_tokens if request in rows else 0
+            long = self.policy.is_long(left_before.get(request, 0))
+            assert not (long and beside_decode) or num_tokens <= self.policy.long_chunk
+            has_all = long and beside_decode and num_tokens == self.policy.long_chunk
+            if plan.num_tokens < self.scheduler.max_num_batched_tokens:
+                assert has_all or not has_pages or not num_tokens, "tokens were left over"
 
     def check_decodes(self, plan, decodes, budget_left):
         rows = {row.request: row for row in rows_of(plan)}
         missing = [request for request in decodes if request not in rows]
-        if len(decodes) + len(plan.preempted) <= self.scheduler.max_num_batched_tokens - self.prefill_share:
+        if len(decodes) + len(plan.preempted) <= self.scheduler.max_num_batched_tokens - self.policy.prefill_share:
             assert plan.requests[: len(decodes)] == decodes, "a row in decode missed a step"
         if missing:
             no_page_left = plan.num_pages_used == self.scheduler.num_pages
             assert not budget_left or no_page_left, "a row in decode missed a step for nothing"
-            assert plan.num_prefill_tokens <= self.prefill_share or no_page_left
+            assert plan.num_prefill_tokens <= self.policy.prefill_share or no_page_left
         assert all(rows[request].num_tokens == 1 for request in decodes if request in rows)
         assert plan.num_decode_tokens == len(decodes) - len(missing)
 
@@ -282,12 +334,13 @@ def test_a_long_prompt_is_computed_in_chunks_and_samples_at_the_end():
 def test_decodes_go_on_while_a_long_prompt_is_computed():
     loop = Loop(make_scheduler(max_num_batched_tokens=16), depth=1).add(make_request("a", range(4), 20))
     loop.step()
-    loop.add(make_request("b", range(50, 90), 4), make_request("c", range(9), 4))
+    loop.add(make_request("b", range(50, 90), 4), make_request("c", range(9), 40))
     plans = [loop.step() for _ in range(4)]
-    assert all(plan.requests[0].request_id == "a" and plan.num_decode_tokens == 1 for plan in plans[:3])
-    assert [starts(plan).get("b") for plan in plans] == [(0, 15), (15, 15), (30, 10), (40, 1)]
-    assert starts(plans[2])["c"] == (4, 5)  # what the prefill left of the budget; its first page is the one of "a"
-    assert [request.request_id for request in plans[3].requests] == ["a", "b", "c"]
+    assert all(plan.requests[0].request_id == "a" for plan in plans)
+    assert [plan.num_decode_tokens for plan in plans] == [1, 2, 2, 2]
+    assert [starts(plan).get("b") for plan in plans] == [(0, 8), (8, 8), (16, 8), (24, 14)]
+    assert starts(plans[0])["c"] == (4, 5)  # beside the long prompt; its first page is the one of "a"
+    assert [request.request_id for request in plans[3].requests] == ["a", "c", "b"]
 
 
 def in_decode(scheduler, num_rows, max_tokens=200):
@@ -302,7 +355,7 @@ def test_a_prompt_has_its_share_where_rows_in_decode_could_take_the_whole_budget
     loop = in_decode(make_scheduler(64, 64, 16, 256), num_rows=63)
     long = make_request("long", [5] * 200, 4)
     loop.add(long)
-    before = {request: len(request.output_token_ids) for request in loop.scheduler._running.values()}
+    before = {request: len(request.output_token_ids) for request in loop.scheduler._ledger.running.values()}
     plans = []
     while not long.output_token_ids:
         plans.append(loop.step())
@@ -380,53 +433,11 @@ def test_siblings_take_no_more_steps_than_prompts_of_their_own(num_prompts, prom
 @pytest.mark.parametrize("depth", [0, 1])
 def test_siblings_of_a_prompt_in_chunks_compute_it_once(depth):
     loop = Loop(make_scheduler(max_num_batched_tokens=16), depth)
-    loop.add(*(make_request(f"a-{i}", range(40), 2) for i in range(3)), make_request("b", range(50, 54), 2)).drain()
-    assert [starts(plan) for plan in loop.plans[:2]] == [{"a-0": (0, 16)}, {"a-0": (16, 16)}]
-    assert starts(loop.plans[2]) == {"a-0": (32, 8), "a-1": (36, 4), "a-2": (36, 4)}
-    assert "b" in starts(loop.plans[3])
-
-
-def test_siblings_share_with_one_that_must_compute_its_prompt():
-    """As with prompt_logprobs, which the first of `n` samples computes for all."""
-    loop = Loop(make_scheduler())
-    loop.add(make_request("a-0", range(9), 1, read_prefix_cache=False), make_request("a-1", range(9), 1))
-    loop.add(make_request("b-0", range(9), 1, read_prefix_cache=False)).drain()
-    assert starts(loop.plans[0]) == {"a-0": (0, 9), "a-1": (8, 1), "b-0": (0, 9)}
-
-
-def test_a_follow_up_finds_prompt_and_output():
-    for depth in (0, 1, 2):
-        loop = Loop(make_scheduler(), depth)
-        first = make_request("a", range(6), 11)
-        loop.add(first).drain()
-        second = make_request("b", [*first.prompt_token_ids, *first.output_token_ids, 9], 1)
-        loop.add(second).drain()
-        assert second.num_cached_tokens == 16
-
-
-def test_salts_are_separate():
-    loop = Loop(make_scheduler())
-    loop.add(make_request("a", range(9), 1, salt=b"a")).drain()
-    loop.add(make_request("b", range(9), 1, salt=b"b"), make_request("c", range(9), 1)).drain()
-    assert [starts(plan) for plan in loop.plans] == [{"a": (0, 9)}, {"b": (0, 9), "c": (0, 9)}]
-    loop.add(make_request("d", range(9), 1, salt=b"a")).drain()
-    assert starts(loop.plans[-1]) == {"d": (8, 1)}
-
-
-def test_a_request_may_refuse_cached_pages_but_its_own_are_found():
-    loop = Loop(make_scheduler())
-    loop.add(*(make_request(i, range(9), 1, read_prefix_cache=False) for i in "ab"))
-    assert starts(loop.step()) == {"a": (0, 9), "b": (0, 9)}
-    loop.add(make_request("c", range(9), 1)).drain()
-    loop.add(make_request("d", range(9), 1, read_prefix_cache=False)).drain()
-    assert [starts(plan) for plan in loop.plans[1:]] == [{"c": (8, 1)}, {"d": (0, 9)}]
-
-
-def test_a_fully_cached_prompt_still_computes_its_last_token():
-    loop = Loop(make_scheduler())
-    loop.add(make_request("a", range(8), 1)).drain()
-    loop.add(make_request("b", range(8), 1)).drain()
-    assert starts(loop.plans[-1]) == {"b": (4, 4)}
+    loop.add(*(make_request(f"a-{i}", range(40), 2) for i in range(3)), make_request("b", range(50, 54), 1)).drain()
+    assert starts(loop.plans[0]) == {"a-0": (0, 12), "b": (0, 4)}, "a request with another prompt goes past them"
+    assert starts(loop.plans[1]) == {"a-0": (12, 16)}
+    assert starts(loop.plans[2]) == {"a-0": (28, 12), "a-1": (36, 4)}
+    assert starts(loop.plans[3])["a-2"] == (36, 4)
 
 
 @pytest.mark.parametrize("num_prompt", [3, 6])

@@ -1,0 +1,214 @@
+"""Ledger: who waits and who runs, the slots and pages that they hold, and what there is to compute of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from jaxserve.engine.page_pool import PagePool
+from jaxserve.engine.plan import StepPlan
+from jaxserve.engine.prefix_cache import PrefixCache
+from jaxserve.request import Request, RequestStatus
+
+RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
+
+
+class Ledger:
+    """Requests by state, and counts over them that every change keeps up, so that nobody has to go through them.
+
+    Args:
+        max_num_seqs: slots.
+        max_num_batched_tokens: token budget of a step, which bounds the first chunk of a prompt.
+        page_size: tokens per page.
+        num_pages: pages in the pool.
+
+    Attributes:
+        page_size: as given.
+        max_num_batched_tokens: as given.
+        cache: all pages.
+        waiting: by id, in the order of arrival, the preempted in front.
+        running: by id, in the order of admission.
+        free_slots: those that nobody has.
+        unshared: running requests that were there when the prefix cache was reset last.
+        num_prefill_tokens: that running rows have to compute beyond one each.
+        num_growing: running rows that may need a further page.
+        num_waiting_tokens: that waiting requests have to compute, as far as is known.
+        num_waiting_pages: that the start of all waiting requests takes.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, page_size: int, num_pages: int) -> None:
+        self.page_size = page_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.cache = PrefixCache(PagePool(num_pages), page_size)
+        # Not a deque: an abort in the middle takes constant time.
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.running: dict[str, Request] = {}
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.unshared: set[Request] = set()
+        self.num_prefill_tokens = 0
+        self.num_growing = 0
+        self.num_waiting_tokens = 0
+        self.num_waiting_pages = 0
+        self._num_slots = max_num_seqs
+
+    @property
+    def num_free(self) -> int:
+        """Pages that can be allocated."""
+        return self.cache.num_free
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens to compute before those of a request added now."""
+        return len(self.running) + self.num_prefill_tokens + self.num_waiting_tokens
+
+    # The queue
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request at the end of the queue."""
+        self.waiting[request.request_id] = request
+        self.count(request)
+
+    def dequeue(self, request: Request) -> None:
+        """Take a request out of the queue."""
+        self.uncount(request)
+        del self.waiting[request.request_id]
+
+    def count(self, request: Request) -> None:
+        """Count a request as one that waits."""
+        self._count_waiting(request, 1)
+
+    def uncount(self, request: Request) -> None:
+        """Count a request as one that waits no more, before it starts or its tokens change; it may be in the queue."""
+        self._count_waiting(request, -1)
+
+    def _count_waiting(self, request: Request, sign: int) -> None:
+        num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
+        self.num_waiting_tokens += sign * num_tokens
+        # Pages of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
+        self.num_waiting_pages += sign * (self.num_pages_for(min(num_tokens, self.max_num_batched_tokens)) + 1)
+
+    # Running rows
+
+    def start(self, request: Request, pages: list[int], num_computed_tokens: int) -> None:
+        """Give a request a slot and pages, of which the first hold so many tokens already."""
+        request.status = RequestStatus.RUNNING
+        request.slot = self.free_slots.pop()
+        request.pages = pages
+        request.num_computed_tokens = num_computed_tokens
+        self.running[request.request_id] = request
+        self.num_prefill_tokens += num_remaining(request) - 1
+        self.num_growing += self.can_grow(request)
+
+    def stop(self, request: Request) -> None:
+        """Take slot and pages from a running request."""
+        del self.running[request.request_id]
+        self.num_prefill_tokens -= num_remaining(request) - 1
+        self.num_growing -= self.can_grow(request)
+        self.unshared.discard(request)
+        self.free_slots.append(request.slot)
+        self.cache.release(request.pages)
+        request.slot = -1
+        request.pages = []
+        request.num_computed_tokens = 0
+        request.quiet_until = 0
+
+    def preempt(self, request: Request, plan: StepPlan) -> None:
+        """Send a running request back to the head of the queue; it will find its pages again if they stay cached."""
+        assert request not in plan.requests, "a row of this plan must keep its pages"
+        request.num_tokens_when_preempted = request.num_tokens
+        self.stop(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        request.num_shared_tokens = 0
+        self.enqueue(request)
+        self.waiting.move_to_end(request.request_id, last=False)
+        plan.preempted.append(request)
+
+    # Pages
+
+    def num_pages_for(self, num_tokens: int) -> int:
+        """Pages that so many tokens fill."""
+        return -(-num_tokens // self.page_size)
+
+    def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Give a running request the pages of its next `num_tokens`; False, and no change, where too few are free."""
+        num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) - len(request.pages)
+        if num_new <= 0:
+            return True
+        pages = self.cache.allocate(num_new)
+        if pages is None:
+            return False
+        request.pages += pages
+        self.num_growing -= not self.can_grow(request)
+        plan.grown.append(request)
+        return True
+
+    def acquire(self, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
+        """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free."""
+        self.cache.retain(cached)  # first of all, lest the allocation evicts them
+        new = self.cache.allocate(num_new) if num_new + num_kept <= self.num_free else None
+        if new is None:
+            self.cache.release(cached)
+            return None
+        return cached + new
+
+    def can_grow(self, request: Request) -> bool:
+        """Whether a running request may need a further page."""
+        return len(request.pages) < self.num_pages_for(request.max_total_tokens - 1)
+
+    def num_pages_kept(self, request: Request) -> int:
+        """Pages that newcomers leave a running request: those of the rest of its prompt, and one if it can grow."""
+        return max(self.num_pages_for(request.num_tokens) - len(request.pages), int(self.can_grow(request)))
+
+    def num_pages_short(self, num_steps: int) -> int:
+        """New pages that the running rows need for so many tokens each."""
+        return sum(
+            max(self.num_pages_for(request.num_computed_tokens + num_steps) - len(request.pages), 0)
+            for request in self.running.values()
+        )
+
+    def cached_pages(self, request: Request) -> list[int]:
+        """Pages of the prefix of a waiting request that it need not compute."""
+        return self.cache.match(request) if request.read_prefix_cache else []
+
+    def register_full_pages(self, request: Request, start: int, stop: int) -> None:
+        """Register the full pages of positions [start, stop), whose tokens are known and certain to be computed."""
+        first, stop = start // self.page_size, stop // self.page_size
+        if first >= stop or request in self.unshared:
+            return
+        for page_hash, page in zip(self.cache.hashes(request)[first:stop], request.pages[first:stop], strict=True):
+            self.cache.register(page_hash, page)
+
+    def check_integrity(self) -> None:
+        """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""
+        owners: dict[int, int] = {}
+        for request in self.running.values():
+            assert request.status in RUNS, f"{request.request_id} runs as {request.status}"
+            # More than that only what a plan of several steps has left.
+            assert len(request.pages) >= self.num_pages_for(request.num_computed_tokens), request
+            assert len(request.pages) <= self.num_pages_for(request.max_total_tokens - 1), request
+            for page in request.pages:
+                owners[page] = owners.get(page, 0) + 1
+        for request in self.waiting.values():
+            assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
+            held = (request.pages, request.slot, request.num_computed_tokens)
+            assert held == ([], -1, 0), f"{request.request_id} waits but holds {held}"
+        self.cache.check_integrity(owners)
+        assert self.num_prefill_tokens == sum(num_remaining(r) - 1 for r in self.running.values())
+        assert self.num_growing == sum(map(self.can_grow, self.running.values()))
+        counted = self.num_waiting_tokens, self.num_waiting_pages
+        self.num_waiting_tokens = self.num_waiting_pages = 0
+        for request in self.waiting.values():
+            self.count(request)
+        assert counted == (self.num_waiting_tokens, self.num_waiting_pages), counted
+        slots = [*self.free_slots, *(request.slot for request in self.running.values())]
+        assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or shared: {slots}"
+
+
+def num_remaining(request: Request) -> int:
+    """Tokens that are left to compute of a running request, before it samples its next."""
+    return request.num_tokens - request.num_computed_tokens
+
+
+def in_prefill(request: Request) -> bool:
+    """Whether a running request is between two chunks of its prompt."""
+    return num_remaining(request) > 1

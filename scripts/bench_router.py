@@ -1,0 +1,118 @@
+"""Host microseconds that the queue before the replicas spends on a request, over replicas and the rows of each.
+
+    python scripts/bench_router.py
+    python scripts/bench_router.py --replicas 64 --rows 256 --prompt-tokens 512
+
+Every replica is a scheduler without a device that has so many rows in decode. Before each routed request all of them
+make and update a plan, so that all loads have changed, and the request that was routed before ends. `route_us` is one
+call of `Placement.place` with that request in its queue. Its prompt is hashed before: whoever computes it needs the
+hashes too. `tell_us` is what the scheduler of a replica takes to tell of its changes in a step. Prints one JSON line per
+case.
+"""
+
+import argparse
+import itertools
+import json
+import platform
+import random
+import statistics
+import time
+
+from jaxserve.engine.placement import Placement
+from jaxserve.engine.scheduler import Scheduler
+from jaxserve.request import FinishReason, Request, SamplingParams
+
+PAGE_SIZE = 16
+MAX_MODEL_LEN = 4096
+
+
+class SchedulerReplica:
+    """A replica whose steps take no time."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.scheduler = Scheduler(
+            max_num_seqs=num_rows + 8,
+            max_num_batched_tokens=2048,
+            page_size=PAGE_SIZE,
+            num_pages=(num_rows + 8) * MAX_MODEL_LEN // PAGE_SIZE,
+            max_model_len=MAX_MODEL_LEN,
+        )
+
+    def add(self, request: Request) -> None:
+        self.scheduler.add(request)
+
+    def finish(self, request_id: str, reason: FinishReason) -> None:
+        self.scheduler.finish(request_id, reason)
+
+    def withdraw(self) -> list[Request]:
+        return self.scheduler.withdraw()
+
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished()
+
+    def is_ready(self) -> bool:
+        return True
+
+    def step(self) -> None:
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            self.scheduler.update(plan, [[0] * most for most in plan.max_new])
+
+
+def new_request(name: str, num_tokens: int, rng: random.Random) -> Request:
+    """A request that shares nothing with another, and does not end of itself."""
+    prompt = [rng.randrange(32_000) for _ in range(num_tokens)]
+    return Request(name, prompt, SamplingParams(max_tokens=None), seed=0, max_total_tokens=MAX_MODEL_LEN)
+
+
+def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: int) -> dict[str, float]:
+    """Medians over the routed requests, in microseconds."""
+    rng = random.Random(0)
+    replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
+    placement = Placement(replicas)
+    for index in range(num_replicas * num_rows):
+        placement.add([new_request(f"row {index}", 8 + index % 5, rng)])
+    while placement.num_queued:
+        placement.place()
+        for replica in replicas:
+            replica.step()
+    route_ns, tell_ns = [], []
+    for index in range(num_requests):
+        for replica in replicas:
+            replica.step()
+        request = new_request(f"new {index}", prompt_tokens, rng)
+        replicas[0].scheduler.prefix_hashes(request)
+        placement.add([request])
+        started = time.perf_counter_ns()
+        placement.place()
+        route_ns.append(time.perf_counter_ns() - started)
+        assert not placement.num_queued
+        placement.finish(request, FinishReason.ABORT)
+        tell = replicas[index % num_replicas].scheduler.watcher
+        assert tell is not None or num_replicas == 1
+        if tell is not None:
+            started = time.perf_counter_ns()
+            tell()
+            tell()  # after `schedule`, and after `update`
+            tell_ns.append(time.perf_counter_ns() - started)
+    p99 = sorted(route_ns)[len(route_ns) * 99 // 100]
+    times = {"route_us": statistics.median(route_ns), "route_p99_us": p99, "tell_us": statistics.median(tell_ns or [0])}
+    return {name: round(ns / 1e3, 1) for name, ns in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--rows", type=int, nargs="+", default=[16, 256])
+    parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[16, 512])
+    parser.add_argument("--requests", type=int, default=300)
+    args = parser.parse_args()
+    versions = {"python": platform.python_version(), "machine": platform.machine()}
+    for num_replicas, num_rows, prompt_tokens in itertools.product(args.replicas, args.rows, args.prompt_tokens):
+        case = {"replicas": num_replicas, "rows": num_rows, "prompt_tokens": prompt_tokens}
+        times = measure(num_replicas, num_rows, prompt_tokens, args.requests)
+        print(json.dumps({"bench": "router", **case, "requests": args.requests, **times, **versions}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
