@@ -294,7 +294,16 @@ class Scheduler:
         assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
         self._last_updated_step_id = plan.step_id
         ended: list[Request] = []
+        running = RequestStatus.RUNNING
         for request, most, token_ids in zip(plan.requests, plan.max_new, sampled, strict=True):
+            if most == len(token_ids) == 1 and request.status is running:  # nearly always: the shortest way
+                token_id, output = token_ids[0], request.output_token_ids
+                output.append(token_id)
+                if token_id in request.stop_ids or len(output) >= request.review_at:
+                    self._review(request)
+                    if request.status is not running:
+                        ended.append(request)
+                continue
             assert len(token_ids) <= most, f"a row that may sample {most} tokens cannot have sampled {len(token_ids)}"
             if request.status is RequestStatus.FINISHED:
                 self.num_wasted_tokens += len(token_ids)
