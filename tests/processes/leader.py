@@ -1,6 +1,6 @@
 """One of several processes: `leader.py ADDRESS COUNT ID MODEL WORKLOADS OUTPUTS OPTIONS`. The first does the work.
 
-With the option `strays` the process packs something else than what it plans.
+With the option `strays` the process plans something else than the others.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxserve import LLM, distributed, peers
-from jaxserve.engine.batch import BatchPacker
+from jaxserve.engine.scheduler import Scheduler
 from tests.e2e.workloads import run
 from tests.soon_compiled import soon_compiled
 
@@ -22,7 +22,7 @@ def main() -> None:
     distributed.initialize(address, int(count), int(index))
     given = json.loads(options)
     if given.pop("strays", False):
-        BatchPacker.pack = straying(BatchPacker.pack)
+        Scheduler.schedule = straying(Scheduler.schedule)
     with soon_compiled():
         engine = LLM(model, **given).engine  # only the first process comes back
     results = []
@@ -34,15 +34,16 @@ def main() -> None:
     Path(outputs).write_bytes(pickle.dumps((results, engine.stats)))
 
 
-def straying(pack: Any) -> Any:
-    """Another base seed in every step."""
+def straying(schedule: Any) -> Any:
+    """Other slots than the scheduler has given."""
 
-    def packed(*args: Any) -> Any:
-        upload = pack(*args)
-        upload.blob[0] += 1
-        return upload
+    def plan(*args: Any) -> Any:
+        plan = schedule(*args)
+        if plan is not None:
+            plan.slots = [slot + 1 for slot in plan.slots]
+        return plan
 
-    return packed
+    return plan
 
 
 main()
