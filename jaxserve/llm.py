@@ -30,6 +30,8 @@ from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_argu
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+WAKE_S = 0.5e-3  # of the engine's time that waking a thread may take up, and more than it does
+
 Message = Mapping[str, Any]
 ProgressBar = Callable[..., Any]  # tqdm, or what makes one: functools.partial(tqdm, leave=False)
 
@@ -74,6 +76,7 @@ class LLM:
             raise SystemExit(0)
         self._threads = EngineThreads(engine)
         self._ids = itertools.count()
+        self._wakes = _Wakes()
 
     def __enter__(self) -> "LLM":
         return self
@@ -188,7 +191,7 @@ class LLM:
         output, sent = group.output, [_Sent() for _ in group.output.outputs]
         news: SimpleQueue[None] = SimpleQueue()
         try:
-            self._threads.submit([group], lambda _: news.put(None) if news.empty() else None)
+            self._threads.submit([group], partial(self._wakes.note, news))
             finished = False
             while not finished:
                 news.get()
@@ -335,6 +338,33 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
     if len(params) != count:
         raise RequestError(f"sampling_params must be one for all or one per prompt, got {len(params)} for {count}")
     return list(params)
+
+
+class _Wakes:
+    """Wakes the threads that stream: one each WAKE_S on average, but for the first tokens and the last of a request.
+
+    To wake a thread for a token takes longer than all else that the host does for it, and what the threads of a process
+    do in Python the engine's own cannot do meanwhile. So the more threads there are, the more tokens come at once.
+    """
+
+    def __init__(self) -> None:
+        self._asleep: dict[SimpleQueue[None], None] = {}  # that have news, longest first
+        self._due_s = 0.0
+
+    def note(self, news: "SimpleQueue[None]", group: RequestGroup) -> None:
+        """Wake who waits for `news` of a request, now or later; called by one thread at a time."""
+        now_s = time.monotonic()
+        output = group.output
+        self._asleep[news] = None
+        if output.finished or len(output.outputs[0].token_ids) <= 1:
+            del self._asleep[news]
+            news.put(None)
+        elif now_s >= self._due_s:
+            self._due_s = now_s + len(self._asleep) * WAKE_S
+            for waiting in self._asleep:
+                if waiting.empty():
+                    waiting.put(None)
+            self._asleep.clear()
 
 
 @dataclass(slots=True)
