@@ -1,4 +1,4 @@
-"""Several prompts at a time: who starts beside a long one, what each gets of a step, and what becomes of their pages."""
+"""Several prompts at a time: who starts beside a long one, what each gets of a step, and what pages they take."""
 
 from itertools import count
 
