@@ -64,8 +64,8 @@ class Route:
 class Router:
     """Loads of replicas and the prefixes that each has computed or is about to compute.
 
-    Choosing takes a look-up per sampled depth of the prompt and the least of a list of numbers, one of each replica: some
-    0.01 us each. A heap would cost more, as the loads of all change between two requests.
+    Choosing takes a look-up per sampled depth of the prompt, and the least of a list of numbers, one of each replica:
+    some 0.01 us each. A heap would cost more, as the loads of all change between two requests.
 
     Args:
         num_replicas: number of replicas; all are closed until `set_load` opens them.
@@ -164,10 +164,13 @@ class Router:
 
     def note(self, replica: int, prefix: Prefix) -> None:
         """Remember that a replica has computed these prefixes, or will before it starts another request."""
-        epoch = self._epochs[replica]
+        epoch, all_holders = self._epochs[replica], self._holders
         for _, prefix_hash in prefix:
-            holders = self._holders.setdefault(prefix_hash, {})
-            self._holders.move_to_end(prefix_hash)
+            holders = all_holders.get(prefix_hash)
+            if holders is None:
+                all_holders[prefix_hash] = {replica: epoch}
+                continue
+            all_holders.move_to_end(prefix_hash)
             holders.pop(replica, None)
             holders[replica] = epoch
             if len(holders) > _MAX_HOLDERS:
@@ -187,7 +190,10 @@ class Router:
         """Return the replicas that hold a part of the prompt, with the number of tokens of the longest such part."""
         found: dict[int, int] = {}
         for num_tokens, prefix_hash in reversed(prefix):
-            for replica, epoch in self._holders.get(prefix_hash, {}).items():
+            holders = self._holders.get(prefix_hash)
+            if holders is None:
+                continue
+            for replica, epoch in holders.items():
                 if epoch == self._epochs[replica]:
                     found.setdefault(replica, num_tokens)
             if len(found) >= _MAX_HOLDERS:

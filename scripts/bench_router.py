@@ -3,11 +3,13 @@
     python scripts/bench_router.py
     python scripts/bench_router.py --replicas 64 --rows 256 --prompt-tokens 512
 
-Every replica is a scheduler without a device that has so many rows in decode. Before each routed request all of them
-make and update a plan, so that all loads have changed, and the request that was routed before ends. `route_us` is one
-call of `Placement.place` with that request in its queue. Its prompt is hashed before: whoever computes it needs the
-hashes too. `tell_us` is what the scheduler of a replica takes to tell of its changes in a step. Prints one JSON line per
-case.
+Every replica is a scheduler without a device that has so many rows in decode. Between two rounds of requests all make
+and update a plan, so that all loads have changed, and the requests of the round end. A request is one call of
+`Placement.place` with it in the queue. Its prompt is hashed before: whoever computes it needs the hashes too.
+
+`route_us` is the median of all requests, `first_us` that of the first of each round: the steps before it have filled
+the processor's caches, the more so the more rows there are. `tell_us` is what the scheduler of a replica takes in each
+step to tell of its changes. Prints one JSON line per case.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from jaxserve.request import FinishReason, Request, SamplingParams
 
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 4096
+ROUND = 8  # requests between two steps of all replicas
 
 
 class SchedulerReplica:
@@ -76,27 +79,34 @@ def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: 
         placement.place()
         for replica in replicas:
             replica.step()
-    route_ns, tell_ns = [], []
-    for index in range(num_requests):
+    route_ns: list[list[int]] = []
+    tell_ns = []
+    for index in range(num_requests // ROUND):
         for replica in replicas:
             replica.step()
-        request = new_request(f"new {index}", prompt_tokens, rng)
-        replicas[0].scheduler.prefix_hashes(request)
-        placement.add([request])
-        started = time.perf_counter_ns()
-        placement.place()
-        route_ns.append(time.perf_counter_ns() - started)
-        assert not placement.num_queued
-        placement.finish(request, FinishReason.ABORT)
+        requests = [new_request(f"new {index}.{i}", prompt_tokens, rng) for i in range(ROUND)]
+        route_ns.append([])
+        for request in requests:
+            replicas[0].scheduler.prefix_hashes(request)
+        for request in requests:
+            placement.add([request])
+            started = time.perf_counter_ns()
+            placement.place()
+            route_ns[-1].append(time.perf_counter_ns() - started)
+            assert not placement.num_queued
+        for request in requests:
+            placement.finish(request, FinishReason.ABORT)
         tell = replicas[index % num_replicas].scheduler.watcher
-        assert tell is not None or num_replicas == 1
-        if tell is not None:
+        if tell is not None:  # a lone replica has nobody to tell
             started = time.perf_counter_ns()
             tell()
             tell()  # after `schedule`, and after `update`
             tell_ns.append(time.perf_counter_ns() - started)
-    p99 = sorted(route_ns)[len(route_ns) * 99 // 100]
-    times = {"route_us": statistics.median(route_ns), "route_p99_us": p99, "tell_us": statistics.median(tell_ns or [0])}
+    times = {
+        "route_us": statistics.median(itertools.chain(*route_ns)),
+        "first_us": statistics.median(times[0] for times in route_ns),
+        "tell_us": statistics.median(tell_ns or [0]),
+    }
     return {name: round(ns / 1e3, 1) for name, ns in times.items()}
 
 
@@ -105,7 +115,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--rows", type=int, nargs="+", default=[16, 256])
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[16, 512])
-    parser.add_argument("--requests", type=int, default=300)
+    parser.add_argument("--requests", type=int, default=800)
     args = parser.parse_args()
     versions = {"python": platform.python_version(), "machine": platform.machine()}
     for num_replicas, num_rows, prompt_tokens in itertools.product(args.replicas, args.rows, args.prompt_tokens):

@@ -13,11 +13,11 @@ slots: then all behind it wait too. To know how much of a request is cached, one
 cached for the request to start; the whole prefix is matched when that is.
 
 Pages. A newcomer leaves free what the rest of all unfinished prompts takes, and a page for every other row that can
-grow, so that they will rarely lack any. One that does takes as many tokens as the free pages hold, but for those of the
-rest of older prompts, and a page for each row in decode that can grow: these would otherwise take them back, perhaps
-from this very prompt. If that is no token, younger rows in prefill give way, the last first. None of them has a row in the plan, which is made in the order
-of their age; rows in decode never give way to a prompt. If that does not help either, the prompt waits a step. Nobody
-is admitted in a step in which a running row lacks pages.
+grow, so that they will rarely lack any. A prompt that does takes as many tokens as the free pages hold, but for those
+of the rest of older prompts, and a page for each row in decode that can grow: these would otherwise take them back,
+perhaps from this very prompt. If that is no token, younger rows in prefill give way, the last first. None of them has a
+row in the plan, which is made in the order of their age; rows in decode never give way to a prompt. If that does not
+help either, the prompt waits a step. Nobody is admitted in a step in which a running row lacks pages.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Prefills:
         return is_short
 
     def _num_affordable(self, request: Request, most: int) -> int:
-        """Tokens that a row in prefill may have and leave rows in decode, and older prompts, the pages they will need."""
+        """Tokens that a row in prefill may have and leave rows in decode and older prompts the pages they need."""
         ledger, is_older = self._ledger, True
         num_kept = ledger.num_growing
         for other in self._unfinished:

@@ -1,4 +1,4 @@
-"""Several prompts at a time: who starts beside a long one, what each gets of a step, and what becomes of their pages."""
+"""Several prompts at a time: who starts beside a long one, what each gets of a step, and what pages they take."""
 
 from itertools import count
 
@@ -99,19 +99,18 @@ def test_siblings_of_a_long_prompt_compute_it_once_and_hold_up_nobody():
 
 
 def test_a_prompt_that_differs_from_an_unfinished_one_starts_once_the_common_part_is_there():
-    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64)
-    common = prompt(0, 80)
-    steps.add(make_request("long", common + prompt(1, 300), 1), make_request("other", common + prompt(2, 20), 1))
-    assert [sorted(starts(steps.step())) for _ in range(2)] == [["long"], ["long", "other"]]
-    assert starts(steps.plans[1])["other"] == (80, 20)
+    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, long_chunk=16)
+    common = prompt(0, 48)
+    steps.add(make_request("long", common + prompt(1, 300), 1), make_request("other", [*common, 2, 3], 1))
+    assert [starts(steps.step()).get("other") for _ in range(2)] == [None, (48, 2)]
 
 
 def test_after_a_reset_nobody_waits_for_a_prompt_that_will_not_be_found():
-    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64).add(make_request("long", prompt(0, 300), 1))
-    steps.step()
+    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, long_threshold=100, long_chunk=16)
+    steps.add(make_request("long", prompt(0, 300), 1)).step()
     steps.scheduler.reset_prefix_cache()
-    steps.add(make_request("short", prompt(0, 20), 1))
-    assert starts(steps.step())["short"] == (0, 20)
+    steps.add(make_request("short", prompt(0, 99), 1))
+    assert starts(steps.step())["short"] == (0, 48)
 
 
 def test_beside_as_many_unfinished_prompts_as_may_be_only_what_fits_the_step_starts():
