@@ -44,15 +44,16 @@ class Roofline:
 
     def decode_ms(self, num_rows: int, context_tokens: int) -> float:
         """A step in which every row has one token, after so many others."""
-        return self._step_ms([context_tokens - 1] * num_rows, [1] * num_rows)
+        return self.step_ms([context_tokens - 1] * num_rows, [1] * num_rows)
 
     def ttft_ms(self, prompt_tokens: int) -> float:
         """All steps of a prompt that is alone."""
         budget = self.schedule.max_num_batched_tokens
         starts = range(0, prompt_tokens, budget)
-        return sum(self._step_ms([start], [min(budget, prompt_tokens - start)]) for start in starts)
+        return sum(self.step_ms([start], [min(budget, prompt_tokens - start)]) for start in starts)
 
-    def _step_ms(self, starts: Sequence[int], counts: Sequence[int]) -> float:
+    def step_ms(self, starts: Sequence[int], counts: Sequence[int]) -> float:
+        """A step whose rows compute so many tokens, after so many others."""
         bucket = min(size for size in self.schedule.buckets() if size >= sum(counts))
         attention = attention_cost(np.array(starts), np.array(counts), self.arch.windows)
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // self.arch.num_layers
