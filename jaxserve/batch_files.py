@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from jaxserve.batch_output import BatchOutput, DoneLines, fingerprint_of, make_record, numbered_lines
 from jaxserve.config import EngineConfig
@@ -39,6 +39,10 @@ from jaxserve.openai_format import (
     response_body,
 )
 from jaxserve.request import RequestFailure, RequestOutput, brief
+from jaxserve.stepped import BatchEngine
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +83,7 @@ class _InFlight:
 
 
 def run_batch(
-    engine: Any,
+    engine: "BatchEngine | LLM",
     in_path: str | Path,
     out_path: str | Path,
     *,
@@ -107,7 +111,7 @@ def run_batch(
     Raises:
         ConfigError: a file cannot be used, or the output is of another input or is being written by another process.
     """
-    engine = getattr(engine, "engine", engine)
+    engine = engine if isinstance(engine, BatchEngine) else engine.engine
     config: EngineConfig = engine.config
     key = _key(config.seed if seed is None else seed)
     with _open_files(in_path, out_path, key) as (lines, out, done), contextlib.ExitStack() as stack:
@@ -159,7 +163,7 @@ def _key(seed: int) -> bytes:
 class _BatchRun:
     """The loop: admit while the window has room, step, write what finished."""
 
-    engine: Any
+    engine: BatchEngine
     out: BatchOutput
     done: DoneLines
     key: bytes

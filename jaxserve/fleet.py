@@ -18,13 +18,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.openai_format import BadRequestError, Prompt
 from jaxserve.request import RequestFailure, RequestOutput, SamplingParams
 from jaxserve.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.stepped import SteppedEngine
 from jaxserve.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,7 @@ class Server:
         engine: an `Engine` that nothing else is using.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
         self._num_sequences: dict[str, int] = {}  # of the unfinished requests
 

@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from simulate import modelled, serve
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.executor import Executor
+from simulate import modelled, serve
 
 SIZES = ScheduleConfig(256, 2048, max_model_len=131_072, page_size=16, num_pages=20_000, few_programs=True)
 
