@@ -126,6 +126,24 @@ def test_an_interrupt_at_any_line_stops_nobody_else(action: Callable[[LLM], None
     assert line > 10
 
 
+def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, paths = llm.engine.replicas[0].executor.launch, []
+
+    def watched(*args: Any) -> Any:
+        frames, frame = [], sys._getframe(1)
+        while frame.f_code.co_name != "run":  # of the thread
+            if "jaxtyping" not in frame.f_code.co_filename and "beartype" not in frame.f_code.co_filename:
+                frames.append(frame.f_code.co_name)
+            assert frame.f_back is not None
+            frame = frame.f_back
+        paths.append(frames)
+        return launch(*args)
+
+    monkeypatch.setattr(llm.engine.replicas[0].executor, "launch", watched)
+    generate(llm)
+    assert paths[0] == ["launch", "_step", "step", "_run_core"], "and the executor's launch calls the program"
+
+
 def test_many_threads_are_served(llm: LLM) -> None:
     def read(index: int) -> int:
         return sum(len(part.outputs[0].token_ids) for part in llm.stream([1 + index], PARAMS))

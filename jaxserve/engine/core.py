@@ -97,8 +97,10 @@ class EngineCore:
         self.take_events()
         self._placement.place()
         while replicas := self._placement.next_cores():
-            worked = [self._step(replica) for replica in replicas]
-            if any(worked) or self._placement.is_lone:
+            has_worked = False
+            for replica in replicas:
+                has_worked |= self._step(replica)
+            if has_worked or self._placement.is_lone:
                 break
 
     def take_events(self) -> None:
