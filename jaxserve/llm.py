@@ -30,7 +30,7 @@ from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_argu
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WAKE_S = 0.5e-3  # of the engine's time that waking a thread may take up, and more than it does
+WAKE_S = 1e-3  # of time for each thread that is woken: some ten times as long as that takes
 
 Message = Mapping[str, Any]
 ProgressBar = Callable[..., Any]  # tqdm, or what makes one: functools.partial(tqdm, leave=False)
