@@ -4,6 +4,7 @@ import dataclasses
 import os
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from importlib.metadata import version
@@ -94,6 +95,7 @@ class Engine:
             check_fits=replicas[0].scheduler.check_fits,
             stats=self.stats,
         )
+        self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_closed = False
         self._asleep: set[str] = set()  # of SLEEP_TAGS
         self._has_weights = True
@@ -141,11 +143,18 @@ class Engine:
 
         Raises:
             RequestError: the request cannot be served; nothing has changed.
+            RuntimeError: the engine is closed, or calls of an `LLM` do not leave it alone.
         """
+        if (until_idle := self._until_idle()) is not None:
+            until_idle()
         self.check_serves()
         group = self.frontend.prepare(request_id, prompt, params or self.default_sampling_params, cache_salt)
         self.frontend.start(group)
         return group.output
+
+    def driven_by(self, until_idle: Callable[[], None]) -> None:
+        """Have whoever adds a request by hand wait for this method, which waits until no thread steps the engine."""
+        self._until_idle = weakref.WeakMethod(until_idle)  # whose object has the engine
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns what there is of it, None if it is not unfinished."""

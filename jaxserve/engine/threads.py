@@ -21,7 +21,7 @@ from jaxserve.engine.outputs import RequestGroup
 
 logger = logging.getLogger(__name__)
 
-EXIT_S = 30.0  # that the end of the process waits for a step
+PATIENCE_S = 30.0  # that the end of the process, and who would step the engine by hand, wait for the threads
 POLL_S = 1e-3  # between looks at whether threads have ended
 
 
@@ -43,6 +43,7 @@ class EngineThreads:
         self._pause = threading.Lock()  # held by whoever has the engine for itself
         self._is_paused = self._is_stopped = False
         self._is_wanted = False  # by requests of these callers
+        engine.driven_by(self.wait_until_idle)
         _stop_at_exit(self)
 
     def submit(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
@@ -82,7 +83,16 @@ class EngineThreads:
         """End the threads after the step at hand, for good."""
         with self._lock:
             self._is_paused = self._is_stopped = True
-        self._wait_for_threads(EXIT_S)
+        self._wait_for_threads(PATIENCE_S)
+
+    def wait_until_idle(self) -> None:
+        """Wait for the requests of these callers to end; RuntimeError if they do not."""
+        self._wait_for_threads(PATIENCE_S)
+        if self._running:
+            raise RuntimeError(
+                f"an engine must not be stepped by hand while calls of its LLM run, which have not ended in "
+                f"{PATIENCE_S:.0f} s; use the LLM's methods"
+            )
 
     def _wait_for_threads(self, most_s: float = math.inf) -> None:
         until_s = time.monotonic() + most_s
