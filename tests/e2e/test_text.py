@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -292,8 +293,12 @@ class TestCalls:
             step(now_s)
 
         monkeypatch.setattr(llm.engine.core, "step", interrupting)
-        with pytest.raises(KeyboardInterrupt):
-            generate(llm, [PROMPT, "two"], replace(SAMPLED, max_tokens=50))
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                generate(llm, [PROMPT, "two"], replace(SAMPLED, max_tokens=50))
+        finally:
+            signal.signal(signal.SIGINT, handler)
         wait_until_idle(llm)
 
     def test_chat_renders_the_template(self, llm: LLM) -> None:
