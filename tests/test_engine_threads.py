@@ -166,6 +166,24 @@ def test_a_listener_that_fails_ends_its_own_request_alone(llm: LLM, caplog: pyte
     assert "what listened to it has failed" in caplog.text
 
 
+def test_a_listener_may_submit_while_somebody_pauses(llm: LLM) -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+    second = llm.engine.frontend.prepare("b", [1, 2], PARAMS)
+
+    def submit(group: RequestGroup) -> None:
+        if group.output.finished:
+            while not llm._threads._is_paused:
+                time.sleep(0.001)
+            llm._threads.submit([second], lambda group: ended.put("b") if group.output.finished else None)
+            ended.put("a")
+
+    llm._threads.submit([llm.engine.frontend.prepare("a", [1, 2], PARAMS)], submit)
+    until_s = time.monotonic() + PATIENCE_S
+    while ended.qsize() < 2 and time.monotonic() < until_s:
+        llm.reset_prefix_cache()
+    assert [ended.get(timeout=1) for _ in range(2)] == ["a", "b"]
+
+
 def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
     errors: SimpleQueue[Exception] = SimpleQueue()
 

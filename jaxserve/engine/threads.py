@@ -47,21 +47,27 @@ class EngineThreads:
         _stop_at_exit(self)
 
     def submit(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
-        """Queue requests that `Frontend.prepare` has made; `listener` is called on another thread.
+        """Queue requests that `Frontend.prepare` has made; `listener` is called on another thread, and may submit more.
 
         Raises:
             RequestError: the engine sleeps or has no weights.
             RuntimeError: the engine is closed.
         """
+        if threading.get_ident() in self._running.values():  # a pause waits for this very thread
+            self._queue(groups, listener)
+            return
         with self._pause:
             self._is_paused = self._is_stopped  # an interrupt may have come at the end of a pause
-            self._engine.check_serves()
-            try:
-                for group in groups:
-                    self._engine.frontend.start(group, listener)
-            finally:  # what was queued before an interrupt is there to be cancelled
-                self._is_wanted = True
-                self._start()
+            self._queue(groups, listener)
+
+    def _queue(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
+        self._engine.check_serves()
+        try:
+            for group in groups:
+                self._engine.frontend.start(group, listener)
+        finally:  # what was queued before an interrupt is there to be cancelled
+            self._is_wanted = True
+            self._start()
 
     @contextmanager
     def paused(self) -> Iterator[Engine]:
