@@ -34,6 +34,7 @@ from jaxserve.engine.programs import source_digest
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.replica import Replica
 from jaxserve.engine.roofline import device_ceilings
+from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.metrics import Ceilings, EngineStats, StepStats
 from jaxserve.models.params import Params
@@ -78,8 +79,8 @@ class Engine:
         if self._peers is not None:
             self._peers.claim()
             self._require_same_options(self._peers)
-        self._runners = build_runners(config, self.arch, self._peers) if executor is None else []
-        executors = self._runners if executor is None else [executor]
+        executors: Sequence[Executor] = [executor] if executor else build_runners(config, self.arch, self._peers)
+        self._runners = [executor for executor in executors if isinstance(executor, Runner)]
         self.schedule = executors[0].schedule
         self._logs: list[EventLog] = []
         replicas = [Replica(config, self.arch, e, self.stats, self._recorder(i)) for i, e in enumerate(executors)]
