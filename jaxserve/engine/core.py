@@ -124,6 +124,12 @@ class EngineCore:
         self.take_events()
         self._finish(list(self._requests.values()), FinishReason.ABORT, error)
 
+    def lose_all(self) -> None:
+        """Forget all requests and events, where requests cannot be ended any more."""
+        self._requests.clear()
+        while not self.inbox.empty():
+            self.inbox.get()
+
     def check_integrity(self) -> None:
         """Raise AssertionError if a page, slot or request is lost or shared."""
         for replica in self.replicas:

@@ -85,7 +85,11 @@ class EventLog:
             logger.warning("the event log %s is full: nothing more is recorded", self._path)
             self.close()
             return
-        self._file.write(line)
+        try:
+            self._file.write(line)
+        except OSError as error:  # a full disk must not stop what is recorded
+            logger.warning("the event log %s ends here: %s", self._path, error)
+            self._file = None
 
 
 def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:

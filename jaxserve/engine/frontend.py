@@ -165,10 +165,14 @@ class Frontend:
                         progressed[group.request_id] = group
         except BaseException as error:  # which outputs it has left half written is not known
             rows = delta.step.plan.requests if delta.step is not None else [request for request, _ in delta.ended]
-            self.abandon({self._group_of[request] for request in rows if request in self._group_of}, error)
+            abandoned = {self._group_of[request] for request in rows if request in self._group_of}
+            for group in abandoned:
+                progressed.pop(group.request_id, None)
+            self.abandon(abandoned, error)
             raise
-        for group in progressed.values():
-            self._tell(group)
+        finally:  # those that ended before an error are waited for too
+            for group in progressed.values():
+                self._tell(group)
         return list(progressed.values())
 
     def abandon(self, groups: Iterable[RequestGroup], error: BaseException) -> None:
@@ -232,7 +236,7 @@ class Frontend:
             return
         try:
             group.listener(group)
-        except Exception:
+        except (Exception, SystemExit):  # of a client: others must be told too
             logger.exception("request %s is cancelled: what listened to it has failed", group.request_id)
             group.listener = None
             self.cancel(group.request_id)

@@ -56,6 +56,8 @@ class EngineThreads:
         if threading.get_ident() in self._running.values():  # a pause waits for this very thread
             self._queue(groups, listener)
             return
+        if self._is_stopped:
+            raise RuntimeError("the process is ending: no requests are served any more")
         with self._pause:
             self._is_paused = self._is_stopped  # an interrupt may have come at the end of a pause
             self._queue(groups, listener)
@@ -129,10 +131,12 @@ class EngineThreads:
             with self._lock:
                 runs = core.has_work() and not self._is_paused
                 if not runs:
+                    self._is_wanted = core.has_work()
                     core.outbox.put(None)
                     del self._running["core"]
-        self._is_wanted = core.has_work()  # which has come since, from who has seen this thread
-        self._start()
+        if core.has_work():  # which has come since, from who has seen this thread
+            self._is_wanted = True
+            self._start()
 
     def _run_frontend(self) -> None:
         self._running["frontend"] = threading.get_ident()
@@ -164,6 +168,7 @@ class EngineThreads:
             logger.exception("the engine is closed: it cannot go on")
             with contextlib.suppress(BaseException):
                 self._engine.close()
+            core.lose_all()
         core.outbox.put(error)
 
 
