@@ -235,10 +235,31 @@ def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch) -
     with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
         patch.setattr(llm.engine.core, "step", broken)
         patch.setattr(llm.engine.replicas[0], "recover", broken)
+        patch.setattr(llm.engine.core, "_finish", broken)
         with pytest.raises(RuntimeError, match="beyond repair"):
             pool.submit(llm.generate, [[1]], LONG, False).result(PATIENCE_S)
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate([[1]], PARAMS, use_tqdm=False)
+    until_s = time.monotonic() + PATIENCE_S
+    while llm._threads._running:
+        assert time.monotonic() < until_s, "its thread must not go on for nobody"
+        time.sleep(0.01)
+
+
+def test_those_that_end_beside_a_row_that_fails_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, told = RequestGroup.append, SimpleQueue()
+
+    def failing(group: RequestGroup, *args: Any) -> Any:
+        if group.request_id == "fails":
+            raise ValueError("no text for this token")
+        return append(group, *args)
+
+    monkeypatch.setattr(RequestGroup, "append", failing)
+    groups = [llm.engine.frontend.prepare(name, [1, 2], SamplingParams(max_tokens=1)) for name in ("ends", "fails")]
+    llm._threads.submit(groups, lambda group: told.put(group.request_id) if group.output.finished else None)
+    assert {told.get(timeout=PATIENCE_S) for _ in groups} == {"ends", "fails"}
+    assert groups[0].error is None
+    assert isinstance(groups[1].error, ValueError)
 
 
 def test_what_comes_during_a_pause_waits_for_its_end(llm: LLM) -> None:
