@@ -42,6 +42,8 @@ _REQUEST_FIELDS = [
     "read_prefix_cache",
     "waits_for_tokens",
     "arrival",
+    "output_token_ids",  # of one that was preempted, and went to another replica
+    "review_at",
 ]
 
 

@@ -228,5 +228,6 @@ def _again(request: Request) -> Request:
         bad_sequences=request.bad_sequences,
         salt=request.salt,
         read_prefix_cache=request.read_prefix_cache,
+        waits_for_tokens=request.waits_for_tokens,
         arrival=request.arrival,
     )

@@ -22,6 +22,7 @@ from jaxserve.engine.outputs import RequestGroup
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0  # that the end of the process, and who would step the engine by hand, wait for the threads
+MAX_DELTAS = 8  # that the frontend may be behind
 POLL_S = 1e-3  # between looks at whether threads have ended
 
 
@@ -124,6 +125,9 @@ class EngineThreads:
         while runs:
             try:
                 while core.has_work() and not self._is_paused:
+                    if core.outbox.qsize() > MAX_DELTAS:  # so that stop strings are found in time
+                        time.sleep(POLL_S)
+                        continue
                     core.step(time.monotonic())
             except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
                 logger.exception("all requests are ended: the engine's core has failed")
