@@ -30,8 +30,6 @@ from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_argu
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-WAKE_S = 1e-3  # of time for each thread that is woken: some ten times as long as that takes
-
 Message = Mapping[str, Any]
 ProgressBar = Callable[..., Any]  # tqdm, or what makes one: functools.partial(tqdm, leave=False)
 
@@ -76,7 +74,6 @@ class LLM:
             raise SystemExit(0)
         self._threads = EngineThreads(engine)
         self._ids = itertools.count()
-        self._wakes = _Wakes()
 
     def __enter__(self) -> "LLM":
         return self
@@ -191,7 +188,7 @@ class LLM:
         output, sent = group.output, [_Sent() for _ in group.output.outputs]
         news: SimpleQueue[None] = SimpleQueue()
         try:
-            self._threads.submit([group], partial(self._wakes.note, news))
+            self._threads.submit([group], partial(self._threads.wakes.note, news))
             finished = False
             while not finished:
                 news.get()
@@ -279,8 +276,12 @@ class LLM:
         tokens_in = tokens_out = 0
         started = time.monotonic()
         with new_bar(total=count, desc="Generating", unit="req") as bar:
-            for _ in range(count):
+            seen: set[str] = set()
+            while len(seen) < count:
                 group = ended.get()
+                if group.request_id in seen:  # an interrupt elsewhere has let it be told twice
+                    continue
+                seen.add(group.request_id)
                 _check_served(group)
                 tokens_in += len(group.output.prompt_token_ids)
                 tokens_out += sum(len(o.token_ids) for o in group.output.outputs)
@@ -338,33 +339,6 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
     if len(params) != count:
         raise RequestError(f"sampling_params must be one for all or one per prompt, got {len(params)} for {count}")
     return list(params)
-
-
-class _Wakes:
-    """Wakes the threads that stream: one each WAKE_S on average, but for the first tokens and the last of a request.
-
-    To wake a thread for a token takes longer than all else that the host does for it, and what the threads of a process
-    do in Python the engine's own cannot do meanwhile. So the more threads there are, the more tokens come at once.
-    """
-
-    def __init__(self) -> None:
-        self._asleep: dict[SimpleQueue[None], None] = {}  # that have news, longest first
-        self._due_s = 0.0
-
-    def note(self, news: "SimpleQueue[None]", group: RequestGroup) -> None:
-        """Wake who waits for `news` of a request, now or later; called by one thread at a time."""
-        now_s = time.monotonic()
-        output = group.output
-        self._asleep[news] = None
-        if output.finished or len(output.outputs[0].token_ids) <= 1:
-            del self._asleep[news]
-            news.put(None)
-        elif now_s >= self._due_s:
-            self._due_s = now_s + len(self._asleep) * WAKE_S
-            for waiting in self._asleep:
-                if waiting.empty():
-                    waiting.put(None)
-            self._asleep.clear()
 
 
 @dataclass(slots=True)

@@ -55,13 +55,13 @@ def serve(arch: Any, executor: ModelledExecutor, lengths: list[int], num_output:
         for i, n in enumerate(lengths)
     ]
     for request in requests:
-        core.inbox.put(Submitted([request]))
+        core.inbox.append(Submitted([request]))
     first: dict[Request, tuple[int, float]] = {}
     num_steps = 0
     while core.has_work():
         core.step(executor.now_s)
-        while not core.outbox.empty():
-            delta = core.outbox.get()
+        while core.outbox:
+            delta = core.outbox.popleft()
             if isinstance(delta, Delta) and delta.step is not None:
                 num_steps += 1
                 for request, token_ids in zip(delta.step.plan.requests, delta.step.token_ids, strict=True):

@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from jaxserve import llm as llm_module
-from jaxserve.engine import core, frontend, threads
+from jaxserve.engine import core, engine, frontend, threads, wakes
+from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from null_device import TOKEN, null_engine
 
-FILES = {module.__file__ for module in (core, frontend, threads, llm_module)}
+FILES = {module.__file__ for module in (core, engine, frontend, threads, llm_module)}
 PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
 PATIENCE_S = 30
@@ -78,16 +79,16 @@ class Interrupter:
         """
         text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
         if not text.startswith(("with self._lock", "with self._pause:", "with self.lock", "with self.engine.frontend")):
-            return text == "try:"
+            return text in ("try:", "return outputs")  # the caller might be interrupted as well, who then has them
         entered = self.entered.setdefault(id(frame), set())
         is_left = frame.f_lineno in entered
         entered ^= {frame.f_lineno}
         return is_left
 
-    def call(self, function: Callable[[LLM], Any], llm: LLM) -> Any:
+    def call(self, function: Callable[[Any], Any], served: LLM | Engine) -> Any:
         sys.settrace(self._trace)
         try:
-            return function(llm)
+            return function(served)
         except KeyboardInterrupt as error:
             self.error = error
             return None
@@ -125,6 +126,37 @@ def test_an_interrupt_at_any_line_stops_nobody_else(action: Callable[[LLM], None
         check(llm)
         line += 1
     assert line > 10
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_an_interrupt_at_any_line_of_a_step_by_hand_loses_no_output() -> None:
+    """Each request that was queued is returned as finished, or its end is raised."""
+    engine, line, was_interrupted = new_llm().engine, 0, True
+    while was_interrupted:
+        interrupter, ended = Interrupter(line), set()
+
+        def step(engine: Engine, ended: set[str] = ended) -> None:
+            try:
+                ended |= {output.request_id for output in engine.step() if output.finished}
+            except RuntimeError as error:
+                pytest.fail(f"no step has failed: {error}")
+
+        outputs = [engine.add_request(name, [1, 2], SamplingParams(max_tokens=2, n=2)) for name in "ab"]
+        for _ in range(3):
+            interrupter.call(step, engine)
+        was_interrupted = interrupter.error is not None
+        for _ in range(10):
+            if engine.has_unfinished():
+                step(engine)
+        assert all(output.finished for output in outputs), line
+        aborted = {o.request_id for o in outputs if "abort" in {c.finish_reason for c in o.outputs}}
+        assert ended | aborted == {"a", "b"}, line
+        assert not engine.has_unfinished(), line
+        assert not engine.core.num_unfinished
+        engine.check_integrity()
+        line += 1
+    assert line > 50
+    assert ended == {"a", "b"}
 
 
 def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +214,100 @@ def test_a_listener_may_submit_while_somebody_pauses(llm: LLM) -> None:
     while ended.qsize() < 2 and time.monotonic() < until_s:
         llm.reset_prefix_cache()
     assert [ended.get(timeout=1) for _ in range(2)] == ["a", "b"]
+
+
+def test_a_listener_may_submit_to_an_engine_that_is_stepped_in_a_pause(llm: LLM) -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+    second = llm.engine.frontend.prepare("b", [1, 2], PARAMS)
+
+    def submit(group: RequestGroup) -> None:
+        if group.output.finished:
+            llm._threads.submit([second], lambda group: ended.put("b") if group.output.finished else None)
+            ended.put("a")
+
+    def step() -> None:
+        with llm._threads.paused() as engine:
+            engine.frontend.start(llm.engine.frontend.prepare("a", [1, 2], PARAMS), submit)
+            while engine.has_unfinished():
+                engine.step()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(step).result(PATIENCE_S)
+    assert [ended.get(timeout=1) for _ in range(2)] == ["a", "b"]
+
+
+def test_requests_end_where_no_thread_can_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    for role in ("core", "frontend"):
+
+        def fail(thread: threading.Thread, role: str = role) -> None:
+            if thread.name == f"jaxserve {role}":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                pool.submit(llm.generate, [[1], [2]], PARAMS, False).result(PATIENCE_S)
+        check(llm)
+
+
+def test_a_step_by_hand_returns_next_what_an_error_kept_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = RequestGroup.append
+
+    def failing(group: RequestGroup, *args: Any) -> Any:
+        if group.request_id == "fails":
+            raise ValueError("no text for this token")
+        return append(group, *args)
+
+    monkeypatch.setattr(RequestGroup, "append", failing)
+    for name in ("ends", "fails"):
+        llm.engine.add_request(name, [1, 2], SamplingParams(max_tokens=1))
+    returned, errors = [], []
+    while llm.engine.has_unfinished():
+        try:
+            returned += [output.request_id for output in llm.engine.step()]
+        except ValueError as error:
+            errors.append(error)
+    assert returned == ["ends"]
+    assert len(errors) == 1
+
+
+def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, closed = new_llm(), []
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    monkeypatch.setattr(llm.engine.core, "abort_all", broken)
+    monkeypatch.setattr(llm.engine.replicas[0].executor, "close", lambda: closed.append(True))
+    with pytest.raises(RuntimeError, match="beyond repair"):
+        llm.close()
+    assert closed
+
+
+def test_threads_that_stream_are_woken_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that came too early for its thread to be woken reaches it after WAKE_S, not with the next token."""
+    llm = new_llm()
+    waking, news = wakes.Wakes(), SimpleQueue[None]()
+    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
+    group.output.outputs[0].token_ids = [TOKEN] * 2
+    monkeypatch.setattr(wakes, "WAKE_S", 0.01)
+    assert waking.wake() is None, "nobody waits"
+    waking.note(news, group)
+    assert waking.wake() is None
+    news.get_nowait()
+    waking.note(news, group)
+    left_s = waking.wake()
+    assert left_s is not None
+    assert 0 < left_s <= 0.01
+    assert news.empty()
+    time.sleep(left_s)
+    assert waking.wake() is None
+    news.get_nowait()
+    waking.note(news, group)
+    assert waking.wake(is_last=True) is None
+    news.get_nowait()
 
 
 def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:

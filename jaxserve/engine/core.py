@@ -8,19 +8,19 @@ events, in order, decide all of its plans (`events.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted
 from jaxserve.engine.placement import Placement
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
-from jaxserve.request import FinishReason, Request
+from jaxserve.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
+    from jaxserve.engine.executor import StepResult
     from jaxserve.engine.plan import StepPlan
     from jaxserve.engine.replica import StepTokens
     from jaxserve.metrics import StepStats
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What has become of requests. Nobody changes it any more, nor anything in it but the requests themselves.
+    """News of requests. Immutable, and so is what it holds but for the requests themselves.
 
     Attributes:
-        at_s: when.
+        at_s: the time of the news.
         admitted: requests that got a slot, with the number of prompt tokens that were found in the cache.
         step: new tokens of the rows of a step, and the requests that they ended.
         ended: requests that ended otherwise, each with the reason.
-        error: what ended those, if they did not want it.
+        error: exception that ended those; None where they were cancelled.
     """
 
     at_s: float
@@ -55,9 +55,8 @@ class EngineCore:
 
     Attributes:
         replicas: as given.
-        inbox: events of any thread; `step` takes them.
-        outbox: deltas, in order, for `Frontend.take`; an exception if the core has lost all requests, and None when
-            its thread ends.
+        inbox: events that any thread appends; `step` takes them.
+        outbox: deltas in order, which `Frontend.deliver` takes; an exception stands for the loss of all requests.
         last_steps: statistics of steps, of any replica, that the last call of `step` has written.
     """
 
@@ -65,8 +64,9 @@ class EngineCore:
         self, replicas: Sequence[Replica], *, step_ahead: bool, on_failure: Callable[[BaseException], None]
     ) -> None:
         self.replicas = replicas
-        self.inbox: SimpleQueue[Event] = SimpleQueue()
-        self.outbox: SimpleQueue[Delta | BaseException | None] = SimpleQueue()
+        # Deques: an element leaves when it has been dealt with, so that an interrupt loses none.
+        self.inbox: deque[Event] = deque()
+        self.outbox: deque[Delta | BaseException] = deque()
         self.last_steps: list[StepStats] = []
         self._step_ahead, self._on_failure = step_ahead, on_failure
         self._placement = Placement(replicas)
@@ -74,8 +74,8 @@ class EngineCore:
         self._now_s = 0.0
 
     def has_work(self) -> bool:
-        """Whether a call of `step` has anything to do."""
-        return bool(self._requests) or not self.inbox.empty()
+        """Return whether a call of `step` has anything to do."""
+        return bool(self._requests or self.inbox)
 
     @property
     def num_unfinished(self) -> int:
@@ -105,10 +105,11 @@ class EngineCore:
 
     def take_events(self) -> None:
         """Do what the inbox says, without a step."""
-        while not self.inbox.empty():
-            event = self.inbox.get()
-            match event:
+        while self.inbox:
+            match self.inbox[0]:
                 case Submitted(requests):
+                    # Broken off half-way, it cannot be repeated: those that came so far are known, and end.
+                    self.inbox[0] = Cancelled(requests, FinishReason.ABORT)
                     self._requests.update({request.request_id: request for request in requests})
                     self._placement.add(requests)
                 case Cancelled(requests, reason):
@@ -116,6 +117,7 @@ class EngineCore:
                 case CacheReset():
                     for replica in self.replicas:
                         replica.reset_prefix_cache()
+            self.inbox.popleft()
         for replica in self.replicas:
             self._settle(replica)
 
@@ -124,11 +126,11 @@ class EngineCore:
         self.take_events()
         self._finish(list(self._requests.values()), FinishReason.ABORT, error)
 
-    def lose_all(self) -> None:
-        """Forget all requests and events, where requests cannot be ended any more."""
+    def lose_all(self, error: BaseException) -> None:
+        """Forget all requests and events, where an error has left no way to end requests."""
         self._requests.clear()
-        while not self.inbox.empty():
-            self.inbox.get()
+        self.inbox.clear()
+        self.outbox.append(error)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a page, slot or request is lost or shared."""
@@ -137,36 +139,38 @@ class EngineCore:
         self._placement.check_integrity(self._requests)
 
     def _step(self, replica: Replica) -> bool:
-        """One step of one replica; whether anything was launched or read."""
+        """Launch and read a step of one replica, as far as there is any; returns whether there was."""
         launched: StepPlan | None = None
-        with self._failing(replica):
-            try:
-                launched = replica.launch(self._now_s)
-            finally:  # while the device runs what was just launched
-                self.last_steps += replica.accounts.write(self.num_waiting)
+        is_read = is_waiting = False
+        try:
+            launched = replica.launch(self._now_s)
+            self.last_steps += replica.accounts.write(self.num_waiting)  # while the device runs what was just launched
             if launched is not None:
                 self._emit_admitted(replica, launched)
-        keep = 1 if launched and self._step_ahead else 0
-        if not self._placement.is_lone:  # others need not wait for it
-            keep = max(keep, replica.num_running_steps)
-        is_read = len(replica.in_flight) > keep and self._read(replica)
+            keep = 1 if launched and self._step_ahead else 0
+            if not self._placement.is_lone:  # others need not wait for it
+                keep = max(keep, replica.num_running_steps)
+            if len(replica.in_flight) > keep:
+                is_waiting = True
+                result = replica.read()
+                is_waiting, is_read = False, True
+                self._update(replica, result)
+        except BaseException as error:
+            if isinstance(error, Exception) or not is_waiting:  # a step whose reading was interrupted can be read again
+                self._fail(replica, error)
+            if not isinstance(error, Exception):
+                raise
         self._settle(replica)
         return launched is not None or is_read
 
-    def _read(self, replica: Replica) -> bool:
-        """Wait for the oldest step in flight of a replica, and tell of its tokens."""
-        try:
-            result = replica.read()
-        except Exception:  # whatever the device reports; after a KeyboardInterrupt the step can be read again
-            with self._failing(replica):
-                raise
-        with self._failing(replica):
-            step = replica.update(result)
-            for request in step.ended:
-                self._forget(request)
-            self._now_s = max(self._now_s, result.ended_s)
-            self.outbox.put(Delta(result.ended_s, step=step))
-        return True
+    def _update(self, replica: Replica, result: StepResult) -> None:
+        """Take the tokens of the oldest step in flight of a replica."""
+        step = replica.update(result)
+        self._now_s = max(self._now_s, result.ended_s)
+        self.outbox.append(Delta(result.ended_s, step=step))
+        for request in step.ended:
+            self._placement.finish(request)
+            del self._requests[request.request_id]
 
     def _settle(self, replica: Replica) -> None:
         """Drop the steps in flight of a replica without requests, and write what is left of the statistics."""
@@ -179,32 +183,22 @@ class EngineCore:
         self._now_s = max(self._now_s, replica.in_flight[-1].handle.launched_s)
         if plan.admitted:
             admitted = [(request, request.num_cached_tokens) for request in plan.admitted]
-            self.outbox.put(Delta(self._now_s, admitted=admitted))
+            self.outbox.append(Delta(self._now_s, admitted=admitted))
 
-    @contextmanager
-    def _failing(self, replica: Replica) -> Iterator[None]:
+    def _fail(self, replica: Replica, error: BaseException) -> None:
         """End a replica's requests when a step breaks off: plans, pages and device then differ in what was computed."""
+        ids, finished = set(self._placement.ids_on(replica)), RequestStatus.FINISHED  # by a token that nobody knows yet
+        requests = [r for r in self._requests.values() if r.request_id in ids or r.status is finished]
         try:
-            yield
-        except BaseException as error:
-            ids, cause = self._placement.ids_on(replica), error
-            try:
-                self._on_failure(error)
-            except PeerLostError as lost:
-                cause = lost
-            self._finish([self._requests[request_id] for request_id in ids], FinishReason.ABORT, cause)
-            replica.recover()
-            if not isinstance(error, Exception):
-                raise
+            self._on_failure(error)
+        except PeerLostError as lost:
+            error = lost
+        self._finish(requests, FinishReason.ABORT, error)
+        replica.recover()
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None) -> None:
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 self._placement.finish(request, reason)
                 del self._requests[request.request_id]
-        self.outbox.put(Delta(self._now_s, ended=[(request, reason) for request in requests], error=error))
-
-    def _forget(self, request: Request) -> None:
-        """Let go of a request that a token has ended."""
-        self._placement.finish(request)
-        del self._requests[request.request_id]
+        self.outbox.append(Delta(self._now_s, ended=[(request, reason) for request in requests], error=error))

@@ -6,6 +6,7 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 from importlib.metadata import version
 
@@ -23,7 +24,7 @@ from jaxserve.engine.build import (
     copies,
     prepare_params,
 )
-from jaxserve.engine.core import Delta, EngineCore
+from jaxserve.engine.core import EngineCore
 from jaxserve.engine.event_log import EventLog
 from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead, replay
 from jaxserve.engine.executor import Executor
@@ -93,9 +94,11 @@ class Engine:
             max_position=self.arch.max_position,
             eos_ids=eos_ids,
             inbox=self.core.inbox,
+            outbox=self.core.outbox,
             check_fits=replicas[0].scheduler.check_fits,
             stats=self.stats,
         )
+        self._progressed: dict[str, RequestGroup] = {}  # requests that were added by hand
         self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None
         self._is_closed = False
         self._asleep: set[str] = set()  # of SLEEP_TAGS
@@ -150,7 +153,7 @@ class Engine:
             until_idle()
         self.check_serves()
         group = self.frontend.prepare(request_id, prompt, params or self.default_sampling_params, cache_salt)
-        self.frontend.start(group)
+        self.frontend.start(group, self._note_progress)
         return group.output
 
     def driven_by(self, until_idle: Callable[[], None]) -> None:
@@ -163,40 +166,47 @@ class Engine:
         if group is None:
             return None
         self.settle()
+        self._progressed.pop(request_id, None)
         return group.output
 
     def has_unfinished(self) -> bool:
         """Whether any request still needs steps."""
-        return self.frontend.has_unfinished()
+        return self.frontend.has_unfinished() or bool(self._progressed)
 
     def step(self) -> list[RequestOutput]:
         """Plan and dispatch one step, and collect the one before it (or this one, without `step_ahead`).
 
         With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
-        cumulative outputs, final where `finished`. Raises what broke a step off, whose requests it has ended.
+        cumulative outputs, final where `finished`. Raises what broke a step off, whose requests it has ended; the next
+        call returns the others.
         """
         try:
-            self.core.step(time.monotonic())
-        finally:  # of an interrupted step too: it has ended its requests
-            groups = self._deliver()
-        for group in groups:
-            if group.error is not None:
-                raise group.error
-        return [group.output for group in groups]
+            try:
+                self.core.step(time.monotonic())
+            finally:  # of an interrupted step too: it has ended its requests
+                self._deliver()
+            for group in self._progressed.values():
+                if group.error is not None:
+                    raise group.error
+        except BaseException as error:
+            self._progressed = {name: g for name, g in self._progressed.items() if g.error is not error}
+            raise
+        outputs = [group.output for group in self._progressed.values()]
+        self._progressed.clear()
+        return outputs
 
     def settle(self) -> None:
         """Do what was asked of the engine, without a step."""
         self.core.take_events()
         self._deliver()
 
-    def _deliver(self) -> list[RequestGroup]:
+    def _deliver(self) -> None:
         """Bring outputs up to date, and let the core know of those that stop strings have ended."""
-        progressed: dict[str, RequestGroup] = {}
-        while not self.core.outbox.empty():
-            if isinstance(delta := self.core.outbox.get(), Delta):
-                progressed |= {group.request_id: group for group in self.frontend.take(delta)}
+        self.frontend.deliver()
         self.core.take_events()
-        return list(progressed.values())
+
+    def _note_progress(self, group: RequestGroup) -> None:
+        self._progressed[group.request_id] = group
 
     def check_serves(self) -> None:
         """Raise RequestError, or RuntimeError of a closed engine, where no request can be served now."""
@@ -211,7 +221,7 @@ class Engine:
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
         self._check_open()
-        self.core.inbox.put(CacheReset())
+        self.core.inbox.append(CacheReset())
         self.core.take_events()
 
     # Weights and memory
@@ -257,6 +267,7 @@ class Engine:
         except BaseException as error:
             self.core.abort_all(error)
             self._deliver()
+            self._progressed.clear()
             raise
         for runner, params in zip(self._runners, replicas, strict=True):
             runner.params = params
@@ -270,13 +281,13 @@ class Engine:
     def close(self) -> None:
         """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
         self._is_closed = True
-        self.core.abort_all(RuntimeError("the engine was closed"))
-        self._deliver()
-        for replica in self.replicas:
-            replica.in_flight.clear()
-            replica.executor.close()
-        for log in self._logs:
-            log.close()
+        with ExitStack() as stack:  # an error leaves nothing unfreed
+            for log in self._logs:
+                stack.callback(log.close)
+            for replica in self.replicas:
+                stack.callback(replica.close)
+            self.core.abort_all(RuntimeError("the engine was closed"))
+            self._deliver()
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`; see `LLM.sleep`."""

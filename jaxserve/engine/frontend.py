@@ -1,7 +1,7 @@
 """Frontend: from prompts to requests, and from deltas to what users see. It talks to the core through queues alone.
 
-`prepare`, `start` and `cancel` may be called from any thread. `take` is for one thread at a time, that which takes the
-core's outbox. Whatever becomes of a request, its end too, comes through there, so that outputs have one writer.
+`prepare`, `start` and `cancel` may be called from any thread, `deliver` from one at a time. Whatever becomes of a
+request, its end too, comes through there, so that outputs have one writer.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 from jaxserve.bad_words import encode_bad_words
@@ -47,9 +47,10 @@ class Frontend:
         vocab_size: tokens of the model.
         max_position: tokens that the model was made for.
         eos_ids: tokens that end an output.
-        inbox: of the core.
-        check_fits: raises RequestError for a request that could not run to its end even alone.
-        stats: totals, to which what users get is added.
+        inbox: events for the core.
+        outbox: deltas from the core, or the exception that has lost it all requests.
+        check_fits: function that raises RequestError for a request that could not run to its end even alone.
+        stats: totals, to which output tokens and finished requests are added.
     """
 
     def __init__(
@@ -61,16 +62,20 @@ class Frontend:
         vocab_size: int,
         max_position: int,
         eos_ids: frozenset[int],
-        inbox: SimpleQueue[Event],
+        inbox: deque[Event],
+        outbox: deque[Delta | BaseException],
         check_fits: Callable[[Request], None],
         stats: EngineStats,
     ) -> None:
         self._config, self._schedule, self._tokenizer = config, schedule, tokenizer
         self._vocab_size, self._max_position, self._eos_ids = vocab_size, max_position, eos_ids
-        self._inbox, self._check_fits, self._stats = inbox, check_fits, stats
+        self._inbox, self._outbox = inbox, outbox
+        self._check_fits, self._stats = check_fits, stats
         self._groups: dict[str, RequestGroup] = {}
         # By each unfinished sample itself: a step in flight may still hold an earlier request of the same id.
         self._group_of: dict[Request, RequestGroup] = {}
+        self._taken: Delta | BaseException | None = None  # the last delta that was begun with
+        self._untold: dict[str, RequestGroup] = {}  # requests with news, whose listeners are not through
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
         self.lock = threading.Lock()  # of all outputs: a reader on another thread finds them between two deltas
@@ -95,8 +100,8 @@ class Frontend:
 
         Args:
             group: from `prepare`.
-            listener: called by `take` when outputs of the request have grown or ended. If it raises, the request is
-                cancelled.
+            listener: function that `deliver` calls when outputs of the request have grown or ended; twice, where an
+                interrupt comes. If it raises, the request is cancelled.
 
         Raises:
             RequestError: the id is in use.
@@ -113,7 +118,7 @@ class Frontend:
         """End a request if it is unfinished; from anywhere, the garbage collector included, any number of times."""
         group = self._groups.get(request_id)
         if group is not None:
-            self._inbox.put(Cancelled(group.requests, FinishReason.ABORT))
+            self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
         return group
 
     def restart(self) -> None:
@@ -121,7 +126,7 @@ class Frontend:
         for group in list(self._groups.values()):
             for request in group.requests:
                 self._group_of.pop(request, None)
-            self._inbox.put(Cancelled(group.requests, FinishReason.ABORT))
+            self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
             with self.lock:
                 group.restart()
             self._queue(group)
@@ -129,11 +134,11 @@ class Frontend:
     def _queue(self, group: RequestGroup) -> None:
         requests = group.requests
         self._group_of.update(dict.fromkeys(requests, group))
-        self._inbox.put(Submitted(requests))
+        self._inbox.append(Submitted(requests))
 
     def has_unfinished(self) -> bool:
-        """Whether there is a request whose end has not been taken."""
-        return bool(self._groups)
+        """Return whether there is a request whose end its listener has not heard of."""
+        return bool(self._groups or self._untold)
 
     @property
     def num_unfinished(self) -> int:
@@ -146,51 +151,62 @@ class Frontend:
 
     # From the core to users
 
-    def take(self, delta: Delta) -> list[RequestGroup]:
-        """Bring outputs up to date; returns the requests that got tokens or ended."""
-        progressed: dict[str, RequestGroup] = {}
+    def deliver(self) -> None:
+        """Bring outputs up to date with all deltas, and call the listeners of requests that got tokens or ended.
+
+        An interrupt loses no delta and leaves no listener uncalled: the next call goes on.
+        """
+        self._tell()
+        while self._outbox:
+            delta = self._outbox[0]
+            if isinstance(delta, BaseException):
+                self.abandon_all(delta)
+            elif delta is not self._taken:
+                self._take(delta)
+            self._outbox.popleft()
+
+    def _take(self, delta: Delta) -> None:
         try:
             with self.lock:
+                self._taken = delta
                 for request, num_cached_tokens in delta.admitted:
                     if (group := self._group_of.get(request)) is not None:
                         group.admitted(request, num_cached_tokens, delta.at_s)
                 if delta.step is not None:
-                    self._take_step(delta.step, progressed)
+                    self._take_step(delta.step)
                 for request, reason in delta.ended:
                     # By its id, too: an interrupt may have come in `start`.
                     group = self._group_of.get(request) or self._groups.get(request.request_id.rpartition("#")[0])
                     if group is not None and group.has_open(request):
                         group.error = delta.error
                         self._finish(group, request, reason, delta.at_s)
-                        progressed[group.request_id] = group
         except BaseException as error:  # which outputs it has left half written is not known
             rows = delta.step.plan.requests if delta.step is not None else [request for request, _ in delta.ended]
             abandoned = {self._group_of[request] for request in rows if request in self._group_of}
-            for group in abandoned:
-                progressed.pop(group.request_id, None)
             self.abandon(abandoned, error)
-            raise
+            if not isinstance(error, Exception):
+                raise
+            logger.exception("requests are ended: their outputs could not be assembled")
         finally:  # those that ended before an error are waited for too
-            for group in progressed.values():
-                self._tell(group)
-        return list(progressed.values())
+            self._tell()
 
     def abandon(self, groups: Iterable[RequestGroup], error: BaseException) -> None:
         """End requests at once, whatever their outputs are, because of an error."""
         for group in groups:
             for request in group.requests:
                 self._group_of.pop(request, None)
-            self._inbox.put(Cancelled(group.requests, FinishReason.ABORT))
+            self._inbox.append(Cancelled(group.requests, FinishReason.ABORT))
             with self.lock:
                 group.abandon(error)
+            self._untold[group.request_id] = group
             self._groups.pop(group.request_id, None)
-            self._tell(group)
+        self._tell()
 
     def abandon_all(self, error: BaseException) -> None:
         """End all requests that are unfinished at once."""
         self.abandon(list(self._groups.values()), error)
 
-    def _take_step(self, step: StepTokens, progressed: dict[str, RequestGroup]) -> None:
+    def _take_step(self, step: StepTokens) -> None:
         result, at_s = step.result, step.result.ended_s
         if result.prompt_logprobs is not None:
             self._collect_prompt_logprobs(step.plan, result.prompt_logprobs)
@@ -203,11 +219,11 @@ class Frontend:
             if group is None:  # it has ended: by a stop string or a cancel, of which the core did not know
                 continue
             reason = request.finish_reason if request in ended else None
-            stop = group.append(request, token_ids, reason, at_s, logprobs, row * width)
-            num_output_tokens += len(token_ids)  # without those behind a stop string
-            progressed[group.request_id] = group
+            self._untold[group.request_id] = group
+            num_kept, stop = group.append(request, token_ids, reason, at_s, logprobs, row * width)
+            num_output_tokens += num_kept
             if stop is not None:
-                self._inbox.put(Cancelled([request], FinishReason.STOP))
+                self._inbox.append(Cancelled([request], FinishReason.STOP))
                 self._finish(group, request, FinishReason.STOP, at_s, stop)
             elif reason is not None:
                 self._finish(group, request, reason, at_s)
@@ -226,20 +242,25 @@ class Frontend:
         self, group: RequestGroup, request: Request, reason: FinishReason, at_s: float, stop: str | None = None
     ) -> None:
         """Let go of a sample that has ended."""
-        self._group_of.pop(request, None)
+        self._untold[group.request_id] = group
         if group.finish(request, reason, at_s, stop):
             del self._groups[group.request_id]
             self._stats.num_finished += 1
+        self._group_of.pop(request, None)  # last of all: `_take` looks here for whom an error concerns
 
-    def _tell(self, group: RequestGroup) -> None:
-        if group.listener is None:
-            return
-        try:
-            group.listener(group)
-        except (Exception, SystemExit):  # of a client: others must be told too
-            logger.exception("request %s is cancelled: what listened to it has failed", group.request_id)
-            group.listener = None
-            self.cancel(group.request_id)
+    def _tell(self) -> None:
+        """Call the listeners of requests with news."""
+        for request_id, group in list(self._untold.items()):
+            try:
+                if group.listener is not None:
+                    group.listener(group)
+            except BaseException as error:  # of a client: others must be told too
+                if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
+                    raise  # it is called again
+                logger.exception("request %s is cancelled: what listened to it has failed", request_id)
+                group.listener = None
+                self.cancel(request_id)
+            self._untold.pop(request_id, None)
 
     # Parts of `prepare`
 

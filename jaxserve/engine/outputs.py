@@ -117,14 +117,14 @@ class RequestGroup:
         now_s: float,
         logprobs: TokenLogprobs | None = None,
         first_row: int = 0,
-    ) -> str | None:
-        """Take the next tokens of a sample; returns the stop string that they completed, if any.
+    ) -> tuple[int, str | None]:
+        """Take the next tokens of a sample; returns how many were kept, and the stop string that they completed.
 
         Tokens that follow a stop string are dropped: the output ends where it would have, had they come one by one.
 
         Args:
             request: the sample.
-            token_ids: its new tokens; those behind a stop string are deleted.
+            token_ids: its new tokens.
             reason: why the last of them ended the sample, if it did.
             now_s: the time at which they came.
             logprobs: their log probabilities, among others.
@@ -132,8 +132,9 @@ class RequestGroup:
         """
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
-        stop_string = self._extend_text(completion, token_ids, reason)
-        metrics.num_output_tokens += len(token_ids)
+        num_kept, stop_string = self._extend_text(completion, token_ids, reason)
+        token_ids = token_ids[:num_kept]
+        metrics.num_output_tokens += num_kept
         output.token_ids += token_ids
         metrics.first_token_s = metrics.first_token_s or now_s
         metrics.last_token_s = now_s
@@ -141,21 +142,23 @@ class RequestGroup:
             for row, token_id in enumerate(token_ids, start=first_row):
                 logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
-        return stop_string
+        return num_kept, stop_string
 
-    def _extend_text(self, completion: _Completion, token_ids: TokenIds, reason: FinishReason | None) -> str | None:
-        """Take the text of new tokens; drops those behind the one that completes a stop string, which it returns."""
+    def _extend_text(
+        self, completion: _Completion, token_ids: TokenIds, reason: FinishReason | None
+    ) -> tuple[int, str | None]:
+        """Take the text of new tokens, up to the end of a stop string; returns their number and that string."""
         if self._tokenizer is None:
-            return None
+            return len(token_ids), None
         is_hidden = reason is FinishReason.STOP and self._hides_stop(completion.request, token_ids[-1])
         visible = token_ids[:-1] if is_hidden else token_ids
         if not self.params.stop:
-            return completion.detokenizer.push(visible)
+            completion.detokenizer.push(visible)
+            return len(token_ids), None
         for num_tokens, token_id in enumerate(visible, start=1):
             if (stop_string := completion.detokenizer.push([token_id])) is not None:
-                del token_ids[num_tokens:]
-                return stop_string
-        return None
+                return num_tokens, stop_string
+        return len(token_ids), None
 
     def append_prompt_logprobs(self, start: int, token_ids: TokenIds, logprobs: TokenLogprobs, row: int) -> None:
         """Take the logprobs of the prompt tokens `token_ids`, the first at position `start`; skips those it has."""
@@ -182,7 +185,8 @@ class RequestGroup:
 
     def abandon(self, error: BaseException) -> None:
         """Close all samples as they are, because of an error that left nobody to go on with them."""
-        self.error = error
+        if not self.output.finished:
+            self.error = error
         for completion in self._completions.values():
             output = completion.output
             output.finish_reason = output.finish_reason or str(FinishReason.ABORT)

@@ -181,6 +181,11 @@ class Replica:
         self.executor.restore_state()
         self._has_dropped = False
 
+    def close(self) -> None:
+        """Forget the steps in flight and free the device's memory."""
+        self.in_flight.clear()
+        self.executor.close()
+
     # Parts
 
     def _settle_dropped(self) -> None:

@@ -13,16 +13,17 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from queue import Empty, SimpleQueue
 
-from jaxserve.engine.core import Delta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.frontend import Listener
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.wakes import Wakes
 
 logger = logging.getLogger(__name__)
 
-PATIENCE_S = 30.0  # that the end of the process, and who would step the engine by hand, wait for the threads
-MAX_DELTAS = 8  # that the frontend may be behind
+PATIENCE_S = 30.0  # time that the end of the process, and who would step the engine by hand, wait for the threads
+MAX_DELTAS = 8  # deltas that the frontend may be behind
 POLL_S = 1e-3  # between looks at whether threads have ended
 
 
@@ -34,7 +35,10 @@ class EngineThreads:
     events are not.
 
     Args:
-        engine: stepped by nobody else while requests of these callers are unfinished.
+        engine: engine that nobody else steps while requests of these callers are unfinished.
+
+    Attributes:
+        wakes: what listeners of streams tell, for whoever waits.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -42,6 +46,9 @@ class EngineThreads:
         self._running: dict[str, int] = {}  # threads by role
         self._lock = threading.Lock()  # of `_running`, and of the start of a pause
         self._pause = threading.Lock()  # held by whoever has the engine for itself
+        self._pauser = 0  # thread that did so last
+        self._news: SimpleQueue[None] = SimpleQueue()  # for the frontend: deltas, or the end of the core
+        self.wakes = Wakes()
         self._is_paused = self._is_stopped = False
         self._is_wanted = False  # by requests of these callers
         engine.driven_by(self.wait_until_idle)
@@ -54,7 +61,7 @@ class EngineThreads:
             RequestError: the engine sleeps or has no weights.
             RuntimeError: the engine is closed.
         """
-        if threading.get_ident() in self._running.values():  # a pause waits for this very thread
+        if self._is_own_thread():  # a pause waits for this very thread, or is its own
             self._queue(groups, listener)
             return
         if self._is_stopped:
@@ -75,10 +82,11 @@ class EngineThreads:
     @contextmanager
     def paused(self) -> Iterator[Engine]:
         """Have the engine for the caller's thread alone, between two steps. Requests that come meanwhile wait."""
-        if threading.get_ident() in self._running.values():
+        if self._is_own_thread():
             raise RuntimeError("a listener must not wait for the engine's threads, as it runs on one; use another one")
         with self._pause:
             try:
+                self._pauser = threading.get_ident()
                 with self._lock:
                     self._is_paused = True
                 self._wait_for_threads()
@@ -87,6 +95,10 @@ class EngineThreads:
             finally:
                 self._is_paused = self._is_stopped
                 self._start()
+
+    def _is_own_thread(self) -> bool:
+        own = threading.get_ident()
+        return own in self._running.values() or (own == self._pauser and self._pause.locked())
 
     def stop(self) -> None:
         """End the threads after the step at hand, for good."""
@@ -117,49 +129,54 @@ class EngineThreads:
         with self._lock:
             if self._is_paused or "core" in self._running:
                 return
+            try:
+                if "frontend" not in self._running:  # it ends after the core alone
+                    self._running["frontend"] = 0
+                    threading.Thread(target=self._run_frontend, name="jaxserve frontend", daemon=True).start()
+            except RuntimeError as error:  # the system has no more threads
+                del self._running["frontend"]
+                self._engine.frontend.abandon_all(error)
+                return
             self._running["core"] = threading.get_ident()
-            if "frontend" not in self._running:  # it ends after the core alone
-                self._running["frontend"] = 0
-                threading.Thread(target=self._run_frontend, name="jaxserve frontend", daemon=True).start()
         core, runs = self._engine.core, True
         while runs:
             try:
                 while core.has_work() and not self._is_paused:
-                    if core.outbox.qsize() > MAX_DELTAS:  # so that stop strings are found in time
+                    if len(core.outbox) > MAX_DELTAS:  # so that stop strings are found in time
                         time.sleep(POLL_S)
                         continue
                     core.step(time.monotonic())
+                    self._news.put(None)
             except BaseException as error:  # a defect: errors of steps go to those whose requests they ended
                 logger.exception("all requests are ended: the engine's core has failed")
                 self._recover(error)
+                self._news.put(None)
             with self._lock:
                 runs = core.has_work() and not self._is_paused
                 if not runs:
                     self._is_wanted = core.has_work()
-                    core.outbox.put(None)
                     del self._running["core"]
+        self._news.put(None)
         if core.has_work():  # which has come since, from who has seen this thread
             self._is_wanted = True
             self._start()
 
     def _run_frontend(self) -> None:
         self._running["frontend"] = threading.get_ident()
-        core, frontend, runs = self._engine.core, self._engine.frontend, True
+        outbox, frontend, runs = self._engine.core.outbox, self._engine.frontend, True
+        wait_s: float | None = None
         while runs:
+            with contextlib.suppress(Empty):
+                self._news.get(timeout=wait_s)
             try:
-                match core.outbox.get():
-                    case BaseException() as error:
-                        frontend.abandon_all(error)
-                    case Delta() as delta:
-                        frontend.take(delta)
-                    case None:
-                        with self._lock:
-                            # The core may have been started again, and even have ended again.
-                            runs = "core" in self._running or not core.outbox.empty()
-                            if not runs:
-                                del self._running["frontend"]
+                frontend.deliver()
             except BaseException:
                 logger.exception("requests are ended: their outputs could not be assembled")
+            with self._lock:
+                runs = "core" in self._running or bool(outbox)
+                wait_s = self.wakes.wake(is_last=not runs)
+                if not runs:
+                    del self._running["frontend"]
 
     def _recover(self, error: BaseException) -> None:
         """End all requests, whatever the core knows of them; where that does not help, nobody is served any more."""
@@ -172,8 +189,7 @@ class EngineThreads:
             logger.exception("the engine is closed: it cannot go on")
             with contextlib.suppress(BaseException):
                 self._engine.close()
-            core.lose_all()
-        core.outbox.put(error)
+            core.lose_all(error)
 
 
 _threads: weakref.WeakSet[EngineThreads] = weakref.WeakSet()

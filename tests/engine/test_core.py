@@ -62,11 +62,11 @@ class Driven:
         request = make_request(f"{self.num_added}#0", arrival=self.num_added, **kwargs)
         self.num_added += 1
         self.unfinished[request] = []
-        self.core.inbox.put(Submitted([request]))
+        self.core.inbox.append(Submitted([request]))
         return request
 
     def cancel(self, request: Request) -> None:
-        self.core.inbox.put(Cancelled([request], FinishReason.ABORT))
+        self.core.inbox.append(Cancelled([request], FinishReason.ABORT))
 
     def step(self) -> None:
         self.core.step(0.0)
@@ -75,8 +75,8 @@ class Driven:
 
     def take(self) -> None:
         """Check each delta as a frontend would see it."""
-        while not self.core.outbox.empty():
-            delta = self.core.outbox.get()
+        while self.core.outbox:
+            delta = self.core.outbox.popleft()
             assert isinstance(delta, Delta)
             if delta.step is not None:
                 for request, token_ids in zip(delta.step.plan.requests, delta.step.token_ids, strict=True):
@@ -146,7 +146,7 @@ class CoreMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_prefix_cache(self) -> None:
-        self.driven.core.inbox.put(CacheReset())
+        self.driven.core.inbox.append(CacheReset())
 
     @rule(data=st.data(), on_device=st.booleans())
     def fail(self, data: st.DataObject, on_device: bool) -> None:
@@ -227,7 +227,7 @@ def record_log(path: Path, num_events: int) -> int:
             case 2 if driven.unfinished:
                 driven.cancel(rng.choice(list(driven.unfinished)))
             case 3 if rng.randrange(10) == 0:
-                driven.core.inbox.put(CacheReset())
+                driven.core.inbox.append(CacheReset())
             case _:
                 driven.core.step(0.0)
                 driven.take()
