@@ -31,8 +31,9 @@ class StepResult:
 
     def sampled(self, num_rows: int) -> list[list[int]]:
         """Return the tokens that each of the first rows sampled."""
+        rounds = self.token_ids.shape[1]
         rows = zip(self.token_ids[:num_rows].tolist(), self.num_tokens[:num_rows].tolist(), strict=True)
-        return [token_ids[:count] for token_ids, count in rows]
+        return [token_ids if count == rounds else token_ids[:count] for token_ids, count in rows]
 
 
 @runtime_checkable

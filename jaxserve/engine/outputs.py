@@ -133,7 +133,8 @@ class RequestGroup:
         completion = self._completions[request.request_id]
         output, metrics = completion.output, completion.output.metrics
         num_kept, stop_string = self._extend_text(completion, token_ids, reason)
-        token_ids = token_ids[:num_kept]
+        if num_kept < len(token_ids):
+            token_ids = token_ids[:num_kept]
         metrics.num_output_tokens += num_kept
         output.token_ids += token_ids
         metrics.first_token_s = metrics.first_token_s or now_s
