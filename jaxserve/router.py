@@ -12,8 +12,8 @@ import sys
 from bisect import bisect_right
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much as so many tokens of a prompt
 CLOSED_CHARGE_TOKENS = 64  # waiting for a closed replica costs about as much as computing so many tokens
@@ -37,7 +37,8 @@ def _geometric_depths() -> list[int]:
 _DEPTHS = _geometric_depths()
 
 
-def sample_depths(num_blocks: int) -> list[int]:
+@lru_cache(maxsize=2**16)
+def sample_depths(num_blocks: int) -> Sequence[int]:
     """Return the numbers of leading blocks whose hashes stand for a prompt: all of few, then each a quarter more.
 
     A long prompt has some thirty, and a shared part is found to at least four fifths. The last is `num_blocks` itself.
@@ -46,8 +47,7 @@ def sample_depths(num_blocks: int) -> list[int]:
     return depths if not num_blocks or depths[-1] == num_blocks else [*depths, num_blocks]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(NamedTuple):
     """The replica chosen for a request.
 
     Attributes:
@@ -75,7 +75,8 @@ class Router:
         self._loads = [0] * num_replicas
         self._is_open = [False] * num_replicas
         self._open_loads = [_CLOSED] * num_replicas  # the same loads, of those that are open
-        self._holders: OrderedDict[bytes, dict[int, int]] = OrderedDict()  # replica -> epoch, oldest first
+        # Epochs by replica, oldest first. Never changed, only replaced: prefixes with one holder share a value.
+        self._holders: OrderedDict[bytes, dict[int, int]] = OrderedDict()
         self._epochs = [0] * num_replicas  # a prefix noted in an earlier epoch is lost
 
     def set_load(self, replica: int, load: int, *, is_open: bool) -> None:
@@ -164,17 +165,14 @@ class Router:
 
     def note(self, replica: int, prefix: Prefix) -> None:
         """Remember that a replica has computed these prefixes, or will before it starts another request."""
-        epoch, all_holders = self._epochs[replica], self._holders
-        for _, prefix_hash in prefix:
-            holders = all_holders.get(prefix_hash)
-            if holders is None:
-                all_holders[prefix_hash] = {replica: epoch}
+        all_holders, alone = self._holders, {replica: self._epochs[replica]}
+        for _, prefix_hash in reversed(prefix):  # so that the shortest is forgotten last
+            holders = all_holders.setdefault(prefix_hash, alone)
+            if holders is alone:
                 continue
             all_holders.move_to_end(prefix_hash)
-            holders.pop(replica, None)
-            holders[replica] = epoch
-            if len(holders) > _MAX_HOLDERS:
-                del holders[next(iter(holders))]
+            others = [entry for entry in holders.items() if entry[0] != replica]
+            all_holders[prefix_hash] = dict(others[-(_MAX_HOLDERS - 1) :]) | alone if others else alone
         while len(self._holders) > _MAX_PREFIXES:
             self._holders.popitem(last=False)
 
@@ -189,10 +187,13 @@ class Router:
     def _find_holders(self, prefix: Prefix) -> dict[int, int]:
         """Return the replicas that hold a part of the prompt, with the number of tokens of the longest such part."""
         found: dict[int, int] = {}
-        for num_tokens, prefix_hash in reversed(prefix):
+        held: list[tuple[int, dict[int, int]]] = []
+        for num_tokens, prefix_hash in prefix:
             holders = self._holders.get(prefix_hash)
-            if holders is None:
-                continue
+            if holders is None:  # then nobody holds a longer one
+                break
+            held.append((num_tokens, holders))
+        for num_tokens, holders in reversed(held):
             for replica, epoch in holders.items():
                 if epoch == self._epochs[replica]:
                     found.setdefault(replica, num_tokens)

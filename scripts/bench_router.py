@@ -5,7 +5,7 @@
 
 Every replica is a scheduler without a device that has so many rows in decode. Between two rounds of requests all make
 and update a plan, so that all loads have changed, and the requests of the round end. A request is one call of
-`Placement.place` with it in the queue. Its prompt is hashed before: whoever computes it needs the hashes too.
+`LoadBalancer.place` with it in the queue. Its prompt is hashed before: whoever computes it needs the hashes too.
 
 `route_us` is the median of all requests, `first_us` that of the first of each round: the steps before it have filled
 the processor's caches, the more so the more rows there are. `tell_us` is what the scheduler of a replica takes in each
@@ -20,7 +20,7 @@ import random
 import statistics
 import time
 
-from jaxserve.engine.placement import Placement
+from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import FinishReason, Request, SamplingParams
 
@@ -72,11 +72,11 @@ def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: 
     """Medians over the routed requests, in microseconds."""
     rng = random.Random(0)
     replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
-    placement = Placement(replicas)
+    balancer = LoadBalancer(replicas)
     for index in range(num_replicas * num_rows):
-        placement.add([new_request(f"row {index}", 8 + index % 5, rng)])
-    while placement.num_queued:
-        placement.place()
+        balancer.add([new_request(f"row {index}", 8 + index % 5, rng)])
+    while balancer.num_queued:
+        balancer.place()
         for replica in replicas:
             replica.step()
     route_ns: list[list[int]] = []
@@ -89,13 +89,13 @@ def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: 
         for request in requests:
             replicas[0].scheduler.prefix_hashes(request)
         for request in requests:
-            placement.add([request])
+            balancer.add([request])
             started = time.perf_counter_ns()
-            placement.place()
+            balancer.place()
             route_ns[-1].append(time.perf_counter_ns() - started)
-            assert not placement.num_queued
+            assert not balancer.num_queued
         for request in requests:
-            placement.finish(request, FinishReason.ABORT)
+            balancer.finish(request, FinishReason.ABORT)
         tell = replicas[index % num_replicas].scheduler.watcher
         if tell is not None:  # a lone replica has nobody to tell
             started = time.perf_counter_ns()

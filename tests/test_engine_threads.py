@@ -325,7 +325,7 @@ def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("error", [SystemExit("dies"), MemoryError("dies"), KeyboardInterrupt("dies")], ids=repr)
-@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._placement.place"])
+@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._load_balancer.place"])
 def test_a_thread_that_dies_ends_its_requests_and_the_next_are_served(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jaxserve.engine.events import CacheReset, Cancelled, Event, Submitted
-from jaxserve.engine.placement import Placement
+from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import PeerLostError
 from jaxserve.request import FinishReason, Request, RequestStatus
@@ -69,7 +69,7 @@ class EngineCore:
         self.outbox: deque[Delta | BaseException] = deque()
         self.last_steps: list[StepStats] = []
         self._step_ahead, self._on_failure = step_ahead, on_failure
-        self._placement = Placement(replicas)
+        self._load_balancer = LoadBalancer(replicas)
         self._requests: dict[str, Request] = {}  # unfinished
         self._now_s = 0.0
 
@@ -85,7 +85,7 @@ class EngineCore:
     @property
     def num_waiting(self) -> int:
         """Requests that have no pages and no slot, new or preempted."""
-        return self._placement.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
+        return self._load_balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
 
     def step(self, now_s: float) -> None:
         """Take events, start the next step of each replica that can go on, and read those that have ended.
@@ -95,12 +95,12 @@ class EngineCore:
         self._now_s = now_s
         self.last_steps = []
         self.take_events()
-        self._placement.place()
-        while replicas := self._placement.next_cores():
+        self._load_balancer.place()
+        while replicas := self._load_balancer.ready_replicas():
             has_worked = False
             for replica in replicas:
                 has_worked |= self._step(replica)
-            if has_worked or self._placement.is_lone:
+            if has_worked or self._load_balancer.is_lone:
                 break
 
     def take_events(self) -> None:
@@ -111,7 +111,7 @@ class EngineCore:
                     # Broken off half-way, it cannot be repeated: those that came so far are known, and end.
                     self.inbox[0] = Cancelled(requests, FinishReason.ABORT)
                     self._requests.update({request.request_id: request for request in requests})
-                    self._placement.add(requests)
+                    self._load_balancer.add(requests)
                 case Cancelled(requests, reason):
                     self._finish(requests, reason)
                 case CacheReset():
@@ -136,7 +136,7 @@ class EngineCore:
         """Raise AssertionError if a page, slot or request is lost or shared."""
         for replica in self.replicas:
             replica.scheduler.check_integrity()
-        self._placement.check_integrity(self._requests)
+        self._load_balancer.check_integrity(self._requests)
 
     def _step(self, replica: Replica) -> bool:
         """Launch and read a step of one replica, as far as there is any; returns whether there was."""
@@ -148,7 +148,7 @@ class EngineCore:
             if launched is not None:
                 self._emit_admitted(replica, launched)
             keep = 1 if launched and self._step_ahead else 0
-            if not self._placement.is_lone:  # others need not wait for it
+            if not self._load_balancer.is_lone:  # others need not wait for it
                 keep = max(keep, replica.num_running_steps)
             if len(replica.in_flight) > keep:
                 is_waiting = True
@@ -169,7 +169,7 @@ class EngineCore:
         self._now_s = max(self._now_s, result.ended_s)
         self.outbox.append(Delta(result.ended_s, step=step))
         for request in step.ended:
-            self._placement.finish(request)
+            self._load_balancer.finish(request)
             del self._requests[request.request_id]
 
     def _settle(self, replica: Replica) -> None:
@@ -187,7 +187,10 @@ class EngineCore:
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
         """End a replica's requests when a step breaks off: plans, pages and device then differ in what was computed."""
-        ids, finished = set(self._placement.ids_on(replica)), RequestStatus.FINISHED  # by a token that nobody knows yet
+        ids, finished = (
+            set(self._load_balancer.ids_on(replica)),
+            RequestStatus.FINISHED,
+        )  # by a token that nobody knows yet
         requests = [r for r in self._requests.values() if r.request_id in ids or r.status is finished]
         try:
             self._on_failure(error)
@@ -199,6 +202,6 @@ class EngineCore:
     def _finish(self, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None) -> None:
         for request in requests:
             if self._requests.get(request.request_id) is request:
-                self._placement.finish(request, reason)
+                self._load_balancer.finish(request, reason)
                 del self._requests[request.request_id]
         self.outbox.append(Delta(self._now_s, ended=[(request, reason) for request in requests], error=error))

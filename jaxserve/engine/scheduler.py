@@ -74,7 +74,7 @@ class Scheduler:
 
     Attributes:
         num_wasted_tokens: tokens that were sampled for requests that had ended.
-        watcher: called after every change of `load` or of what `has_room` says.
+        watcher: function called after every change of `load` or of what `has_room` says, but for `add`.
         num_schedules: calls of `schedule`.
         num_cache_resets: calls of `reset_prefix_cache`.
     """
@@ -159,7 +159,6 @@ class Scheduler:
         self.check_fits(request)
         self._requests[request.request_id] = request
         self._ledger.enqueue(request)
-        self._tell()
 
     def finish(self, request_id: str, reason: FinishReason) -> Request | None:
         """Ends a request in whatever state it is; None when no unfinished request has this id.
@@ -194,7 +193,7 @@ class Scheduler:
         self._ledger.unshared.update(self._ledger.running.values())
         self._tell()
 
-    # Placement among several schedulers
+    # For load balancing among several schedulers
 
     def check_fits(self, request: Request) -> None:
         """RequestError where a request could not run to its end even alone."""
@@ -230,8 +229,10 @@ class Scheduler:
         if ledger.num_waiting_tokens >= self._prefills.num_budget_left():
             return False
         num_kept = ledger.num_growing + ledger.num_pages_for(ledger.num_prefill_tokens) + ledger.num_waiting_pages
-        num_new = 1 if request is None else max(self._num_pages_taken(request), 1)
-        return num_kept + num_new <= ledger.num_free
+        num_left = ledger.num_free - num_kept
+        if request is None or ledger.num_pages_for(request.num_tokens) <= num_left:  # whatever of it is cached
+            return num_left > 0
+        return max(self._num_pages_taken(request), 1) <= num_left
 
     def must_wait(self, request: Request) -> bool:
         """Whether the next plan would start those behind `request` first, as it waits for an unfinished prompt."""

@@ -5,7 +5,7 @@ import random
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
 
-from jaxserve.engine.placement import Placement
+from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.request import RequestStatus
 from jaxserve.router import ROW_CHARGE_TOKENS
 
@@ -115,22 +115,22 @@ class Cluster:
 
     def __init__(self, count, depth=0, **sizes):
         self.replicas = [SimulatedReplica(make_scheduler(**sizes), depth) for _ in range(count)]
-        self.placement = Placement(self.replicas)
+        self.balancer = LoadBalancer(self.replicas)
         self.unfinished = {}
 
     def add(self, requests):
         self.unfinished |= {request.request_id: request for request in requests}
-        self.placement.add(requests)
+        self.balancer.add(requests)
 
     def step(self, is_slow=lambda: False):
-        self.placement.place()
+        self.balancer.place()
         for replica in self.replicas:
             if not (is_slow() and replica.in_flight):
                 replica.step()
         for request in [r for r in self.unfinished.values() if r.status is RequestStatus.FINISHED]:
             del self.unfinished[request.request_id]
-            self.placement.finish(request)
-        self.placement.check_integrity(self.unfinished)
+            self.balancer.finish(request)
+        self.balancer.check_integrity(self.unfinished)
 
     def drain(self):
         while self.unfinished:
@@ -182,9 +182,9 @@ def test_no_replica_idles_while_a_request_waits_that_it_could_start(seed, depth)
             cluster.add(new)
         cluster.step(lambda: rng.random() < 0.3)
         if index % 10 == 9:
-            cluster.placement.place()
+            cluster.balancer.place()
             idle = [replica for replica in cluster.replicas if not replica.scheduler.has_unfinished()]
-            assert not idle or not cluster.placement.num_queued
+            assert not idle or not cluster.balancer.num_queued
     cluster.drain()
     for request in requests:
         assert (request.output_token_ids, request.finish_reason) == generate_alone(request)
@@ -200,14 +200,14 @@ def test_an_idle_replica_takes_what_waits_for_the_prefix_of_another():
 
 def test_a_reset_cache_attracts_nobody():
     cluster = Cluster(2, num_pages=512, max_num_batched_tokens=512)
-    placement, request = cluster.placement, make_request("as before", range(100), 2)
+    balancer, request = cluster.balancer, make_request("as before", range(100), 2)
     cluster.add(samples(0, 1, 100))
     cluster.drain()
     (warm,) = [replica for replica in cluster.replicas if replica.plans]
     for is_reset in (False, True):
         cluster.add([make_request(f"other {is_reset}", [9, 9], 2)])
-        placement.place()
-        route = placement._router.choose(placement._prefix(request))
+        balancer.place()
+        route = balancer._router.choose(balancer._prefix(request))
         assert route.num_shared_tokens == (0 if is_reset else 96)
         assert is_reset or cluster.replicas[route.replica] is warm
         cluster.drain()
@@ -225,7 +225,7 @@ def test_a_request_costs_its_router_the_same_however_many_rows_run():
             replica.scheduler._ledger.running = CountedDict(replica.scheduler._ledger.running)
         CountedDict.num_looks = 0
         cluster.add([make_request("new", [9, 9], 2)])
-        cluster.placement.place()
+        cluster.balancer.place()
         looks.append(CountedDict.num_looks)
     assert looks == [0, 0]
 

@@ -1,4 +1,4 @@
-"""One queue before the replicas of an engine: who gets which request, and whose turn it is."""
+"""LoadBalancer: the queue before the replicas of an engine, which chooses a replica for each request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ _POLL_S = 5e-5  # between looks at the devices of several replicas
 
 
 @runtime_checkable
-class Replica(Protocol):
-    """The part of an `EngineCore` that the queue needs."""
+class Balanced(Protocol):
+    """A replica as the load balancer sees it.
+
+    Attributes:
+        scheduler: scheduler of the replica; its `watcher` is set by the load balancer.
+    """
 
     scheduler: Scheduler
 
@@ -28,58 +32,58 @@ class Replica(Protocol):
         """End a request."""
 
     def withdraw(self) -> list[Request]:
-        """Hand back the requests that wait in the replica, as far as all their tokens are known."""
+        """Hand back the waiting requests whose tokens are all known."""
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step was not read."""
+        """Return whether a request is unfinished or a step was not read."""
 
     def is_ready(self) -> bool:
-        """Whether a step would get on without waiting for the device."""
+        """Return whether a step would get on without waiting for the device."""
 
 
-R = TypeVar("R", bound=Replica)
+R = TypeVar("R", bound=Balanced)
 
 
-class Placement(Generic[R]):
-    """Gives a request to a replica when that can start it at once; a lone one has them all, and the queue is its own.
+class LoadBalancer(Generic[R]):
+    """Queue that gives a request to a replica when that can start it at once; a lone replica gets all at once.
 
-    The router chooses the replica. Where that is a closed one, because it holds a prefix whose computing costs more
-    than the wait, or one that would start others first, the request stays in the queue and later ones go on, a bounded
-    number of times. No replica is idle
-    while a request waits that it has room for: what one could not start after all, or had to preempt, comes back to
-    the queue, and an idle replica takes what waits for others.
+    The router chooses the replica. Where that is closed, because it holds a prefix whose computing costs more than the
+    wait, or because it would start other requests first, the request stays in the queue and later ones are routed, a
+    bounded number of times. No replica is idle while a request waits that it has room for: requests that a replica
+    could not start after all, or had to preempt, come back to the queue, and an idle replica takes requests that wait
+    for others.
 
-    Schedulers tell of every change, once for each step of a replica, so that placing a request looks at those replicas
-    alone that it may go to.
+    Schedulers report every change, once for each step of a replica, so that routing a request looks only at the
+    replicas that it may go to.
 
     Args:
-        cores: the replicas.
+        replicas: replicas of one model and one configuration.
     """
 
-    def __init__(self, cores: Sequence[R]) -> None:
-        self._cores = cores
-        self._router = Router(len(cores))
+    def __init__(self, replicas: Sequence[R]) -> None:
+        self._replicas = replicas
+        self._router = Router(len(replicas))
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
-        self._core_of: dict[str, R] = {}  # by the id of each request that a replica has
-        self._prefixes: dict[str, Prefix] = {}  # by the id of each queued request that was looked at
-        self._idle = dict.fromkeys(range(len(cores)))  # replicas without requests
-        self._with_waiting: dict[int, None] = {}  # those in which requests wait
-        self._num_schedules = [0] * len(cores)  # of each of these, before the oldest of its requests began to wait
-        self._num_cache_resets = [0] * len(cores)
-        self._refusing: list[int] = []  # closed for a request that they had no room for; another one may fit
+        self._replica_of: dict[str, R] = {}  # by request id
+        self._prefixes: dict[str, Prefix] = {}  # by request id, for queued requests that were routed
+        self._idle = dict.fromkeys(range(len(replicas)))  # replicas without requests
+        self._with_waiting: dict[int, None] = {}  # replicas with waiting requests
+        self._num_schedules = [0] * len(replicas)  # by replica, when its oldest waiting request was added
+        self._num_cache_resets = [0] * len(replicas)
+        self._refusing: list[int] = []  # replicas without room for one request, which may have room for the next
         if not self.is_lone:
-            for index, core in enumerate(cores):
-                core.scheduler.watcher = partial(self._note_change, index)
+            for index, replica in enumerate(replicas):
+                replica.scheduler.watcher = partial(self._note_change, index)
                 self._note_change(index)
 
     @property
     def is_lone(self) -> bool:
-        """Whether there is but one replica."""
-        return len(self._cores) == 1
+        """True if there is but one replica."""
+        return len(self._replicas) == 1
 
     @property
     def num_queued(self) -> int:
-        """Requests that no replica has."""
+        """Number of requests in no replica."""
         return len(self._queue)
 
     def add(self, requests: Iterable[Request]) -> None:
@@ -89,20 +93,20 @@ class Placement(Generic[R]):
             self.place()
 
     def finish(self, request: Request, reason: FinishReason | None = None) -> None:
-        """Let go of a request that has ended, or ends now for `reason`."""
-        core = self._core_of.get(request.request_id)
-        if core is None:
+        """Forget a request that has ended, or end it for `reason`."""
+        replica = self._replica_of.get(request.request_id)
+        if replica is None:
             self._queue.pop(request.request_id, None)  # an interrupted call may have done so
             self._prefixes.pop(request.request_id, None)
             request.status, request.finish_reason = RequestStatus.FINISHED, reason
             return
         if reason is not None:
-            core.finish(request.request_id, reason)
-        del self._core_of[request.request_id]
+            replica.finish(request.request_id, reason)
+        del self._replica_of[request.request_id]
 
-    def ids_on(self, core: R) -> list[str]:
-        """The requests that a replica has."""
-        return [request_id for request_id, owner in self._core_of.items() if owner is core]
+    def ids_on(self, replica: R) -> list[str]:
+        """Return the ids of the requests in a replica."""
+        return [request_id for request_id, owner in self._replica_of.items() if owner is replica]
 
     def place(self) -> None:
         """Give requests, in their order, to replicas that have room for them."""
@@ -118,9 +122,17 @@ class Placement(Generic[R]):
             self._give_to_idle(self._route_queue())
 
     def _note_change(self, index: int) -> None:
-        """Let the router know of a replica that has changed."""
-        scheduler = self._cores[index].scheduler
+        """Report the state of a replica that has changed to the router."""
+        scheduler = self._replicas[index].scheduler
         self._router.set_load(index, scheduler.load, is_open=scheduler.has_room())
+        self._note_requests(index)
+        if scheduler.num_cache_resets != self._num_cache_resets[index]:
+            self._num_cache_resets[index] = scheduler.num_cache_resets
+            self._router.forget(index)
+
+    def _note_requests(self, index: int) -> None:
+        """Note whether a replica has requests, and whether any of them waits in it."""
+        scheduler = self._replicas[index].scheduler
         if scheduler.has_unfinished():
             self._idle.pop(index, None)
         else:
@@ -130,12 +142,9 @@ class Placement(Generic[R]):
         elif index not in self._with_waiting:
             self._with_waiting[index] = None
             self._num_schedules[index] = scheduler.num_schedules
-        if scheduler.num_cache_resets != self._num_cache_resets[index]:
-            self._num_cache_resets[index] = scheduler.num_cache_resets
-            self._router.forget(index)
 
     def _route_queue(self) -> list[Request]:
-        """Bind requests to open replicas until none is; returns those that rather wait for a closed one."""
+        """Bind requests to open replicas until none is; return those that wait for a closed one."""
         passed_over: list[Request] = []
         bound: list[str] = []
         for request, route in self._router.assign(
@@ -152,14 +161,14 @@ class Placement(Generic[R]):
 
     def _fits(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
-        has_room = self._cores[route.replica].scheduler.has_room(request)
+        has_room = self._replicas[route.replica].scheduler.has_room(request)
         if not has_room:
             self._refusing.append(route.replica)
         return has_room
 
     def _must_wait(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
-        return self._cores[route.replica].scheduler.must_wait(request)
+        return self._replicas[route.replica].scheduler.must_wait(request)
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
         """Bind queued requests to idle replicas, one to each, wherever their prefixes are."""
@@ -169,17 +178,19 @@ class Placement(Generic[R]):
             del self._queue[request.request_id]
 
     def _bind(self, request: Request, index: int) -> None:
-        core = self._cores[index]
+        replica = self._replicas[index]
+        self._replica_of[request.request_id] = replica  # first: an interrupted call ends the request wherever it is
+        replica.add(request)
         if not self.is_lone:
             self._router.note(index, self._prefix(request))
             del self._prefixes[request.request_id]
-        core.add(request)
-        self._core_of[request.request_id] = core
+            self._note_requests(index)
+            self._router.set_load(index, replica.scheduler.load, is_open=True)  # `_fits` finds out whether it still is
 
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
-            scheduler = self._cores[0].scheduler
+            scheduler = self._replicas[0].scheduler
             hashes, page_size = scheduler.prefix_hashes(request), scheduler.page_size
             prefix = [(depth * page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
             self._prefixes[request.request_id] = prefix
@@ -189,34 +200,34 @@ class Placement(Generic[R]):
         return self._prefix(request) if request.read_prefix_cache else ()
 
     def _take_back(self) -> list[Request]:
-        """Return to the queue what replicas failed to start, or all that waits in them if one is idle; returns it."""
+        """Take back requests that replicas did not start, or all waiting ones if a replica is idle; return them."""
         returned: list[Request] = []
         for index in list(self._with_waiting):
-            core = self._cores[index]
-            if self._idle or core.scheduler.num_schedules != self._num_schedules[index]:
-                returned += core.withdraw()
+            replica = self._replicas[index]
+            if self._idle or replica.scheduler.num_schedules != self._num_schedules[index]:
+                returned += replica.withdraw()
         returned.sort(key=lambda request: request.arrival)
         for request in reversed(returned):
-            del self._core_of[request.request_id]
+            del self._replica_of[request.request_id]
             self._queue[request.request_id] = request
             self._queue.move_to_end(request.request_id, last=False)
         return returned
 
-    def next_cores(self) -> Sequence[R]:
-        """Those whose next step need not wait for the device; the first that becomes so. A lone one may wait."""
+    def ready_replicas(self) -> Sequence[R]:
+        """Return replicas that can step without blocking; poll until one can. A lone replica is always returned."""
         if self.is_lone:
-            return self._cores
-        working = [core for core in self._cores if core.has_work()]
+            return self._replicas
+        working = [replica for replica in self._replicas if replica.has_work()]
         while working:
-            if ready := [core for core in working if core.is_ready()]:
+            if ready := [replica for replica in working if replica.is_ready()]:
                 return ready
             time.sleep(_POLL_S)
         return []
 
     def check_integrity(self, unfinished: Iterable[str]) -> None:
-        """Raise AssertionError unless each of these requests is in one place."""
-        assert set(unfinished) == self._core_of.keys() | self._queue.keys()
-        assert not self._core_of.keys() & self._queue.keys()
+        """Raise AssertionError unless each of these requests is either queued or in a replica."""
+        assert set(unfinished) == self._replica_of.keys() | self._queue.keys()
+        assert not self._replica_of.keys() & self._queue.keys()
 
 
 def _load(request: Request, route: Route) -> int:
