@@ -18,6 +18,7 @@ from jaxserve.engine.events import (
     Added,
     CacheReset,
     Finished,
+    Recovered,
     ReplicaEvent,
     Scheduled,
     Updated,
@@ -32,7 +33,9 @@ from jaxserve.request import FinishReason, Request, SamplingParams
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30
-_KINDS = {kind.__name__: kind for kind in (Added, Finished, Withdrawn, CacheReset, Scheduled, Updated, WeightsRead)}
+_KINDS = {
+    kind.__name__: kind for kind in (Added, Finished, Withdrawn, CacheReset, Scheduled, Updated, Recovered, WeightsRead)
+}
 _REQUEST_FIELDS = [
     "request_id",
     "prompt_token_ids",

@@ -66,7 +66,7 @@ class Scheduled(NamedTuple):
 
     max_steps: int
     bucket: int | None  # in which it runs; None where there was nothing to plan
-    digest: int  # of all plans up to this one
+    digest: int  # of all plans up to this one, since the last recovery
 
 
 class Updated(NamedTuple):
@@ -75,21 +75,25 @@ class Updated(NamedTuple):
     token_ids: Sequence[list[int]]
 
 
+class Recovered(NamedTuple):
+    """A step broke off, and its requests have been ended: steps in flight, and all that was cached, are forgotten."""
+
+
 class WeightsRead(NamedTuple):
     """Other weights were read from this directory."""
 
     path: str
 
 
-ReplicaEvent = Added | Finished | Withdrawn | CacheReset | Scheduled | Updated | WeightsRead
+ReplicaEvent = Added | Finished | Withdrawn | CacheReset | Scheduled | Updated | Recovered | WeightsRead
 Record = Callable[[ReplicaEvent], None]
 
 
 def replay(
     events: Iterable[ReplicaEvent],
     scheduler: Scheduler,
-    launch: Callable[[StepPlan, int], None] | None = None,
-    read_weights: Callable[[str], None] | None = None,
+    launch: Callable[[StepPlan, int], None] = lambda plan, bucket: None,
+    read_weights: Callable[[str], None] = lambda path: None,
 ) -> int:
     """Make the plans of a replica from its events, and return their number.
 
@@ -125,11 +129,13 @@ def replay(
                 if plan is not None and bucket is not None:
                     num_plans += 1
                     in_flight.append(plan)
-                    if launch is not None:
-                        launch(plan, bucket)
+                    launch(plan, bucket)
             case Updated(token_ids):
                 scheduler.update(in_flight.popleft(), token_ids)
+            case Recovered():
+                in_flight.clear()
+                scheduler.restart()
+                digest = 0
             case WeightsRead(path):
-                if read_weights is not None:
-                    read_weights(path)
+                read_weights(path)
     return num_plans

@@ -9,7 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jaxserve.engine.accounts import Accounts, InFlight
-from jaxserve.engine.events import Added, CacheReset, Finished, Record, ReplicaEvent, Scheduled, Updated, Withdrawn
+from jaxserve.engine.events import (
+    Added,
+    CacheReset,
+    Finished,
+    Record,
+    Recovered,
+    ReplicaEvent,
+    Scheduled,
+    Updated,
+    Withdrawn,
+)
 from jaxserve.engine.executor import Executor, StepResult
 from jaxserve.engine.pacer import Pacer
 from jaxserve.engine.scheduler import Scheduler
@@ -76,7 +86,7 @@ class Replica:
         self._most_in_flight = 2 if config.step_ahead else 1
         self._forbid_compiles = config.forbid_compiles
         self._record = record
-        self._digest = 0  # of all plans
+        self._digest = 0  # of all plans since the last recovery
         self._is_stuck = False  # nothing can be planned before a step in flight is read
         self._has_dropped = False  # steps that may have failed without anybody having read it
 
@@ -177,7 +187,9 @@ class Replica:
         self.in_flight.clear()
         self.pacer.pause()
         self._has_dropped = True  # until the state is known to be sound: waiting for it may be interrupted
-        self.scheduler.reset_prefix_cache()
+        self.scheduler.restart()
+        self._digest = 0
+        self._note(Recovered())
         self.executor.restore_state()
         self._has_dropped = False
 

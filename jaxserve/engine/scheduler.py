@@ -76,7 +76,7 @@ class Scheduler:
         num_wasted_tokens: tokens that were sampled for requests that had ended.
         watcher: function called after every change of `load` or of what `has_room` says, but for `add`.
         num_schedules: calls of `schedule`.
-        num_cache_resets: calls of `reset_prefix_cache`.
+        num_cache_resets: calls of `reset_prefix_cache` and `restart`.
     """
 
     def __init__(
@@ -99,18 +99,22 @@ class Scheduler:
         self.num_schedules = 0
         self.num_cache_resets = 0
         self.watcher: Callable[[], None] | None = None
-        policy = policy or Policy.of(max_num_batched_tokens)
-        self._ledger = Ledger(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            page_size=page_size,
-            num_pages=num_pages,
-        )
-        self._decodes = Decodes(self._ledger, policy)
-        self._prefills = Prefills(self._ledger, policy)
+        self._policy = policy or Policy.of(max_num_batched_tokens)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._next_step_id = 0
         self._last_updated_step_id = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._requests.clear()
+        self._ledger = Ledger(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+        )
+        self._decodes = Decodes(self._ledger, self._policy)
+        self._prefills = Prefills(self._ledger, self._policy)
 
     @classmethod
     def of(cls, schedule: ScheduleConfig) -> Scheduler:
@@ -184,13 +188,22 @@ class Scheduler:
         return withdrawn
 
     def reset_prefix_cache(self) -> None:
-        """Forgets all cached content, as after a change of weights or a step that failed on the device.
+        """Forgets all cached content, as after a change of weights.
 
         Running requests keep their pages, but no one else will find what they compute on top of them.
         """
         self.num_cache_resets += 1
         self._ledger.cache.reset()
         self._ledger.unshared.update(self._ledger.running.values())
+        self._tell()
+
+    def restart(self) -> None:
+        """Go on as a new scheduler would: nothing is cached, and whatever broke off has left nothing behind.
+
+        All requests have been ended.
+        """
+        self.num_cache_resets += 1
+        self._clear()
         self._tell()
 
     # For load balancing among several schedulers
