@@ -37,7 +37,8 @@ class Policy:
         most_long: of these, long ones.
         long_threshold: tokens left to compute of which no prompt is long yet.
         long_chunk: most tokens of a long prompt in a step in which rows decode.
-        most_passed_over: requests that must wait for unfinished prompts while a plan starts those behind them.
+        most_passed_over: most waiting requests that a plan passes over to start those behind them.
+        most_looks: most of these whose cached pages the plan looks up; a quarter of that for prompts too long to start.
     """
 
     prefill_share: int
@@ -45,7 +46,8 @@ class Policy:
     most_long: int
     long_threshold: int
     long_chunk: int
-    most_passed_over: int = 128
+    most_passed_over: int = 4096
+    most_looks: int = 512
 
     @classmethod
     def of(

@@ -10,7 +10,8 @@ those behind it go on. Nobody starves by that: nothing that is passed over needs
 runs, or that this gets beyond the common part, and in the step in which that happens it is the first that is asked. So
 a prefix is computed once however many requests begin with it. A request is never passed over for want of pages or
 slots: then all behind it wait too. To know how much of a request is cached, one page is looked up, the one that must be
-cached for the request to start; the whole prefix is matched when that is.
+cached for the request to start; the whole prefix is matched when that is. A request that waits for a prompt to get
+beyond their common part is remembered with that part, so that the next plans pass it over without a look.
 
 Pages. A newcomer leaves free what the rest of all unfinished prompts takes, and a page for every other row that can
 grow, so that they will rarely lack any. A prompt that does takes as many tokens as the free pages hold, but for those
@@ -22,6 +23,7 @@ help either, the prompt waits a step. Nobody is admitted in a step in which a ru
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from jaxserve.engine.ledger import RUNS, Ledger, in_prefill, num_remaining
@@ -42,6 +44,8 @@ class Prefills:
         self._ledger = ledger
         self._policy = policy
         self._unfinished: list[Request] = []  # in prefill after the last plan, or already in the one being made
+        # Waiting requests that were looked at: the prompt that each waits for, and their common tokens.
+        self._seen: dict[Request, tuple[Request, int]] = {}
 
     # Parts of a plan
 
@@ -119,29 +123,44 @@ class Prefills:
         num_kept = ledger.num_growing
         num_kept += sum(ledger.num_pages_kept(request) - ledger.can_grow(request) for request in self._unfinished)
         started: list[Request] = []
-        num_passed_over, may_hash = 0, True
+        num_passed_over, num_looks, may_hash = 0, 0, True
+        if not self._unfinished:
+            self._seen.clear()
         for request in self._policy.in_order(ledger.waiting):
             budget_left = self._budget_left(plan)
             if not budget_left or not ledger.free_slots or ledger.num_free <= num_kept:
                 break
             if request.num_pending_tokens:  # preempted: what there is to compute is not known before they are read
                 break
-            most_left = self._policy.most_left_to_start(budget_left, len(self._unfinished), self._num_long())
-            # To hash a long prompt can take as long as a step: one of those in vain is enough.
-            is_in_vain = not request.page_hashes and request.num_tokens > most_left
-            cached = self._find_start(request, most_left) if may_hash or not is_in_vain else None
-            may_hash &= not is_in_vain
+            cached: list[int] | None = None
+            if not self._is_held(request):
+                most_left = self._policy.most_left_to_start(budget_left, len(self._unfinished), self._num_long())
+                is_too_long = request.num_tokens > most_left  # unless enough of it is cached
+                is_new = request not in self._seen
+                # To hash a long prompt can take as long as a step: one of those in vain is enough.
+                if not is_too_long or ((may_hash or not is_new) and 4 * num_looks <= self._policy.most_looks):
+                    may_hash &= not (is_too_long and is_new)
+                    num_looks += 1
+                    cached = self._find_start(request, most_left)
             if cached is None:
                 num_passed_over += 1
-                if num_passed_over > self._policy.most_passed_over:
+                if num_passed_over > self._policy.most_passed_over or num_looks > self._policy.most_looks:
                     break
             elif self._admit(request, cached, num_kept, plan):
                 started.append(request)
+                num_looks -= 1
                 num_kept += ledger.num_pages_kept(request)
             else:
                 break
         for request in started:
             del ledger.waiting[request.request_id]
+            self._seen.pop(request, None)
+
+    def _is_held(self, request: Request) -> bool:
+        """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
+        prompt, num_common = self._seen.get(request, (request, 0))
+        is_prefill = prompt.status in RUNS and prompt.num_computed_tokens < num_common
+        return is_prefill and prompt not in self._ledger.unshared
 
     def _num_long(self) -> int:
         return sum(self._policy.is_long(num_remaining(request)) for request in self._unfinished)
@@ -150,14 +169,17 @@ class Prefills:
         """Return the cached pages of a request; None where it must wait for prompts that are unfinished.
 
         Args:
-            request: that waits.
-            most_left: tokens that it may have to compute.
+            request: waiting request.
+            most_left: most tokens that the request may have to compute.
         """
         cache, page_size = self._ledger.cache, self._ledger.page_size
         if not request.read_prefix_cache:
             return [] if request.num_tokens <= most_left else None
-        if any(self._is_computing(other, other.num_computed_tokens, request) for other in self._unfinished):
-            return None
+        self._seen[request] = request, 0
+        for other in self._unfinished:
+            if self._is_computing(other, other.num_computed_tokens, request):
+                self._seen[request] = other, self._num_common_tokens(other, request)
+                return None
         num_needed = self._ledger.num_pages_for(request.num_tokens - most_left)
         if num_needed > 0:
             num_matchable = (request.num_known_tokens - 1) // page_size
@@ -175,6 +197,13 @@ class Prefills:
             return False
         page_hash = ledger.cache.hashes(request)[index]
         return page_hash == theirs[index] and not ledger.cache.has(page_hash)
+
+    def _num_common_tokens(self, other: Request, request: Request) -> int:
+        """Return how many tokens of pages that may be shared two requests have in common."""
+        theirs, own = self._ledger.cache.hashes(other), self._ledger.cache.hashes(request)
+        stop = min(len(theirs), (request.num_known_tokens - 1) // self._ledger.page_size)
+        # A page's hash covers all pages before it.
+        return self._ledger.page_size * bisect_left(range(stop), True, key=lambda index: own[index] != theirs[index])
 
     def _admit(self, request: Request, cached: list[int], num_kept: int, plan: StepPlan) -> bool:
         """Start one request with its cached pages and a first share; False, and no change, where pages are short."""

@@ -6,9 +6,10 @@ import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler, starts
 
 from jaxserve.config import EngineConfig, resolve_schedule
+from jaxserve.engine.plan import StepPlan
 from jaxserve.errors import ConfigError
 from jaxserve.policy import Policy
-from jaxserve.request import RequestStatus
+from jaxserve.request import FinishReason, RequestStatus
 
 
 class Steps:
@@ -65,6 +66,13 @@ def test_a_step_that_rows_in_decode_wait_for_has_no_more_of_a_long_prompt_than_a
     assert starts(steps.step())["long"][1] == 2048, "nobody waits for this step"
 
 
+def test_a_prompt_is_long_in_a_step_with_what_it_has_of_that_step():
+    steps = Steps(max_num_batched_tokens=64, max_num_seqs=8, long_threshold=100, long_chunk=16)
+    steps.add(make_request("row", [1], 6)).step()
+    steps.add(make_request("long", prompt(0, 110), 1))
+    assert starts(steps.step())["long"] == (0, 16)
+
+
 def test_a_long_prompt_gets_what_others_leave():
     steps = Steps().add(make_request("long", prompt(0, 20_000), 1), make_request("short", prompt(1, 100), 1))
     assert starts(steps.step()) == {"long": (0, 1948), "short": (0, 100)}
@@ -118,7 +126,10 @@ def test_beside_as_many_unfinished_prompts_as_may_be_only_what_fits_the_step_sta
     steps.add(make_request("long", prompt(0, 400), 1), make_request("too long", prompt(1, 50), 1))
     steps.add(make_request("short", prompt(2, 20), 1))
     assert starts(steps.step()) == {"long": (0, 44), "short": (0, 20)}
-    two = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_unfinished=2)
+    low = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_unfinished=1, long_threshold=10)
+    low.add(make_request("long", prompt(0, 400), 1), make_request("long, too", prompt(1, 20), 1))
+    assert starts(low.step()) == {"long": (0, 64)}
+    two = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_unfinished=2, long_chunk=64)
     two.add(make_request("long", prompt(0, 400), 1), make_request("cut", prompt(1, 50), 1))
     assert starts(two.step()) == {"long": (0, 32), "cut": (0, 32)}
 
@@ -130,11 +141,100 @@ def test_a_prompt_that_is_mostly_cached_is_not_long():
     assert starts(steps.step())["again"] == (10_000, 100)
 
 
-@pytest.mark.parametrize(("most", "is_reached"), [(4, False), (5, True)])
-def test_no_more_are_passed_over_in_a_plan_than_may_be(most, is_reached):
-    steps = Steps(most_passed_over=most).add(*(make_request(f"long {i}", prompt(i, 9000), 1) for i in range(6)))
-    steps.add(make_request("short", prompt(9, 10), 1))
-    assert ("short" in starts(steps.step())) == is_reached
+@pytest.mark.parametrize("num_siblings", [129, 1000])
+@pytest.mark.parametrize(
+    ("sizes", "num_tokens"),
+    [({}, 8000), ({}, 6000), ({"max_num_batched_tokens": 256, "long_threshold": 3000}, 2500)],
+    ids=["all of it", "long", "short"],
+)
+def test_behind_any_number_of_requests_that_begin_as_a_long_prompt_a_short_one_starts(num_siblings, sizes, num_tokens):
+    steps = Steps(**sizes)
+    common = prompt(0, 8000)
+    steps.add(make_request("first", common, 2)).step()
+    siblings = [make_request(f"sibling {i}", common[:num_tokens], 1) for i in range(num_siblings)]
+    steps.add(*siblings, make_request("short", prompt(1, 50), 1))
+    assert steps.until("short") <= 3, "two plans after it came"
+    while any(sibling.status is not RequestStatus.FINISHED for sibling in siblings):
+        steps.step()
+    assert [request for plan in steps.plans for request in plan.admitted if request in siblings] == siblings
+    num_own = num_tokens - (num_tokens - 1) // 16 * 16
+    steps.until("first")
+    assert sum(plan.num_prefill_tokens for plan in steps.plans) == 8000 + 50 + num_siblings * num_own
+
+
+@pytest.mark.parametrize("how", ["end", "preemption", "reset"])
+def test_who_waits_for_a_prompt_goes_on_without_it(how):
+    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_long=2, long_threshold=100, long_chunk=16)
+    steps.add(make_request("first", prompt(0, 300), 1), make_request("second", prompt(0, 300), 1)).step()
+    assert "second" not in starts(steps.step())
+    first, ledger = steps.scheduler._requests["first"], steps.scheduler._ledger
+    if how == "end":
+        steps.scheduler.finish("first", FinishReason.ABORT)
+    elif how == "reset":
+        steps.scheduler.reset_prefix_cache()
+    else:
+        ledger.preempt(first, StepPlan(0))
+        ledger.dequeue(first)
+        del steps.scheduler._requests["first"]
+    assert starts(steps.step())["second"][0] == (0 if how == "reset" else 128)
+
+
+def test_who_waits_for_a_long_prompt_waits_for_no_other_one():
+    """Requests that begin as one that waited itself when they came."""
+    steps = Steps(max_num_batched_tokens=256)
+    steps.add(make_request("long", prompt(0, 2000), 1), make_request("next", prompt(1, 2000), 1))
+    steps.add(*(make_request(f"next {i}", prompt(1, 2000), 1) for i in range(20)))
+    steps.add(make_request("last", prompt(2, 100_000), 1))
+    for _ in range(30):
+        steps.step()
+    assert steps.scheduler.num_waiting == 0
+    assert [r.request_id for plan in steps.plans for r in plan.admitted][-1] == "last"
+
+
+def test_who_is_asked_again_keeps_its_place():
+    steps = Steps(max_num_seqs=8, max_num_batched_tokens=64, most_long=2, long_threshold=100, long_chunk=16)
+    steps.add(make_request("first", prompt(0, 300), 1), make_request("early", prompt(0, 300), 1)).step()
+    steps.add(*(make_request(f"late {i}", prompt(1 + i, 64), 1) for i in range(40)))
+    steps.until("early")
+    admitted = [request.request_id for plan in steps.plans for request in plan.admitted]
+    num_late = admitted.index("early") - 1
+    assert 0 < num_late < 40, "some went on meanwhile, and no more than that"
+    assert steps.first_token["early"] <= steps.first_token["first"] + 1
+    assert admitted[1 : 1 + num_late] == [f"late {i}" for i in range(num_late)]
+
+
+def test_behind_any_number_of_long_prompts_a_short_one_starts():
+    steps = Steps().add(*(make_request(f"long {i}", prompt(i, 9000), 1) for i in range(1000)))
+    steps.add(make_request("short", prompt(1000, 10), 1))
+    assert steps.until("short") <= 2
+
+
+def test_behind_any_number_of_prompts_that_the_rest_of_a_step_does_not_hold_a_shorter_one_starts():
+    steps = Steps(most_unfinished=1, num_pages=100_000).add(make_request("long", prompt(0, 100_000), 1))
+    steps.add(*(make_request(f"middle {i}", prompt(i, 1100), 1) for i in range(1, 200)))
+    steps.add(make_request("short", prompt(1000, 10), 1))
+    assert steps.until("short") <= 50
+
+
+def test_those_that_are_asked_for_every_plan_leave_looks_for_others():
+    steps = Steps(most_unfinished=1, most_looks=4).add(make_request("long", prompt(0, 100_000), 1))
+    steps.add(*(make_request(f"middle {i}", prompt(i, 1100), 1) for i in range(1, 11)))
+    steps.add(make_request("short", prompt(1000, 10), 1))
+    assert steps.until("short") <= 12
+
+
+def test_who_did_not_fit_the_rest_of_a_step_is_asked_for_the_next():
+    steps = Steps(most_unfinished=1).add(make_request("long", prompt(0, 20_000), 1))
+    steps.add(make_request("short", prompt(1, 500), 1), make_request("middle", prompt(2, 700), 1))
+    assert [starts(steps.step()).keys() - {"long"} for _ in range(2)] == [{"short"}, {"middle"}]
+
+
+def test_a_prompt_is_long_no_more_when_others_have_computed_enough_of_it():
+    """It starts in the first plan for which that is so when its turn comes."""
+    steps = Steps().add(make_request("long", prompt(0, 50_000), 1), make_request("early", prompt(1, 2900), 1))
+    steps.step()
+    steps.add(make_request("late", prompt(1, 960), 1))
+    assert [starts(steps.step()).keys() - {"long"} for _ in range(2)] == [{"late"}, {"early"}]
 
 
 def test_one_long_prompt_is_hashed_in_vain_per_step():

@@ -43,6 +43,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         long_threshold=st.integers(1, 24),
         long_chunk=st.integers(1, 12),
         most_passed_over=st.sampled_from([0, 1, 3, 100]),
+        most_looks=st.sampled_from([0, 1, 3, 100]),
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(4, 24),
         depth=st.integers(0, 2),
