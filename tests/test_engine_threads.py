@@ -286,28 +286,28 @@ def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatc
     assert closed
 
 
-def test_threads_that_stream_are_woken_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that came too early for its thread to be woken reaches it after WAKE_S, not with the next token."""
-    llm = new_llm()
-    waking, news = wakes.Wakes(), SimpleQueue[None]()
-    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
-    group.output.outputs[0].token_ids = [TOKEN] * 2
+def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that came too early for their threads to be woken reach them after WAKE_S, not with the next tokens."""
     monkeypatch.setattr(wakes, "WAKE_S", 0.01)
+    group = new_llm().engine.frontend.prepare("a", [1, 2], PARAMS)
+    group.output.outputs[0].token_ids = [TOKEN] * 2
+    waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_BURST + 2)]
     assert waking.wake() is None, "nobody waits"
-    waking.note(news, group)
+    for news in many:
+        waking.note(news, group)
+    for num_woken in range(wakes.MAX_BURST, len(many)):
+        left_s = waking.wake()
+        assert left_s is not None
+        assert 0 < left_s <= 0.01
+        assert [news.qsize() for news in many] == [1] * num_woken + [0] * (len(many) - num_woken)
+        time.sleep(left_s)
     assert waking.wake() is None
-    news.get_nowait()
-    waking.note(news, group)
-    left_s = waking.wake()
-    assert left_s is not None
-    assert 0 < left_s <= 0.01
-    assert news.empty()
-    time.sleep(left_s)
-    assert waking.wake() is None
-    news.get_nowait()
-    waking.note(news, group)
+    assert [news.qsize() for news in many] == [1] * len(many)
+    for news in many:
+        news.get()
+        waking.note(news, group)
     assert waking.wake(is_last=True) is None
-    news.get_nowait()
+    assert [news.qsize() for news in many] == [1] * len(many)
 
 
 def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
