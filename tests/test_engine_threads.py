@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from queue import SimpleQueue
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -288,7 +288,8 @@ def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatc
 
 def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens that came too early for their threads to be woken reach them after WAKE_S, not with the next tokens."""
-    monkeypatch.setattr(wakes, "WAKE_S", 0.01)
+    now_s = [100.0]
+    monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     group = new_llm().engine.frontend.prepare("a", [1, 2], PARAMS)
     group.output.outputs[0].token_ids = [TOKEN] * 2
     waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_BURST + 2)]
@@ -297,10 +298,9 @@ def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatc
         waking.note(news, group)
     for num_woken in range(wakes.MAX_BURST, len(many)):
         left_s = waking.wake()
-        assert left_s is not None
-        assert 0 < left_s <= 0.01
+        assert left_s == pytest.approx(wakes.WAKE_S)
         assert [news.qsize() for news in many] == [1] * num_woken + [0] * (len(many) - num_woken)
-        time.sleep(left_s)
+        now_s[0] += left_s
     assert waking.wake() is None
     assert [news.qsize() for news in many] == [1] * len(many)
     for news in many:

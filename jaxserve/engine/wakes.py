@@ -12,8 +12,8 @@ MAX_BURST = 8  # threads woken at once; more would keep the engine's own threads
 class Wakes:
     """Wakes threads that stream, one each WAKE_S on average, but for the first tokens and the last of a request.
 
-    To wake a thread for a token takes longer than all else that the host does for it, and while the threads of a process
-    run Python the engine's own threads cannot. So the more threads stream, the more tokens each gets at once.
+    To wake a thread for a token takes longer than all else that the host does for it, and while other threads of the
+    process run Python the engine's own cannot. So the more threads stream, the more tokens each gets at once.
     """
 
     def __init__(self) -> None:
