@@ -239,7 +239,7 @@ def _generate(args: argparse.Namespace) -> int:
             print(output.outputs[0].text, end="", flush=True)
     print()
     if args.stats and output is not None:
-        efficiency = llm.engine.stats.split(llm.engine.ceilings).efficiency
+        efficiency = llm.engine.stats.split(llm.engine.peak_rates()).efficiency
         print(f"{_stats(output)}; E {efficiency:.1%}", file=sys.stderr)
     return 0
 

@@ -5,13 +5,14 @@ import threading
 import time
 from typing import Any
 
-from jaxserve.metrics import Ceilings, EngineStats
+from jaxserve.metrics import EngineStats, PeakRates
+from jaxserve.stepped import MeasuredEngine
 
 _ERASE_TO_END = "\x1b[K"
 _PATIENCE_S = 2.0  # programs that are kept are mostly loaded in less
 
 
-def wait_until_warm(engine: Any, stream: Any) -> None:
+def wait_until_warm(engine: MeasuredEngine, stream: Any) -> None:
     """Block until every program of an engine is there; where that takes long, say so in a line to `stream`."""
     line = "jaxserve: loading or compiling all programs first, which can take minutes where none are kept\n"
 
@@ -34,13 +35,13 @@ class LiveStats:
     It reads the engine's counters from a thread of its own, so steps neither wait for it nor know of it.
 
     Args:
-        engine: whose `stats`, `ceilings` and counts of rows, queue and pages are read. Entering waits until it is warm:
-            ceilings measured beside compiles would be too low, and kept.
-        stream: of text, where to write.
+        engine: engine to watch. Entering waits until it is warm: peak rates measured beside compiles would be too low,
+            and kept.
+        stream: text stream to write to.
         interval_s: seconds between lines.
     """
 
-    def __init__(self, engine: Any, stream: Any, interval_s: float = 1.0) -> None:
+    def __init__(self, engine: MeasuredEngine, stream: Any, interval_s: float = 1.0) -> None:
         self._engine, self._stream, self._interval_s = engine, stream, interval_s
         self._rewrites = stream.isatty()
         self._stop = threading.Event()
@@ -49,7 +50,7 @@ class LiveStats:
 
     def __enter__(self) -> "LiveStats":
         wait_until_warm(self._engine, self._stream)
-        self._ceilings: Ceilings = self._engine.ceilings
+        self._peak_rates = self._engine.peak_rates()
         self._thread.start()
         return self
 
@@ -68,7 +69,7 @@ class LiveStats:
                 stats_line(
                     now.since(before),
                     now_s - before_s,
-                    self._ceilings,
+                    self._peak_rates,
                     num_rows=engine.num_running,
                     num_waiting=engine.num_waiting,
                     pages_share=engine.num_pages_used / engine.num_pages,
@@ -83,7 +84,7 @@ class LiveStats:
 
 
 def stats_line(
-    stats: EngineStats, seconds: float, ceilings: Ceilings, *, num_rows: int, num_waiting: int, pages_share: float
+    stats: EngineStats, seconds: float, peak_rates: PeakRates, *, num_rows: int, num_waiting: int, pages_share: float
 ) -> str:
     """What happened in the last `seconds`, of which alone `stats` is, and what there is now."""
     parts = (
@@ -92,6 +93,6 @@ def stats_line(
         f"out {stats.num_output_tokens / seconds:.0f} tok/s",
         f"{num_waiting} waiting",
         f"pages {pages_share:.0%}",
-        f"E {stats.split(ceilings).efficiency:.0%}",
+        f"E {stats.split(peak_rates).efficiency:.0%}",
     )
     return ", ".join(parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Ceilings:
+class PeakRates:
     """The most that a device does: rates of a large matrix product and of reading an array larger than its caches."""
 
     flops_per_s: float
@@ -21,9 +21,9 @@ class TimeSplit:
     """Wall time of one or many steps by the roofline of a device (Williams et al., 2009).
 
     Attributes:
-        compute_ms: what the floating-point operations take at the ceiling.
-        memory_ms: what reading weights, and reading and writing keys and values, takes at the ceiling.
-        stall_ms: the rest of the wall time: host work, launches, whatever runs below its ceiling. Never negative: a
+        compute_ms: time of the floating-point operations at the peak rate.
+        memory_ms: time to read weights, and to read and write keys and values, at the peak rate.
+        stall_ms: the rest of the wall time: host work, launches, operations below their peak rate. Never negative: a
             device may compute while it reads, so that the other two can exceed the wall time together; it is 0 then.
     """
 
@@ -47,10 +47,10 @@ class TimeSplit:
         return 1 - self.stall_ms / self.total_ms if self.total_ms else 0.0
 
 
-def split_time(wall_ms: float, flops: int, num_bytes: int, ceilings: Ceilings) -> TimeSplit:
+def split_time(wall_ms: float, flops: int, num_bytes: int, peak_rates: PeakRates) -> TimeSplit:
     """The wall time of work of `flops` and `num_bytes`."""
-    compute_ms = flops / ceilings.flops_per_s * 1e3
-    memory_ms = num_bytes / ceilings.bytes_per_s * 1e3
+    compute_ms = flops / peak_rates.flops_per_s * 1e3
+    memory_ms = num_bytes / peak_rates.bytes_per_s * 1e3
     return TimeSplit(compute_ms, memory_ms, max(0.0, wall_ms - compute_ms - memory_ms))
 
 
@@ -77,9 +77,9 @@ class StepStats:
     kv_bytes: int  # read and written by the step
     flops: int  # of matrix products and attention, padding included
 
-    def split(self, ceilings: Ceilings) -> TimeSplit:
+    def split(self, peak_rates: PeakRates) -> TimeSplit:
         """Where the step's wall time went."""
-        return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, ceilings)
+        return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
 
 @dataclass(slots=True)
@@ -120,9 +120,9 @@ class EngineStats:
         names = [field.name for field in dataclasses.fields(self)]
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
-    def split(self, ceilings: Ceilings) -> TimeSplit:
+    def split(self, peak_rates: PeakRates) -> TimeSplit:
         """Where the wall time of all steps went."""
-        return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, ceilings)
+        return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
     @property
     def num_wasted_tokens(self) -> int:

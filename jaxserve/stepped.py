@@ -1,4 +1,4 @@
-"""What batches and fleets ask of engines: to take requests and to go on by a step."""
+"""Protocols of engines, by what their callers use: batches and fleets, and those who measure or watch them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.metrics import EngineStats, PeakRates, StepStats
 from jaxserve.request import RequestFailure, RequestOutput, SamplingParams, TokenIds
 
 if TYPE_CHECKING:
+    from jaxserve.models.arch import ArchConfig
     from jaxserve.tokenizer import Tokenizer
 
 
@@ -51,3 +53,47 @@ class SteppedEngine(BatchEngine, Protocol):
 
     def step(self) -> Sequence[RequestOutput]:
         """Go on by a step; returns the requests that progressed."""
+
+
+@runtime_checkable
+class MeasuredEngine(SteppedEngine, Protocol):
+    """An engine that counts its work.
+
+    Attributes:
+        stats: totals since start.
+    """
+
+    stats: EngineStats
+
+    @property
+    def arch(self) -> ArchConfig:
+        """Sizes of the model."""
+
+    @property
+    def last_steps(self) -> Sequence[StepStats]:
+        """Statistics of the steps that the last call of `step` has read."""
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests with pages and a slot."""
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests without pages and slot."""
+
+    @property
+    def num_pages_used(self) -> int:
+        """Number of pages of running requests."""
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages in all pools."""
+
+    def peak_rates(self) -> PeakRates:
+        """Return the peak rates of the device."""
+
+    def wait_until_warm(self) -> None:
+        """Block until every program is compiled."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached pages."""

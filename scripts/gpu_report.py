@@ -1,6 +1,6 @@
-"""All that is measured of a GPU: correctness, ceilings, attention by itself, the engine; torch and transformers beside.
+"""All that is measured of a GPU: correctness, peak rates, attention, the engine; torch and transformers beside.
 
-    python scripts/gpu_report.py --part ceilings                 # also correctness, attention, engine; or all
+    python scripts/gpu_report.py --part peak_rates                 # also correctness, attention, engine; or all
     python scripts/gpu_report.py --part engine --only shape=8B   # points whose name contains this
     python scripts/gpu_report.py --part attention --missing      # what an earlier run had no time for
     python scripts/gpu_report.py --part report --pictures DIR    # the table and pictures of what is there
@@ -15,7 +15,7 @@ from device_report_parts import driver
 from device_report_parts.driver import Stage
 
 PARTS = {
-    "ceilings": (Stage("ceilings", 1),),
+    "peak_rates": (Stage("peak_rates", 1),),
     "correctness": (Stage("correctness", 6), Stage("suite", 4)),
     "attention": (Stage("attention", 6), Stage("torch_attention", 4)),
     "engine": (Stage("engine", 6), Stage("transformers_engine", 4)),

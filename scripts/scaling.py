@@ -104,7 +104,7 @@ def timed(engine: Engine) -> tuple[float, float]:
     return (time.perf_counter_ns() - started) / 1e6, (time.thread_time_ns() - started_cpu) / 1e3
 
 
-def ceilings() -> dict[str, float]:
+def peak_rates() -> dict[str, float]:
     """Floating-point operations and bytes read per second, the best of some tries of numpy."""
     a, big = np.ones((1024, 1024), np.float32), np.ones(2**26, np.float32)
     return {"flops_per_s": 2 * 1024**3 / best_s(lambda: a @ a), "bytes_per_s": big.nbytes / best_s(big.sum)}
@@ -120,7 +120,7 @@ def best_s(run: Callable[[], Any]) -> float:
 
 
 def roofline_ms(points: list[Point], rates: dict[str, float]) -> list[float]:
-    """What each step takes at least: its FLOPs or its bytes, at their ceiling."""
+    """Least time of each step: its FLOPs or its bytes at their peak rate."""
     return [1e3 * max(p["flops"] / rates["flops_per_s"], p["read_bytes"] / rates["bytes_per_s"]) for p in points]
 
 
@@ -132,7 +132,7 @@ def draw(result: dict[str, Any], file: Path) -> None:
         part, over = name.split(" over ")
         x = [max(p[over], 1) for p in points]
         y = [p["host_us"] / 1e3 if part == "host" else p["step_ms"] for p in points]
-        bound = roofline_ms(points, result["ceilings"]) if part == "device" else y
+        bound = roofline_ms(points, result["peak_rates"]) if part == "device" else y
         axis.loglog(x, y, "o-", label="measured")
         if part == "device":
             axis.loglog(x, bound, "--", label="roofline")
@@ -162,7 +162,7 @@ def main() -> None:
         "device over context": (start_device, [(4, context, 0) for context in contexts]),
     }
     versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
-    result: dict[str, Any] = {"bench": "scaling", **versions, "ceilings": ceilings(), "curves": {}}
+    result: dict[str, Any] = {"bench": "scaling", **versions, "peak_rates": peak_rates(), "curves": {}}
     for name, (start, cases) in grid.items():
         result["curves"][name] = []
         for case in cases:

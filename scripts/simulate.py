@@ -14,7 +14,7 @@ from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.replica import Replica
-from jaxserve.metrics import Ceilings, EngineStats
+from jaxserve.metrics import EngineStats, PeakRates
 from jaxserve.planner.modelled import ModelledExecutor
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.speed import Roofline
@@ -33,7 +33,7 @@ def modelled(model: str, target: str, schedule: ScheduleConfig) -> tuple[Any, Mo
     roofline = Roofline(
         arch=arch,
         schedule=schedule,
-        ceilings=Ceilings(sheet.flops_per_s["bfloat16"], sheet.bytes_per_s),
+        peak_rates=PeakRates(sheet.flops_per_s["bfloat16"], sheet.bytes_per_s),
         link_bytes_per_s=sheet.link_bytes_per_s,
         num_chips=1,
         matrix_bytes=arch.num_params * BYTES - (0 if arch.tied_embeddings else embedding_bytes),

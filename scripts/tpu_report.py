@@ -1,6 +1,6 @@
-"""All that is measured of a TPU: correctness, ceilings, attention by its kernel and by XLA, the engine.
+"""All that is measured of a TPU: correctness, peak rates, attention by its kernel and by XLA, the engine.
 
-    python scripts/tpu_report.py --part ceilings                 # also correctness, attention, engine, tuning; or all
+    python scripts/tpu_report.py --part peak_rates                 # also correctness, attention, engine, tuning; or all
     python scripts/tpu_report.py --part engine --only shape=8B   # points whose name contains this
     python scripts/tpu_report.py --part attention --missing      # what an earlier run had no time for
     python scripts/tpu_report.py --part report --pictures DIR    # the table and pictures of what is there
@@ -14,7 +14,7 @@ from device_report_parts import driver
 from device_report_parts.driver import Stage
 
 PARTS = {
-    "ceilings": (Stage("ceilings", 1),),
+    "peak_rates": (Stage("peak_rates", 1),),
     "correctness": (Stage("parity", 2), Stage("correctness", 8)),
     "attention": (Stage("attention", 1),),
     "engine": (Stage("engine", 1),),

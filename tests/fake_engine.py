@@ -16,7 +16,7 @@ from typing import Any
 from jaxserve import __main__ as command
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import RequestError
-from jaxserve.metrics import Ceilings, EngineStats, StepStats
+from jaxserve.metrics import EngineStats, PeakRates, StepStats
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
 from jaxserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
@@ -100,10 +100,9 @@ class FakeEngine:
     def wait_until_warm(self) -> None:
         self.is_warm = True
 
-    @property
-    def ceilings(self) -> Ceilings:
+    def peak_rates(self) -> PeakRates:
         assert self.is_warm, "beside compiles they would be measured too low, and kept"
-        return Ceilings(flops_per_s=1e9, bytes_per_s=1e9)
+        return PeakRates(flops_per_s=1e9, bytes_per_s=1e9)
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting)

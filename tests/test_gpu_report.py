@@ -37,10 +37,10 @@ def content(path: Path) -> dict[str, Any]:
 def test_a_dry_run_measures_all_there_is(tmp_path: Path) -> None:
     """One run for all that is asked of it, since it takes long."""
     options = ("--dry-run", "--json", str(tmp_path / "gpu.json"))
-    run_script("--part", "ceilings", *options)
-    ceilings = content(tmp_path / "gpu.json")["parts"]["ceilings"]
+    run_script("--part", "peak_rates", *options)
+    peak_rates = content(tmp_path / "gpu.json")["parts"]["peak_rates"]
     printed = run_script("--part", "all", "--missing", "--pictures", str(tmp_path / "pictures"), *options)
-    assert content(tmp_path / "gpu.json")["parts"]["ceilings"] == ceilings, "a part keeps what others have measured"
+    assert content(tmp_path / "gpu.json")["parts"]["peak_rates"] == peak_rates, "a part keeps what others have measured"
     check_that_every_stage_measures_something(tmp_path, printed)
     check_that_narrow_pools_are_measured_beside_wide_ones(tmp_path, printed)
     check_that_tables_and_pictures_come_of_the_file_alone(tmp_path, printed)
@@ -68,7 +68,7 @@ def check_that_tables_and_pictures_come_of_the_file_alone(directory: Path, print
     again = run_script("--part", "report", "--json", str(directory / "gpu.json"), "--pictures", str(pictures))
     table = again[again.index("Dry run") :]
     assert printed.endswith(table)
-    for heading in ("ceiling", "correctness", "decode us", "prefill us", "programs", "decode tok/s"):
+    for heading in ("peak", "correctness", "decode us", "prefill us", "programs", "decode tok/s"):
         assert heading in table
     assert {path.name for path in pictures.iterdir()} == {"gpu_roofline.png", "gpu_decode.png"}
     assert all(path.stat().st_size > 5000 for path in pictures.iterdir())
@@ -121,35 +121,35 @@ def test_goes_on_after_failures_until_the_time_is_up(tmp_path: Path, monkeypatch
     document = Document(tmp_path / "report.json", "gpu", dry_run=False)
     options = driver.Options(dry_run=False, missing=False, only="")
     with (tmp_path / "log").open("w") as log:
-        driver.StageRun(document, "ceilings", "ceilings", time.time() + 3, options, log).run()
-    found = content(tmp_path / "report.json")["parts"]["ceilings"]["ceilings"]
+        driver.StageRun(document, "peak_rates", "peak_rates", time.time() + 3, options, log).run()
+    found = content(tmp_path / "report.json")["parts"]["peak_rates"]["peak_rates"]
     assert found["points"]["good"]["value"] == 1
     assert found["points"]["fails"]["failed"] == "a reason"
     assert found["points"]["dies"]["failed"] == "the process ended with status 3"
     assert "after the time was up" in found["points"]["late"]["failed"]
     assert found["left_out"] == ["last"]
-    assert document.measured("ceilings", "ceilings") == ["good"]
+    assert document.measured("peak_rates", "peak_rates") == ["good"]
 
 
 def test_what_another_machine_has_measured_is_dropped(tmp_path: Path) -> None:
     document = Document(tmp_path / "report.json", "gpu", dry_run=False)
     for machine, left in ((MACHINE, {"a", "b"}), (MACHINE, {"a", "b"}), (MACHINE | {"driver": "2"}, {"b"})):
-        document.begin("ceilings", "ceilings", machine)
-        if not document.measured("ceilings", "ceilings"):
-            document.put("ceilings", "ceilings", "b" if machine["driver"] else "a", {"kind": "x"})
+        document.begin("peak_rates", "peak_rates", machine)
+        if not document.measured("peak_rates", "peak_rates"):
+            document.put("peak_rates", "peak_rates", "b" if machine["driver"] else "a", {"kind": "x"})
         if machine is MACHINE:
-            document.put("ceilings", "ceilings", "b", {"kind": "x"})
-        assert set(document.measured("ceilings", "ceilings")) == left
+            document.put("peak_rates", "peak_rates", "b", {"kind": "x"})
+        assert set(document.measured("peak_rates", "peak_rates")) == left
 
 
-def test_fractions_follow_from_the_ceilings(tmp_path: Path) -> None:
+def test_fractions_follow_from_the_peak_rates(tmp_path: Path) -> None:
     document = Document(tmp_path / "report.json", "gpu", dry_run=False)
     document.begin("attention", "attention", MACHINE)
     document.put("attention", "attention", "d", {"kind": "decode", "kv_gb_per_s": 3.0, **DECODE})
     assert "fraction_of_copy" not in document.points("decode")[0]
-    document.begin("ceilings", "ceilings", MACHINE)
+    document.begin("peak_rates", "peak_rates", MACHINE)
     for kind, rate in (("copy", 4.0), ("add", 3.9), ("read", 5.0)):
-        document.put("ceilings", "ceilings", kind, {"kind": kind, "gb_per_s": rate})
+        document.put("peak_rates", "peak_rates", kind, {"kind": kind, "gb_per_s": rate})
     assert document.points("decode")[0]["fraction_of_copy"] == 0.75
 
 

@@ -10,10 +10,10 @@ import fake_engine
 import pytest
 
 from jaxserve.live_stats import LiveStats, stats_line, wait_until_warm
-from jaxserve.metrics import Ceilings, EngineStats
+from jaxserve.metrics import EngineStats, PeakRates
 from jaxserve.request import SamplingParams
 
-CEILINGS = Ceilings(flops_per_s=1e9, bytes_per_s=1e9)
+PEAK_RATES = PeakRates(flops_per_s=1e9, bytes_per_s=1e9)
 
 
 class Terminal(io.StringIO):
@@ -40,7 +40,7 @@ def test_the_line_is_of_the_interval() -> None:
     stats = EngineStats(
         num_steps=1, num_prefill_tokens=50, num_output_tokens=20, wall_ms=10.0, flops=2_000_000, kv_bytes=1_000_000
     )
-    line = stats_line(stats, 0.5, CEILINGS, num_rows=2, num_waiting=1, pages_share=0.25)
+    line = stats_line(stats, 0.5, PEAK_RATES, num_rows=2, num_waiting=1, pages_share=0.25)
     assert line == "2 rows, in 100 tok/s, out 40 tok/s, 1 waiting, pages 25%, E 20%"
 
 
@@ -97,11 +97,18 @@ def test_that_compiling_takes_long_is_said_once_while_it_does() -> None:
     assert re.fullmatch(r"jaxserve: loading or compiling all programs .*\n", stream.getvalue())
 
 
+class BrokenEngine(fake_engine.FakeEngine):
+    """An engine that cannot compile."""
+
+    def wait_until_warm(self) -> None:
+        raise ZeroDivisionError
+
+
 def test_a_warm_engine_says_nothing_nor_one_that_cannot_compile() -> None:
     stream, before = io.StringIO(), threading.active_count()
     wait_until_warm(fake_engine.FakeEngine(None), stream)
-    with pytest.raises(AttributeError):
-        wait_until_warm(None, stream)
+    with pytest.raises(ZeroDivisionError):
+        wait_until_warm(BrokenEngine(None), stream)
     deadline = time.monotonic() + 30
     while threading.active_count() > before:
         assert time.monotonic() < deadline

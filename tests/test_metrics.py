@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.metrics import Ceilings, EngineStats, StepStats, TimeSplit, split_time
+from jaxserve.metrics import EngineStats, PeakRates, StepStats, TimeSplit, split_time
 
-CEILINGS = Ceilings(flops_per_s=2e9, bytes_per_s=1e9)
+PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 
 
 def a_step(step_id: int, **fields: float) -> StepStats:
@@ -17,28 +17,28 @@ def a_step(step_id: int, **fields: float) -> StepStats:
     return StepStats(**{name: kind(step_id + index) for index, (name, kind) in enumerate(kinds.items())} | fields)
 
 
-def test_time_is_split_by_the_ceilings() -> None:
-    split = a_step(0, wall_ms=10.0, flops=4_000_000, weight_bytes=2_500_000, kv_bytes=500_000).split(CEILINGS)
+def test_time_is_split_by_the_peak_rates() -> None:
+    split = a_step(0, wall_ms=10.0, flops=4_000_000, weight_bytes=2_500_000, kv_bytes=500_000).split(PEAK_RATES)
     assert split == TimeSplit(compute_ms=2.0, memory_ms=3.0, stall_ms=5.0)
     assert split.efficiency == pytest.approx(0.2)
     assert split.roofline_share == pytest.approx(0.5)
 
 
 def test_a_step_that_overlaps_compute_and_memory_has_no_stall() -> None:
-    split = split_time(4.0, 4_000_000, 3_000_000, CEILINGS)
+    split = split_time(4.0, 4_000_000, 3_000_000, PEAK_RATES)
     assert split == TimeSplit(compute_ms=2.0, memory_ms=3.0, stall_ms=0.0)
     assert split.efficiency == pytest.approx(0.4)
     assert split.roofline_share == 1
 
 
 def test_no_time_has_no_efficiency() -> None:
-    assert EngineStats().split(CEILINGS).efficiency == 0
-    assert EngineStats().split(CEILINGS).roofline_share == 0
+    assert EngineStats().split(PEAK_RATES).efficiency == 0
+    assert EngineStats().split(PEAK_RATES).roofline_share == 0
 
 
 @given(wall_ms=st.floats(0, 1e6), flops=st.integers(0, 10**15), num_bytes=st.integers(0, 10**12))
 def test_shares_stay_shares(wall_ms: float, flops: int, num_bytes: int) -> None:
-    split = split_time(wall_ms, flops, num_bytes, CEILINGS)
+    split = split_time(wall_ms, flops, num_bytes, PEAK_RATES)
     assert min(split.compute_ms, split.memory_ms, split.stall_ms) >= 0
     assert 0 <= split.efficiency <= split.roofline_share + 1e-9
     assert split.roofline_share <= 1

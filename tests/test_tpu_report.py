@@ -34,7 +34,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path, s
     """What is there of a TPU alone, where its pictures are, and what was printed last."""
     directory = tmp_path_factory.mktemp("tpu")
     options = ("--dry-run", "--json", str(directory / "tpu.json"))
-    run_script("--part", "ceilings", *options)
+    run_script("--part", "peak_rates", *options)
     for only in ("transformers ids", "backend=mosaic_tpu"):
         run_script("--part", "correctness", "--only", only, *options)
     run_script("--part", "tuning", *options)
@@ -136,8 +136,8 @@ def test_all_cases_are_checked_in_both_precisions() -> None:
 def test_mixed_steps_are_a_share_of_what_bounds_them(tmp_path: Path) -> None:
     document = Document(tmp_path / "tpu.json", "tpu", dry_run=False)
     for stage, name, point in (
-        ("ceilings", "copy", {"kind": "copy", "gb_per_s": 4.0}),
-        ("ceilings", "gemm", {"kind": "gemm", "tflop_per_s": 2.0}),
+        ("peak_rates", "copy", {"kind": "copy", "gb_per_s": 4.0}),
+        ("peak_rates", "gemm", {"kind": "gemm", "tflop_per_s": 2.0}),
         ("attention", "memory", {"kind": "mixed", "us": 1.0, "kv_gb_per_s": 3.0, "tflop_per_s": 1.0, **MIXED}),
         ("attention", "products", {"kind": "mixed", "us": 1.0, "kv_gb_per_s": 1.0, "tflop_per_s": 1.8, **MIXED}),
     ):
@@ -147,8 +147,8 @@ def test_mixed_steps_are_a_share_of_what_bounds_them(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_tpu_is_refused(tmp_path: Path) -> None:
-    args = [sys.executable, str(SCRIPT), "--part", "ceilings", "--json", str(tmp_path / "tpu.json")]
+    args = [sys.executable, str(SCRIPT), "--part", "peak_rates", "--json", str(tmp_path / "tpu.json")]
     done = subprocess.run(args, check=False, capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
-    assert "ceilings needs a TPU, and there is only" in done.stderr
+    assert "peak_rates needs a TPU, and there is only" in done.stderr
     assert not (tmp_path / "tpu.json").exists()

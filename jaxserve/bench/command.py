@@ -18,6 +18,7 @@ from jaxserve.bench.workloads import Workload, WorkloadRequest, load_workload, p
 from jaxserve.config import ScheduleConfig
 from jaxserve.errors import ConfigError
 from jaxserve.live_stats import LiveStats, wait_until_warm
+from jaxserve.stepped import MeasuredEngine
 from jaxserve.whole_file import check_writable, write_whole
 
 
@@ -73,7 +74,7 @@ def read_job(args: argparse.Namespace) -> BenchJob:
     )
 
 
-def run_job(engine: Any, job: BenchJob) -> Json:
+def run_job(engine: MeasuredEngine, job: BenchJob) -> Json:
     """Measure with an engine that nothing else uses, print the table, write what was asked for; returns the report.
 
     Each run is written when it is done, and whatever breaks off a later one, those that are done are shown.
@@ -82,9 +83,9 @@ def run_job(engine: Any, job: BenchJob) -> Json:
         ConfigError: the engine cannot run the workload; nothing has been measured.
     """
     requests = _prompts(engine, job.workload)
-    _warm_up(engine, requests[0][0])  # before the ceilings are measured, which compiles would lower
+    _warm_up(engine, requests[0][0])  # before the peak rates are measured, which compiles would lower
     setting = Setting(
-        engine.schedule.page_size, engine.schedule.num_pages, engine.ceilings, job.slo, job.price_per_hour
+        engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates(), job.slo, job.price_per_hour
     )
     load = {name: getattr(job, name) for name in ("time_scale", "arrival_seed", "max_concurrency")}
     report = build_report(engine, job.kind, job.workload, load)
@@ -101,20 +102,20 @@ def run_job(engine: Any, job: BenchJob) -> Json:
     return report
 
 
-def _run(engine: Any, prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> LoadTrace:
+def _run(engine: MeasuredEngine, prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> LoadTrace:
     """One run from an empty prefix cache."""
     engine.reset_prefix_cache()
     timed = [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, job.arrivals(rate), strict=True)]
     return run_load(engine, timed, max_concurrency=job.max_concurrency)
 
 
-def _warm_up(engine: Any, prompt: list[int]) -> None:
+def _warm_up(engine: MeasuredEngine, prompt: list[int]) -> None:
     """Every program compiled and each part of the engine used once."""
     wait_until_warm(engine, sys.stderr)
     run_load(engine, [TimedRequest(prompt, output_len=1)])
 
 
-def _prompts(engine: Any, workload: Workload) -> list[tuple[list[int], int]]:
+def _prompts(engine: MeasuredEngine, workload: Workload) -> list[tuple[list[int], int]]:
     """Prompt and output length of every request, known to fit."""
     for index, request in enumerate(workload.requests):
         _check_fits(engine.schedule, f"request {index} of the workload {workload.name}", request)

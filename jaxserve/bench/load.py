@@ -11,10 +11,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jaxserve.metrics import EngineStats
 from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.stepped import MeasuredEngine
 
 
 class Clock:
@@ -91,7 +91,11 @@ class LoadTrace:
 
 
 def run_load(
-    engine: Any, requests: Sequence[TimedRequest], clock: Clock | None = None, *, max_concurrency: int | None = None
+    engine: MeasuredEngine,
+    requests: Sequence[TimedRequest],
+    clock: Clock | None = None,
+    *,
+    max_concurrency: int | None = None,
 ) -> LoadTrace:
     """Serve the requests, each from when it is due, to their last tokens; greedy, end of sequence ignored.
 
@@ -110,7 +114,9 @@ def run_load(
 class _OpenLoop:
     """One run: queue what is due, step, note which tokens are there."""
 
-    def __init__(self, engine: Any, requests: Sequence[TimedRequest], clock: Clock, max_concurrency: int) -> None:
+    def __init__(
+        self, engine: MeasuredEngine, requests: Sequence[TimedRequest], clock: Clock, max_concurrency: int
+    ) -> None:
         self._engine, self._requests, self._clock = engine, requests, clock
         self._due = deque(sorted(range(len(requests)), key=lambda index: requests[index].arrival_s))
         self._free_since_s = deque([0.0] * max_concurrency)  # places for further requests

@@ -5,18 +5,18 @@ import platform
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import Any
 
 from jaxserve import __version__
 from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
 from jaxserve.engine.build import compute_dtype
 from jaxserve.engine.roofline import describe_device
+from jaxserve.stepped import MeasuredEngine
 
 FORMAT = "jaxserve-bench-2"
 
 
-def build_report(engine: Any, kind: str, workload: Workload, load: Json) -> Json:
+def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Json) -> Json:
     """All that `--json` writes but for the runs, to which each is added; `load` is how the requests arrive."""
     dtype = compute_dtype(engine.config, engine.arch).name
     return {
@@ -31,7 +31,7 @@ def build_report(engine: Any, kind: str, workload: Workload, load: Json) -> Json
             "python": platform.python_version(),
         },
         "device": dataclasses.asdict(describe_device()),
-        "ceilings": dataclasses.asdict(engine.ceilings),
+        "peak_rates": dataclasses.asdict(engine.peak_rates()),
         "model": {
             "path": str(engine.config.model_path),
             "architecture": engine.arch.architecture,

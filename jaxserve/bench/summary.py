@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxserve.bench.load import LoadTrace, RequestTrace
-from jaxserve.metrics import Ceilings
+from jaxserve.metrics import PeakRates
 
 PERCENTILES = (50, 90, 99)
 
@@ -36,7 +36,7 @@ class Setting:
 
     page_size: int
     num_pages: int
-    ceilings: Ceilings
+    peak_rates: PeakRates
     slo: Slo = Slo()
     price_per_hour: float | None = None
 
@@ -85,7 +85,7 @@ def _throughput(trace: LoadTrace) -> Json:
 
 def _steps(trace: LoadTrace, setting: Setting) -> Json:
     stats, steps = trace.stats, max(1, trace.stats.num_steps)
-    split = stats.split(setting.ceilings)
+    split = stats.split(setting.peak_rates)
     busy = [s for s in trace.steps if s.num_rows]
     return {
         "num_steps": stats.num_steps,

@@ -38,8 +38,8 @@ def _header(report: Json) -> str:
         f"{load['num_prompt_tokens']} prompt and {load['num_output_tokens']} output tokens\n"
         f"{model['path']} in {model['stored']} on {device['count']} x {device['kind']} ({device['num_cores']} cores), "
         f"jax {report['versions']['jax']}\n"
-        f"ceilings by which E is counted: {report['ceilings']['flops_per_s'] / 1e9:.4g} GFLOP/s, "
-        f"{report['ceilings']['bytes_per_s'] / 1e9:.4g} GB/s"
+        f"peak rates by which E is counted: {report['peak_rates']['flops_per_s'] / 1e9:.4g} GFLOP/s, "
+        f"{report['peak_rates']['bytes_per_s'] / 1e9:.4g} GB/s"
     )
 
 

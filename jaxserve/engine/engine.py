@@ -7,7 +7,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import partial
 from importlib.metadata import version
 
 from jaxserve import distributed
@@ -34,10 +34,10 @@ from jaxserve.engine.plan import StepPlan
 from jaxserve.engine.programs import source_digest
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.roofline import device_ceilings
+from jaxserve.engine.roofline import device_peak_rates
 from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.metrics import Ceilings, EngineStats, StepStats
+from jaxserve.metrics import EngineStats, PeakRates, StepStats
 from jaxserve.models.params import Params
 from jaxserve.peers import Follower, Leader
 from jaxserve.request import RequestOutput, SamplingParams
@@ -100,6 +100,7 @@ class Engine:
         )
         self._progressed: dict[str, RequestGroup] = {}  # requests that were added by hand
         self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None
+        self._peak_rates: PeakRates | None = None
         self._is_closed = False
         self._asleep: set[str] = set()  # of SLEEP_TAGS
         self._has_weights = True
@@ -363,14 +364,15 @@ class Engine:
         """The copies of the model."""
         return self.core.replicas
 
-    @cached_property
-    def ceilings(self) -> Ceilings:
-        """The limits of the device in use, by which `stats.split` and `last_step.split` account for wall time.
+    def peak_rates(self) -> PeakRates:
+        """Return the peak rates of the device, by which `stats.split` and `last_step.split` account for wall time.
 
-        Measured when first asked for, unless the user's cache has them: after all compiling, in under a second.
+        They are measured by the first call, unless the user's cache has them: after all compiling, in under a second.
         """
-        self.wait_until_warm()  # compiling beside it would make the device look slower
-        return device_ceilings(compute_dtype(self.config, self.arch))
+        if self._peak_rates is None:
+            self.wait_until_warm()  # compiling beside it would make the device look slower
+            self._peak_rates = device_peak_rates(compute_dtype(self.config, self.arch))
+        return self._peak_rates
 
     @property
     def last_steps(self) -> list[StepStats]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxserve.config import user_cache_dir
 from jaxserve.layers.linear import linear
-from jaxserve.metrics import Ceilings
+from jaxserve.metrics import PeakRates
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.whole_file import write_whole
 
@@ -52,7 +52,7 @@ def num_cores() -> int:
     return os.cpu_count() or 1
 
 
-def device_ceilings(dtype: jnp.dtype, cache_dir: Path | None = None) -> Ceilings:
+def device_peak_rates(dtype: jnp.dtype, cache_dir: Path | None = None) -> PeakRates:
     """Limits of this device in `dtype`, from the cache, or measured in under a second of a quiet machine.
 
     What else runs on a machine makes it look slower, never faster. So the first NUM_MEASUREMENTS processes that ask
@@ -63,15 +63,15 @@ def device_ceilings(dtype: jnp.dtype, cache_dir: Path | None = None) -> Ceilings
         cache_dir: of the measurements, a file each; None is the user's. Of processes that measure at the same time,
             the last one's file stays.
     """
-    path = (cache_dir or user_cache_dir() / "ceilings") / f"{_cache_key(describe_device(), dtype)}.json"
+    path = (cache_dir or user_cache_dir() / "peak_rates") / f"{_cache_key(describe_device(), dtype)}.json"
     kept, num_measured = _read(path) or (None, 0)
     if kept is None or num_measured < NUM_MEASUREMENTS:
-        kept = _best(kept, measure_ceilings(dtype))
+        kept = _best(kept, measure_peak_rates(dtype))
         _write(path, kept, num_measured + 1)
     return kept
 
 
-def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
+def measure_peak_rates(dtype: jnp.dtype) -> PeakRates:
     """Best rates of a large matrix product and of reading an array larger than any cache, by XLA or a native kernel."""
     on_cpu = jax.default_backend() == "cpu"
     M, D, F = (1024, 1024, 2048) if on_cpu else (4096, 4096, 8192)
@@ -79,7 +79,7 @@ def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
     flops_per_s = _best_rate(2 * M * D * F, _products(jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)))
     array = jnp.ones((num_rows, D), dtype)
     readers = [*_products(array, jnp.ones((1, D), dtype)), lambda: _largest(array)]
-    return Ceilings(flops_per_s, _best_rate(array.nbytes, readers))
+    return PeakRates(flops_per_s, _best_rate(array.nbytes, readers))
 
 
 _product = jax.jit(linear)
@@ -121,31 +121,31 @@ def _cache_key(device: Device, dtype: jnp.dtype) -> str:
     return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
 
 
-def _best(kept: Ceilings | None, new: Ceilings) -> Ceilings:
+def _best(kept: PeakRates | None, new: PeakRates) -> PeakRates:
     if kept is None:
         return new
-    return Ceilings(max(kept.flops_per_s, new.flops_per_s), max(kept.bytes_per_s, new.bytes_per_s))
+    return PeakRates(max(kept.flops_per_s, new.flops_per_s), max(kept.bytes_per_s, new.bytes_per_s))
 
 
-def _read(path: Path) -> tuple[Ceilings, int] | None:
+def _read(path: Path) -> tuple[PeakRates, int] | None:
     """The best so far and of how many measurements; None without a usable file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        ceilings = Ceilings(float(content["flops_per_s"]), float(content["bytes_per_s"]))
+        peak_rates = PeakRates(float(content["flops_per_s"]), float(content["bytes_per_s"]))
         num_measured = int(content["num_measurements"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return (ceilings, num_measured) if min(ceilings.flops_per_s, ceilings.bytes_per_s) > 0 else None
+    return (peak_rates, num_measured) if min(peak_rates.flops_per_s, peak_rates.bytes_per_s) > 0 else None
 
 
-def _write(path: Path, ceilings: Ceilings, num_measured: int) -> None:
+def _write(path: Path, peak_rates: PeakRates, num_measured: int) -> None:
     """A cache that cannot be written is none."""
-    content = {**asdict(ceilings), "num_measurements": num_measured}
+    content = {**asdict(peak_rates), "num_measurements": num_measured}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(content).encode())
     except OSError as error:
-        logger.warning("the device's ceilings cannot be kept, and are measured again next time: %s", error)
+        logger.warning("the device's peak rates cannot be kept, and are measured again next time: %s", error)
 
 
 def _cpu_model() -> str:

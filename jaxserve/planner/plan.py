@@ -26,7 +26,7 @@ from jaxserve.engine.build import (
 )
 from jaxserve.engine.step import abstract_state
 from jaxserve.errors import ConfigError
-from jaxserve.metrics import Ceilings
+from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
@@ -318,7 +318,7 @@ def _roofline(
     return Roofline(
         arch=local,
         schedule=schedule,
-        ceilings=Ceilings(share * sheet.flops_per_s[dtype.name], share * sheet.bytes_per_s),
+        peak_rates=PeakRates(share * sheet.flops_per_s[dtype.name], share * sheet.bytes_per_s),
         link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
         num_chips=target.num_chips,
         matrix_bytes=memory.weights - (0 if local.tied_embeddings else embedding_bytes),

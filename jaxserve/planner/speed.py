@@ -7,21 +7,21 @@ import numpy as np
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine.costs import attention_cost
-from jaxserve.metrics import Ceilings, split_time
+from jaxserve.metrics import PeakRates, split_time
 from jaxserve.models.arch import ArchConfig
 from jaxserve.planner.program import Collective
 
 
 @dataclass(frozen=True)
 class Roofline:
-    """Predicts steps: the longer of reading and computing at the ceilings, then the exchanges between the chips.
+    """Prediction of steps: the longer of reading and computing at the peak rates, then the exchanges between the chips.
 
     Launches, latencies, host work and whatever a kernel leaves unused come on top.
 
     Attributes:
         arch: what one device has of the model.
         schedule: sizes of steps.
-        ceilings: of one device.
+        peak_rates: rates of one device.
         link_bytes_per_s: from a chip to the others, in one direction.
         num_chips: that the model is split over.
         matrix_bytes: of weights that every step reads, on one device.
@@ -33,7 +33,7 @@ class Roofline:
 
     arch: ArchConfig
     schedule: ScheduleConfig
-    ceilings: Ceilings
+    peak_rates: PeakRates
     link_bytes_per_s: float
     num_chips: int
     matrix_bytes: int
@@ -59,7 +59,7 @@ class Roofline:
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // self.arch.num_layers
         num_bytes = self.matrix_bytes + bucket * self.embedding_row_bytes + kv_bytes
         flops = self.arch.step_flops(bucket, self.schedule.num_rows(bucket), attention.num_scores)
-        split = split_time(0.0, flops, num_bytes, self.ceilings)
+        split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
 
     def _exchange_ms(self, num_tokens: int) -> float:

@@ -91,22 +91,22 @@ class Document:
         own.write_text(json.dumps(self._content, indent=1))
         own.replace(self._path)
 
-    def ceiling(self, kinds: Sequence[str], unit: str) -> float | None:
+    def peak(self, kinds: Sequence[str], unit: str) -> float | None:
         """The best that was measured of these kinds."""
         return max((point[unit] for point in self.points(*kinds)), default=None)
 
     @property
     def copy_gb_per_s(self) -> float | None:
-        """The ceiling of bandwidth: of copying, or of adding in place."""
-        return self.ceiling(("copy", "add"), "gb_per_s")
+        """The peak bandwidth: of copying, or of adding in place."""
+        return self.peak(("copy", "add"), "gb_per_s")
 
     @property
     def gemm_tflop_per_s(self) -> float | None:
-        """The ceiling of arithmetic."""
-        return self.ceiling(("gemm",), "tflop_per_s")
+        """The peak rate of arithmetic."""
+        return self.peak(("gemm",), "tflop_per_s")
 
     def _add_fractions(self) -> None:
-        """What follows from a point and the ceilings, where both are known."""
+        """Fractions of the peak rates that a point reaches, where both are known."""
         copy, gemm = self.copy_gb_per_s, self.gemm_tflop_per_s
         for point in self.points("decode", "sdpa decode", "flex decode") if copy else ():
             point["fraction_of_copy"] = point["kv_gb_per_s"] / copy

@@ -20,7 +20,7 @@ def draw(document: Document, directory: Path) -> list[str]:
     if find_spec("matplotlib") is None:
         return [f"there are no pictures, because they need matplotlib; {install_extra('bench')}"]
     if document.copy_gb_per_s is None:
-        return ["there are no pictures, because they need the ceilings: --part ceilings"]
+        return ["there are no pictures, because they need the peak rates: --part peak_rates"]
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
     if document.points(*_MARKERS) and document.gemm_tflop_per_s is not None:

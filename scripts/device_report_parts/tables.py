@@ -37,7 +37,7 @@ def brief(entry: Entry) -> str:
 
 def render(document: Document) -> str:
     """All tables of which there is anything, the device above them."""
-    blocks = [_machines(document), _ceilings(document), _correctness(document)]
+    blocks = [_machines(document), _peak_rates(document), _correctness(document)]
     blocks += [
         _decode(document),
         _prefill(document),
@@ -85,11 +85,11 @@ def _machines(document: Document) -> str:
     return "\n".join([title, *seen])
 
 
-def _ceilings(document: Document) -> str:
+def _peak_rates(document: Document) -> str:
     bandwidths = [(f"{p['kind']}, {p['mib']} MiB", number(p["gb_per_s"]) + " GB/s") for p in _bandwidths(document)]
     products = document.points("gemm")
     rows = [(f"matrix product, {p['size']}, {p['dtype']}", number(p["tflop_per_s"]) + " TFLOP/s") for p in products]
-    return table(("ceiling", "rate"), bandwidths + rows)
+    return table(("peak", "rate"), bandwidths + rows)
 
 
 def _bandwidths(document: Document) -> list[Entry]:

@@ -1,7 +1,7 @@
 """The process of one stage: measures its points one by one, and says so in one JSON message a line.
 
     python -m device_report_parts.worker \\
-        '{"stage": "ceilings", "device": "gpu", "dry_run": true, "deadline": 4e9, "skip": [], "only": ""}'
+        '{"stage": "peak_rates", "device": "gpu", "dry_run": true, "deadline": 4e9, "skip": [], "only": ""}'
 
 What libraries print goes to stderr. After a point that failed, the process is of no more use: a device may be left in
 a state in which everything fails.

@@ -12,8 +12,9 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 
 def main() -> None:
@@ -40,7 +41,14 @@ def _take_stdout() -> TextIO:
     return replies
 
 
-def _answer(engine: Any, message: dict[str, Any]) -> dict[str, Any]:
+class Baseline(Protocol):
+    """An engine as its module wraps it."""
+
+    def generate(self, prompts: list[list[int]], output_lens: list[int]) -> Sequence[Sequence[int]]:
+        """Return the greedy continuations of all prompts, each of the length asked for."""
+
+
+def _answer(engine: Baseline, message: dict[str, Any]) -> dict[str, Any]:
     try:
         started = time.perf_counter()
         token_ids = engine.generate(message["prompts"], message["output_lens"])

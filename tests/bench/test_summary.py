@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.load import LoadTrace, RequestTrace, StepSample
 from jaxserve.bench.summary import Setting, Slo, percentiles, summarize
-from jaxserve.metrics import Ceilings, EngineStats
+from jaxserve.metrics import EngineStats, PeakRates
 
-SETTING = Setting(page_size=16, num_pages=10, ceilings=Ceilings(flops_per_s=1e9, bytes_per_s=1e9))
+SETTING = Setting(page_size=16, num_pages=10, peak_rates=PeakRates(flops_per_s=1e9, bytes_per_s=1e9))
 STATS = EngineStats(
     num_steps=4,
     num_tokens=90,

@@ -10,7 +10,7 @@ import pytest
 from checkpoints import write_checkpoint
 
 from jaxserve.engine.engine import Engine
-from jaxserve.metrics import Ceilings
+from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
 from jaxserve.request import SamplingParams
 from tests.e2e import workloads
@@ -69,6 +69,6 @@ def test_wall_times_of_steps_do_not_overlap(start: Start, step_ahead: bool) -> N
     total = engine.stats.since(before)
     assert total.num_output_tokens == 3
     assert sum(step.wall_ms for step in steps) <= total.wall_ms <= elapsed_ms
-    split = total.split(Ceilings(flops_per_s=1e18, bytes_per_s=1e18))
+    split = total.split(PeakRates(flops_per_s=1e18, bytes_per_s=1e18))
     assert split.total_ms == pytest.approx(total.wall_ms)
     assert 0 < split.efficiency < 1

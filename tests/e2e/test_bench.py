@@ -9,7 +9,7 @@ import pytest
 from jaxserve.bench.command import BenchJob, run_job
 from jaxserve.bench.workloads import Workload, WorkloadRequest
 from jaxserve.engine.engine import Engine
-from jaxserve.metrics import Ceilings
+from jaxserve.metrics import PeakRates
 
 Start = Callable[..., Engine]
 
@@ -27,7 +27,7 @@ def test_every_token_is_counted_once(
     start: Start, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = start()
-    monkeypatch.setattr(engine, "ceilings", Ceilings(1e15, 1e15))
+    monkeypatch.setattr(engine, "peak_rates", lambda: PeakRates(1e15, 1e15))
     job = BenchJob(kind, Workload("tiny", 1, REQUESTS), rates=(None, None), json_path=tmp_path / "report.json")
     report = run_job(engine, job)
     assert json.loads(job.json_path.read_text()) == report
