@@ -34,7 +34,7 @@ PARTS = {
     "schedule": "scheduler.schedule",
     "pack": "executor.packer.pack",
     "update": "scheduler.update",
-    "account": "accounts.write",
+    "account": "step_stats.write",
 }
 
 

@@ -56,7 +56,7 @@ def annotate_engine(engine: Engine) -> None:
     annotate(engine.replicas[0].executor.packer, "pack", "host:pack")
     annotate(engine.replicas[0].executor, "launch", "host:dispatch")
     annotate(engine.replicas[0].scheduler, "update", "host:update")
-    annotate(engine.replicas[0].accounts, "write", "host:account")
+    annotate(engine.replicas[0].step_stats, "write", "host:account")
 
 
 def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.ProfileData:

@@ -1,4 +1,4 @@
-"""Accounts of steps: sums, differences, and the split of wall time."""
+"""Statistics of steps: sums, differences, and the split of wall time."""
 
 import dataclasses
 

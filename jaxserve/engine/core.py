@@ -144,7 +144,9 @@ class EngineCore:
         is_read = is_waiting = False
         try:
             launched = replica.launch(self._now_s)
-            self.last_steps += replica.accounts.write(self.num_waiting)  # while the device runs what was just launched
+            self.last_steps += replica.step_stats.write(
+                self.num_waiting
+            )  # while the device runs what was just launched
             if launched is not None:
                 self._emit_admitted(replica, launched)
             keep = 1 if launched and self._step_ahead else 0
@@ -177,7 +179,7 @@ class EngineCore:
         if not replica.scheduler.has_unfinished():
             replica.drop_in_flight()
         if not replica.in_flight:
-            self.last_steps += replica.accounts.write(self.num_waiting)
+            self.last_steps += replica.step_stats.write(self.num_waiting)
 
     def _emit_admitted(self, replica: Replica, plan: StepPlan) -> None:
         self._now_s = max(self._now_s, replica.in_flight[-1].handle.launched_s)

@@ -35,7 +35,7 @@ class Decodes:
             return 1
         left = [request.max_total_tokens - request.num_tokens for request in ledger.running.values()]
         num_steps = min(limit, (min if ledger.waiting else max)(left))
-        while num_steps > 1 and ledger.num_pages_short(num_steps) > ledger.num_free:
+        while num_steps > 1 and ledger.num_pages_short(num_steps) > ledger.num_available:
             num_steps //= 2
         return max(num_steps, 1)
 
@@ -96,7 +96,7 @@ class Decodes:
                 break
             num_missing -= 1
             has_page = (
-                len(request.pages) * self._ledger.page_size > request.num_computed_tokens or self._ledger.num_free
+                len(request.pages) * self._ledger.page_size > request.num_computed_tokens or self._ledger.num_available
             )
             if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, 1, plan):
                 plan.requests.append(request)

@@ -382,7 +382,7 @@ class Engine:
     @property
     def last_step(self) -> StepStats | None:
         """Statistics of the step that ended last, of any replica."""
-        return max(self.replicas, key=lambda replica: replica.accounts.last_end_s).accounts.last_step
+        return max(self.replicas, key=lambda replica: replica.step_stats.last_end_s).step_stats.last_step
 
     @property
     def num_running(self) -> int:

@@ -51,9 +51,9 @@ class Ledger:
         self._num_slots = max_num_seqs
 
     @property
-    def num_free(self) -> int:
+    def num_available(self) -> int:
         """Pages that can be allocated."""
-        return self.cache.num_free
+        return self.cache.num_available
 
     @property
     def num_tokens_ahead(self) -> int:
@@ -145,7 +145,7 @@ class Ledger:
     def acquire(self, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
         """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free."""
         self.cache.retain(cached)  # first of all, lest the allocation evicts them
-        new = self.cache.allocate(num_new) if num_new + num_kept <= self.num_free else None
+        new = self.cache.allocate(num_new) if num_new + num_kept <= self.num_available else None
         if new is None:
             self.cache.release(cached)
             return None

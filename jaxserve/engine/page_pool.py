@@ -1,4 +1,4 @@
-"""The pages of the KV pool as the host sees them: which are blank, and how many owners each of the others has."""
+"""The pages of the KV pool as the host sees them: which are free, and how many owners each of the others has."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ from __future__ import annotations
 class PagePool:
     """Page ids 0 .. num_pages - 1 with reference counts; every operation is O(1).
 
-    A page is blank (in the free list), referenced (one count per owning request), or idle: unreferenced but not
-    blank, because the prefix cache still values its content. Asserts guard against double frees: they are bugs here,
+    A page is free (in the free list), referenced (one count per owning request), or idle: unreferenced but not
+    free, because the prefix cache still values its content. Asserts guard against double frees: they are bugs here,
     never a caller's mistake.
     """
 
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
-        self._blank = list(range(num_pages - 1, -1, -1))  # popped from the end: low ids first
+        self._free = list(range(num_pages - 1, -1, -1))  # popped from the end: low ids first
         self._num_refs = [0] * num_pages
 
     @property
-    def num_blank(self) -> int:
+    def num_free(self) -> int:
         """Pages in the free list."""
-        return len(self._blank)
+        return len(self._free)
 
     def num_refs(self, page: int) -> int:
         """Owners of `page`."""
         return self._num_refs[page]
 
     def allocate(self) -> int:
-        """A blank page, now with one reference. There must be one."""
-        page = self._blank.pop()
-        assert self._num_refs[page] == 0, f"blank page {page} has owners"
+        """A free page, now with one reference. There must be one."""
+        page = self._free.pop()
+        assert self._num_refs[page] == 0, f"free page {page} has owners"
         self._num_refs[page] = 1
         return page
 
@@ -45,13 +45,13 @@ class PagePool:
     def recycle(self, page: int) -> None:
         """Puts an idle page back in the free list."""
         assert self._num_refs[page] == 0, f"page {page} is still in use"
-        self._blank.append(page)
+        self._free.append(page)
 
     def check_integrity(self, owners: dict[int, int], idle: set[int]) -> None:
         """Asserts that counts equal `owners` (page -> number of owners) and that no page is lost or in two places."""
-        blank = set(self._blank)
-        assert len(blank) == len(self._blank), "a page is twice in the free list"
-        assert not blank & idle, f"pages {sorted(blank & idle)} are blank and cached"
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is twice in the free list"
+        assert not free & idle, f"pages {sorted(free & idle)} are free and cached"
         for page, num_refs in enumerate(self._num_refs):
             assert num_refs == owners.get(page, 0), f"page {page}: {num_refs} references, {owners.get(page, 0)} owners"
-            assert (num_refs == 0) == (page in blank or page in idle), f"page {page} is lost or in use while free"
+            assert (num_refs == 0) == (page in free or page in idle), f"page {page} is lost or in use while free"

@@ -93,7 +93,7 @@ class Prefills:
             is_older &= other is not request
             if other.status in RUNS and in_prefill(other):
                 num_kept += (ledger.num_pages_kept(other) if is_older else 0) - ledger.can_grow(other)
-        num_pages = len(request.pages) + max(ledger.num_free - num_kept, 0)
+        num_pages = len(request.pages) + max(ledger.num_available - num_kept, 0)
         return max(min(most, num_pages * ledger.page_size - request.num_computed_tokens), 0)
 
     def _share_out_rest(self, plan: StepPlan, first_row: int, *, beside_decode: bool) -> None:
@@ -128,7 +128,7 @@ class Prefills:
             self._seen.clear()
         for request in self._policy.in_order(ledger.waiting):
             budget_left = self._budget_left(plan)
-            if not budget_left or not ledger.free_slots or ledger.num_free <= num_kept:
+            if not budget_left or not ledger.free_slots or ledger.num_available <= num_kept:
                 break
             if request.num_pending_tokens:  # preempted: what there is to compute is not known before they are read
                 break

@@ -19,7 +19,7 @@ class PrefixCache:
     A page's hash covers the hash of the page before it (the salt, for the first), so that equal hashes mean equal
     salts and equal token prefixes, which is what keys and values depend on. A registered page that loses its last owner
     keeps its content and joins the evictable pages; these are reused, least recently released first, only when
-    no blank page is left.
+    no free page is left.
     """
 
     def __init__(self, pool: PagePool, page_size: int):
@@ -34,9 +34,9 @@ class PrefixCache:
         self._last_hashes: list[bytes] = []  # of the prompt's full pages
 
     @property
-    def num_free(self) -> int:
-        """Pages that can be allocated: blank and evictable ones."""
-        return self._pool.num_blank + len(self._evictable)
+    def num_available(self) -> int:
+        """Pages that can be allocated: free and evictable ones."""
+        return self._pool.num_free + len(self._evictable)
 
     def hashes(self, request: Request) -> list[bytes]:
         """Hashes of the request's full pages of known tokens; kept on the request, extended as tokens become known."""
@@ -98,7 +98,7 @@ class PrefixCache:
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """New pages with one reference each and no content, or None (and no change) when there are too few."""
-        if num_pages > self.num_free:
+        if num_pages > self.num_available:
             return None
         return [self._take() for _ in range(num_pages)]
 
@@ -136,7 +136,7 @@ class PrefixCache:
         assert self._evictable.keys() <= self._hash_by_page.keys(), "an evictable page has no content"
 
     def _take(self) -> int:
-        if not self._pool.num_blank:
+        if not self._pool.num_free:
             page, _ = self._evictable.popitem(last=False)
             del self._page_by_hash[self._hash_by_page.pop(page)]
             self._pool.recycle(page)

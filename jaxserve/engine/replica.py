@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from jaxserve.engine.accounts import Accounts, InFlight
 from jaxserve.engine.events import (
     Added,
     CacheReset,
@@ -23,6 +22,7 @@ from jaxserve.engine.events import (
 from jaxserve.engine.executor import Executor, StepResult
 from jaxserve.engine.pacer import Pacer
 from jaxserve.engine.scheduler import Scheduler
+from jaxserve.engine.step_stats import InFlight, StepStatsWriter
 from jaxserve.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Replica:
         scheduler: who computes what next.
         executor: as given.
         pacer: chooses how many decode steps go in one dispatch.
-        accounts: what each step cost.
+        step_stats: writer of the statistics of steps.
         in_flight: steps that were launched and not read, oldest first.
     """
 
@@ -80,7 +80,7 @@ class Replica:
         self.executor = executor
         self.scheduler = Scheduler.of(s)
         self.pacer = Pacer(config.multi_step, lambda bucket: s.max_steps(bucket, config.max_steps))
-        self.accounts = Accounts(arch.local(config.tensor_parallel_size), executor, stats)
+        self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.in_flight: deque[InFlight] = deque()
         self._stats = stats
         self._most_in_flight = 2 if config.step_ahead else 1
@@ -158,7 +158,7 @@ class Replica:
         step = self.in_flight[0]
         plan = step.plan
         sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
-        self.accounts.ended(step, num_tokens, result.ended_s)
+        self.step_stats.ended(step, num_tokens, result.ended_s)
         if plan.num_prefill_tokens:
             self.pacer.pause()
         else:
@@ -176,7 +176,7 @@ class Replica:
         """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
         while self.in_flight:
             step = self.in_flight[0]
-            self.accounts.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
+            self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
             self._stats.num_sampled_tokens += sum(step.plan.max_new)
             self.take([[0] * most for most in step.plan.max_new])
             self._has_dropped = True

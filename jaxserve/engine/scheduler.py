@@ -140,8 +140,8 @@ class Scheduler:
 
     @property
     def num_pages_used(self) -> int:
-        """Pages that running requests own; the others are blank or can be evicted."""
-        return self.num_pages - self._ledger.num_free
+        """Pages that running requests own; the others are free or can be evicted."""
+        return self.num_pages - self._ledger.num_available
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -242,7 +242,7 @@ class Scheduler:
         if ledger.num_waiting_tokens >= self._prefills.num_budget_left():
             return False
         num_kept = ledger.num_growing + ledger.num_pages_for(ledger.num_prefill_tokens) + ledger.num_waiting_pages
-        num_left = ledger.num_free - num_kept
+        num_left = ledger.num_available - num_kept
         if request is None or ledger.num_pages_for(request.num_tokens) <= num_left:  # whatever of it is cached
             return num_left > 0
         return max(self._num_pages_taken(request), 1) <= num_left

@@ -6,21 +6,21 @@ from jaxserve.engine.page_pool import PagePool
 def test_allocates_every_page_once_low_ids_first():
     pool = PagePool(4)
     assert [pool.allocate() for _ in range(4)] == [0, 1, 2, 3]
-    assert pool.num_blank == 0
+    assert pool.num_free == 0
     pool.check_integrity(owners=dict.fromkeys(range(4), 1), idle=set())
 
 
-def test_release_reports_the_last_owner_and_recycle_makes_the_page_blank():
+def test_release_reports_the_last_owner_and_recycle_makes_the_page_free():
     pool = PagePool(2)
     page = pool.allocate()
     pool.retain(page)
     assert pool.num_refs(page) == 2
     assert not pool.release(page)
     assert pool.release(page)
-    assert pool.num_blank == 1
+    assert pool.num_free == 1
     pool.check_integrity(owners={}, idle={page})
     pool.recycle(page)
-    assert pool.num_blank == 2
+    assert pool.num_free == 2
     pool.check_integrity(owners={}, idle=set())
 
 
@@ -50,7 +50,7 @@ def test_a_page_in_use_cannot_be_recycled():
         ({}, set(), "1 references, 0 owners"),
         ({0: 2}, set(), "1 references, 2 owners"),
         ({0: 1}, {0}, "in use while free"),
-        ({0: 1}, {1}, "blank and cached"),
+        ({0: 1}, {1}, "free and cached"),
     ],
 )
 def test_integrity_check_names_the_page(owners, idle, message):

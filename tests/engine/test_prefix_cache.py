@@ -106,13 +106,13 @@ def test_released_pages_stay_findable_and_count_as_free():
     cache = make_cache(num_pages=4)
     request = make_request(range(9))
     pages = fill(cache, request)
-    assert cache.num_free == 2
+    assert cache.num_available == 2
     cache.release(pages)
-    assert cache.num_free == 4
+    assert cache.num_available == 4
     found = cache.match(make_request(range(9)))
     assert found == pages
     cache.retain(found)
-    assert cache.num_free == 2
+    assert cache.num_available == 2
     cache.check_integrity(dict.fromkeys(pages, 1))
 
 
@@ -161,7 +161,7 @@ def test_a_failed_allocation_changes_nothing():
     cache = make_cache(num_pages=2)
     cache.release(fill(cache, make_request(range(8))))
     assert cache.allocate(3) is None
-    assert cache.num_free == 2
+    assert cache.num_available == 2
     assert len(cache.match(make_request(range(9)))) == 2
 
 
@@ -170,10 +170,10 @@ def test_shared_pages_are_freed_by_their_last_owner():
     pages = fill(cache, make_request(range(8)))
     cache.retain(pages)
     cache.release(pages)
-    assert cache.num_free == 0
+    assert cache.num_available == 0
     cache.check_integrity(dict.fromkeys(pages, 1))
     cache.release(pages)
-    assert cache.num_free == 2
+    assert cache.num_available == 2
 
 
 def test_the_first_of_two_equal_pages_stays_the_cached_one():
@@ -199,8 +199,8 @@ def test_reset_forgets_everything_but_leaves_owners_their_pages():
     cache.reset()
     assert cache.match(make_request(range(9))) == []
     assert cache.match(make_request(range(100, 109))) == []
-    assert cache.num_free == 2
+    assert cache.num_available == 2
     cache.check_integrity(dict.fromkeys(used, 1))
     cache.release(used)
-    assert cache.num_free == 4
+    assert cache.num_available == 4
     cache.check_integrity({})

@@ -1,4 +1,4 @@
-"""Accounts: what each step cost, written while the device runs a later one."""
+"""Step statistics, written while the device runs a later step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _Ended(NamedTuple):
     end_s: float
 
 
-class Accounts:
+class StepStatsWriter:
     """Totals and the last step's account. `ended` takes the time; `write` does the sums, whenever there is time for it.
 
     Args:
@@ -73,7 +73,7 @@ class Accounts:
         self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s))
 
     def write(self, num_waiting: int) -> list[StepStats]:
-        """Add all steps that have ended to the totals; returns their accounts."""
+        """Add all steps that have ended to the totals; return their statistics."""
         ended, self._unwritten = self._unwritten, []
         written = []
         for step in ended:
