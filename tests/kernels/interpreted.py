@@ -21,7 +21,7 @@ KERNELS = {
     ],
     "mosaic_tpu": [
         f"{OP}.mosaic_tpu.{name}"
-        for name in ("kernel", "plan", "writes", "units", "pages", "lanes", "tiles", "softmax")
+        for name in ("kernel", "plan", "writes", "work_items", "pages", "decode", "tiles", "softmax")
     ],
 }
 

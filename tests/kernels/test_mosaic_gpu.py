@@ -77,20 +77,24 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
         "        plgpu.commit_smem()\n        token, head =",
         "        token, head =",
     ),
-    "none in narrow numbers": ("narrow", "", ""),
-    "narrow numbers are read before they are there": (
+    "none in a quantised pool": ("narrow", "", ""),
+    "quantised values are read before they are there": (
         "narrow",
         "        plgpu.barrier_wait(shared.k_ready.at[slot])\n        plgpu.barrier_wait(shared.v_ready.at[slot])\n",
         "",
     ),
-    "a block is used before others have widened it": (
+    "a block is used before others have dequantised it": (
         "narrow",
         "v_free.at[slot])\n        self._meet()",
         "v_free.at[slot])",
     ),
-    "a block is given back before it is committed": ("narrow", "plgpu.commit_smem()  # so that", "pass  # so that"),
+    "a block is given back before it is committed": ("narrow", "plgpu.commit_smem()  # completes", "pass  # completes"),
     "keys have the scales of values": ("narrow", "at[slot, :, column + i]", "at[slot, :, column + 1 - i]"),
-    "stale narrow values are not cleared": ("narrow", "jnp.where(row < end, numbers", "jnp.where(row < 64, numbers"),
+    "stale quantised values are not cleared": (
+        "narrow",
+        "jnp.where(row < end, elements",
+        "jnp.where(row < 64, elements",
+    ),
 }
 
 
@@ -250,9 +254,9 @@ def test_every_stage_of_memory_fits(kv_dtype):
             for tiles in call.kinds():
                 assert tiles.stages >= 2
                 ring = 2 * tiles.stages * BLOCK_KV * head_dim * kv_dtype.itemsize
-                widened = 0 if kv_dtype == BF16 else 2 * BLOCK_KV * head_dim * 2 + tiles.stages * BLOCK_KV * 16
+                dequantised = 0 if kv_dtype == BF16 else 2 * BLOCK_KV * head_dim * 2 + tiles.stages * BLOCK_KV * 16
                 q_and_out = (2 * tiles.rows + 8 * tiles.row_parts) * head_dim * 2
-                assert tiles.workers * (ring + widened + q_and_out) <= SHARED_BYTES
+                assert tiles.workers * (ring + dequantised + q_and_out) <= SHARED_BYTES
                 assert tiles.tokens * group <= tiles.rows
                 assert tiles.tokens % MIN_TILE_TOKENS == 0
 

@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, default_pag
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from tests.random_runs import examples
 
 BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
@@ -66,7 +66,7 @@ PLANTED = {  # bug: (what is there, what is put in its place)
         "            self._wait_for_pages(here, pages, memory.page_sems.at[slot])\n",
         "",
     ),
-    "pages of another unit are waited for": (
+    "pages of another work item are waited for": (
         "self._wait_for_pages(here, pages, memory.page_sems.at[slot])",
         "self._wait_for_pages(here, pages, memory.page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
     ),
@@ -173,14 +173,14 @@ def test_plan_does_all_work_once(step):
     rows = RaggedRows(as_rows[0], table, as_rows[1], jnp.int32(len(q_lens)))
     blocks = planning.choose_blocks(call)
     plan = compiled_plan(call, blocks, rows)
-    num_writes, num_lane_units, *num_tile_units = np.asarray(plan.counts)
+    num_writes, num_decode_items, *num_tile_items = np.asarray(plan.counts)
     _check_writes(call, table_of(plan.writes, planning.NUM_WRITE_COLUMNS)[:num_writes], starts, past)
     seen = np.zeros(STEP_TOKENS, int)
     _check_lanes(call, blocks, plan, q_lens, past, starts, seen)
-    assert np.asarray(plan.groups).sum() == num_lane_units
-    for tokens, flat, num_units in zip(blocks.tile_tokens, plan.tiles, num_tile_units, strict=True):
+    assert np.asarray(plan.groups).sum() == num_decode_items
+    for tokens, flat, num_work_items in zip(blocks.tile_tokens, plan.tiles, num_tile_items, strict=True):
         tiles = table_of(flat, planning.NUM_TILE_COLUMNS)
-        assert tiles[:, planning.NUM_BLOCKS].sum() == num_units
+        assert tiles[:, planning.NUM_BLOCKS].sum() == num_work_items
         live = np.flatnonzero(tiles[:, planning.NUM_BLOCKS])
         np.testing.assert_array_equal(live, np.arange(len(live)))
         for tile in tiles[live]:
@@ -203,21 +203,21 @@ def _check_writes(call, writes, starts, past):
 
 
 def _check_lanes(call, blocks, plan, q_lens, past, starts, seen):
-    lanes = table_of(plan.lanes, planning.NUM_LANE_COLUMNS)
-    block_tokens = blocks.lane_pages * call.page_size
-    lane_of_token = np.asarray(plan.lane_of_token)
-    for number, (row, kv_len, first_block) in enumerate(lanes):
-        token = np.asarray(plan.token_of_lane)[number]
+    decode_slots = table_of(plan.decode_slots, planning.NUM_DECODE_COLUMNS)
+    block_tokens = blocks.decode_pages * call.page_size
+    slot_of_token = np.asarray(plan.slot_of_token)
+    for number, (row, kv_len, first_block) in enumerate(decode_slots):
+        token = np.asarray(plan.token_of_slot)[number]
         if kv_len == 0:
             assert token == STEP_TOKENS
             continue
         assert (q_lens[row], past[row] + 1, starts[row]) == (1, kv_len, token)
-        assert lane_of_token[token] == number
+        assert slot_of_token[token] == number
         seen[token] += 1
         first_key = 0 if call.window is None else max(0, kv_len - call.window)
         assert first_block == first_key // block_tokens
-        assert first_block + plan.groups[number // blocks.lanes] >= -(-kv_len // block_tokens)
-    assert (lane_of_token >= 0).sum() == (q_lens == 1).sum()
+        assert first_block + plan.groups[number // blocks.decode_slots] >= -(-kv_len // block_tokens)
+    assert (slot_of_token >= 0).sum() == (q_lens == 1).sum()
 
 
 def _check_tile(call, blocks, tokens, tile, starts, past, seen):
@@ -242,7 +242,7 @@ SERVED = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size"
 def test_serves_tpus():
     assert select_backend(platform="tpu", **SERVED) == "mosaic_tpu"
     assert "TPUs only" in mosaic_tpu.supports(Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "cpu"))
-    for kv_dtype in LARGEST:
+    for kv_dtype in QUANTIZED_MAX:
         narrow = {**SERVED, "page_size": 32, "kv_dtype": kv_dtype}
         assert select_backend("mosaic_tpu", platform="tpu", **narrow) == "mosaic_tpu"
     with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
@@ -310,9 +310,9 @@ def test_blocks_fit_the_memory(vmem_bytes, wanted):
         sizes = {"num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
         call = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes, sizes=wanted)
         blocks = planning.choose_blocks(call)
-        taken = [planning._lane_bytes, planning._tile_bytes, planning._write_bytes]
+        taken = [planning._decode_bytes, planning._tile_bytes, planning._write_bytes]
         assert max(count(call, blocks) for count in taken) <= vmem_bytes
-        assert planning.PAGE_IDS % blocks.lane_pages == planning.PAGE_IDS % blocks.tile_pages == 0
+        assert planning.PAGE_IDS % blocks.decode_pages == planning.PAGE_IDS % blocks.tile_pages == 0
         assert all(tokens % planning.ALIGNED_TOKENS == 0 for tokens in blocks.tile_tokens)
 
 

@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, dequantize, quantize, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, dequantize, quantize, values_of
 from tests.random_runs import examples
 
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
@@ -172,7 +172,7 @@ def test_a_pool_may_be_off_by_one_step(name):
 
     def error_of(steps):
         """With the largest number there is, of wide ones below 2, so many steps nearer to zero."""
-        largest = np.array(LARGEST.get(case.kv_dtype, 2 - 2**-7), stored.dtype)
+        largest = np.array(QUANTIZED_MAX.get(case.kv_dtype, 2 - 2**-7), stored.dtype)
         changed = [stored.copy(), stored.copy()]
         changed[0].flat[0] = largest
         changed[1].flat[0] = (largest.view(f"i{stored.itemsize}") - steps).view(stored.dtype)
