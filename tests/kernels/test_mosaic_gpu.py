@@ -1,4 +1,4 @@
-"""The kernels of Hopper GPUs: their plan of work anywhere, their values and races in the interpreter of newer jax."""
+"""Hopper GPU kernels: their plans on any jax, their values and races in the interpreter of newer versions."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ def test_matches_reference_without_races(case):
     assert not found.races
 
 
-PLANTED = {  # bug: (case, what is there, what is put in its place)
+PLANTED = {  # bug: (case, old code, new code)
     "none": ("half", "", ""),
     "keys are loaded over those still in use": ("half", "plgpu.barrier_wait(shared.k_free.at[slot])", "pass"),
     "values are read before they are there": (
@@ -102,7 +102,7 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
 @needs_interpreter
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, tmp_path):
-    """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
+    """A bug shows as a wrong value, a race, an error, or a kernel that never ends; without one none of them occurs."""
     case, old, new = PLANTED[bug]
     assert not old or len(interpreted.places_of("mosaic_gpu", old)) == 1, "there is no such place any more"
     script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
@@ -118,7 +118,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
 
 BF16 = jnp.dtype("bfloat16")
 STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
-CALLS = [  # each is compiled; windows and cores go through them at paces of their own
+CALLS = [  # each is compiled; windows and cores cycle through their values at different paces
     Call(
         num_tokens=num_tokens,
         num_kv_heads=1 + i % 8,
@@ -141,7 +141,7 @@ CALLS = [  # each is compiled; windows and cores go through them at paces of the
 
 @st.composite
 def steps(draw):
-    """Rows of any lengths, live and padding, and the sizes of a call."""
+    """Draw rows of any lengths, live and padding, and the sizes of a call."""
     q_lens = draw(st.lists(st.one_of(st.just(1), st.integers(0, 300)), max_size=STEP_ROWS))
     past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
     missing = STEP_ROWS - len(q_lens)
@@ -189,7 +189,7 @@ def test_plan_does_all_work_once(step):
 
 
 def _check_spans(call, workers, first_unit, num_blocks, num_units):
-    """The spans follow each other, are as long as the first but for the last ones, and lie in their items."""
+    """Check that spans follow each other, have equal lengths except for the last ones, and lie in their items."""
     first_item, end_item, start, end = workers
     np.testing.assert_array_equal(start[1:], end[:-1])
     assert start[0] == 0
@@ -246,7 +246,7 @@ def test_refuses_with_a_reason(changed, reason):
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_every_stage_of_memory_fits(kv_dtype):
-    """Two blocks of keys in flight at least, in the shared memory of a multiprocessor."""
+    """The shared memory of a multiprocessor holds at least two blocks of keys in flight."""
     kv_dtype = jnp.dtype(kv_dtype)
     for head_dim in mosaic_gpu.HEAD_DIMS if kv_dtype == BF16 else (32, 64, 96, 128):
         for group in range(1, 17 if head_dim <= 128 else 9):
@@ -262,7 +262,7 @@ def test_every_stage_of_memory_fits(kv_dtype):
 
 
 def test_registers_are_there_for_all():
-    """Those that the warpgroups ask for are no more than a block of threads starts with: else they wait forever."""
+    """The warpgroups request no more registers than a thread block starts with: otherwise they would wait forever."""
     kernel = pytest.importorskip(interpreted.KERNELS["mosaic_gpu"][0])
     for num_warpgroups, (to_load, to_compute) in kernel.REGISTERS.items():
         at_start = 65536 // (128 * num_warpgroups) // 8 * 8
