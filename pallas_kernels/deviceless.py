@@ -1,7 +1,7 @@
-"""Compiling for chips that are not there: any machine can check what a program becomes on an accelerator.
+"""Compile programs for accelerators that are not attached, so that any machine can check the result.
 
-The result is a compiled program with its HLO, `memory_analysis()` and, for GPUs, the assembler's report. It cannot be
-run, and its matrix products are not those a GPU would choose: XLA measures them there.
+A compiled program has its HLO, `memory_analysis()` and, for GPUs, the assembler's report. It cannot be run, and its
+matrix products are not those that a GPU would choose, since XLA measures candidates on the device.
 
 For TPUs, libtpu should be told beforehand to leave TPUs alone (`jaxserve.config.leave_tpus_alone`).
 """
@@ -53,19 +53,20 @@ _CUDA_PLUGIN = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 class UnknownTopologyError(ValueError):
-    """Chips cannot be arranged like this."""
+    """Raised where the compiler knows no such arrangement of chips."""
 
 
 @dataclass(frozen=True)
 class Chip:
-    """An accelerator as the compiler knows it, and its name for a device of it.
+    """An accelerator as the compiler describes it.
 
     Attributes:
-        device_kind: what jax calls a device.
+        device_kind: jax's `device_kind` of the chip.
         platform: "gpu" or "tpu".
-        num_cores: multiprocessors of a GPU, TensorCores that a TPU's device has.
-        topology_name: of several of them, which a shape completes: "1x1x4" of GPUs, "2x4" of TPUs, say.
-        options: of such a topology; XLA's description of a GPU.
+        num_cores: number of multiprocessors of a GPU, or of TensorCores of one TPU device.
+        topology_name: name of a topology of such chips, which a shape completes, such as "1x1x4" for GPUs or "2x4" for
+            TPUs.
+        options: options of such a topology, XLA's description of a GPU for example.
     """
 
     device_kind: str
@@ -75,7 +76,7 @@ class Chip:
     options: tuple[tuple[str, str], ...] = ()
 
     def unavailable(self) -> str | None:
-        """Return the reason why nothing can be compiled for this chip here; None if it can."""
+        """Return the reason why nothing can be compiled for this chip here, or None if it can."""
         if self.platform == "tpu":
             return None if importlib.util.find_spec("libtpu") else "libtpu was not found"
         for package in _CUDA_PLUGIN:
@@ -88,7 +89,7 @@ class Chip:
         return None
 
     def requirements(self) -> list[str]:
-        """Return the packages that compile for this chip, as pip takes them; nothing they depend on is needed."""
+        """Return the packages that compile for this chip, as pip takes them; their dependencies are not needed."""
         if self.platform == "tpu":
             needs = (need.split(";")[0].strip() for need in metadata.requires("jax") or ())
             return [next((need for need in needs if need.startswith("libtpu")), "libtpu")]
@@ -101,13 +102,13 @@ class Chip:
         donate_argnums: tuple[int, ...] = (),
         mesh: Mesh | None = None,
     ) -> jax.stages.Compiled:
-        """Compiles `function`: `lower` and `compile_all` of one."""
+        """Lower and compile one function."""
         return self.compile_all([self.lower(function, args, donate_argnums, mesh)])[0]
 
     def compile_all(self, programs: Sequence[jax.stages.Lowered]) -> list[jax.stages.Compiled]:
-        """Compiles programs that `lower` made, for GPUs side by side: hardly more than one core is busy with one.
+        """Compile programs that `lower` made: in parallel for GPUs, since one compilation keeps hardly one core busy.
 
-        For TPUs one after the other: libtpu crashed now and then where two large ones were compiled at once.
+        Programs for TPUs are compiled one after the other: libtpu crashed now and then with two large ones at once.
         """
         with _uncached(), ThreadPoolExecutor(len(programs) if self.platform == "gpu" else 1) as pool:
             return list(pool.map(lambda program: program.compile(), programs))
@@ -120,14 +121,14 @@ class Chip:
         mesh: Mesh | None = None,
         compiler_options: Mapping[str, str | bool] | None = None,
     ) -> jax.stages.Lowered:
-        """Traces and lowers `function` for one chip, or for those of a mesh.
+        """Trace and lower `function` for one chip, or for the chips of a mesh.
 
         Args:
-          function: what `jax.jit` takes.
-          args: arrays, or their shapes and dtypes, in pytrees; for a mesh, their shardings over it too.
-          donate_argnums: as of `jax.jit`.
-          mesh: of `devices`; None for one chip.
-          compiler_options: as of `jax.jit`.
+          function: function that `jax.jit` takes.
+          args: pytrees of arrays, or of their shapes and dtypes; for a mesh, with their shardings over it too.
+          donate_argnums: arguments to donate, as in `jax.jit`.
+          mesh: mesh of `devices`, or None for one chip.
+          compiler_options: options of the compiler, as in `jax.jit`.
         """
         one = SingleDeviceSharding(self.devices("1x1x1")[0])
         sharding_of = (lambda _: one) if mesh is None else (lambda x: x.sharding)
@@ -139,7 +140,7 @@ class Chip:
             return traced.lower(lowering_platforms=("cuda" if self.platform == "gpu" else "tpu",))
 
     def devices(self, shape: str) -> list[Any]:
-        """What jax calls devices of chips side by side, as many in each direction as `shape` says.
+        """Return jax's devices for chips side by side, as many in each direction as `shape` says.
 
         Raises:
           UnknownTopologyError: the compiler knows no such arrangement.
@@ -147,7 +148,7 @@ class Chip:
         return _devices(self, shape)
 
     def mesh(self) -> AbstractMesh:
-        """What kernels ask for facts of the chip while they are traced."""
+        """Return the mesh that kernels ask for facts of the chip while they are traced."""
         facts: dict[str, Any] = {"device_kind": self.device_kind, "num_cores": self.num_cores}
         try:
             device = AbstractDevice(**facts, platform=self.platform)
@@ -158,7 +159,7 @@ class Chip:
 
 @contextlib.contextmanager
 def _uncached() -> Iterator[None]:
-    """Keeps programs out of jax's persistent cache: without the chip, they could not be read back."""
+    """Keep programs out of jax's persistent cache: they could not be read back without the chip."""
     name = "jax_persistent_cache_min_compile_time_secs"
     before = getattr(jax.config, name)
     jax.config.update(name, math.inf)
@@ -185,7 +186,7 @@ def _devices(chip: Chip, shape: str) -> list[Any]:
     return list(topology.devices)
 
 
-# Else the text of programs that leave scatters to sparse cores cannot be read: of calls that are loaded ahead.
+# Without this option, the HLO text of programs that offload scatters to sparse cores cannot be read.
 _READABLE = {"xla_tpu_sparse_core_maximum_preloaded_async_calls": "0"}
 
 H200 = Chip("NVIDIA H200", "gpu", 132, "NVIDIA H200", (("target_config", _H200),))
@@ -193,4 +194,4 @@ TPU_V4 = Chip("TPU v4", "tpu", 2, "v4", (("chip_config_name", "megacore"),))
 TPU_V5E = Chip("TPU v5 lite", "tpu", 1, "v5e")
 TPU_V5P = Chip("TPU v5", "tpu", 2, "v5p")
 TPU_V6E = Chip("TPU v6 lite", "tpu", 1, "v6e")
-TPU7X = Chip("TPU7x", "tpu", 1, "tpu7x")  # a device is half a chip
+TPU7X = Chip("TPU7x", "tpu", 1, "tpu7x")  # one device is half a chip

@@ -1,4 +1,4 @@
-"""Choosing a backend for an operation.
+"""Choice of a backend for an operation.
 
 An operation keeps one mapping from backend name to backend, best first. "auto" takes the first that supports the call
 and logs the choice once; a named backend runs, or the caller is told why it cannot.
@@ -22,17 +22,17 @@ B = TypeVar("B")
 
 
 class UnsupportedBackendError(ValueError):
-    """The backend asked for cannot run this call; the message names the reason and the backends that can."""
+    """Raised where the requested backend cannot run the call; names the reason and the backends that can."""
 
 
 def select(op: str, backends: Mapping[str, B], requested: str, supports: Callable[[B], str | None]) -> str:
-    """Returns the name of the backend that runs this call.
+    """Return the name of the backend that runs this call.
 
     Args:
-      op: name of the operation, for messages.
-      backends: every backend of the operation by name, best first.
-      requested: "auto", or the name of one backend.
-      supports: tells of one backend why it cannot run this call; None if it can.
+        op: name of the operation, for messages.
+        backends: all backends of the operation by name, best first.
+        requested: "auto" or the name of a backend.
+        supports: function that returns the reason why a backend cannot run this call, or None if it can.
 
     Raises:
       UnsupportedBackendError: an unknown name, a named backend that cannot run the call, or "auto" when none can.
@@ -49,7 +49,7 @@ def select(op: str, backends: Mapping[str, B], requested: str, supports: Callabl
 
 
 def target_platform() -> str:
-    """The platform that is compiled for, "cpu", "gpu" or "tpu": that of the mesh in use, if it names a chip."""
+    """Return the platform to compile for, "cpu", "gpu" or "tpu": that of the current mesh's chip if it names one."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is None:
         return jax.default_backend()
@@ -58,7 +58,7 @@ def target_platform() -> str:
 
 
 def import_failure(module: str, what: str) -> str | None:
-    """Why a kernel cannot be imported here; None if it can. Pallas is young: names come and go."""
+    """Return the reason why a kernel cannot be imported, or None: names in Pallas differ between versions of jax."""
     try:
         importlib.import_module(module)
     except (ImportError, AttributeError) as error:
@@ -77,7 +77,7 @@ def _select_best(op: str, backends: Mapping[str, B], supports: Callable[[B], str
     raise UnsupportedBackendError(f"{op}: no backend supports this call ({'; '.join(refused)})")
 
 
-@functools.cache  # the cache is what makes a choice appear in the log once, not on every trace
+@functools.cache  # cached so that the log shows a choice once, not on every trace
 def _log_choice(op: str, name: str, refused: tuple[str, ...]) -> None:
     passed_over = f" (passed over {'; '.join(refused)})" if refused else ""
     logger.info("%s: using backend %r%s", op, name, passed_over)

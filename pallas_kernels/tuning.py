@@ -1,8 +1,8 @@
-"""Sizes that were measured to be best on a chip, as data: a JSON file for each chip, each entry with its evidence.
+"""Block sizes that measured best on a chip: one JSON file per chip, each entry with its evidence.
 
     {"entries": [{"shape": {"head_dim": 128, ...}, "sizes": {"tile_keys": 1024, ...}, "evidence": {...}}, ...]}
 
-An entry is for the one class of shapes that it names. What it does not name is as large as without it.
+An entry is for one class of shapes. A size that it does not name keeps its default.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Entry:
     """Sizes for a class of shapes.
 
     Attributes:
-        shape: facts that are the same for all of the class.
-        sizes: in place of those that are chosen without measuring.
-        evidence: what was measured, with units in the names: of these sizes, and of those in use before.
+        shape: facts that the whole class has in common.
+        sizes: sizes that replace the defaults.
+        evidence: measurements of these sizes and of those used before, with units in their names.
     """
 
     shape: dict[str, int | str]
@@ -33,20 +33,20 @@ class Entry:
 
 
 def measured_sizes(folder: Path, chip: str, shape: Shape) -> dict[str, int]:
-    """What was measured to be best for shapes of this class; empty where nothing was.
+    """Return the sizes that measured best for this class of shapes, or an empty dict without a measurement.
 
     Raises:
-      ValueError: the chip's file is not one.
+      ValueError: the chip's file is malformed.
     """
     return next((dict(entry.sizes) for entry in read_entries(folder, chip) if entry.shape == shape), {})
 
 
 @functools.cache
 def read_entries(folder: Path, chip: str) -> Sequence[Entry]:
-    """All that was measured on a chip.
+    """Return all entries for a chip.
 
     Raises:
-      ValueError: the chip's file is not one.
+      ValueError: the chip's file is malformed.
     """
     path = _path(folder, chip)
     if not path.exists():
@@ -58,7 +58,7 @@ def read_entries(folder: Path, chip: str) -> Sequence[Entry]:
 
 
 def write_entries(folder: Path, chip: str, entries: Sequence[Entry]) -> Path:
-    """Adds what was measured on a chip to its file, in place of what was there for the same shapes."""
+    """Add entries to a chip's file; they replace those for the same shapes."""
     shapes = [entry.shape for entry in entries]
     kept = [entry for entry in read_entries(folder, chip) if entry.shape not in shapes]
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Random tiny checkpoints of every family, written by transformers, and the model that wrote them (the oracle)."""
+"""Random tiny checkpoints of every family, written by transformers, with the model that wrote them as oracle."""
 
 import random
 from collections.abc import Iterator
@@ -54,18 +54,18 @@ _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more tha
 
 
 def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
-    """A tiny config of `family`: two layers, 131 tokens."""
+    """Return a tiny config of `family`: two layers, 131 tokens."""
     return CONFIGS[family](**{**_SIZES, **_FAMILY_SIZES[family], **overrides})
 
 
 def hf_dict(family: str, **overrides: Any) -> dict[str, Any]:
-    """`build_config` as the content of a config.json."""
+    """Return `build_config` as the content of a config.json."""
     config = build_config(family, **overrides)
     return {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
 
 
 def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
-    """A model of `build_config` with every parameter random, norms and biases included, in float32."""
+    """Return a model of `build_config` in float32 with every parameter random, norms and biases included."""
     model = transformers.AutoModelForCausalLM.from_config(build_config(family, **overrides), dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -78,9 +78,9 @@ def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pr
 def write_checkpoint(
     path: Path, family: str, seed: int = 0, *, dtype: str = "float32", max_shard_size: str = "1GB", **overrides: Any
 ) -> transformers.PreTrainedModel:
-    """Write a random checkpoint in `dtype` to `path`; returns the model in float32, with the values as written."""
+    """Write a random checkpoint in `dtype` to `path`; return the model in float32, with the values as written."""
     model = build_model(family, seed, **overrides)
-    for parameter in model.parameters():  # not the rotary buffers, which stay float32 in the oracle
+    for parameter in model.parameters():  # rotary buffers stay float32 in the oracle
         parameter.data = parameter.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
     model.save_pretrained(path, max_shard_size=max_shard_size)
@@ -90,13 +90,13 @@ def write_checkpoint(
 
 
 def reference_logits(model: transformers.PreTrainedModel, token_ids: NDArray[np.int32]) -> NDArray[np.float32]:
-    """Logits [T, V] of one sequence."""
+    """Return logits [T, V] of one sequence."""
     with torch.no_grad():
         return model(torch.tensor(token_ids, dtype=torch.long)[None]).logits[0].numpy()
 
 
 def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
-    """Overrides for `build_config`: odd sizes, query groups of 1 to 8, every RoPE, ties, biases, windows."""
+    """Return overrides for `build_config`: odd sizes, query groups of 1 to 8, every RoPE, ties, biases, windows."""
     rng = random.Random(f"{family}-{seed}")
     for case in range(count):
         kv_heads, group, layers = rng.choice([1, 2, 3]), rng.choice([1, 2, 3, 4, 8]), rng.randint(1, 4)
@@ -104,7 +104,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         rope = dict(ROPES[list(ROPES)[case % len(ROPES)]])
         overrides: dict[str, Any] = {
             "vocab_size": rng.randrange(67, 301, 2),
-            "hidden_size": heads * rng.randint(-(-24 // heads), -(-64 // heads)),  # transformers wants a multiple
+            "hidden_size": heads * rng.randint(-(-24 // heads), -(-64 // heads)),  # transformers requires a multiple
             "intermediate_size": rng.randrange(33, 100),
             "num_hidden_layers": layers,
             "num_attention_heads": heads,

@@ -1,4 +1,4 @@
-"""An engine without a model, for what stands above engines: tokens are a hash of prompt, seed and position.
+"""Engine without a model, for tests of the layers above engines: tokens are a hash of prompt, seed and position.
 
 As a program it is the `jaxserve` command over that engine; each step takes FAKE_STEP_S seconds.
 """
@@ -117,7 +117,7 @@ class FakeEngine:
         return outputs
 
     def _account(self, outputs: list[RequestOutput]) -> None:
-        """A step that computes one token for each row and holds one page for each."""
+        """Compute one token for each row; each row holds one page."""
         wall_ms = self.step_s * 1e3
         account = StepStats(
             step_id=self.stats.num_steps,
@@ -203,6 +203,6 @@ class FakeLLM:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell runs in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background jobs
     sys.modules["jaxserve.llm"] = SimpleNamespace(LLM=FakeLLM)
     sys.exit(command.main())

@@ -7,7 +7,7 @@ from pathlib import Path
 from peers import worker
 
 NAME, JOURNAL, MOOD = sys.argv[1:]
-DEATH_LEN = 2  # a request of so many tokens is what a moody engine cannot stand
+DEATH_LEN = 2  # length of the request at which a moody engine dies
 
 
 class Engine:

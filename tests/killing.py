@@ -9,10 +9,10 @@ from pathlib import Path
 
 
 def run_with_kills(command: Sequence[str], out_path: Path, num_kills: int, seed: int, most_bytes: int) -> int:
-    """Run `command` until it ends by itself, having sent it SIGKILL `num_kills` times before, less if it is faster.
+    """Run `command` until it ends by itself, having sent it SIGKILL up to `num_kills` times before.
 
-    A kill comes once the output has grown by up to `most_bytes` and up to 5 ms more; one in five comes before that,
-    within the first 0.3 s. Returns how many kills there were; fails unless the program ends with 0.
+    A kill comes up to 5 ms after the output has grown by up to `most_bytes`; one in five comes before that, within the
+    first 0.3 s. Return the number of kills; fail unless the program ends with 0.
     """
     rng = random.Random(seed)
     for kills in range(num_kills):
@@ -27,7 +27,7 @@ def run_with_kills(command: Sequence[str], out_path: Path, num_kills: int, seed:
 
 
 def _wait_for_growth(process: "subprocess.Popen[bytes]", path: Path, rng: random.Random, most_bytes: int) -> bool:
-    """Whether the program ended before its time came."""
+    """Return whether the program ended before the deadline."""
     target = _size(path) + rng.randint(1, most_bytes)
     deadline = time.monotonic() + (rng.uniform(0, 0.3) if rng.random() < 0.2 else 60)
     while process.poll() is None and _size(path) < target and time.monotonic() < deadline:
@@ -41,7 +41,7 @@ def _size(path: Path) -> int:
 
 
 def records_by_id(path: Path) -> dict[str, object]:
-    """Records of a batch output by line id, without what differs from run to run; fails if one is there twice."""
+    """Return records of a batch output by line id, without what differs between runs; fail on a duplicate."""
     records: dict[str, object] = {}
     for line in path.read_text().splitlines():
         record = json.loads(line)

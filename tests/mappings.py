@@ -1,11 +1,11 @@
-"""How many of the mappings that Linux lets a process have (65,530) are taken: a compiled program takes a few."""
+"""Number of memory mappings in use, of the 65,530 that Linux allows a process: a compiled program takes a few."""
 
 from pathlib import Path
 
-MANY = 20_000  # beyond all of them XLA crashes
+MANY = 20_000  # XLA crashes beyond the limit
 
 
 def are_many() -> bool:
-    """Whether it is time to forget programs."""
+    """Return whether compiled programs should be forgotten."""
     mappings = Path("/proc/self/maps")
     return mappings.exists() and mappings.read_bytes().count(b"\n") > MANY

@@ -1,4 +1,4 @@
-"""What Ray's actors run in tests: a FakeEngine that dies of a prompt, and takes a while for every step.
+"""Engine of Ray's actors in tests: a FakeEngine that some prompts kill, with slow steps.
 
 Ray calls `setup` in each process of a job whose runtime_env names it as the worker_process_setup_hook.
 """
@@ -18,7 +18,7 @@ STEP_S = 0.01
 
 
 class MortalLLM(FakeLLM):
-    """Steps kill the process while a prompt of it says "die", and fail while one says "raise"."""
+    """LLM whose steps kill the process while one of its prompts says "die", and fail while one says "raise"."""
 
     def __init__(self, model: str, **options: Any) -> None:
         if options.get("max_num_seqs") == 13:

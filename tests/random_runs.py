@@ -1,9 +1,9 @@
-"""How many random examples a test tries: few in the default run, many with `pytest -m full`."""
+"""Numbers of random examples per test: few in the default run, many with `pytest -m full`."""
 
 import hypothesis
 
 DEFAULT, FULL = "default", "full"
-FACTOR = 10  # between the two
+FACTOR = 10  # ratio of many to few
 
 
 def choose(profile: str) -> None:
@@ -14,5 +14,5 @@ def choose(profile: str) -> None:
 
 
 def examples(few: int) -> int:
-    """The `max_examples` of a test that tries `few` by default; for `@settings(max_examples=examples(25))`."""
+    """Return `max_examples` for a test that tries `few` by default, for `@settings(max_examples=examples(25))`."""
     return few * (FACTOR if hypothesis.settings.get_current_profile_name() == FULL else 1)

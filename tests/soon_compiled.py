@@ -1,4 +1,4 @@
-"""Compile the programs of engines without LLVM's optimisations: in half the time, and tiny models run as fast."""
+"""Compile engines' programs without LLVM's optimisations: in half the time, and tiny models run as fast."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,14 +11,14 @@ step_options = runner.step_options
 
 
 def unoptimized(device_kind: str) -> dict[str, str | bool]:
-    """Return the options of an engine's programs, with the lowest level for a CPU."""
+    """Return the options of an engine's programs, with the lowest optimisation level for a CPU."""
     options = step_options(device_kind)
     return options | {"xla_backend_optimization_level": "0"} if device_kind == "cpu" else options
 
 
 @contextmanager
 def soon_compiled() -> Iterator[None]:
-    """Let all engines that start meanwhile compile so."""
+    """Make all engines that start meanwhile compile so."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner, "step_options", unoptimized)
         yield

@@ -1,4 +1,4 @@
-"""The reference of the Python interface is the one that the docstrings give."""
+"""The reference of the Python interface is generated from the docstrings."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Bad words as token ids, with the rule by which vLLM adds those behind a space."""
+"""Bad words as token ids, by vLLM's rule that adds those after a space."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ Encode = Callable[[str], list[int]]
 
 
 def letters(*merged: str) -> Encode:
-    """One token per character, and larger ids for what is merged."""
+    """Encode one token per character, with larger ids for merged ones."""
 
     def encode(text: str) -> list[int]:
         ids = []

@@ -118,7 +118,7 @@ def test_all_log_probabilities(engine: FakeEngine, tmp_path: Path) -> None:
     records = run(engine, tmp_path, lines)
     (chosen,), (completed,) = (records[f"batch_req_{i}"]["response"]["body"]["choices"] for i in (1, 2))
     assert len(chosen["logprobs"]["content"][0]["top_logprobs"]) == engine.tokenizer.vocab_size
-    assert len(completed["logprobs"]["top_logprobs"][0]) > engine.tokenizer.vocab_size / 2  # by text, which some share
+    assert len(completed["logprobs"]["top_logprobs"][0]) > engine.tokenizer.vocab_size / 2  # some tokens share a text
 
 
 def test_forbidden_tokens_reach_the_engine(engine: FakeEngine) -> None:
@@ -435,7 +435,7 @@ def test_a_request_wider_than_the_bound_goes_alone(engine: FakeEngine, tmp_path:
 
 
 def test_input_is_read_no_further_than_the_window(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """The first step comes when the window is full, whatever the length of the file."""
+    """The first step comes once the window is full, whatever the length of the file."""
     engine = FakeEngine(tokenizer, max_num_seqs=3)
     write_lines(tmp_path / "in.jsonl", [completion(str(i)) for i in range(50)])
     added = []

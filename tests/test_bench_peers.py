@@ -1,4 +1,4 @@
-"""The comparison with other engines: turns, medians and ratios, and engines that die or fail."""
+"""The comparison with baselines: turns, medians and ratios, and baselines that die or fail."""
 
 import os
 import statistics
@@ -26,7 +26,7 @@ Start = Callable[..., Worker]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Makes fake workers, ended after the test."""
+    """Yield a maker of fake workers, which are ended after the test."""
     workers = []
 
     def start(name: str, mood: str = "well", timeout_s: float = 60) -> Worker:
@@ -46,7 +46,7 @@ def contest(workers: dict[str, Worker]) -> rounds.Contest:
 
 
 def turns(tmp_path: Path) -> list[tuple[str, str]]:
-    """Who was asked, and for which prompts."""
+    """Return which worker was asked for which prompts."""
     return [tuple(line.split(" ", 1)) for line in (tmp_path / "journal").read_text().splitlines()]
 
 
@@ -69,7 +69,7 @@ def test_engines_take_turns_on_the_same_prompts(start: Start, tmp_path: Path) ->
     assert [name for name, _ in asked] == ["jaxserve", "a", "b"] * 4  # the warm-up, then three rounds
     rounds_of_prompts = [{prompts for _, prompts in asked[i : i + 3]} for i in range(0, 12, 3)]
     assert [len(prompts) for prompts in rounds_of_prompts] == [1] * 4
-    assert len(set.union(*rounds_of_prompts)) == 4  # never what was asked before
+    assert len(set.union(*rounds_of_prompts)) == 4  # prompts never repeat
     assert [(run["engine"], run["round"]) for run in race.runs][:4] == [
         ("jaxserve", 0),
         ("a", 0),
@@ -88,7 +88,7 @@ def test_draws_share_nothing_but_the_prefix_within_one() -> None:
 
 
 def test_medians_and_ratios() -> None:
-    walls = {"jaxserve": (1.0, 2.0, 1.0, 4.0), "a": (9.0, 3.0, 6.0, 12.0)}  # the first warms up
+    walls = {"jaxserve": (1.0, 2.0, 1.0, 4.0), "a": (9.0, 3.0, 6.0, 12.0)}  # the first one warms up
     race = rounds.Contest({name: Scripted(*w) for name, w in walls.items()}, 100, lambda _: None)
     race.run(FOUR, num_rounds=3)
     ours, peer = rounds.summarise(race.runs)
@@ -124,7 +124,7 @@ def test_one_stream_is_measured_after_its_first_token() -> None:
     race.run(Workload("one", 0, (WorkloadRequest(8, 21),)), num_rounds=1)
     (row,) = rounds.summarise(race.runs)
     assert (row["median"], row["unit"], row["ttft_s"]) == (10.0, "decode tok/s", 0.5)
-    assert row["ratio"] is None  # nothing of ours to compare with
+    assert row["ratio"] is None  # no ratio without jaxserve's time
 
 
 def test_a_rate_that_time_denies_is_no_figure() -> None:
@@ -162,7 +162,7 @@ def test_an_engine_that_does_not_load_is_left_out(start: Start) -> None:
 
 
 def test_waiting_workers_are_stopped_and_end_with_the_driver(tmp_path: Path) -> None:
-    """Also when the driver is killed and can clean nothing up."""
+    """Workers end even if the driver is killed and cannot clean up."""
     driver = f"""
 import os, sys, time
 from pathlib import Path

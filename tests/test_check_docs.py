@@ -1,4 +1,4 @@
-"""The checker of the documentation; and, by it, what can be checked of the documentation within a second."""
+"""The checker of the documentation, and the documentation checked by it as far as a second allows."""
 
 from pathlib import Path
 

@@ -81,7 +81,7 @@ def test_every_engine_option_is_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, object] = {}
     monkeypatch.setitem(sys.modules, "jaxserve.llm", SimpleNamespace(LLM=lambda **options: seen.update(options)))
     cli._load(cli._parser().parse_args(["batch", "in", "out"]))
-    assert seen == {}  # EngineConfig alone knows the defaults
+    assert seen == {}  # only EngineConfig knows the defaults
 
     given: dict[str, object] = {}
     flags = []
@@ -149,8 +149,8 @@ def test_batch_exit_codes_and_resume(
     assert "3 records, 0 errors; 15 tokens" in capsys.readouterr().err
     with open(source, "a") as file:
         file.write("{}\n")
-    for _ in range(2):  # resumed and finished alike
-        assert cli.main(["batch", source, out, "--model", model]) == 0  # complete, error records and all
+    for _ in range(2):  # resuming a finished batch gives the same
+        assert cli.main(["batch", source, out, "--model", model]) == 0  # complete, including error records
         monkeypatch.setattr(sys.modules["jaxserve.llm"], "LLM", lambda **_: pytest.fail("there is nothing to serve"))
     assert "4 records (4 from before), 1 errors; 0 tokens" in capsys.readouterr().err
 
@@ -163,7 +163,7 @@ def test_batch_stats_take_the_place_of_the_progress_bar(
     assert cli.main(["batch", source, str(tmp_path / "out.jsonl"), "--model", model, "--stats"]) == 0
     shown = capsys.readouterr().err.splitlines()
     assert all(re.fullmatch(r"1 rows, in \d+ tok/s, out [34] tok/s, 0 waiting, .*", line) for line in shown[:-1])
-    assert len(shown) == 2  # one second of the 1.25 that it takes, then the summary
+    assert len(shown) == 2  # one second of the 1.25 s of the batch, then the summary
 
 
 def test_served_model_names(model: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The embedded checkpoint keeps its promises, and the scripts that made it work."""
+"""The embedded checkpoint and the scripts that made it."""
 
 from dataclasses import replace
 from itertools import chain
@@ -108,7 +108,7 @@ def test_windows_score_every_token_once():
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A recipe and documents that train in a second."""
+    """Return a recipe and documents that train in a second."""
     from train_default import Recipe
 
     recipe = Recipe(
@@ -133,7 +133,7 @@ def test_training_learns_repeats_and_resumes(tiny, tmp_path, capsys):
         nats = [json.loads(line)["nats_per_token"] for line in capsys.readouterr().out.splitlines()]
         assert nats[-1] < 0.5 * nats[0]
         checkpoints.delete(60)
-        resumed = train(recipe, documents, None, checkpoints)  # from step 50
+        resumed = train(recipe, documents, None, checkpoints)  # resumes from step 50
     with ocp.CheckpointManager(tmp_path / "b") as checkpoints:
         again = train(recipe, documents, None, checkpoints)
     for other in (resumed, again):

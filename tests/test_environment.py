@@ -1,4 +1,4 @@
-"""The process's environment is read and set in config.py alone, where one finds all of it."""
+"""The process's environment is read and set only in config.py."""
 
 import ast
 from pathlib import Path
@@ -10,7 +10,7 @@ NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
 def uses_of_environment(source: str) -> list[int]:
-    """Lines that name it, as an attribute of `os` or imported from there."""
+    """Return lines that name it, as an attribute of `os` or imported from there."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):

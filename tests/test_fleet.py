@@ -43,7 +43,7 @@ def a_call_is_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LocalActors:
-    """Actors in this process, which answer in random order, and die as `dies` says or while they serve POISON."""
+    """Actors in this process that answer in random order, and die as `dies` says or while they serve POISON."""
 
     def __init__(self, count: int, tokenizer: Tokenizer, rng: random.Random, dies: Callable[[], bool]) -> None:
         self.count = count
@@ -133,7 +133,8 @@ def test_whoever_dies_every_request_ends_once(
     model: Path, tokenizer: Tokenizer, seed: int, count: int, num_requests: int, num_poisons: int, deaths: float
 ) -> None:
     rng = random.Random(seed)
-    # At times they live whatever the odds, so that a start succeeds; in the end, so that a request alone does not fail.
+    # Now and then actors live whatever the odds, so that starts succeed; and at the end, so that no request fails
+    # alone.
     luck = iter([i % 3 > 0 and rng.random() < deaths for i in range(200)])
     actors = LocalActors(count, tokenizer, rng, lambda: next(luck, False))
     try:
@@ -181,7 +182,7 @@ def test_a_poison_costs_few_deaths_and_nobody_else(model: Path, tokenizer: Token
 
 
 def test_no_rows_are_free_while_a_request_waits(model: Path, tokenizer: Tokenizer) -> None:
-    """Whenever all actors have heard of what there is, none has less than its rows while another has more."""
+    """Once all actors run, none has fewer requests than rows while requests wait."""
     actors = LocalActors(3, tokenizer, random.Random(1), never)
     served = new_fleet(actors, model)
     for i in range(40):
@@ -199,7 +200,7 @@ def test_no_rows_are_free_while_a_request_waits(model: Path, tokenizer: Tokenize
 def test_an_idle_actor_takes_over_what_waits_in_a_busy_one(model: Path, tokenizer: Tokenizer) -> None:
     actors = LocalActors(2, tokenizer, random.Random(0), never)
     late = actors.calls[1]
-    actors.calls[1] = deque()  # the second starts when the first has been given all there is
+    actors.calls[1] = deque()  # the second starts when the first has been given all requests
     actors.start = lambda index: LocalActors.start(actors, index) if index == 0 else late.append(None)
     served = new_fleet(actors, model)
     for i in range(2 * MAX_NUM_SEQS):
@@ -233,7 +234,7 @@ def test_requests_go_where_their_prefix_is(model: Path, tokenizer: Tokenizer) ->
 
 
 def test_who_waits_for_a_full_actor_adds_to_its_load(model: Path, tokenizer: Tokenizer) -> None:
-    """Else all questions of a document would wait for the one that has it, however many they are."""
+    """Otherwise all questions of a document would wait for the actor that has it, however many they are."""
     actors = LocalActors(2, tokenizer, random.Random(0), never)
     served = new_fleet(actors, model)
     while not all(seat.ready for seat in served._seats):
@@ -257,7 +258,7 @@ def test_who_waits_for_a_full_actor_adds_to_its_load(model: Path, tokenizer: Tok
 def test_an_answer_costs_the_same_whatever_the_number_of_actors(
     model: Path, monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    """Counted in calls of the router: loads are set for the few actors that changed."""
+    """The cost is counted in calls of the router: loads are set for the few actors that changed."""
     actors = InstantActors(count)
     served = new_fleet(actors, model)
     while not all(seat.ready for seat in served._seats):
@@ -318,7 +319,7 @@ def test_aborted_requests_are_forgotten_wherever_they_are(model: Path, tokenizer
 def test_an_id_that_comes_again_gets_its_own_output(
     model: Path, tokenizer: Tokenizer, seed: int, count: int, deaths: float
 ) -> None:
-    """Whatever the actors still tell of the requests that had it before and were aborted."""
+    """Late answers of actors to aborted requests of the same id are ignored."""
     rng = random.Random(seed)
     actors = LocalActors(count, tokenizer, rng, lambda: rng.random() < deaths and actors.num_deaths < 2)
     served = new_fleet(actors, model)
@@ -378,7 +379,7 @@ def test_sizes_are_those_of_all_engines(model: Path, tokenizer: Tokenizer) -> No
 
 
 def write_batch(path: Path, count: int) -> Path:
-    """Lines of one and of three prompts, with one and with two samples, and some that are refused here or there."""
+    """Return lines of one and three prompts, with one and two samples, and some that are refused here or there."""
     with path.open("w") as file:
         for i in range(count):
             prompts = [f"a {i}", ["a", "b", f"{i}"], ["fine", "refuse"]][(i % 5 == 0) + (i % 10 == 0)]

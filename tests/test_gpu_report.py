@@ -1,4 +1,4 @@
-"""The report of a GPU: what its file keeps, how it goes on after failures, and all of it with tiny sizes on a CPU."""
+"""GPU report: content of its file, restarts after failures, and a whole run with tiny sizes on a CPU."""
 
 import io
 import json
@@ -35,7 +35,7 @@ def content(path: Path) -> dict[str, Any]:
 
 @pytest.mark.full
 def test_a_dry_run_measures_all_there_is(tmp_path: Path) -> None:
-    """One run for all that is asked of it, since it takes long."""
+    """Run the report once for all tests, since it takes long."""
     options = ("--dry-run", "--json", str(tmp_path / "gpu.json"))
     run_script("--part", "peak_rates", *options)
     peak_rates = content(tmp_path / "gpu.json")["parts"]["peak_rates"]
@@ -79,7 +79,7 @@ def check_that_narrow_pools_are_measured_beside_wide_ones(directory: Path, print
     by_dtype = {dtype: [p for p in points if p["kv_dtype"] == dtype] for dtype in TINY.kv_dtypes}
     assert sum(map(len, by_dtype.values())) == len(points)
     token_bytes = {WIDE: TINY.token_bytes}
-    token_bytes |= dict.fromkeys(TINY.kv_dtypes[1:], 2 * TINY.num_kv_heads * (TINY.head_dim + 4))  # a scale a vector
+    token_bytes |= dict.fromkeys(TINY.kv_dtypes[1:], 2 * TINY.num_kv_heads * (TINY.head_dim + 4))  # a scale per vector
     for dtype, found in by_dtype.items():
         assert [(p["rows"], p["context"]) for p in found] == list(TINY.decodes())
         for p, wide in zip(found, by_dtype[WIDE], strict=True):

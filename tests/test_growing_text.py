@@ -1,4 +1,4 @@
-"""A completion's text, which grows by pieces and reads as a string."""
+"""Text of a completion, which grows by pieces and reads as a string."""
 
 import copy
 import dataclasses
@@ -45,7 +45,7 @@ def test_appending_costs_the_same_however_long_the_text_is() -> None:
 
 
 def between_instructions(call: Callable[[], object], meanwhile: Callable[[], object]) -> None:
-    """Run `call` and, before each bytecode instruction of it, `meanwhile`, as another thread might."""
+    """Run `call` and, before each of its bytecode instructions, `meanwhile`, as another thread might."""
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         frame.f_trace_opcodes = True

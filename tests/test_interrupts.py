@@ -1,4 +1,4 @@
-"""Ctrl-C, whenever it comes: the command ends with one line and 130, and leaves in order what it was writing."""
+"""Ctrl-C at any time: the command ends with one line and status 130, and leaves its outputs in order."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from killing import records_by_id
 from test_cli import batch_input, wait_for
 
 LINE = "\njaxserve: interrupted"
-NOT_IGNORED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # as a shell's jobs have it
+NOT_IGNORED = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # ignored in jobs
 COMMAND = NOT_IGNORED + "import sys; from jaxserve.__main__ import main; sys.exit(main())"
 INSTALLED = NOT_IGNORED + "import jaxserve.interrupts as interrupts; interrupts.install()\n"
 
@@ -25,7 +25,7 @@ def start(program: str, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def start_s() -> float:
-    """How long the interpreter takes here before the handler is in place."""
+    """Return the time that the interpreter takes here before the handler is installed."""
     started = time.monotonic()
     subprocess.run([sys.executable, "-c", INSTALLED], check=True)
     return time.monotonic() - started

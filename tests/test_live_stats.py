@@ -1,4 +1,4 @@
-"""The live line: what it says, and how it is written on terminals and elsewhere."""
+"""Live line: its content, and its form on terminals and elsewhere."""
 
 import io
 import itertools
@@ -22,7 +22,7 @@ class Terminal(io.StringIO):
 
 
 def watch(stream: io.StringIO, num_lines: int) -> str:
-    """What is written while an engine works until there are that many lines."""
+    """Return the output written while an engine works until there are that many lines."""
     engine = fake_engine.FakeEngine(None, step_s=0.001)
     deadline = time.monotonic() + 30
     with LiveStats(engine, stream, interval_s=0.01):
@@ -74,7 +74,7 @@ def test_nothing_is_written_before_the_first_interval() -> None:
 
 
 class CompilingEngine(fake_engine.FakeEngine):
-    """Is warm when someone has been told that it takes long."""
+    """Engine that is warm once the live line has said that it compiles."""
 
     def __init__(self, stream: io.StringIO) -> None:
         super().__init__(None)

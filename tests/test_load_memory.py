@@ -1,4 +1,4 @@
-"""What loading a checkpoint takes beside the weights, of a whole process: no allocator keeps anything to speak of."""
+"""Memory that loading a checkpoint takes beside the weights, of a whole process."""
 
 import itertools
 from math import prod
@@ -52,7 +52,7 @@ QUICK = [("checkpoint", "none", 1), ("orbax", "int8", 1), ("checkpoint", "int8",
 def test_peak_is_at_most_1_3_of_the_weights(
     request: pytest.FixtureRequest, form: str, quantization: str, num_devices: int
 ) -> None:
-    """On four devices too, whose weights are in the same memory: all parts together, and nothing whole beside them."""
+    """Weights on four devices share one memory: it holds all their parts, and no whole tensor beside them."""
     bytes_per_weight = {"none": 4, "int8": 1 + 4 / 64}[quantization]
     directory = request.getfixturevalue(form)
     figures = load_apart(directory, quantization, num_devices)

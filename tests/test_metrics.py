@@ -12,7 +12,7 @@ PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 
 
 def a_step(step_id: int, **fields: float) -> StepStats:
-    """A step whose numbers all differ."""
+    """Return a step whose numbers all differ."""
     kinds = {field.name: float if field.name.endswith("_ms") else int for field in dataclasses.fields(StepStats)}
     return StepStats(**{name: kind(step_id + index) for index, (name, kind) in enumerate(kinds.items())} | fields)
 
@@ -56,5 +56,5 @@ def test_totals_are_sums_and_differences_of_steps() -> None:
             continue
         assert getattr(added, field.name) == getattr(a_step(100), field.name)
         assert getattr(stats, field.name) == getattr(a_step(0), field.name) + getattr(a_step(100), field.name)
-    assert added.num_steps == a_step(100).num_steps  # of one dispatch or of several
+    assert added.num_steps == a_step(100).num_steps  # one or several per dispatch
     assert added.used_page_steps == a_step(100).num_pages_used * a_step(100).num_steps

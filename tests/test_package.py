@@ -1,4 +1,4 @@
-"""What importing and serving load: nothing slow before it is needed, and never torch."""
+"""Modules loaded by importing and serving: slow ones only on use, and never torch."""
 
 import json
 import subprocess

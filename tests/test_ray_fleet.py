@@ -26,7 +26,7 @@ from jaxserve.fleet import MAX_LONE_DEATHS
 from jaxserve.ray_fleet import plan_actors, ray_fleet
 from jaxserve.tokenizer import load_tokenizer
 
-# Ray forks to start its processes, which execute others at once; jax, which other tests have started here, warns of it.
+# Ray forks to start its processes, which execute others at once; jax, started by other tests here, warns of it.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 
 HOOK = {"worker_process_setup_hook": "mortal_engine.setup"}
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def environment() -> Iterator[None]:
-    """Actors find the tests; what is set for Ray is gone afterwards."""
+    """Let actors find the tests, and undo Ray's settings afterwards."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [name for name in os.environ if name.startswith("RAY_")]:
             patch.delenv(name)
@@ -52,7 +52,7 @@ def environment() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def cluster(environment: None) -> Iterator[None]:
-    """This process is connected to a Ray of four CPUs, whichever there are."""
+    """Connect this process to a Ray of four CPUs, whatever the machine has."""
     assert config.ray_address() == "local"
     import ray
 
@@ -61,7 +61,7 @@ def cluster(environment: None) -> Iterator[None]:
     )
     yield
     deadline = time.monotonic() + 20
-    while actor_processes():  # Ray does not wait for those it kills
+    while actor_processes():  # Ray does not wait for processes that it kills
         assert time.monotonic() < deadline
         time.sleep(0.05)
     ray.shutdown()
@@ -78,14 +78,14 @@ def actor_processes(of: int | None = None) -> list[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Whether it runs; one that nobody waits for is dead too."""
+    """Return whether a process runs; a zombie does not."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return process.status() != psutil.STATUS_ZOMBIE
     return False
 
 
 def write_batch(path: Path, count: int, **prompts: str) -> Path:
-    """Lines of one and two samples; `prompts` has those of some lines, by custom_id."""
+    """Write lines of one and two samples; `prompts` has those of some lines, by custom_id."""
     with path.open("w") as file:
         for i in range(count):
             body = {"prompt": prompts.get(f"line{i}", f"a {i}"), "max_tokens": 5 + i % 20, "n": 1 + i % 2}
@@ -95,7 +95,7 @@ def write_batch(path: Path, count: int, **prompts: str) -> Path:
 
 
 def expected(model: str, source: Path) -> dict[str, Any]:
-    """The records of one engine."""
+    """Return the records of one engine."""
     out = source.with_suffix(".one")
     run_batch(FakeEngine(load_tokenizer(model), config.EngineConfig(model=model)), source, out, use_tqdm=False)
     return records_by_id(out)
@@ -170,7 +170,7 @@ def test_ray_address_names_the_cluster(cluster: None, model: str, tmp_path: Path
     command = [sys.executable, fake_engine.__file__, "batch", str(source), str(out), "--model", model]
     address = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
     job = {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": HOOK})}
-    program = [*command, "--ray", "--ray-actors", "4"]  # more than a Ray of its own may have room for
+    program = [*command, "--ray", "--ray-actors", "4"]  # more than a Ray of its own may have CPUs for
     subprocess.run(program, check=True, capture_output=True, env=os.environ | address | job)
     assert records_by_id(out) == expected(model, source)
     assert ray.cluster_resources()["CPU"] == 4
@@ -232,7 +232,7 @@ def test_a_fleet_that_has_no_room_is_refused(nodes: list, num_devices: int, want
 
 
 def wait_for_output(program: "subprocess.Popen[str]", out: Path) -> list[psutil.Process]:
-    """Return the processes below the program once it has written something; they listen on loopback alone."""
+    """Return the processes below the program once it has written something; they listen only on loopback."""
     deadline = time.monotonic() + 60
     while not (out.exists() and out.stat().st_size):
         assert program.poll() is None
@@ -249,14 +249,14 @@ def wait_for_output(program: "subprocess.Popen[str]", out: Path) -> list[psutil.
 
 @pytest.mark.full
 def test_an_interrupt_leaves_whole_files_and_no_processes(environment: None, model: str, tmp_path: Path) -> None:
-    """As a program, which starts a Ray of its own: on loopback, gone with the program, resumed by the next run."""
+    """The program starts a Ray of its own: on loopback, gone with the program, resumed by the next run."""
     source, out = write_batch(tmp_path / "in.jsonl", 120), tmp_path / "out.jsonl"
     command = [sys.executable, fake_engine.__file__, "batch", str(source), str(out), "--model", model, "--ray"]
     job = os.environ | {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": HOOK})}
     with subprocess.Popen(command, stderr=subprocess.PIPE, env=job, text=True, start_new_session=True) as program:
         try:
             children = wait_for_output(program, out)
-            os.killpg(program.pid, signal.SIGINT)  # as a terminal sends it
+            os.killpg(program.pid, signal.SIGINT)  # a terminal sends it to the group
             _, shown = program.communicate(timeout=60)
         finally:
             if program.poll() is None:

@@ -1,4 +1,4 @@
-"""The replica that a request is routed to: against a scan of all of them, and what it costs."""
+"""Choice of a replica for a request: against a scan of all replicas, and its cost."""
 
 import random
 import time
@@ -13,7 +13,7 @@ from jaxserve.router import CLOSED_CHARGE_TOKENS, MAX_PASSED_OVER, ROW_CHARGE_TO
 
 
 def prefix_of(*blocks: int) -> list[tuple[int, bytes]]:
-    """Leading parts of a prompt of blocks of 16 tokens."""
+    """Return the leading parts of a prompt in blocks of 16 tokens."""
     return [(16 * depth, repr(blocks[:depth]).encode()) for depth in sample_depths(len(blocks))]
 
 
@@ -37,7 +37,7 @@ def test_depths_are_few_and_dense() -> None:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_replicas=st.integers(1, 6))
 def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) -> None:
-    """Against a scan, over any order of loads, notes and losses."""
+    """The choice equals that of a scan, over any order of loads, notes and losses."""
     router = Router(num_replicas)
     loads, is_open = [0] * num_replicas, [False] * num_replicas
     held: list[dict[bytes, int]] = [{} for _ in range(num_replicas)]
@@ -81,7 +81,7 @@ def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), num_replicas=st.integers(1, 4), num_jobs=st.integers(0, 100))
 def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int, num_jobs: int) -> None:
-    """What waits for a closed replica counts there, but not beyond the call; replicas with room go to those behind."""
+    """Waiting requests of a closed replica count only within the call; replicas with room serve those behind."""
     room = [data.draw(st.integers(0, 20)) for _ in range(num_replicas)]
     router, loads = Router(num_replicas), [data.draw(st.integers(0, 400)) for _ in range(num_replicas)]
     for replica, load in enumerate(loads):

@@ -1,4 +1,4 @@
-"""Stop strings against their definition, and what they cost."""
+"""Stop strings against their definition, and their cost."""
 
 import pytest
 from hypothesis import given, settings
@@ -13,7 +13,7 @@ STOPS = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=6)
 
 
 def first_complete(text: str, stops: list[str], start: int = 0) -> tuple[int, str] | None:
-    """Where the first stop string to end after `start` characters ends; of several the longest."""
+    """Return the end of the first stop string to end after `start` characters; the longest of several."""
     for end in range(start + 1, len(text) + 1):
         if hits := [stop for stop in stops if text[:end].endswith(stop)]:
             return end, max(hits, key=len)
@@ -21,7 +21,7 @@ def first_complete(text: str, stops: list[str], start: int = 0) -> tuple[int, st
 
 
 def longest_beginning(text: str, stops: list[str]) -> int:
-    """Characters at the end of `text` that a stop string may begin with and go on from."""
+    """Return the number of characters at the end of `text` that a stop string may begin with and go on from."""
     beginnings = {stop[:length] for stop in stops for length in range(len(stop))}
     return max(length for length in range(len(text) + 1) if text[len(text) - length :] in beginnings)
 
@@ -42,7 +42,7 @@ def test_scanning_pieces_is_searching_the_text(stops: list[str], pieces: list[tu
 
 
 class CountingDict(dict[str, int]):
-    """Counts its look-ups."""
+    """Dict that counts its look-ups."""
 
     count = 0
 
@@ -57,7 +57,7 @@ def test_a_character_costs_the_same_however_many_there_are(num_stops: int) -> No
     automaton = StopStrings(stops)
     automaton._next = [CountingDict(deeper) for deeper in automaton._next]
     CountingDict.count = 0
-    text = ("a" * 63 + "!") * 100  # falls back as far and as often as it can
+    text = ("a" * 63 + "!") * 100  # falls back as far and as often as possible
     _, num_read, stop = automaton.scan(StopStrings.START, text, True)
     assert (num_read, stop) == (len(text), None)
     assert CountingDict.count <= 2 * len(text)

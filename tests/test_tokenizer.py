@@ -56,7 +56,7 @@ def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 def incremental(tokenizer: Tokenizer, ids: list[int], **params: object) -> tuple[str, str | None]:
-    """The final text and stop string, having checked that what is visible only ever grows."""
+    """Return the final text and stop string, having checked that the visible text only grows."""
     detokenizer = Detokenizer(tokenizer, SamplingParams(**params))
     shown = ""
     for token_id in ids:
@@ -72,7 +72,7 @@ def incremental(tokenizer: Tokenizer, ids: list[int], **params: object) -> tuple
 
 
 def saved_by_transformers(kind: str, directory: Path) -> Path:
-    """A directory as `transformers` writes it."""
+    """Write a directory as `transformers` does."""
     import transformers
 
     if kind == "PreTrainedTokenizerFast":
@@ -117,7 +117,7 @@ def test_is_what_transformers_loads(kind: str, tmp_path: Path) -> None:
 
 
 def check_hugging_face_interface(hf: Any, theirs: Any, ours: Tokenizer) -> None:
-    """`hf` does what AutoTokenizer's does, defaults included, and gives the engine's ids."""
+    """`hf` does the same as AutoTokenizer's, defaults included, and gives the engine's ids."""
     import transformers
 
     assert isinstance(hf, transformers.PreTrainedTokenizerFast)
@@ -146,7 +146,7 @@ def check_hugging_face_interface(hf: Any, theirs: Any, ours: Tokenizer) -> None:
 
 
 def test_the_hugging_face_tokenizer_cuts_text_as_the_engine_does(tmp_path: Path) -> None:
-    """AutoTokenizer takes the class from config.json, and that class would build Llama 2's way of cutting text."""
+    """AutoTokenizer takes the class from config.json, and that class would split text as Llama 2 does."""
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), bos_token="<s>", eos_token="</s>")
     (directory / "config.json").write_text('{"model_type": "llama"}')
     hf, ours = load_hf_tokenizer(directory), load_tokenizer(directory)
@@ -155,7 +155,7 @@ def test_the_hugging_face_tokenizer_cuts_text_as_the_engine_does(tmp_path: Path)
 
 
 def test_bos_comes_from_the_post_processor_not_the_configuration(tmp_path: Path) -> None:
-    """Version 5 of transformers ignores add_bos_token beside a tokenizer.json; so do we."""
+    """Version 5 of transformers ignores add_bos_token beside a tokenizer.json; so does jaxserve."""
     from transformers import AutoTokenizer
 
     with_bos, without = tiny_tokenizers.byte_fallback(), tiny_tokenizers.byte_level()
@@ -426,7 +426,7 @@ def test_incomplete_characters_are_held_back(byte_level: Tokenizer) -> None:
 
 
 def first_stop(text: str, stops: list[str]) -> tuple[int, int, str] | None:
-    """By definition: the stop string that is complete first, of several the longest."""
+    """Return the stop string by definition: the first to be complete, the longest of several."""
     for end in range(len(text) + 1):
         if hits := [s for s in stops if text[:end].endswith(s)]:
             longest = max(hits, key=len)

@@ -1,4 +1,4 @@
-"""The report of a TPU with tiny sizes on a CPU, the kernel in the interpreter; what a GPU's shares is tested there."""
+"""TPU report with tiny sizes on a CPU, the kernel in the interpreter; parts shared with GPUs are tested there."""
 
 import importlib
 import json
@@ -31,7 +31,7 @@ def run_script(*args: str) -> str:
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Document, Path, str]:
-    """What is there of a TPU alone, where its pictures are, and what was printed last."""
+    """Run the parts for TPUs; return the document, the folder of its plots and the last output."""
     directory = tmp_path_factory.mktemp("tpu")
     options = ("--dry-run", "--json", str(directory / "tpu.json"))
     run_script("--part", "peak_rates", *options)
@@ -94,7 +94,7 @@ def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Pat
 
 @pytest.mark.full
 def test_tables_of_sizes_are_written(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
-    """In the folder that is named; what is of no TPU never becomes what TPUs take."""
+    """Sizes are written to the named folder; results of other devices never become sizes of TPUs."""
     document, directory, _ = dry_run
     script = [sys.executable, tuned_sizes.__file__, "--json", str(directory / "tpu.json")]
     refused = subprocess.run(script, check=False, capture_output=True, text=True, timeout=100)

@@ -1,4 +1,4 @@
-"""vLLM's options: what is accepted, what each error says, and the table that documentation is made from."""
+"""vLLM's options: accepted values, error messages, and the table in the documentation."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from jaxserve.vllm_options import (
     markdown_table,
 )
 
-# As scripts written for vLLM pass them: its defaults, and what asks for what jaxserve does.
+# Options as scripts written for vLLM pass them: its defaults, and those that ask for what jaxserve does.
 ACCEPTED: dict[str, Any] = {
     "trust_remote_code": False,
     "enforce_eager": False,

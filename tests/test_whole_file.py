@@ -1,4 +1,4 @@
-"""Files that appear whole, whatever happens to their writers and readers."""
+"""Files that appear complete, whatever happens to their writers and readers."""
 
 import os
 import stat

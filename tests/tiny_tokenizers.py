@@ -1,4 +1,4 @@
-"""Small tokenizers, built with the `tokenizers` library alone, of the decoder families that models use."""
+"""Small tokenizers of common decoder families, built with the `tokenizers` library alone."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ TEXT = [
 
 
 def byte_level(vocab_size: int = 320) -> Tokenizer:
-    """Like GPT-2's, Llama 3's and Qwen's."""
+    """Return a byte-level tokenizer like those of GPT-2, Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -28,7 +28,7 @@ def byte_level(vocab_size: int = 320) -> Tokenizer:
 
 
 def byte_fallback(*, strip: bool = True) -> Tokenizer:
-    """Like Llama 2's and Mistral's, or with `strip=False` Gemma's."""
+    """Return a tokenizer like those of Llama 2 and Mistral, or with `strip=False` Gemma's."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256))]
     pieces += ["▁", *sorted(set("".join(TEXT)) - set(" \n\t東京😀"))]
     merges = [("▁", "a"), ("i", "n"), ("o", "u"), ("t", "i")]
@@ -45,7 +45,7 @@ def byte_fallback(*, strip: bool = True) -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """Like T5's: a decoder that is no concatenation of bytes."""
+    """Return a tokenizer like T5's, whose decoder is no concatenation of bytes."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -55,7 +55,7 @@ def metaspace() -> Tokenizer:
 
 
 def write(directory: Path, tokenizer: Tokenizer, **config: object) -> Path:
-    """A Hugging Face directory of `tokenizer`, with `config` in tokenizer_config.json."""
+    """Write and return a Hugging Face directory of `tokenizer`, with `config` in tokenizer_config.json."""
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text(json.dumps(config))

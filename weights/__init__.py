@@ -1,6 +1,6 @@
 """Checkpoints: the only code that knows file formats. Callers describe the tensors by rows (see `TensorRow`).
 
-Orbax is imported only where something is written with it: it is slow to import.
+Orbax is imported only to write Orbax checkpoints, because its import is slow.
 """
 
 from jaxserve.weights.convert import convert

@@ -1,4 +1,4 @@
-"""One form of checkpoint directory from the other: Hugging Face's safetensors, or Orbax."""
+"""Conversion between the two forms of checkpoint directories, Hugging Face's safetensors and Orbax."""
 
 import os
 import shutil
@@ -23,20 +23,21 @@ def convert(
     *,
     use_tqdm: bool = False,
 ) -> None:
-    """Write the checkpoint in `source` to `target`: as Orbax where it is safetensors, as safetensors where it is Orbax.
+    """Write the checkpoint in `source` to `target`: as Orbax if it is safetensors, as safetensors if it is Orbax.
 
     Every tensor keeps its name, its dtype and its bits. All other files of the model are copied, so that `target`
-    serves by itself. It appears when it is whole; what a killed conversion has left beside it is removed.
+    serves by itself. `target` appears once it is complete; an unfinished directory of a killed conversion is removed
+    first.
 
     Args:
-        source: a checkpoint directory of either form.
-        target: a directory that is absent or empty.
+        source: checkpoint directory of either form.
+        target: directory that is absent or empty.
         specs: one row per tensor of the model.
         use_tqdm: show progress in bytes where stderr is a terminal.
 
     Raises:
-        CheckpointError: as `load`; `target` is taken, inside `source`, or being written by another process.
-        OSError: it cannot be written.
+        CheckpointError: see `load`; also if `target` is taken, inside `source`, or being written by another process.
+        OSError: `target` cannot be written.
     """
     source, target = FilePath(source), FilePath(target)
     require_free(target)
@@ -53,7 +54,7 @@ def convert(
 
 
 def _copy_others(source: FilePath, target: FilePath) -> None:
-    """All files but weights, of any form, and hidden ones."""
+    """Copy all files except weights, of either form, and hidden files."""
     for file in source.iterdir():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, target / file.name)

@@ -1,4 +1,4 @@
-"""Random weights, for tests, benchmarks and the start of a training run."""
+"""Random weights for tests, benchmarks and the start of a training run."""
 
 import math
 import zlib
@@ -26,10 +26,10 @@ def dummy(
     shardings: Shardings | None = None,
     transform: Callable[[Any, Array], Any] | None = None,
 ) -> Params:
-    """Random parameters: each follows from `seed`, its path and its shape alone, whatever the devices.
+    """Return random parameters, each a function of `seed`, its path and its shape, whatever the devices.
 
     "normal" rows are nearly normal with standard deviation 0.02; "ones" and "zeros" are constant. `transform` takes a
-    row and its array, and returns what takes its place in the tree.
+    row and its array, and returns what replaces the array in the tree.
     """
 
     def leaf(row: TensorRow) -> Any:
@@ -49,15 +49,15 @@ def dummy(
 
 @lru_cache(maxsize=64)
 def _generator(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding | None) -> Callable[[Array], Array]:
-    """One compiled program per shape, since a model has many tensors of few shapes."""
+    """Return a compiled program for one shape; a model has many tensors of few shapes."""
     return jax.jit(partial(_nearly_normal, shape=shape, dtype=dtype), out_shardings=sharding)
 
 
 def _nearly_normal(key: Array, *, shape: tuple[int, ...], dtype: np.dtype) -> Array:
-    """The sum of the four bytes of a hash of each element's index (Irwin-Hall).
+    """Return sums of the four bytes of a hash of each element's index (Irwin-Hall).
 
-    Ten times as fast as Threefry on a CPU, and elementwise, so that any sharding gives the same values.
-    The hash is the 32-bit mixer of Ettinger, "lowbias32".
+    Ten times as fast as Threefry on a CPU, and elementwise, so that any sharding gives the same values. The hash is the
+    32-bit mixer of Ettinger, "lowbias32".
     """
     x = jnp.zeros(shape, jnp.uint32)
     for axis, size in enumerate(shape):
@@ -67,5 +67,5 @@ def _nearly_normal(key: Array, *, shape: tuple[int, ...], dtype: np.dtype) -> Ar
         x = (x ^ (x >> shift)) * jnp.uint32(factor)
     x ^= x >> 15
     total = (x & 255) + ((x >> 8) & 255) + ((x >> 16) & 255) + (x >> 24)
-    std = math.sqrt(4 * (256**2 - 1) / 12)  # of the sum of four uniform bytes
+    std = math.sqrt(4 * (256**2 - 1) / 12)  # standard deviation of the sum of four uniform bytes
     return ((total.astype(jnp.float32) - 510) * (_STD / std)).astype(dtype)

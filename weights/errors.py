@@ -1,4 +1,4 @@
-"""CheckpointError, and how a checkpoint that does not fit its model is described."""
+"""CheckpointError, and the description of a checkpoint that does not fit its model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ _MAX_LISTED = 32
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read, or does not hold what the model needs."""
+    """Raised where a checkpoint cannot be read or lacks what the model needs."""
 
 
 @dataclass
 class Mismatch:
-    """Every difference between the tensors a model needs and those a checkpoint holds."""
+    """Differences between the tensors that a model needs and those that a checkpoint holds."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
@@ -20,7 +20,7 @@ class Mismatch:
     mistyped: list[str] = field(default_factory=list)
 
     def raise_if_any(self, where: object, advice: str) -> None:
-        """CheckpointError naming every difference (the first 32 of a kind), if there is one."""
+        """Raise a CheckpointError that names the first 32 differences of each kind, if there are any."""
         kinds = {
             "missing": self.missing,
             "unexpected": self.unexpected,

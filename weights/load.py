@@ -1,4 +1,4 @@
-"""From a checkpoint directory of either form, or from tensors in memory, to a parameter tree."""
+"""Parameter trees from checkpoint directories of either form, or from tensors in memory."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +20,7 @@ from jaxserve.weights.tree import tensors_of
 
 _NUM_READERS = 8
 
-Transform = Callable[[Any, StoredTensor], Any]  # of a row, of the caller's own type, and its tensor
+Transform = Callable[[Any, StoredTensor], Any]  # function of a row, of the caller's own type, and its tensor
 
 
 def load(
@@ -34,20 +34,21 @@ def load(
 ) -> Params:
     """Read a checkpoint directory into the parameter tree that `specs` describe.
 
-    Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of
-    them besides the result. Rotary inverse frequencies are ignored, and `lm_head.weight` where embeddings are tied.
+    Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of them
+    besides the result. Rotary inverse frequencies are ignored, as is `lm_head.weight` if embeddings are tied.
 
     Args:
-        path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or as
-            `convert` writes it.
+        path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or in the
+            form that `convert` writes.
         specs: one row per tensor of the result.
-        dtype: of the result; None keeps that of the files (float32, float16 or bfloat16).
-        shardings: a function of a row's path, or a tree of them; each device reads its own slices only.
-        transform: reads a row's tensor, and returns what takes its place in the tree; by default the tensor, placed.
+        dtype: dtype of the result; None keeps that of the files (float32, float16 or bfloat16).
+        shardings: function of a row's path, or tree of shardings; each device reads only its own slices.
+        transform: function of a row and its tensor that returns the leaf of the tree; by default it places the tensor.
         use_tqdm: show progress in bytes where stderr is a terminal.
 
     Raises:
-        CheckpointError: files absent or damaged; tensors missing, unexpected, of another shape or dtype (all named).
+        CheckpointError: files are absent or damaged; tensors are missing, unexpected, of another shape or dtype (all
+            named).
     """
     tensors = open_tensors(FilePath(path), specs)
 
@@ -64,17 +65,17 @@ def assemble(
     shardings: Shardings | None = None,
     transform: Transform | None = None,
 ) -> Params:
-    """What `load` makes of a checkpoint, of tensors in memory; each comes to the host on its way.
+    """Return what `load` makes of a checkpoint, from tensors in memory; each passes through host memory.
 
     Args:
-        tree: arrays by the names they have in a checkpoint, or the tree that `load` returns without a transform.
-        specs: as of `load`.
-        dtype: as of `load`.
-        shardings: as of `load`.
-        transform: as of `load`.
+        tree: arrays by their names in a checkpoint, or the tree that `load` returns without a transform.
+        specs: see `load`.
+        dtype: see `load`.
+        shardings: see `load`.
+        transform: see `load`.
 
     Raises:
-        CheckpointError: tensors missing, unexpected, of another shape or dtype (all named).
+        CheckpointError: tensors are missing, unexpected, of another shape or dtype (all named).
     """
     advice = "give them under the names of the checkpoint, or as the tree that weights.load returns"
     if any(isinstance(value, Mapping | Sequence) for value in tree.values()):
@@ -104,7 +105,7 @@ def _build(
         parts = parts_of(row)
         tensor = StoredTensor(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
         array = tensor.place() if transform is None else transform(row, tensor)
-        # Transfers to a device are asynchronous: unless awaited, host buffers pile up behind them.
+        # Transfers to a device are asynchronous: unless awaited, they keep host buffers alive.
         jax.block_until_ready(previous)
         previous[:] = [array]
         bar.update(sum(part.nbytes for part in parts))
@@ -120,12 +121,12 @@ def _on_host(tensor: Tensor) -> NDArray[Any]:
 
 
 def check(path: str | os.PathLike[str], specs: Sequence[TensorRow]) -> None:
-    """CheckpointError unless a directory has all that `load` would read, as far as can be told without."""
+    """Raise CheckpointError unless a directory has all that `load` would read, as far as names and headers tell."""
     open_tensors(FilePath(path), specs)
 
 
 def open_tensors(directory: FilePath, specs: Sequence[TensorRow]) -> Tensors:
-    """Every tensor of a checkpoint by name, none of them read yet; CheckpointError unless they are those of `specs`."""
+    """Return every tensor of a checkpoint by name, still unread; CheckpointError unless they are those of `specs`."""
     tensors = (orbax_store if is_orbax(directory) else safetensors_store).open_tensors(directory)
     advice = "check that config.json belongs to these weights, and that they are not quantized"
     _check(directory, specs, tensors, advice)
@@ -133,7 +134,7 @@ def open_tensors(directory: FilePath, specs: Sequence[TensorRow]) -> Tensors:
 
 
 def is_orbax(directory: FilePath) -> bool:
-    """Whether that is where its weights are."""
+    """Return whether the directory has Orbax weights."""
     return orbax_store.has_weights(directory) and not safetensors_store.has_weights(directory)
 
 
@@ -153,7 +154,7 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
 
 
 def _is_ignored(name: str) -> bool:
-    """Tensors that are computed, or that tied embeddings stand for; transformers ignores them too."""
+    """Return whether a tensor is computed or replaced by tied embeddings; transformers ignores such tensors too."""
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
 
 

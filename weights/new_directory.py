@@ -1,4 +1,4 @@
-"""Directories that appear whole, or not at all."""
+"""Directories that appear complete or not at all."""
 
 import os
 import shutil
@@ -11,20 +11,20 @@ from jaxserve.weights.errors import CheckpointError
 
 
 def require_free(target: FilePath) -> None:
-    """CheckpointError where something is in the way."""
+    """Raise CheckpointError if `target` is a file or a directory with content."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"{target} must be absent or an empty directory, got something there; remove it first")
 
 
 @contextmanager
 def new_directory(target: FilePath) -> Iterator[FilePath]:
-    """A hidden directory beside `target`, which takes its place once it is filled, and vanishes if it is not.
+    """Yield a hidden directory beside `target`, which is renamed to it on success and removed on failure.
 
-    What a kill has left of an earlier one goes first: whoever holds the lock beside it is alone.
+    A directory left by a killed process is removed first: the lock beside it admits one process at a time.
 
     Raises:
         CheckpointError: `target` is taken, or another process is writing it.
-        OSError: it cannot be written.
+        OSError: the directory cannot be written.
     """
     target = target.absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -49,7 +49,7 @@ def _remove(directory: FilePath) -> None:
 
 @contextmanager
 def _locked(path: FilePath, target: FilePath) -> Iterator[None]:
-    """Hold the lock of a file that is there only meanwhile; the system lets go of it when the process is killed."""
+    """Hold the lock of a temporary file; the system releases it when the process is killed."""
     import fcntl  # noqa: PLC0415 - not every system has it
 
     while True:
@@ -60,7 +60,7 @@ def _locked(path: FilePath, target: FilePath) -> Iterator[None]:
                 raise CheckpointError(
                     f"another process is writing {target}; wait for it, or choose another place"
                 ) from None
-            if _is_at(path, file):  # unless whoever had the lock removed it as we opened it
+            if _is_at(path, file):  # else the previous holder removed the file while it was opened here
                 try:
                     yield
                 finally:

@@ -1,9 +1,9 @@
-"""Orbax checkpoints of the tensors of a Hugging Face one, of the same names, dtypes and shapes.
+"""Orbax checkpoints with the tensors of a Hugging Face checkpoint: same names, dtypes and shapes.
 
-They stand in a folder beside config.json. How many devices a model is served on, and in which form, says nothing about
-what is stored. Tensors lie in chunks, so that each device reads little more than its own rows and columns.
+The tensors are in a folder beside config.json. They do not depend on the number of devices or the form in which a model
+is served. They are stored in chunks, so that each device reads little more than its own rows and columns.
 
-They are written by Orbax, and read by TensorStore, on which it is built: slice by slice, in any thread.
+Orbax writes them; TensorStore, on which Orbax is built, reads them slice by slice, in any thread.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,20 +20,20 @@ from jaxserve.weights.safetensors_file import release
 from jaxserve.weights.stored_tensor import Tensor, Tensors
 
 FOLDER = "orbax"
-_STATE = "state"  # where Orbax puts a tree of arrays
-_ARRAY = "/zarr.json"  # follows the name of each array
+_STATE = "state"  # folder name that Orbax uses for a tree of arrays
+_ARRAY = "/zarr.json"  # suffix of each array's name
 _CHUNK_BYTES = 1 << 20  # the least that Orbax advises
-_GROUP_BYTES = 64 << 20  # written at a time
+_GROUP_BYTES = 64 << 20  # upper bound of one write
 _CACHED_BANDS = 2  # rows of chunks that readers share: with one, many chunks are read twice
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkedTensor:
-    """A tensor, or a slice of one, that is read when it becomes a numpy array.
+    """A tensor, or a slice of one, that is read when it is converted to a numpy array.
 
     Attributes:
         store: a tensorstore.TensorStore.
-        source: where it is stored, for messages.
+        source: path of the checkpoint, for messages.
     """
 
     store: Any
@@ -41,17 +41,17 @@ class ChunkedTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its own, as an array has it."""
+        """Shape of the tensor or slice."""
         return tuple(self.store.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """As it is stored."""
+        """Dtype in the checkpoint."""
         return np.dtype(self.store.dtype.numpy_dtype)
 
     @property
     def nbytes(self) -> int:
-        """Size of its numbers."""
+        """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def __len__(self) -> int:
@@ -71,12 +71,12 @@ class ChunkedTensor:
 
 
 def has_weights(directory: FilePath) -> bool:
-    """Whether there is a folder that `open_tensors` reads."""
+    """Return whether there is a folder that `open_tensors` reads."""
     return (directory / FOLDER).is_dir()
 
 
 def open_tensors(directory: FilePath) -> Tensors:
-    """Every tensor of a checkpoint by name, none of them read yet; CheckpointError if it is damaged."""
+    """Return every tensor of a checkpoint by name, still unread; CheckpointError if it is damaged."""
     folder = directory / FOLDER / _STATE
     try:
         bands = [_band_bytes(tensor.store) for tensor in _open(folder, cache_bytes=0).values()]
@@ -88,7 +88,7 @@ def open_tensors(directory: FilePath) -> Tensors:
 def write_tensors(
     directory: FilePath, tensors: Mapping[str, Tensor], wrote: Callable[[int], object] = lambda _: None
 ) -> None:
-    """Write every tensor as it is; `wrote` is told of bytes. The folder appears when it is whole."""
+    """Write every tensor as it is; `wrote` gets the bytes of each write. The folder appears once it is complete."""
     from orbax.checkpoint import v1 as ocp  # noqa: PLC0415 - slow to import
 
     context, path = ocp.Context(), (directory / FOLDER).absolute()
@@ -126,13 +126,13 @@ def _open(folder: FilePath, cache_bytes: int) -> dict[str, ChunkedTensor]:
 
 
 def _band_bytes(store: Any) -> int:
-    """Size of all the chunks in which the first rows of a tensor lie."""
+    """Return the size of all the chunks that hold the first rows of a tensor."""
     chunk_rows = store.chunk_layout.read_chunk.shape[:1]
     return prod((*chunk_rows, *store.shape[1:])) * store.dtype.numpy_dtype.itemsize
 
 
 def _groups(tensors: Mapping[str, Tensor]) -> Iterator[Sequence[str]]:
-    """Names in order, as many at a time as can be written at once."""
+    """Yield names in order, in groups that can be written at once."""
     group: list[str] = []
     for name, tensor in tensors.items():
         if group and sum(tensors[other].nbytes for other in group) + tensor.nbytes > _GROUP_BYTES:

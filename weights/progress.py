@@ -1,13 +1,13 @@
-"""How far reading and writing of weights is."""
+"""Progress bars for reading and writing weights."""
 
 from typing import Any
 
 from tqdm import tqdm
 
-_DELAY_S = 1.0  # nobody needs a bar for less
+_DELAY_S = 1.0  # shorter transfers need no bar
 
 
 def progress_bar(total_bytes: int, desc: str, use_tqdm: bool) -> Any:
-    """A bar in bytes and bytes per second, gone when it is full; None but where stderr is a terminal."""
-    disable = None if use_tqdm else True  # None leaves it to whether stderr is a terminal
+    """Return a bar in bytes and bytes per second that vanishes when full; it shows only if stderr is a terminal."""
+    disable = None if use_tqdm else True  # None makes tqdm check for a terminal
     return tqdm(total=total_bytes, unit="B", unit_scale=True, desc=desc, leave=False, delay=_DELAY_S, disable=disable)

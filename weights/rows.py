@@ -1,4 +1,4 @@
-"""What a caller says of each tensor, and the parameter tree built from it."""
+"""Description of each tensor by the caller, and the parameter tree built from it."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding
 
-FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # that weights may have
+FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # dtypes of weights
 Path = tuple[str | int, ...]
 Params = dict[str, Any]  # nested dicts and lists; strings of a path are keys, integers are indices
 Shardings = Callable[[Path], Sharding] | Params
@@ -19,19 +19,19 @@ class TensorRow(Protocol):
 
     @property
     def path(self) -> Path:
-        """Where it stands in the parameter tree, e.g. ("layers", 3, "qkv_proj")."""
+        """Place in the parameter tree, e.g. ("layers", 3, "qkv_proj")."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in the parameter tree."""
+        """Shape in the parameter tree."""
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """The tensors of a Hugging Face checkpoint that it is made of, concatenated along axis 0."""
+        """Names of the Hugging Face tensors that are concatenated along axis 0 to make it."""
 
     @property
     def hf_rows(self) -> tuple[int, ...]:
-        """Length of axis 0 of each of them."""
+        """Length of axis 0 of each of those tensors."""
 
     @property
     def init(self) -> str:
@@ -42,7 +42,7 @@ RowT = TypeVar("RowT", bound=TensorRow)
 
 
 def build_tree(rows: Sequence[RowT], leaf: Callable[[RowT], Any]) -> Params:
-    """The nested parameter tree whose leaves are `leaf(row)`; rows of a list come in order of their index."""
+    """Return the nested parameter tree with leaves `leaf(row)`; rows of a list come in order of their index."""
     tree: Params = {}
     for row in rows:
         node: Any = tree
@@ -61,19 +61,19 @@ def _child(node: Any, key: Any, new: Any) -> Any:
 
 
 def leaf_at(tree: Any, path: Path) -> Any:
-    """The leaf under `path`; KeyError, IndexError or TypeError if there is none."""
+    """Return the leaf under `path`; KeyError, IndexError or TypeError if there is none."""
     for key in path:
         tree = tree[key]
     return tree
 
 
 def sharding_at(shardings: Shardings | None, path: Path) -> Sharding | None:
-    """The sharding of one tensor, from a function of its path or a tree like the parameters."""
+    """Return the sharding of one tensor, from a function of its path or a tree shaped like the parameters."""
     if shardings is None:
         return None
     return shardings(path) if callable(shardings) else leaf_at(shardings, path)
 
 
 def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
-    """Name and shape of each checkpoint tensor of a row."""
+    """Return names and shapes of the checkpoint tensors of a row."""
     return {name: (rows, *row.shape[1:]) for name, rows in zip(row.hf_names, row.hf_rows, strict=True)}

@@ -1,7 +1,7 @@
 """The safetensors format (https://github.com/huggingface/safetensors#format): a JSON header, then raw tensors.
 
-Read and written here byte by byte, because a memory map lets each device take its own slices, in any dtype and
-without torch, while the numpy front end of the safetensors package reads no bfloat16.
+It is read and written here byte by byte, because a memory map lets each device take its own slices, in any dtype and
+without torch, while the numpy front end of the safetensors package does not read bfloat16.
 """
 
 import json
@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from jaxserve.weights.errors import CheckpointError
 
 _HEADER_ALIGNMENT = 8
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_FAULT_BYTES = max(mmap.PAGESIZE, 2 << 20)  # Linux may map all of an aligned huge page where one byte is touched
+_MAX_HEADER_BYTES = 100_000_000  # limit set by the format
+_FAULT_BYTES = max(mmap.PAGESIZE, 2 << 20)  # Linux may map a whole aligned huge page when one byte is touched
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
@@ -43,10 +43,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
-    """Every tensor of a file as a view of its memory map: nothing is read before it is copied.
+    """Return every tensor of a file as a view of its memory map: nothing is read before it is copied.
 
     Raises:
-        CheckpointError: the file is damaged, or has a dtype unknown here.
+        CheckpointError: the file is damaged or has an unknown dtype.
     """
     try:
         data = np.asarray(np.memmap(file, np.uint8, mode="r"))
@@ -62,7 +62,7 @@ def map_file(file: FilePath) -> dict[str, NDArray[Any]]:
 
 
 def _header_len(data: NDArray[np.uint8]) -> int:
-    """Return the claimed length of the header, checked before anything of that length is read."""
+    """Return the claimed length of the header, checked before that many bytes are read."""
     header_len = int(data[:8].view("<u8")[0])
     most = min(data.size - 8, _MAX_HEADER_BYTES)
     if header_len > most:
@@ -73,7 +73,7 @@ def _header_len(data: NDArray[np.uint8]) -> int:
 def release(view: NDArray[Any]) -> None:
     """Drop the pages that were read through a view of `map_file`: until then they count as the process's memory.
 
-    Those around it go too: other threads may be reading there, and they find them again.
+    Neighbouring bytes in the same pages are dropped too; other threads that read them fault them in again.
     """
     whole = view
     while isinstance(whole.base, np.ndarray):
@@ -84,7 +84,7 @@ def release(view: NDArray[Any]) -> None:
     begin, end = np.lib.array_utils.byte_bounds(view)
     begin = max(file_start, begin - begin % _FAULT_BYTES)
     end = min(file_end, end + -end % _FAULT_BYTES)
-    if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+    if hasattr(mmap, "MADV_DONTNEED"):  # absent on Windows
         file_map.madvise(mmap.MADV_DONTNEED, begin - file_start, end - begin)
 
 
@@ -102,8 +102,8 @@ def _view(body: NDArray[np.uint8], *, dtype: str, shape: list[int], data_offsets
 def write_file(
     file: FilePath, tensors: Mapping[str, jax.ShapeDtypeStruct], read: Callable[[str], NDArray[Any]]
 ) -> None:
-    """Write the tensors that `read(name)` returns, one at a time, and wait until they are on disk."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers asks for this entry
+    """Write the tensors that `read(name)` returns, one at a time, and sync them to disk."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # required by transformers
     end = 0
     for name, tensor in tensors.items():
         begin, end = end, end + num_bytes(tensor)
@@ -119,5 +119,5 @@ def write_file(
 
 
 def num_bytes(tensor: jax.ShapeDtypeStruct) -> int:
-    """Size of a tensor on disk."""
+    """Return the size of a tensor on disk."""
     return prod(tensor.shape) * tensor.dtype.itemsize

@@ -20,7 +20,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed config.json of a checkpoint directory; CheckpointError if it is missing or malformed."""
+    """Return the parsed config.json of a checkpoint directory; CheckpointError if it is missing or malformed."""
     directory = FilePath(path)
     _require_directory(directory)
     if not (directory / _CONFIG).is_file():
@@ -29,13 +29,13 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The parsed generation_config.json, {} where there is none; CheckpointError if it is malformed."""
+    """Return the parsed generation_config.json, {} if it is absent; CheckpointError if it is malformed."""
     file = FilePath(path) / _GENERATION_CONFIG
     return _read_json(file) if file.is_file() else {}
 
 
 def has_weights(directory: FilePath) -> bool:
-    """Whether there are files that `open_tensors` reads."""
+    """Return whether there are files that `open_tensors` reads."""
     return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
 
 
@@ -46,7 +46,7 @@ def write_tensors(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write every tensor as it is, in one file or in shards with an index; `wrote` is told of bytes."""
+    """Write every tensor as it is, in one file or in shards with an index; `wrote` gets the bytes of each write."""
 
     def read(name: str) -> NDArray[Any]:
         wrote(tensors[name].nbytes)
@@ -66,7 +66,7 @@ def write_config(directory: FilePath, hf_config: Mapping[str, Any]) -> None:
 
 
 def replace(scratch: FilePath, directory: FilePath) -> None:
-    """Move the files of `scratch` into `directory`, and remove weights of it under other names."""
+    """Move the files of `scratch` into `directory`, and remove weights there that have other names."""
     new = sorted(file.name for file in scratch.iterdir())
     for name in new:
         os.replace(scratch / name, directory / name)
@@ -79,7 +79,7 @@ def replace(scratch: FilePath, directory: FilePath) -> None:
 
 
 def open_tensors(directory: FilePath) -> Tensors:
-    """Every tensor of a checkpoint by name, none of them read yet; CheckpointError if files are absent or damaged."""
+    """Return every tensor of a checkpoint by name, still unread; CheckpointError if files are absent or damaged."""
     _require_directory(directory)
     if (directory / _SINGLE).is_file():
         return map_file(directory / _SINGLE)
@@ -132,7 +132,7 @@ Shard = dict[str, jax.ShapeDtypeStruct]  # tensor name -> shape and dtype
 
 
 def _shards(tensors: Shard, max_bytes: int) -> dict[str, Shard]:
-    """File name -> its tensors, in order, each file as full as `max_bytes` allows."""
+    """Return tensors by file name, in order, each file as full as `max_bytes` allows."""
     shards: list[Shard] = [{}]
     size = 0
     for name, tensor in tensors.items():

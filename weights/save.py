@@ -1,4 +1,4 @@
-"""From a parameter tree to a checkpoint directory of either form."""
+"""Checkpoint directories of either form from parameter trees."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,15 @@ def save(
 ) -> None:
     """Write `params` as a Hugging Face directory, which transformers reads.
 
-    All files are written in full before the first takes its place, and weights of an older checkpoint there are
-    then removed.
+    All files are written in full before the first replaces an old one; old weights under other names are then
+    removed.
 
     Args:
         path: directory, created if absent; files other than config.json and model*.safetensors stay as they are.
         specs: one row per tensor; those made of several checkpoint tensors are split again.
-        params: tree of arrays, as `load` returns it, on however many devices: one tensor at a time comes to the host.
+        params: tree of arrays as returned by `load`, on any number of devices: one tensor at a time comes to the host.
         hf_config: contents of config.json; its dtype is set to that of the parameters.
-        max_shard_bytes: size above which weights go to several files; a larger tensor has one of its own.
+        max_shard_bytes: size above which weights go to several files; a larger tensor gets its own file.
 
     Raises:
         CheckpointError: `params` lacks tensors of `specs`, or has them in another shape or dtype (all named).
@@ -53,17 +53,17 @@ def save(
 def save_orbax(
     path: str | os.PathLike[str], specs: Sequence[TensorRow], params: Params, hf_config: Mapping[str, Any]
 ) -> None:
-    """Write `params` as an Orbax directory, as `convert` does: nothing in it tells of the devices they came from.
+    """Write `params` as an Orbax directory, as `convert` does; it does not depend on their devices.
 
     Args:
-        path: a directory that is absent or empty; it appears when it is whole.
-        specs: as of `save`.
-        params: as of `save`.
-        hf_config: as of `save`.
+        path: directory that is absent or empty; it appears once it is complete.
+        specs: see `save`.
+        params: see `save`.
+        hf_config: see `save`.
 
     Raises:
-        CheckpointError: as `save`; `path` is taken, or being written by another process.
-        OSError: it cannot be written.
+        CheckpointError: see `save`; also if `path` is taken or being written by another process.
+        OSError: the directory cannot be written.
     """
     tensors = tensors_of(specs, params, _ADVICE)
     with new_directory(FilePath(path)) as scratch:
@@ -72,6 +72,6 @@ def save_orbax(
 
 
 def _with_dtype(hf_config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The config with the dtype of the weights, under the name of today's transformers and that of older ones."""
+    """Return the config with the dtype of the weights, under the keys of both new and old versions of transformers."""
     dtype = jnp.result_type(*{tensor.dtype for tensor in tensors.values()}).name
     return {**hf_config, "dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in hf_config else {})}

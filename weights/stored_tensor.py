@@ -1,4 +1,4 @@
-"""A tensor on its way out of a checkpoint: whole to its devices, or slab by slab through host memory."""
+"""Tensors read from a checkpoint: whole onto their devices, or slab by slab through host memory."""
 
 import dataclasses
 import mmap
@@ -16,33 +16,33 @@ from numpy.typing import NDArray
 
 from jaxserve.weights.safetensors_file import release
 
-_READ_BYTES = 4 << 20  # of a file at a time in each reader
+_READ_BYTES = 4 << 20  # bytes of a file per read of each reader
 
 Index = tuple[slice, ...]
 
 
 @runtime_checkable
 class Tensor(Protocol):
-    """Numbers that come to the host when they become a numpy array."""
+    """Array that comes to the host when it is converted to a numpy array."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its own, as an array has it."""
+        """Shape of the array."""
 
     @property
     def dtype(self) -> Any:
-        """As it is stored."""
+        """Dtype as stored."""
 
     @property
     def nbytes(self) -> int:
-        """Size of its numbers."""
+        """Size in bytes."""
 
     def __array__(self) -> NDArray[Any]: ...
 
 
 @runtime_checkable
 class Part(Tensor, Protocol):
-    """A tensor of a checkpoint, or a slice of one, read when it is copied: a view of a mapped file, say."""
+    """A tensor of a checkpoint, or a slice of one, read when it is copied, such as a view of a mapped file."""
 
     def __len__(self) -> int: ...
 
@@ -51,23 +51,23 @@ class Part(Tensor, Protocol):
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A Part that is in memory, and the caller's."""
+    """A Part in memory that belongs to the caller."""
 
     array: NDArray[Any]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its own."""
+        """Shape of the array."""
         return self.array.shape
 
     @property
     def dtype(self) -> np.dtype:
-        """Its own."""
+        """Dtype of the array."""
         return self.array.dtype
 
     @property
     def nbytes(self) -> int:
-        """Size of its numbers."""
+        """Size in bytes."""
         return self.array.nbytes
 
     def __len__(self) -> int:
@@ -81,19 +81,19 @@ class HeldTensor:
 
 
 Tensors = Mapping[str, Part]
-Piece = tuple[NDArray[Any], Part]  # where to copy, and from where
+Piece = tuple[NDArray[Any], Part]  # target and source of a copy
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The concatenation of tensors of a checkpoint along axis 0, none of it read yet.
+    """Concatenation of checkpoint tensors along axis 0, still unread.
 
     Attributes:
-        parts: tensors as they are stored.
-        dtype: what it is read in.
-        sharding: where it is placed; None for the default device.
+        parts: stored tensors.
+        dtype: dtype of the result.
+        sharding: sharding of the result; None for the default device.
         readers: threads that read.
-        padding_rows: rows of zeros after all others.
+        padding_rows: number of rows of zeros after all others.
     """
 
     parts: Sequence[Part]
@@ -104,21 +104,21 @@ class StoredTensor:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole."""
+        """Shape of the concatenation."""
         return (sum(len(part) for part in self.parts) + self.padding_rows, *self.parts[0].shape[1:])
 
     def with_parts(self, parts: Sequence[Part], sharding: Sharding, padding_rows: int = 0) -> "StoredTensor":
-        """Another tensor, made of slices of these parts; still none of it is read."""
+        """Return another tensor made of slices of these parts, still unread."""
         return dataclasses.replace(self, parts=parts, sharding=sharding, padding_rows=padding_rows)
 
     def place(self) -> Array:
-        """All of it, on its devices, of which each reads what it holds."""
+        """Return the whole tensor on its devices, each of which reads its own slices."""
         if self.sharding is None:
             return jax.device_put(self._read(None))
         return jax.make_array_from_callback(self.shape, self.sharding, self._read)
 
     def each_slab(self, num_rows: int, use: Callable[[int, NDArray[Any]], None]) -> None:
-        """Call `use(start, rows)` for each `num_rows` rows, the last perhaps fewer, from several threads at once."""
+        """Call `use(start, rows)` for each `num_rows` rows, fewer at the end, from several threads at once."""
 
         def read(start: int) -> None:
             end = min(start + num_rows, self.shape[0])
@@ -139,24 +139,24 @@ class StoredTensor:
 
 
 def host_buffer(shape: tuple[int, ...], dtype: np.dtype) -> NDArray[Any]:
-    """Zeros in pages of their own.
+    """Return zeros in memory pages of their own.
 
-    XLA:CPU takes over a buffer so aligned instead of copying it; and the pages go back to the system with the last
-    array in them, where the heap would keep them.
+    XLA:CPU takes over so aligned a buffer instead of copying it; and the pages return to the system with the last array
+    in them, whereas the heap would keep them.
     """
     pages = mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY)
     return np.ndarray(shape, dtype, pages)
 
 
 def host_rows(array: Any, rows: slice) -> NDArray[Any]:
-    """Rows of an array, on however many devices. jax keeps the host copy of an array that is read alive with it."""
+    """Return rows of an array on any number of devices; a copy, as jax keeps an array's host copy alive with it."""
     part = array[rows]
-    return np.asarray(part.copy() if part is array else part)  # a slice of all of it is the array itself
+    return np.asarray(part.copy() if part is array else part)  # a slice of everything is the array itself
 
 
 def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[Piece]:
-    """What to copy from where to fill `out` with the slice `index` of the concatenation of `parts`."""
-    offset = -(index[0].start or 0)  # row of `out` where the part at hand would begin
+    """Yield the copies that fill `out` with the slice `index` of the concatenation of `parts`."""
+    offset = -(index[0].start or 0)  # row of `out` where the current part would begin
     for part in parts:
         low, high = max(0, -offset), min(len(part), len(out) - offset)
         if low < high:
@@ -165,7 +165,7 @@ def _pieces(out: NDArray[Any], parts: Sequence[Part], index: Index) -> Iterator[
 
 
 def _blocks(out: NDArray[Any], source: Part) -> Iterator[Piece]:
-    """Blocks of rows small enough that several threads share one tensor."""
+    """Yield blocks of rows small enough that several threads share one tensor."""
     step = max(1, _READ_BYTES * len(source) // max(1, source.nbytes))
     for row in range(0, len(source), step):
         yield out[row : row + step], source[row : row + step]

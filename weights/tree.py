@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint that are in a parameter tree."""
+"""Checkpoint tensors from a parameter tree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from jaxserve.weights.stored_tensor import Tensor, host_rows
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ParamRows:
     """Rows `begin` to `end` of a parameter: one tensor of the checkpoint."""
 
     array: Any
@@ -39,10 +39,10 @@ class _Part:
 
 
 def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[str, Tensor]:
-    """Every tensor of the checkpoint by name, none of it moved yet.
+    """Return every tensor of the checkpoint by name, still on its devices.
 
     Raises:
-        CheckpointError: `params` is not what `specs` describe (all differences named); with `advice`.
+        CheckpointError: `params` is not what `specs` describe (all differences named); includes `advice`.
     """
     found = Mismatch()
     tensors: dict[str, Tensor] = {}
@@ -59,7 +59,7 @@ def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[
         else:
             ends = list(accumulate(row.hf_rows))
             parts = zip(row.hf_names, row.hf_rows, ends, strict=True)
-            tensors |= {hf_name: _Part(array, end - rows, end) for hf_name, rows, end in parts}
+            tensors |= {hf_name: _ParamRows(array, end - rows, end) for hf_name, rows, end in parts}
     found.raise_if_any("params", advice)
     return tensors
 

@@ -1,1 +1,1 @@
-"""The small parts every decoder block is made of."""
+"""Layers shared by the decoder blocks of all models."""

@@ -29,12 +29,12 @@ def linear(
     dtype: jax.typing.DTypeLike | None = None,
     axis: str | None = None,
 ) -> Float[Array, "T outputs"]:
-    """`after(before(x) @ weight.T + bias) + residual`, accumulated in float32, in `dtype` (default: that of x).
+    """Return `after(before(x) @ weight.T + bias) + residual`, accumulated in float32, in `dtype` (default: that of x).
 
-    Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators take by default.
-    Packed matrices go to the native kernels, all of this in one call. Those that are gated, and they alone, must have
-    `swiglu` after. Along the mesh axis `axis`, if one is given, each device has some columns of the matrix, and of x:
-    the products are summed over them before the bias.
+    Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators use by default. Packed matrices go
+    to the native kernels, which do all of this in one call. Gated matrices, and only they, must have `swiglu` after.
+    Along the mesh axis `axis`, if one is given, each device has some columns of the matrix and of x: the products are
+    summed over them before the bias.
     """
     dtype = dtype or x.dtype
     if axis is not None:
@@ -51,10 +51,10 @@ def linear(
 def embed(
     table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLike, *, axis: str | None = None
 ) -> Float[Array, "T D"]:
-    """Rows of the embedding, clipped to those there are, in `dtype`.
+    """Return rows of the embedding in `dtype`; token ids are clipped to the range.
 
-    Along the mesh axis `axis`, if one is given, each device has as many rows of the table, in order; ids beyond them
-    all have zeros.
+    Along the mesh axis `axis`, if one is given, each device has as many rows of the table, in order; ids beyond the
+    last row get zeros.
     """
     if axis is not None:
         num_rows = table.shape[0]
@@ -81,7 +81,7 @@ def _finish(
 
 
 def _multiply(weight: Float[Array, "out in"] | QuantizedMatrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-    """One token is multiplied from the other side: XLA:CPU reads a row-major matrix up to eight times faster as W·x."""
+    """Multiply; one token from the other side, as XLA:CPU reads a row-major matrix up to eight times faster as W·x."""
     if isinstance(weight, QuantizedMatrix):
         return quant.multiply(weight, x)
     precision = lax.Precision.HIGHEST if x.dtype == weight.dtype == jnp.float32 else None

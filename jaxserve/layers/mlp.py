@@ -6,6 +6,6 @@ from jaxtyping import Array, Float
 
 
 def swiglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
-    """SiLU(gate) * up, where `gate_up` holds both side by side (Shazeer 2020)."""
+    """Return SiLU(gate) * up, where `gate_up` holds both side by side (Shazeer 2020)."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 
 def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Root-mean-square norm over the last axis, computed in float32 (Zhang & Sennrich 2019, as Llama applies it)."""
+    """Return the root-mean-square norm over the last axis, in float32 (Zhang & Sennrich 2019, as Llama applies it)."""
     x32 = x.astype(jnp.float32)
     x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return x32.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
@@ -16,11 +16,11 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """A norm on its way into a matrix product, which may fuse it (see `linear`)."""
+    """Norm before a matrix product, which may fuse it (see `linear`)."""
 
     weight: Float[Array, " D"]
     eps: float
 
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """The normed `x`."""
+        """Return the normalised `x`."""
         return rms_norm(x, self.weight, self.eps)

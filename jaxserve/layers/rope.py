@@ -1,4 +1,4 @@
-"""Rotary position embeddings and the ways checkpoints stretch them to long contexts."""
+"""Rotary position embeddings, and the ways in which checkpoints stretch them to long contexts."""
 
 import math
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embeddings of a checkpoint, in the words of Hugging Face's `rope_parameters`.
+    """Rotary embeddings of a checkpoint, in the terms of Hugging Face's `rope_parameters`.
 
     Attributes:
         theta: base of the wavelengths.
-        kind: how positions are stretched: default (not at all), linear, llama3 or yarn.
-        options: sorted parameters of that kind; `models.hf_config.read_rope` sees to it that none is missing.
+        kind: method that stretches positions: default (none), linear, llama3 or yarn.
+        options: sorted parameters of that method; `models.hf_config.read_rope` ensures that none is missing.
     """
 
     theta: float = 10000.0
@@ -25,13 +25,13 @@ class RopeConfig:
     options: tuple[tuple[str, float], ...] = ()
 
     def frequencies(self, head_dim: int) -> tuple[NDArray[np.float32], float]:
-        """Inverse frequencies [head_dim / 2] and the factor on cos and sin."""
+        """Return inverse frequencies [head_dim / 2] and the factor on cos and sin."""
         base = np.reciprocal(_periods(self.theta, head_dim))
         return _SCALINGS[self.kind](base, dict(self.options), self.theta, head_dim)
 
 
 def _periods(theta: float, dim: int) -> NDArray[np.float32]:
-    """Powers of theta, rounded once: an ulp of frequency is a visible angle at a far position."""
+    """Return powers of theta, rounded once: an ulp of frequency is a visible angle at a far position."""
     exponent = np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
     return np.power(np.float32(theta), exponent, dtype=np.float64).astype(np.float32)
 
@@ -44,12 +44,12 @@ def _default(freq: NDArray[np.float32], _options: dict[str, float], _theta: floa
 
 
 def _linear(freq: NDArray[np.float32], options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
-    """Position interpolation (Chen et al. 2023)."""
+    """Interpolate positions (Chen et al. 2023)."""
     return freq / np.float32(options["factor"]), 1.0
 
 
 def _llama3(freq: NDArray[np.float32], options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
-    """Llama 3.1: long waves are stretched, short ones kept, those between blended."""
+    """Stretch long waves, keep short ones and blend those between, as Llama 3.1 does."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] / (2 * math.pi / freq)
     keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
@@ -57,7 +57,7 @@ def _llama3(freq: NDArray[np.float32], options: dict[str, float], _theta: float,
 
 
 def _yarn(freq: NDArray[np.float32], options: dict[str, float], theta: float, dim: int) -> _Scaling:
-    """YaRN (Peng et al. 2023), section 3.2-3.4."""
+    """Scale frequencies by YaRN (Peng et al. 2023), sections 3.2 to 3.4."""
     factor, trained = options["factor"], options["original_max_position_embeddings"]
 
     def dim_of(turns: float) -> float:
@@ -89,7 +89,7 @@ _SCALINGS: dict[str, Callable[[NDArray[np.float32], dict[str, float], float, int
 
 
 def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -> Float[Array, "2 T half"]:
-    """Cosines and sines of every token's angles, float32."""
+    """Return cosines and sines of every token's angles, in float32."""
     freq, factor = config.frequencies(head_dim)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
     return jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor

@@ -1,4 +1,4 @@
-"""Weights in fewer bits than activations."""
+"""Quantisation of weights."""
 
 from jaxserve.quant.int8 import QuantizedMatrix, block_size, multiply, quantize
 

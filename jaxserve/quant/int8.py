@@ -1,6 +1,6 @@
-"""Weight-only int8 by blocks: each run of B numbers in a row of a matrix shares one float32 scale, max|w| / 127.
+"""Weight-only int8 by blocks: B consecutive weights in a row of a matrix share one float32 scale, max|w| / 127.
 
-The format of llama.cpp's Q8_0 with longer blocks: at B = 64 a matrix takes 0.266 of its float32 bytes.
+The format is llama.cpp's Q8_0 with longer blocks: at B = 64 a matrix takes 0.266 of its float32 bytes.
 """
 
 from functools import partial
@@ -12,15 +12,15 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int, Int8
 
-_LARGEST = 127  # symmetric: -128 is not used
+_INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
-_FEW_TOKENS = 16  # up to here XLA:CPU is faster at W·x than at x·W
-# Numbers upcast at once on a CPU. For few tokens they stay in the L2 cache, under the size at which XLA:CPU hands a
+_FEW_TOKENS = 16  # up to this many tokens XLA:CPU computes W·x faster than x·W
+# Elements upcast at once on a CPU. For few tokens they stay in the L2 cache, below the size at which XLA:CPU hands a
 # product to its thread pool; for many tokens the product is threaded, and large enough for that to pay.
 _SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class QuantizedMatrix:
     """A matrix [out, in] in int8, or a stack of them: w[o, i] is q[o, i] * scale[o, i // B], in = blocks * B."""
@@ -30,62 +30,62 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the matrix."""
+        """Shape of the matrix."""
         return self.q.shape
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Of the stored numbers: int8."""
+        """Dtype of the stored elements, int8."""
         return self.q.dtype
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
-        """The rows `ids`, clipped to valid ones."""
+        """Return the rows `ids`, clipped to valid ones."""
         q, scale = (x.at[ids].get(mode="clip") for x in (self.q, self.scale))
         return _dequantize(q, scale)
 
 
 def block_size(in_size: int) -> int:
-    """B for rows of `in_size`: the divisor from 32 to 128 nearest to 64, multiples of 8 first; else the whole row."""
+    """Return B for rows of `in_size`: the divisor in [32, 128] nearest 64, multiples of 8 first, or the whole row."""
     divisors = [size for size in range(32, 129) if in_size % size == 0]
     return min(divisors, key=lambda size: (size % 8 != 0, abs(size - _BLOCK_SIZE)), default=in_size)
 
 
-@np.errstate(invalid="ignore")  # what is not finite has no int8; its scale is not finite either
+@np.errstate(invalid="ignore")  # non-finite weights have no int8; their scale is not finite either
 def quantize(
     matrix: Float[np.ndarray, "out in"], block: int | None = None
 ) -> tuple[Int8[np.ndarray, "out in"], Float32[np.ndarray, "out blocks"]]:
-    """The nearest multiple of its block's scale for each number: off by at most half a scale. Zeros stay zero.
+    """Round each weight to the nearest multiple of its block's scale: off by at most half a scale. Zeros stay zero.
 
-    `block` numbers of a row share a scale, by default `block_size` of them: where these are parts of rows, give that of
-    the whole.
+    `block` weights of a row share a scale, by default `block_size` of them. Parts of rows need the block of the whole
+    row.
     """
     block = block or block_size(matrix.shape[1])
     blocks = matrix.astype(np.float32, copy=False).reshape(len(matrix), -1, block)
-    q = np.abs(blocks)  # [out, blocks, B], worked on in place
-    scale = q.max(axis=-1) / _LARGEST  # [out, blocks]
+    q = np.abs(blocks)  # [out, blocks, B], updated in place
+    scale = q.max(axis=-1) / _INT8_MAX  # [out, blocks]
     np.divide(blocks, np.where(scale == 0, 1, scale)[..., None], out=q)
-    np.clip(np.round(q, out=q), -_LARGEST, _LARGEST, out=q)  # the smallest scales are rounded coarsely
+    np.clip(np.round(q, out=q), -_INT8_MAX, _INT8_MAX, out=q)  # the smallest scales are rounded coarsely
     return q.astype(np.int8).reshape(matrix.shape), scale
 
 
 def multiply(weight: QuantizedMatrix, x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
-    """`x @ w.T`, computed in float32 on a CPU, elsewhere in the dtype of x and summed in float32."""
+    """Return `x @ w.T`, computed in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
     return lax.platform_dependent(weight.q, weight.scale, x, cpu=_multiply_by_slabs, default=_multiply_whole)
 
 
 def _multiply_whole(
     q: Int8[Array, "out in"], scale: Float32[Array, "out blocks"], x: Float[Array, "T in"]
 ) -> Float32[Array, "T out"]:
-    """For accelerators: upcast and scaling are left to XLA to fuse into the product's operand."""
+    """Multiply on accelerators, where XLA may fuse upcast and scaling into the product's operand."""
     return _dot(x, _dequantize(q, scale).astype(x.dtype))
 
 
 def _multiply_by_slabs(
     q: Int8[Array, "out in"], scale: Float32[Array, "out blocks"], x: Float[Array, "T in"]
 ) -> Float32[Array, "T out"]:
-    """For a CPU: never the whole matrix at once, since its float copy would be page-faulted in on every call.
+    """Multiply on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
 
-    The last slab overlaps the one before where their size does not divide `out`.
+    The last slab overlaps the previous one if their size does not divide `out`.
     """
     num_out, in_size = q.shape
     few, x = x.shape[0] <= _FEW_TOKENS, x.astype(jnp.float32)
@@ -103,7 +103,7 @@ def _multiply_by_slabs(
 
 
 def _slab_rows(num_out: int, in_size: int, slab_size: int) -> int:
-    """The largest power of two of rows that a slab holds, at least 8; all rows if there are no more."""
+    """Return the rows of a slab: the largest power of two that it holds, at least 8, or all rows if there are fewer."""
     return min(num_out, 1 << max(8, slab_size // in_size).bit_length() - 1)
 
 

@@ -1,25 +1,25 @@
-"""What reads and writes logits [R, V] token by token, in the way that each kind of device is good at.
+"""Token-wise reads and writes of logits [R, V], with an implementation suited to each kind of device.
 
-The results are equal everywhere, but for where NaN is. A TPU is bad at single elements, and XLA sorts in front of a
-scatter or a top-k there: programs of 128,000 tokens that took a minute to compile.
+Results are equal on all devices except for places of NaN. A TPU is slow at single elements, and XLA sorts before a
+scatter or a top-k there: such programs took a minute to compile for 128,000 tokens.
 """
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-ARGMAX_BLOCK = 64  # tokens whose largest logit is found first, where there are
-ARGMAX_ROWS = 16  # rows or more: three times faster than reading all logits twice, on CPU; slower below
-LANES = 128  # of a TPU
+ARGMAX_BLOCK = 64  # block size of the first reduction
+ARGMAX_ROWS = 16  # rows from which blocks are three times faster on CPUs than reading all logits twice; slower below
+LANES = 128  # lanes of a TPU
 
 
 def padded_to_lanes(size: int) -> int:
-    """Return the next multiple of LANES: tables by slot with such a last axis keep their rows together on a TPU."""
+    """Return the next multiple of LANES: tables by slot with such a last axis keep their rows contiguous on a TPU."""
     return -(-size // LANES) * LANES
 
 
 def first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """i32[R], the first of the largest of each row."""
+    """Return the id of the first largest logit of each row, i32[R]."""
     ids: Array = lax.platform_dependent(logits, cpu=argmax_by_blocks, default=plain_argmax)
     return ids
 
@@ -27,13 +27,13 @@ def first_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
 def add_at(
     table: Float[Array, "R V"], token_ids: Int[Array, "R B"], values: Float[Array, "R B"]
 ) -> Float[Array, "R V"]:
-    """`table` [R, V] with the finite `values` added at the ids of each row; ids outside of [0, V) count for nothing."""
+    """Add the finite `values` to `table` [R, V] at the ids of each row; ids outside of [0, V) are ignored."""
     added: Array = lax.platform_dependent(table, token_ids, values, tpu=add_by_products, default=_scatter_add)
     return added
 
 
 def take_rows(table: Int[Array, "S V"], slots: Int[Array, " R"]) -> Int[Array, "R V"]:
-    """Rows of `table` [S, V]; slots out of range are clipped."""
+    """Return rows of `table` [S, V]; slots out of range are clipped."""
 
     def one_by_one(table: Array, slots: Array) -> Array:
         return lax.map(lambda slot: lax.dynamic_index_in_dim(table, slot, keepdims=False), slots)
@@ -41,13 +41,13 @@ def take_rows(table: Int[Array, "S V"], slots: Int[Array, " R"]) -> Int[Array, "
     def gather(table: Array, slots: Array) -> Array:
         return table.at[slots].get(mode="clip")
 
-    # In front of a gather of wide rows XLA copies half of the whole table on a TPU.
+    # XLA:TPU copies half of the whole table before a gather of wide rows.
     rows: Array = lax.platform_dependent(table, slots, tpu=one_by_one, default=gather)
     return rows
 
 
 def top_tokens(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """The `count` largest of each row and their ids, best first; the first of equal ones."""
+    """Return the `count` largest logits of each row and their ids, best first, lower ids first among equals."""
 
     def plain(logits: Array) -> tuple[Array, Array]:
         values, token_ids = lax.top_k(logits, count)
@@ -61,7 +61,7 @@ def top_tokens(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R
 
 
 def argmax_by_blocks(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """`first_argmax` for CPUs: of many rows block by block, so that all logits are read but once."""
+    """Compute `first_argmax` on CPUs: of many rows block by block, so that all logits are read only once."""
     num_rows, vocab_size = logits.shape
     if num_rows < ARGMAX_ROWS or vocab_size % ARGMAX_BLOCK:
         return _argmax_by_reductions(logits)
@@ -72,9 +72,9 @@ def argmax_by_blocks(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
 
 
 def add_by_products(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], values: Float[Array, "R B"]) -> Array:
-    """`add_at` for TPUs: an id is a row and a column of a grid, one-hot matrices of both are multiplied.
+    """Compute `add_at` on TPUs: an id is a row and a column of a grid, whose one-hot matrices are multiplied.
 
-    Exact: a product of float32 in full precision with 1 is that number.
+    This is exact: the product of a float32 with 1 in full precision is that float32.
     """
     num_rows, vocab_size = table.shape
     height = -(-vocab_size // LANES)
@@ -87,7 +87,7 @@ def add_by_products(table: Float[Array, "R V"], token_ids: Int[Array, "R B"], va
 
 
 def top_one_by_one(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array, "R k"], Int[Array, "R k"]]:
-    """`top_tokens` for TPUs: the largest, then the largest of those behind it; each reads the logits once."""
+    """Compute `top_tokens` on TPUs: the largest, then the largest after it, reading the logits once for each."""
     num_rows, vocab_size = logits.shape
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
 
@@ -106,7 +106,7 @@ def top_one_by_one(logits: Float[Array, "R V"], count: int) -> tuple[Float[Array
 
 
 def plain_argmax(logits: Float[Array, "R V"]) -> Int[Array, " R"]:
-    """`first_argmax` by one reduction: the least to compile, though not the fastest on CPUs."""
+    """Compute `first_argmax` by one reduction: the fastest to compile, though not the fastest on CPUs."""
     return jnp.argmax(logits, axis=1).astype(jnp.int32)
 
 
@@ -120,7 +120,7 @@ def _argmax_by_reductions(logits: Array) -> Array:
 
 def _scatter_add(table: Array, token_ids: Array, values: Array) -> Array:
     row = jnp.arange(table.shape[0])[:, None]
-    token_ids = jnp.where(token_ids < 0, table.shape[1], token_ids)  # not from the end
+    token_ids = jnp.where(token_ids < 0, table.shape[1], token_ids)  # negative indices would count from the end
     return table.at[row, token_ids].add(values, mode="drop")
 
 

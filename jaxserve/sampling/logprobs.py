@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, from the logits as the model gave them."""
+"""Log probabilities of tokens under the model's raw logits."""
 
 from dataclasses import dataclass
 from typing import Any, no_type_check
@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 from jaxserve.sampling.by_token import top_tokens
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class TokenLogprobs:
     """Log probabilities at R positions.
 
     Attributes:
-        logprob: of the given token.
-        rank: of the given token; 1 is the most likely, equal logits share a rank.
-        top_ids: the most likely tokens, best first; without columns where there are all tokens, in order of their ids.
-        top_logprobs: theirs.
+        logprob: log probability of the given token.
+        rank: rank of the given token; 1 is the most likely, equal logits share a rank.
+        top_ids: most likely tokens, best first; no columns if `top_logprobs` holds all tokens in order of ids.
+        top_logprobs: log probabilities of those tokens.
     """
 
     logprob: Float[Array, " R"]
@@ -32,21 +32,21 @@ class TokenLogprobs:
     top_logprobs: Float[Array, "R k"]
 
     def pack(self) -> Int[Array, "R words"]:
-        """All of it in one array, which is one output of a program and one download."""
+        """Join all fields in one array: one output of a program, one download."""
         columns = (_bits(self.logprob)[:, None], self.rank[:, None], self.top_ids, _bits(self.top_logprobs))
         return jnp.concatenate(columns, axis=1)
 
 
 @dataclass(frozen=True)
 class LogprobLayout:
-    """Columns of packed log probabilities: one token's, its rank, the most likely ids and theirs.
+    """Columns of packed log probabilities: the given token's, its rank, the most likely ids and theirs.
 
-    A layout of all tokens has no ids: log probabilities in the order of ids are half as much to send, and nobody has to
-    sort a vocabulary whom nobody asks for its order. A sort of 128,000 tokens takes XLA a minute to compile for TPUs.
+    A layout of all tokens has no ids: in order of ids there is half as much to send, and the vocabulary need not be
+    sorted. A sort of 128,000 tokens takes XLA a minute to compile for TPUs.
 
     Attributes:
-        num_top: log probabilities per position besides the token's own.
-        vocab_size: tokens that there are.
+        num_top: log probabilities per position besides the given token's.
+        vocab_size: number of tokens in the vocabulary.
     """
 
     num_top: int
@@ -54,7 +54,7 @@ class LogprobLayout:
 
     @staticmethod
     def of(max_logprobs: int, vocab_size: int) -> "LogprobLayout":
-        """The layout for EngineConfig.max_logprobs: -1 is the whole vocabulary, and so is more than there is."""
+        """Return the layout for EngineConfig.max_logprobs; -1, or more than the vocabulary, stands for all tokens."""
         num_top = vocab_size if max_logprobs < 0 else min(max(max_logprobs, 1), vocab_size)
         return LogprobLayout(num_top, vocab_size)
 
@@ -69,7 +69,7 @@ class LogprobLayout:
         return 2 + self.num_ids + self.num_top
 
     def unpack(self, words: NDArray[np.int32]) -> TokenLogprobs:
-        """Views of what `pack` has made, as numpy arrays; axes in front of the last one stay."""
+        """Return views of what `pack` made, as numpy arrays; leading axes stay."""
         ids: Any = words
         floats: Any = words.view(np.float32)
         stop = 2 + self.num_ids
@@ -81,7 +81,7 @@ def _bits(values: Array) -> Array:
 
 
 def token_logprobs(logits: Float[Array, "R V"], token_ids: Int[Array, " R"], num_top: int) -> TokenLogprobs:
-    """Log probability and rank of `token_ids` [R], and the `num_top` most likely tokens, under raw `logits` [R, V].
+    """Return log probability and rank of `token_ids` [R], and the `num_top` most likely tokens, by raw `logits` [R, V].
 
     "Raw" is before bias, penalties, temperature and filters, as in vLLM. Reads the logits a few times and, unless
     `num_top` is V, holds no second [R, V] array.

@@ -1,8 +1,8 @@
-"""Repetition, presence and frequency penalties, from counts of tokens that are kept by slot.
+"""Repetition, presence and frequency penalties, from token counts stored by slot.
 
-A count is an int32: how often a token is in the output, plus PROMPT where it was in the prompt alone when the request
-was admitted. 16 bits would do for most requests, in half of the memory, which is a hundredth of an accelerator's; but
-not for all, and not every compiler updates single ones of them in place.
+A count is an int32: the occurrences of a token in the output, plus PROMPT if it occurred only in the prompt when the
+request was admitted. 16 bits would suffice for most requests, in half of the memory, which is a hundredth of an
+accelerator's. But they do not for all, and not every compiler updates single 16-bit elements in place.
 """
 
 import jax.numpy as jnp
@@ -13,16 +13,16 @@ from jaxtyping import Array, Float, Int
 from jaxserve.sampling.by_token import add_at, take_rows
 from jaxserve.sampling.rows import SamplingRows, SlotTable
 
-HISTORY_BLOCK = 128  # tokens of a prompt that are counted at a time
+HISTORY_BLOCK = 128  # tokens of a prompt counted at a time
 PROMPT = 1 << 30  # more than the tokens of any request
-_PROMPT_TOKEN = 2.0**-23  # in a sum whose whole part counts the output; fewer than 2**22 of them are below a half
+_PROMPT_TOKEN = 2.0**-23  # a prompt token in sums whose whole part is the output's; 2**22 make a half
 
 
 def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable) -> Float[Array, "R V"]:
-    """Logits [R, V] after the repetition, then frequency and presence penalties of each row.
+    """Return logits [R, V] after the repetition, then the frequency and presence penalties of each row.
 
-    Repetition (Keskar et al. 2019, section 4.1) looks at prompt and output, the other two (OpenAI's API) at the
-    output alone. Rows without penalties come back unchanged, bit for bit.
+    Repetition (Keskar et al. 2019, section 4.1) considers prompt and output, the other two (OpenAI's API) only the
+    output. Rows without penalties come back bit-identical.
     """
     counts = take_rows(table.token_counts, rows.slot)[:, : logits.shape[1]]
     in_output = (counts % PROMPT).astype(jnp.float32)
@@ -37,7 +37,7 @@ def apply_penalties(logits: Float[Array, "R V"], rows: SamplingRows, table: Slot
 def count_sampled(
     counts: Int[Array, "S V"], rows: SamplingRows, sampled: Int[Array, " R"], first_id: Int[Array, ""] | int = 0
 ) -> Int[Array, "S V"]:
-    """Counts after the sampled token of every row with penalties; V columns of the vocabulary from `first_id` on."""
+    """Count the sampled tokens of rows with penalties; the V columns are the tokens from `first_id` on."""
     num_slots, size = counts.shape
     token = sampled - first_id
     counted = rows.is_penalised & (token >= 0) & (token < size)
@@ -48,7 +48,7 @@ def count_sampled(
 def count_tokens(
     token_ids: Int[Array, " C"], prompt_len: Int[Array, ""], first_id: Int[Array, ""] | int, size: int
 ) -> Int[Array, " V"]:
-    """Counts of a request with these tokens, padded with -1; of `size` tokens of the vocabulary from `first_id` on."""
+    """Count a request's tokens, padded with -1, over the `size` tokens of the vocabulary from `first_id` on."""
     num_blocks = -(-token_ids.shape[0] // HISTORY_BLOCK)
     padding = num_blocks * HISTORY_BLOCK - token_ids.shape[0]
     blocks = jnp.pad(token_ids, (0, padding), constant_values=-1).reshape(num_blocks, 1, HISTORY_BLOCK)

@@ -1,7 +1,7 @@
-"""Random numbers of each row from its own seed and position: threefry2x32 (Salmon et al. 2011), written out.
+"""Random bits of each row from its own seed and position: threefry2x32 (Salmon et al. 2011), unrolled.
 
-jax.random derives a key by one function per word and rolls the rounds into loops on CPUs: some 30 kernels, which took a
-fifth of a step's compile time. Written out, the rounds are one.
+jax.random derives a key by one function per word and rolls the rounds into loops on CPUs: some 30 kernels, a fifth of a
+step's compile time. Unrolled, the rounds are one kernel.
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ _PARITY = 0x1BD11BDA
 
 
 def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tuple[Array, Array]:
-    """20 rounds of threefry2x32, u32 throughout; keys and counters broadcast."""
+    """Apply 20 rounds of threefry2x32, u32 throughout; keys and counters broadcast."""
     keys = (*key, key[0] ^ key[1] ^ jnp.uint32(_PARITY))
     x, y = counter[0] + keys[0], counter[1] + keys[1]
     for group in range(5):
@@ -28,13 +28,13 @@ def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tupl
 def gumbel_noise(
     seed: UInt32[Array, "R 2"], position: Int[Array, " R"], base_seed: UInt32[Array, ""], num_draws: int
 ) -> Float[Array, "R N"]:
-    """Standard Gumbel noise f32[R, num_draws], a function of each row's seed, its position and the base seed."""
+    """Return standard Gumbel noise f32[R, num_draws], a function of the base seed and each row's seed and position."""
     position = lax.bitcast_convert_type(position, jnp.uint32)
     row_key = threefry2x32((seed[:, 0], seed[:, 1]), (position, jnp.broadcast_to(base_seed, position.shape)))
     half = -(-num_draws // 2)
     index = lax.broadcasted_iota(jnp.uint32, (position.shape[0], half), 1)
     first, second = threefry2x32((row_key[0][:, None], row_key[1][:, None]), (index, jnp.zeros_like(index)))
     bits = jnp.concatenate([first, second], axis=1)[:, :num_draws]
-    # 23 bits and a half: exact in float32, and neither 0 nor 1.
+    # 23 random bits and a half bit: exact in float32, and neither 0 nor 1.
     uniform = ((bits >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
     return -jnp.log(-jnp.log(uniform))

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
 _INT, _UINT, _FLOAT = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
 
-# One row's parameters, as the host writes them: 4-byte words.
+# Parameters of one row, as the host writes them, in 4-byte words.
 SAMPLING_FIELDS: list[Any] = [
     ("slot", _INT),
     ("top_k", _INT),
@@ -31,7 +31,7 @@ SAMPLING_RECORD = np.dtype(SAMPLING_FIELDS)
 
 
 def record_column(records: Int[Array, "R words"], record: np.dtype[Any], name: str) -> Array:
-    """One field of all records, [R] or [R, n], floats by their bits."""
+    """Return one field of all records, [R] or [R, n]; floats keep their bits."""
     assert record.fields is not None, "a record has fields"
     dtype, offset = record.fields[name][:2]
     base, shape = dtype.subdtype or (dtype, ())
@@ -40,18 +40,18 @@ def record_column(records: Int[Array, "R words"], record: np.dtype[Any], name: s
     return column if shape else column[:, 0]
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class SamplingRows:
-    """The rows of one step as sampling sees them, R entries each. Rows that are not `live` may hold garbage.
+    """Rows of one step as sampling sees them, R entries each. Rows that are not `live` may hold garbage.
 
-    Parameters are read from the records where they are used. As arrays of their own each would be the operand of a
-    branch, for which XLA compiles and runs a kernel whether or not the branch is taken.
+    Parameters are read from the records where they are used. As separate arrays each would be an operand of a branch,
+    for which XLA compiles and runs a kernel even if the branch is not taken.
 
     Attributes:
-        records: words of SAMPLING_RECORD, perhaps with others behind them.
-        position: index of the token to sample, which is the number of tokens before it.
-        live: False for padding and for rows whose sample nobody reads.
+        records: words of SAMPLING_RECORD, possibly followed by others.
+        position: index of the token to sample, i.e. the number of tokens before it.
+        live: False for padding and for rows whose sample is not used.
     """
 
     records: Int[Array, "R words"]
@@ -65,12 +65,12 @@ class SamplingRows:
 
     @property
     def top_k(self) -> Int[Array, " R"]:
-        """Number of the largest logits to keep; 0 or less keeps all."""
+        """Number of largest logits to keep; 0 or less keeps all."""
         return record_column(self.records, SAMPLING_RECORD, "top_k")
 
     @property
     def top_p(self) -> Float[Array, " R"]:
-        """Mass that the most likely tokens to keep must reach; 1 keeps all."""
+        """Probability mass that the kept most likely tokens must reach; 1 keeps all."""
         return record_column(self.records, SAMPLING_RECORD, "top_p")
 
     @property
@@ -105,7 +105,7 @@ class SamplingRows:
 
     @property
     def slot(self) -> Int[Array, " R"]:
-        """The row's entry in `SlotTable`."""
+        """Slot of the row in `SlotTable`."""
         return record_column(self.records, SAMPLING_RECORD, "slot")
 
     @property
@@ -135,22 +135,21 @@ class SamplingRows:
         return self.live & asked
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class SlotTable:
     """Per-request device state, S slots; a request keeps its slot while it runs.
 
     Attributes:
-        token_history: tokens of the request, C at most; those at the row's `position` and beyond are stale.
-        token_counts: what penalties look at of each token of the vocabulary (or of one device's part of it, and perhaps
-            of some beyond), in the form of `penalties.count_tokens`; kept for requests with penalties alone, stale for
-            others.
-        prompt_len: tokens of the prompt, behind which the output begins.
-        allowed: bits of the tokens that may be sampled, as of `token_mask.pack_mask`; of one device's part too.
+        token_history: tokens of the request, C at most; entries from the row's `position` on are stale.
+        token_counts: counts in the form of `penalties.count_tokens` for each token of the vocabulary, or of one
+        device's part of it, and possibly of some beyond; stale for requests without penalties.
+        prompt_len: tokens of the prompt, after which the output begins.
+        allowed: bits of the tokens that may be sampled, see `token_mask.pack_mask`; of one device's part too.
         bad_words: token ids of each bad word, padded in front with -1.
-        bias_ids: token ids with a logit bias, each at most once; -1 pads.
-        bias_values: what to add to their logits.
-        stop_ids: ids that end the output, masked before `min_position`; -1 pads.
+        bias_ids: token ids with a logit bias, each at most once; padded with -1.
+        bias_values: biases of those tokens' logits.
+        stop_ids: ids that end the output, masked before `min_position`; padded with -1.
     """
 
     token_history: Int[Array, "S C"]
@@ -163,16 +162,16 @@ class SlotTable:
     stop_ids: Int[Array, "S E"]
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
 class SlotRow:
-    """A request as the host enters it into its slot of the table.
+    """A request as the host writes it to its slot of the table.
 
     Attributes:
-        token_ids: all that are known, the prompt first; -1 pads.
+        token_ids: all known tokens, the prompt first; padded with -1.
         prompt_len: tokens of the prompt.
         allowed: bits of the allowed tokens of the whole vocabulary.
-        bad_words: as in `SlotTable`, like those that follow.
+        bad_words: see `SlotTable`, as for the following fields.
     """
 
     token_ids: Int[Array, " C"]
@@ -185,12 +184,12 @@ class SlotRow:
 
 
 def by_blocks(compute: Callable[[Any], Any], rows: Any, block: int) -> Any:
-    """`compute(rows)` for `block` rows at a time, so that what it needs meanwhile exists for those alone.
+    """Return `compute(rows)`, computed for `block` rows at a time to bound its temporary memory.
 
     Args:
-        compute: of arrays with entries per row to arrays with entries per row, each from its own alone.
-        rows: such arrays, in a pytree.
-        block: rows at a time, where there are more.
+        compute: function from arrays with entries per row to arrays with entries per row; rows must be independent.
+        rows: pytree of such arrays.
+        block: rows at a time, if there are more.
     """
     num_rows = jax.tree.leaves(rows)[0].shape[0]
     if num_rows <= block:

@@ -1,7 +1,7 @@
-"""One token per row from its logits: adjust, weigh, draw.
+"""Sampling of one token per row from its logits: adjust, weigh, draw.
 
-Every feature rides as data, and what is costly stands under `lax.cond` on whether a live row asks for it. Each kernel
-takes XLA some milliseconds to compile, for each size of step: so there is one of everything, and few operands.
+All features are data, and costly ones run under `lax.cond` if a live row asks for them. Each kernel takes XLA some
+milliseconds to compile for each size of step, so there is one of everything, with few operands.
 """
 
 from collections.abc import Callable
@@ -18,21 +18,21 @@ from jaxserve.sampling.random_bits import gumbel_noise
 from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
 from jaxserve.sampling.token_mask import bad_word_ends, unpack_mask
 
-ADJUST_ROWS = 64  # whose logits are adjusted at a time where more are sampled: meanwhile there are three times as many
+ADJUST_ROWS = 64  # rows adjusted at a time if more are sampled: adjusting takes three times the memory of their logits
 DRAW_BLOCK = 128  # tokens per block of the two-stage draw
-TPU_ROWS = 16  # that a TPU samples at a time, so that what is read again and again may stay in its vector memory
-_FORBIDDEN = -(2.0**126)  # added to logits of masked ids; finite, as what `add_at` adds must be, in bfloat16 too
-_GREEDY_DIVISOR = 1e-30  # of logits of greedy rows: the largest keep their weight of 1, all others have none
+TPU_ROWS = 16  # rows that a TPU samples at a time, so that weights read repeatedly may stay in its vector memory
+_FORBIDDEN = -(2.0**126)  # added to logits of masked ids; finite, as `add_at` requires, in bfloat16 too
+_GREEDY_DIVISOR = 1e-30  # divisor of greedy rows' logits: the largest keep their weight of 1, all others have none
 
 
 def sample(
     logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, base_seed: UInt32[Array, ""]
 ) -> Int[Array, " R"]:
-    """Token ids i32[R] drawn from `logits` [R, V] as each row asks; in [0, V) for rows that are not live too.
+    """Return token ids i32[R] drawn from `logits` [R, V] as each row asks; also in [0, V) for rows not live.
 
-    Order as in vLLM: logit bias, stop ids before `min_position`, penalties; then greedy rows take the most
-    likely token, the others go through temperature, min_p, top_k and top_p. A row's draw depends on its logits, its
-    seed and position, and the base seed alone, whatever its neighbours.
+    The order is vLLM's: logit bias, stop ids before `min_position`, penalties; then greedy rows take the most likely
+    token, the others go through temperature, min_p, top_k and top_p. A row's draw depends only on its logits, its seed
+    and position, and the base seed, whatever its neighbours.
     """
 
     def adjust_and_draw(block: tuple[Array, SamplingRows]) -> Int[Array, " R"]:
@@ -48,21 +48,21 @@ def sample(
 
 
 def rows_at_a_time(num_rows: int) -> int:
-    """Rows of a step that are sampled together."""
+    """Return the number of rows of a step that are sampled together."""
     return TPU_ROWS if target_platform() == "tpu" else num_rows
 
 
 def takes_most_likely(rows: SamplingRows) -> Bool[Array, ""]:
-    """Decide if every live row is greedy, and nothing changes its logits."""
+    """Return whether every live row is greedy and nothing changes its logits."""
     return ~jnp.any(rows.is_sampled | rows.is_masked | rows.is_biased | rows.is_penalised)
 
 
 def adjust_logits(
     logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, first_id: Int[Array, ""] | int = 0
 ) -> Float[Array, "R V"]:
-    """Logits f32[R, V] after what may change even a greedy row's token: bias, forbidden tokens, penalties.
+    """Return logits f32[R, V] after all that may change even a greedy row's token: bias, forbidden tokens, penalties.
 
-    Where each device has its part of the vocabulary, `first_id` is the first token of this one's.
+    If each device has its part of the vocabulary, `first_id` is the first token of this device's part.
     """
     logits = logits.astype(jnp.float32)
 
@@ -102,7 +102,7 @@ def _bias_and_mask(
 
 
 def _recent_output(rows: SamplingRows, table: SlotTable, count: int) -> Int[Array, "R N"]:
-    """The last `count` tokens of each row's output, -2 in front of its first."""
+    """Return the last `count` tokens of each row's output, with -2 before its first token."""
     position = rows.position[:, None] - jnp.arange(count, 0, -1)[None]
     slot = rows.slot[:, None]
     token_ids = table.token_history.at[slot, jnp.maximum(position, 0)].get(mode="clip")
@@ -110,7 +110,7 @@ def _recent_output(rows: SamplingRows, table: SlotTable, count: int) -> Int[Arra
 
 
 def draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""]) -> Int[Array, " R"]:
-    """Token ids i32[R] from adjusted logits: the most likely one of greedy rows, a drawn one of the others."""
+    """Return token ids i32[R] from adjusted logits: the most likely one of greedy rows, a drawn one of the others."""
     token_ids: Array = lax.cond(
         jnp.any(rows.is_sampled),
         lambda: draw_by_weight(token_weights(logits, rows), rows, base_seed),
@@ -120,11 +120,11 @@ def draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt
 
 
 def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Array, "R V"]:
-    """Unnormalised probabilities f32[R, V] after temperature, min_p, top_k and top_p: the largest is 1, filtered are 0.
+    """Return weights f32[R, V] after temperature, min_p, top_k and top_p: the largest is 1, those of filtered tokens 0.
 
-    All three filters keep the tokens whose weight is at least some threshold, so tied tokens stay or go together:
-    top_k keeps every token as likely as the k-th, top_p the smallest such set whose share of the mass that
-    min_p and top_k left reaches `top_p`. The most likely token always stays. A greedy row's largest logits weigh 1.
+    All three filters keep the tokens whose weight is at least some threshold, so tied tokens stay or go together: top_k
+    keeps every token as likely as the k-th; top_p keeps the smallest such set that reaches the share `top_p` of the
+    mass left by min_p and top_k. The most likely token always stays. A greedy row's largest logits weigh 1.
     """
     sampled = rows.is_sampled
     temperature = jnp.where(sampled, rows.temperature, _GREEDY_DIVISOR)
@@ -134,7 +134,7 @@ def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Arra
     use_top_p = sampled & (rows.top_p < 1)
 
     def filtered(step: Array, threshold: Array) -> Float[Array, " R"]:
-        """The threshold of top_k in step 0, which counts the weights; of top_p in step 1, which adds them."""
+        """Return the threshold of top_k in step 0, which counts the weights, or of top_p in step 1, which adds them."""
         by_mass = step == 1
 
         def measure(threshold: Array) -> Array:
@@ -153,9 +153,9 @@ def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Arra
 
 
 def draw_by_weight(weights: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""]) -> Int[Array, " R"]:
-    """Token ids i32[R] drawn in proportion to `weights` [R, V] by the Gumbel-max trick (Maddison et al. 2014).
+    """Draw token ids i32[R] in proportion to `weights` [R, V] by the Gumbel-max trick (Maddison et al. 2014).
 
-    In two stages, first a block of tokens by its total weight, then a token in it: the same distribution for
+    The draw has two stages, first a block of tokens by its total weight, then a token in it: the same distribution with
     V / 128 + 128 random numbers a row instead of V. A greedy row, whose weights are 0 and 1, gets its first 1.
     """
     num_rows, vocab_size = weights.shape
@@ -182,11 +182,12 @@ def _largest_threshold(
     floor_measure: Float[Array, " R"],
     target: Float[Array, " R"],
 ) -> Float[Array, " R"]:
-    """A threshold in [floor, 1] whose set {weight >= threshold} is the smallest to reach `target`; else `floor`.
+    """Return the threshold in [floor, 1] for the smallest set {weight >= threshold} to reach `target`, else `floor`.
 
-    `measure(t)` [R] is that of the weights >= t, each of which contributes `unit(t)` or more. Bisection on the bits
-    of t, which order non-negative floats as integers and are about even in log t: at most 30 steps, and about 17
-    until a single weight lies between the bounds, which ends it. Each step reads the weights once; nothing is sorted.
+    `measure(t)` [R] is the measure of the weights >= t, each of which contributes `unit(t)` or more. The search bisects
+    the bits of t, which order non-negative floats as integers and are about even in log t: at most 30 steps, and about
+    17 until a single weight lies between the bounds, which ends it. Each step reads the weights once; nothing is
+    sorted.
     """
 
     def bits(x: Array) -> Array:
@@ -195,7 +196,7 @@ def _largest_threshold(
     def value(x: Array) -> Array:
         return lax.bitcast_convert_type(x, jnp.float32)
 
-    # Low and high end are rows of one array, and so are their measures: each array of a loop is a kernel to compile.
+    # Low and high end are rows of one array, as are their measures: each array of a loop is a kernel to compile.
     def pending(ends: Int[Array, "2 R"], measures: Float[Array, "2 R"]) -> Bool[Array, " R"]:
         several_between = measures[0] - measures[1] >= 2 * unit(value(ends[0]))
         return (measures[0] >= target) & several_between & (ends[1] - ends[0] > 1)
@@ -204,7 +205,7 @@ def _largest_threshold(
         ends, measures = state
         middle = ends[0] + (ends[1] - ends[0]) // 2
         middle_measure = measure(value(middle))
-        # Rows that are done stay as they are: how long their neighbours take must not move their threshold.
+        # Finished rows stay as they are: the number of steps that their neighbours take must not move their threshold.
         is_high = jnp.arange(2)[:, None] == 1
         moves = pending(ends, measures)[None] & ((middle_measure < target)[None] == is_high)
         return jnp.where(moves, middle[None], ends), jnp.where(moves, middle_measure[None], measures)

@@ -1,4 +1,4 @@
-"""Tokens that a request forbids: all but the allowed ones, and those that would complete a bad word."""
+"""Tokens that a request forbids: all except the allowed ones, and those that would complete a bad word."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def pack_mask(token_ids: Sequence[int] | None, vocab_size: int) -> NDArray[np.ui
 
 
 def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
-    """Tell of each of the first `size` tokens if it is allowed.
+    """Return whether each of the first `size` tokens is allowed.
 
     One group of LANES tokens has LANES / WORD_BITS words, of which each lane selects its own: arrays with the bits of a
     word as their last axis would fill a quarter of a TPU's lanes and take four times the memory.
@@ -43,7 +43,7 @@ def unpack_mask(words: UInt32[Array, "R W"], size: int) -> Bool[Array, "R V"]:
 
 
 def mask_part(words: UInt32[Array, " W"], first_id: Int[Array, ""], size: int) -> UInt32[Array, " part"]:
-    """Return the mask of the `size` tokens from `first_id` on: one device's part of the vocabulary."""
+    """Return the mask of the `size` tokens from `first_id` on, one device's part of the vocabulary."""
     words = jnp.pad(words, (0, mask_size(size) + 1))  # a slice beyond the end would be moved back
     window = lax.dynamic_slice(words, (first_id // WORD_BITS,), (mask_size(size) + 1,))
     shift = (first_id % WORD_BITS).astype(jnp.uint32)
@@ -52,11 +52,11 @@ def mask_part(words: UInt32[Array, " W"], first_id: Int[Array, ""], size: int) -
 
 
 def bad_word_ends(bad_words: Int[Array, "R B L"], recent: Int[Array, "R before"]) -> Int[Array, "R B"]:
-    """Return the ids that would complete a bad word, -1 where none would.
+    """Return the ids that would complete a bad word, and -1 for bad words that none would complete.
 
     Args:
-        bad_words: token ids of each, padded in front with -1.
-        recent: the last L - 1 ids of each row's output, with -2 in front of its first.
+        bad_words: token ids of each bad word, padded in front with -1.
+        recent: last L - 1 ids of each row's output, with -2 before its first token.
     """
     begins = bad_words[:, :, :-1]
     is_begun = jnp.all((begins < 0) | (begins == recent[:, None, :]), axis=2)

@@ -1,8 +1,8 @@
-"""Sampling where each device has the logits of its own part of the vocabulary.
+"""Sampling from logits that are split by vocabulary over devices.
 
-Rows that all take their most likely token exchange one candidate per device. For anything else each device adjusts its
-part of the logits; then they exchange them so that each has some rows whole, on which drawing is the same as on one
-device, then the results.
+If all rows take their most likely token, devices exchange one candidate per row. Otherwise each device adjusts its part
+of the logits; then devices exchange logits so that each has some rows whole and draws for them as a single device
+would; finally they exchange the results.
 """
 
 from collections.abc import Callable
@@ -23,12 +23,12 @@ from jaxserve.sampling.sampler import adjust_logits, draw_tokens, rows_at_a_time
 
 @dataclass(frozen=True)
 class VocabSplit:
-    """How logits [R, ceil(V / n)] lie on n devices, for use in a shard_map: token ids in order, padding at the end.
+    """Logits [R, ceil(V / n)] on n devices, for use in a shard_map: parts in order of token ids, padding at the end.
 
     Attributes:
-        axis: of the mesh.
-        num_devices: n, along that axis.
-        vocab_size: V.
+        axis: name of the mesh axis.
+        num_devices: number of devices along that axis, n.
+        vocab_size: number of tokens in the vocabulary, V.
     """
 
     axis: str
@@ -37,7 +37,7 @@ class VocabSplit:
 
     @property
     def first_id(self) -> Int[Array, ""]:
-        """The first token of this device's part."""
+        """First token of this device's part."""
         return lax.axis_index(self.axis) * -(-self.vocab_size // self.num_devices)
 
     def sample(
@@ -47,7 +47,7 @@ class VocabSplit:
         table: SlotTable,
         base_seed: UInt32[Array, ""],
     ) -> Int[Array, " R"]:
-        """`sampling.sample` of all the logits, the same on every device.
+        """Return `sampling.sample` of all the logits, the same on every device.
 
         Counts and masks in the table are those of the device's own part of the vocabulary. Each device adjusts all rows
         of its part, then draws for its share of the rows.
@@ -70,24 +70,24 @@ class VocabSplit:
     def token_logprobs(
         self, logits: Float[Array, "R part"], token_ids: Int[Array, " R"], num_top: int
     ) -> TokenLogprobs:
-        """`sampling.token_logprobs` of all the logits, the same on every device."""
+        """Return `sampling.token_logprobs` of all the logits, the same on every device."""
         found: TokenLogprobs = self._by_rows(partial(token_logprobs, num_top=num_top), logits, token_ids)
         return found
 
     def _most_likely(self, logits: Float[Array, "R part"]) -> Int[Array, " R"]:
-        """The first of the largest: that of the first device to have one."""
+        """Return the first of the largest logits, which is on the first device to have one."""
         first_id = self.first_id
         token_id = first_id + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logits = jnp.where(token_id < self.vocab_size, logits, -jnp.inf)
         candidate = first_id + first_argmax(logits)
         value = jnp.max(logits, axis=1)
-        pair = jnp.stack([lax.bitcast_convert_type(value, jnp.int32), candidate])  # [2, R]: one exchange
+        pair = jnp.stack([lax.bitcast_convert_type(value, jnp.int32), candidate])  # [2, R], for a single exchange
         pairs = lax.all_gather(pair, self.axis)  # [n, 2, R]
         best = jnp.argmax(lax.bitcast_convert_type(pairs[:, 0], jnp.float32), axis=0)[None, :]
         return jnp.minimum(jnp.take_along_axis(pairs[:, 1], best, axis=0)[0], self.vocab_size - 1)
 
     def _by_rows(self, compute: Callable[[Array, Any], Any], logits: Float[Array, "R part"], rows: Any) -> Any:
-        """`compute(logits, rows)` of all rows, each device doing some; `rows` and the result have entries per row."""
+        """Return `compute(logits, rows)`, rows shared among the devices; `rows` and the result have entries per row."""
         num_rows = logits.shape[0]
         share = -(-num_rows // self.num_devices)
 

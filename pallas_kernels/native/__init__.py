@@ -1,7 +1,7 @@
-"""Kernels in C++ for CPUs: vectorised for AVX-512, AVX2 or NEON, on XLA's own threads, called as its custom calls.
+"""C++ kernels for CPUs: vectorised for AVX-512, AVX2 or NEON, run as custom calls on XLA's own threads.
 
-They are built when the package is installed, if a C++ compiler is there (`build.py`), and registered with jax at first
-use. Without them everything still runs, on XLA's own code.
+They are built when the package is installed, if there is a C++ compiler (`build.py`), and registered with jax at first
+use. Without them everything runs on XLA's own code.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import jax
 
 ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
-ABI = 3  # of the calls; ffi.cc knows the same number
+ABI = 3  # version of the calls' signatures; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
 _BUILD_FAILURE = _DIRECTORY / "build_failure.txt"  # written by build.py
 
 
-@functools.cache  # jax keeps registered targets for ever: once per process
+@functools.cache  # jax keeps registered targets for ever: register once per process
 def unavailable() -> str | None:
-    """Why the kernels cannot be called; None if they can, and are registered."""
+    """Return the reason why the kernels cannot be called, or None once they are registered."""
     if not _LIBRARY.exists():
         reason = _BUILD_FAILURE.read_text().strip() if _BUILD_FAILURE.exists() else "the package was not built"
         return f"there are no native kernels: {reason}"
@@ -43,7 +43,7 @@ def unavailable() -> str | None:
 
 
 def instruction_sets() -> list[str]:
-    """The names of those that this processor has and there are kernels for, best first; the first is in use."""
+    """Return the instruction sets that this processor and the library both have, best first; the first is in use."""
     name = _library().jaxserve_native_instruction_set
     name.restype = ctypes.c_char_p
     return [found.decode() for found in iter(map(name, itertools.count()).__next__, None)]
@@ -51,7 +51,7 @@ def instruction_sets() -> list[str]:
 
 @contextmanager
 def using(instruction_set: str) -> Iterator[None]:
-    """Has all kernels of the process use another instruction set than the best: for tests."""
+    """Make all kernels of the process use another instruction set than the best, for tests."""
     _library().jaxserve_native_use(instruction_sets().index(instruction_set))
     try:
         yield

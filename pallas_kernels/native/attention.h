@@ -1,12 +1,12 @@
 // Ragged paged attention with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022).
 //
-// A tile is a few queries with all query heads of one kv head: query vectors that go over the same keys together. Its
-// queries are of one row, or of several whose first pages are the same (as in Hydragen, Juravsky et al., 2024): shared
-// pages are read once for all of them, and then each row goes on alone. Keys of a page lie transposed, [H, P], so that a
-// vector of scores belongs to consecutive tokens and nothing is summed across lanes. What a query computes does not
-// depend on its neighbours: blocks of keys start at multiples of kBlockTokens whatever the tile, and blocks a query does
-// not see leave its state as it is, to the bit. (Of finite numbers: where they are not, NaN reaches all that see them and
-// may reach others of the tile, but never turns into a number.)
+// A tile is a few queries with all query heads of one KV head, i.e. query vectors that read the same keys. Its queries
+// belong to one row, or to several rows whose first pages are the same (as in Hydragen, Juravsky et al., 2024): shared
+// pages are read once for all of them, then each row goes on alone. The keys of a page are stored transposed, [H, P],
+// so that a vector of scores belongs to consecutive tokens and nothing is summed across lanes. The result of a query
+// does not depend on its neighbours: blocks of keys start at multiples of kBlockTokens whatever the tile, and blocks
+// that a query does not see leave its state bit-identical. This holds for finite inputs: a NaN reaches all queries that
+// see it, may reach others of the tile, and never turns into a number.
 
 #pragma once
 
@@ -27,36 +27,36 @@ using native::parallel_for;
 
 constexpr int64_t kBlockTokens = 64;
 constexpr int64_t kTileVectors = 32;
-constexpr int64_t kMinPageTokens = 4;  // the narrowest vectors in use
-constexpr int64_t kTilesPerThread = 4;  // at least, where rows would be joined to share pages
-constexpr int kGroup = 6;  // query vectors the registers hold at once
-constexpr int kChunk = NATIVE_WIDTH == 16 ? 4 : 2;  // vectors of keys or values beside each of them
-constexpr int64_t kSerialWrites = 16 << 10;               // numbers; below, waking a thread costs more than it saves
+constexpr int64_t kMinPageTokens = 4;  // width of the narrowest vectors in use
+constexpr int64_t kTilesPerThread = 4;  // minimum when rows would be joined to share pages
+constexpr int kGroup = 6;  // query vectors that the registers hold at once
+constexpr int kChunk = NATIVE_WIDTH == 16 ? 4 : 2;  // vectors of keys or values beside each query vector
+constexpr int64_t kSerialWrites = 16 << 10;               // elements; below, waking a thread costs more than it saves
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// Some consecutive queries of one row.
+// Consecutive queries of one row.
 struct Part {
   int64_t row, first_token, num_queries, first_position;
 };
 
-// Parts [first_part, end_part), the first `num_shared` tokens of whose rows are on the same pages.
+// Parts [first_part, end_part) of rows whose first `num_shared` tokens are on the same pages.
 struct QueryTile {
   int64_t first_part, end_part, num_shared;
 };
 
-// Up to kBlockTokens consecutive tokens of a row, for one kv head.
+// Up to kBlockTokens consecutive tokens of a row, for one KV head.
 template <int W, typename Number>
 struct Block {
-  struct Span {  // of tokens on one page
+  struct Span {  // tokens on one page
     const Number* values;
     int64_t first, num_tokens;  // counted from the block's start
   };
-  const Number* columns[kBlockTokens / W];  // keys of W tokens each; those too many repeat the last
+  const Number* columns[kBlockTokens / W];  // keys, W tokens each; surplus columns repeat the last one
   Span spans[kBlockTokens / kMinPageTokens + 1];
   int num_spans = 0;
 };
 
-// What one thread computes with, reused from tile to tile.
+// Working memory of one thread, reused from tile to tile.
 struct Scratch {
   std::vector<float> q, scores, sums, max_scores, weights;
   void resize(int64_t num_vectors, int64_t head_dim, int64_t width) {
@@ -68,7 +68,7 @@ struct Scratch {
   }
 };
 
-// Scores of `Vectors` queries with `Columns` columns of W tokens each: to[vector][column].
+// Compute scores of `Vectors` queries with `Columns` columns of W tokens each: to[vector][column].
 template <int W, typename Number, int Vectors, int Columns>
 void score(const float* q, const Number* const* columns, int64_t page_size, int64_t head_dim, float* to) {
   F<W> sums[Vectors][Columns] = {};
@@ -84,7 +84,7 @@ void score(const float* q, const Number* const* columns, int64_t page_size, int6
   }
 }
 
-// Adds the values of some tokens, weighted, to `Chunks` vectors of the sums of `Vectors` queries.
+// Add the weighted values of some tokens to `Chunks` vectors of the sums of `Vectors` queries.
 template <int W, typename Number, int Vectors, int Chunks>
 void accumulate(const float* weights, const Number* values, int64_t num_tokens, int64_t head_dim, float* sums) {
   F<W> sum[Vectors][Chunks];
@@ -103,7 +103,7 @@ void accumulate(const float* weights, const Number* values, int64_t num_tokens, 
   }
 }
 
-// Functions by number of vectors, from 1 to kGroup.
+// Functions indexed by the number of vectors, from 1 to kGroup.
 template <int W, typename Number>
 struct ByVectors {
   using Score = void (*)(const float*, const Number* const*, int64_t, int64_t, float*);
@@ -118,7 +118,7 @@ struct ByVectors {
   }
   static constexpr auto all = std::make_integer_sequence<int, kGroup>{};
   static constexpr std::array<Score, kGroup> score_of = scores(all);
-  // By log2 of the chunks as well, up to kChunk.
+  // Functions indexed by log2 of the number of chunks, up to kChunk, and by the number of vectors.
   static constexpr std::array<std::array<Accumulate, kGroup>, 3> accumulate_of = {
       accumulates<1>(all), accumulates<2>(all), accumulates<kChunk>(all)};
 };
@@ -127,8 +127,8 @@ template <int W, typename Number>
 class Attention {
  public:
   explicit Attention(const AttentionProblem& p)
-      : p_(p), group_(p.num_query_heads / p.num_kv_heads), page_numbers_(p.page_size * p.head_dim) {
-    layer_ = static_cast<Number*>(p.pool) + p.layer * p.num_pages * 2 * p.num_kv_heads * page_numbers_;
+      : p_(p), group_(p.num_query_heads / p.num_kv_heads), page_elements_(p.page_size * p.head_dim) {
+    layer_ = static_cast<Number*>(p.pool) + p.layer * p.num_pages * 2 * p.num_kv_heads * page_elements_;
   }
 
   void run(Executor& executor) {
@@ -144,24 +144,24 @@ class Attention {
 
  private:
   Number* keys(int64_t page, int64_t kv_head) const {
-    return layer_ + (page * p_.num_kv_heads + kv_head) * 2 * page_numbers_;
+    return layer_ + (page * p_.num_kv_heads + kv_head) * 2 * page_elements_;
   }
-  Number* values(int64_t page, int64_t kv_head) const { return keys(page, kv_head) + page_numbers_; }
+  Number* values(int64_t page, int64_t kv_head) const { return keys(page, kv_head) + page_elements_; }
 
   int64_t page_of(int64_t row, int64_t position) const {
     return p_.page_table[row * p_.table_width + position / p_.page_size];
   }
 
-  // All new keys and values, before any row reads them.
+  // Write all new keys and values, before any row reads them.
   void write(Executor& executor) const {
-    const int64_t numbers = p_.num_tokens * p_.num_kv_heads * p_.head_dim;
-    const int64_t num_tasks = numbers < kSerialWrites ? 1 : 2 * executor.num_threads();
+    const int64_t num_elements = p_.num_tokens * p_.num_kv_heads * p_.head_dim;
+    const int64_t num_tasks = num_elements < kSerialWrites ? 1 : 2 * executor.num_threads();
     parallel_for(executor, num_tasks, [&](int64_t task) {
       for (int64_t row = 0; row < p_.num_rows; ++row) write_row(row, task, num_tasks);
     });
   }
 
-  // The row's share of one of several tasks: every so many tokens.
+  // Write the share of one of several tasks in a row's tokens.
   void write_row(int64_t row, int64_t task, int64_t num_tasks) const {
     static thread_local std::vector<float> rotated;
     rotated.resize(p_.head_dim);
@@ -180,12 +180,12 @@ class Attention {
     }
   }
 
-  // One head of a token, of q, then k, then v.
+  // Return one head of a token, counted over q, then k, then v.
   const float* new_head(int64_t token, int64_t head) const {
     return p_.qkv + (token * (p_.num_query_heads + 2 * p_.num_kv_heads) + head) * p_.head_dim;
   }
 
-  // A token's query or key, its two halves rotated by the token's angles.
+  // Rotate the two halves of a token's query or key by the token's angles.
   void rotate(const float* x, int64_t token, float* __restrict to) const {
     if (!p_.rope) {
       std::copy_n(x, p_.head_dim, to);
@@ -211,7 +211,7 @@ class Attention {
   const int32_t* pages_of(const Part& part) const { return p_.page_table + part.row * p_.table_width; }
   int64_t num_full_pages(const Part& part) const { return (part.first_position + 1) / p_.page_size; }
 
-  // Tiles from parts: neighbours in the order of their pages are joined while they share a block and there is room.
+  // Make tiles of parts: neighbours in the order of their pages are joined while they share a block and fit.
   void join_parts(int64_t num_threads) {
     const int64_t num_parts = static_cast<int64_t>(parts_.size());
     const int64_t most_joined = num_parts * p_.num_kv_heads / (kTilesPerThread * num_threads);
@@ -228,13 +228,13 @@ class Attention {
         num_vectors += parts_[end].num_queries * group_;
         const int64_t shared = num_tokens_shared(parts_[first], parts_[end]);
         if (num_vectors > kTileVectors || shared == 0) break;
-        num_shared = shared;  // with the first, and so with all between: the order is that of the pages
+        num_shared = shared;  // with the first part, hence with all between: parts are in the order of pages
       }
       tiles_.push_back({first, end, num_shared});
     }
   }
 
-  // Tokens of whole blocks that both see in full, on the same pages.
+  // Return the number of tokens in whole blocks that both parts see in full, on the same pages.
   int64_t num_tokens_shared(const Part& a, const Part& b) const {
     const int32_t *of_a = pages_of(a), *of_b = pages_of(b);
     const int64_t most = std::min(num_full_pages(a), num_full_pages(b));
@@ -266,7 +266,7 @@ class Attention {
     }
   }
 
-  // The queries of one part, whose vectors begin at `vector`, over its row's tokens from `done` on.
+  // Attend with the queries of one part, whose vectors begin at `vector`, over its row's tokens from `done` on.
   void attend_alone(const Part& part, int64_t kv_head, int64_t done, int64_t vector, Scratch& s) const {
     const int64_t num_vectors = part.num_queries * group_, end = part.first_position + part.num_queries;
     const int64_t first = first_key(part.first_position);
@@ -287,7 +287,7 @@ class Attention {
     return p_.window > 0 ? std::max<int64_t>(0, position - p_.window + 1) : 0;
   }
 
-  // The keys of the tokens [start, end) and the values of [first, end): stale ones outside might be NaN.
+  // Return the keys of the tokens [start, end) and the values of [first, end): stale ones outside might be NaN.
   Block<W, Number> find_block(int64_t row, int64_t kv_head, int64_t start, int64_t first, int64_t end) const {
     Block<W, Number> block;
     int column = 0;
@@ -304,7 +304,7 @@ class Attention {
     return block;
   }
 
-  // Whose query one vector of a part is.
+  // Return the token and the query head of one vector of a part.
   std::pair<int64_t, int64_t> token_and_head(const Part& part, int64_t kv_head, int64_t vector) const {
     return {part.first_token + vector / group_, kv_head * group_ + vector % group_};
   }
@@ -323,7 +323,7 @@ class Attention {
     }
   }
 
-  // Scores of `num_vectors` vectors with the first `num_tokens` of a block; those after them are garbage.
+  // Score `num_vectors` vectors with the first `num_tokens` of a block; the scores after those are garbage.
   void score_block(const Block<W, Number>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
                    Scratch& s) const {
     for (int64_t first = 0; first < num_tokens; first += kChunk * W) {
@@ -335,7 +335,7 @@ class Attention {
     }
   }
 
-  // Turns one vector's scores of a block into weights, and takes them into its softmax. It sees the tokens [first, end).
+  // Turn one vector's scores of a block into weights and add them to its softmax; it sees the tokens [first, end).
   void absorb(int64_t first, int64_t end, int64_t vector, Scratch& s) const {
     float* scores = &s.scores[vector * kBlockTokens];
     if (first >= end) {
@@ -385,7 +385,7 @@ class Attention {
     return (x < 0 ? -tanh_of_abs : tanh_of_abs) * p_.soft_cap;
   }
 
-  // Adds the values of a block's tokens, weighted.
+  // Add the weighted values of a block's tokens.
   void add_values(const Block<W, Number>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
     const int64_t H = p_.head_dim;
     for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
@@ -413,8 +413,8 @@ class Attention {
   }
 
   const AttentionProblem& p_;
-  const int64_t group_;         // query heads per kv head
-  const int64_t page_numbers_;  // in the keys (or values) of one page and head
+  const int64_t group_;          // query heads per KV head
+  const int64_t page_elements_;  // elements of the keys (or values) of one page and head
   Number* layer_;
   std::vector<Part> parts_;
   std::vector<QueryTile> tiles_;

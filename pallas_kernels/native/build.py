@@ -1,4 +1,4 @@
-"""Build the native kernels when the package is installed; where that fails, install without: XLA's own code serves."""
+"""Build the native kernels when the package is installed; without them, installation goes on and XLA's code serves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from setuptools.errors import BaseError, CCompilerError, ExecError
 FLAGS = ["-O3", "-std=c++17", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wno-maybe-uninitialized", "-pthread"]
 FAILURE_NOTE = "build_failure.txt"
 
-# The same source once per instruction set; the processor's is chosen when the library is loaded.
+# The source is compiled once per instruction set; the best one is chosen when the library is loaded.
 INSTRUCTION_SETS = {
     "generic": (4, []),
     "avx2": (8, ["-mavx2", "-mfma"]),
@@ -29,7 +29,7 @@ class BuildKernels(build_ext):
         """Build the library, or leave a note with the reason why it could not be built."""
         target = Path(self.get_ext_fullpath(ext.name))
         failure = target.parent / FAILURE_NOTE
-        for old in (failure, target):  # a library that can no longer be built must not be taken for this one
+        for old in (failure, target):  # a stale library must not be taken for this build
             old.unlink(missing_ok=True)
         try:
             objects = self._compile_all()

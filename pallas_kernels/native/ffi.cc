@@ -1,4 +1,4 @@
-// XLA's view of the kernels: typed FFI handlers, checked shapes, the best instruction set this processor has.
+// XLA FFI handlers of the kernels: typed, with checked shapes, for the best instruction set of this processor.
 
 #include <algorithm>
 #include <atomic>
@@ -28,7 +28,7 @@ struct InstructionSet {
   const native::Kernels* kernels;
 };
 
-// Those that this processor has, best first.
+// Return the instruction sets that this processor has, best first.
 const std::vector<InstructionSet>& instruction_sets() {
   static const std::vector<InstructionSet> sets = [] {
     std::vector<InstructionSet> found;
@@ -54,7 +54,7 @@ std::atomic<const native::Kernels*>& kernels_in_use() {
 
 const native::Kernels& kernels() { return *kernels_in_use().load(std::memory_order_relaxed); }
 
-// Whether an operand that may be left out, by being empty, has another size.
+// Return whether an optional operand, which is empty if left out, has another size.
 bool misfits(const ffi::Buffer<ffi::F32>& optional, int64_t size) {
   return optional.element_count() > 0 && static_cast<int64_t>(optional.element_count()) != size;
 }
@@ -63,7 +63,7 @@ const float* data_or_null(const ffi::Buffer<ffi::F32>& optional) {
   return optional.element_count() > 0 ? optional.typed_data() : nullptr;
 }
 
-// `norm`, `bias` and `residual` are empty where there is none.
+// `norm`, `bias` and `residual` are empty if left out.
 ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
                       ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> bias,
                       ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
@@ -107,7 +107,7 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
   return ffi::Error::Success();
 }
 
-// `sinks` and `rope` are empty where there is none.
+// `sinks` and `rope` are empty if left out.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, ffi::Buffer<ffi::F32> qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> kv_lens,
                          ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> cu_q_lens,
@@ -156,16 +156,16 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 
 }  // namespace
 
-// Raised with every change of a call's arguments; pallas_kernels/native/__init__.py knows the same number.
+// Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
 extern "C" int jaxserve_native_abi() { return 3; }
 
-// The instruction sets there are to choose from, best first; null past the last.
+// Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
   const auto& sets = instruction_sets();
   return index < static_cast<int>(sets.size()) ? sets[index].name : nullptr;
 }
 
-// Has all later calls use one of them: how tests reach those that are not the best.
+// Make all later calls use one instruction set, so that tests reach those that are not the best.
 extern "C" void jaxserve_native_use(int index) { kernels_in_use() = instruction_sets().at(index).kernels; }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,

@@ -1,4 +1,4 @@
-// The kernels for one instruction set, which the build names: NATIVE_ISA and the floats per vector, NATIVE_WIDTH.
+// The kernels for one instruction set; the build defines its name, NATIVE_ISA, and the floats per vector, NATIVE_WIDTH.
 
 #include "attention.h"
 #include "linear.h"

@@ -1,4 +1,4 @@
-// The kernels, once per instruction set. A table of functions is all that the rest of the library sees of them.
+// The kernels, compiled once per instruction set; the rest of the library sees only this table of functions.
 
 #pragma once
 
@@ -8,33 +8,33 @@
 
 namespace native {
 
-constexpr int64_t kPanelRows = 16;  // rows of a packed matrix that lie side by side
+constexpr int64_t kPanelRows = 16;  // rows of a packed matrix stored side by side
 
 enum class WeightFormat { kFloat32, kBFloat16, kInt8 };
 
-// y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], weight packed as [N / 16, K, 16] (the last panel padded).
-// A gated matrix has beside each 8 rows of a gate the 8 that they gate, [N / 8, K, 2, 8], and a bias [2, N]:
-// y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
+// y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], with weight packed as [N / 16, K, 16] (last panel padded).
+// A gated matrix stores each 8 rows of the gate beside the 8 rows that they gate, [N / 8, K, 2, 8], and has a bias
+// [2, N]: y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
 struct LinearProblem {
   const float* x;
-  const float* norm;  // [K]: x is replaced by x / sqrt(mean(x^2) + eps) * norm; null: it is not
+  const float* norm;  // [K]: x is replaced by x / sqrt(mean(x^2) + eps) * norm; null for no norm
   float eps;
-  const float* bias;      // null: none
-  const float* residual;  // null: none
+  const float* bias;      // null for none
+  const float* residual;  // null for none
   const void* weight;
   WeightFormat format;
   bool gated;
-  const float* scales;  // as weight, K / scale_block in the place of K; read for int8 alone
-  int64_t scale_block;  // K where there are no scales
+  const float* scales;  // shaped as weight, with K / scale_block in place of K; read for int8 only
+  int64_t scale_block;  // K without scales
   float* y;
   int64_t num_tokens, num_outputs, num_inputs;
 };
 
-// Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a kv head: keys [H, P], values [P, H].
+// Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a KV head: keys [H, P], values [P, H].
 struct AttentionProblem {
-  const float* qkv;   // [T, Q + 2K, H], the heads of q, then k, then v
-  const float* rope;  // [2, T, H / 2], cosines and sines of the angles q and k are rotated by; null: none
-  void* pool;  // [L, N, K, 2, P * H] of float or bfloat16
+  const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v
+  const float* rope;  // [2, T, H / 2], cosines and sines that rotate q and k; null for none
+  void* pool;  // [L, N, K, 2, P * H], float or bfloat16
   bool is_bfloat16;
   const int32_t* kv_lens;
   const int32_t* page_table;  // [R, M]
@@ -44,8 +44,8 @@ struct AttentionProblem {
   int64_t num_tokens, num_rows, table_width;
   int64_t layer, num_pages, page_size;
   int64_t num_query_heads, num_kv_heads, head_dim;
-  float scale, soft_cap;  // soft_cap 0: none
-  int64_t window;         // 0: none
+  float scale, soft_cap;  // soft_cap 0 for none
+  int64_t window;         // 0 for none
 };
 
 struct Kernels {

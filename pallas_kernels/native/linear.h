@@ -1,6 +1,6 @@
 // Matrix products with packed weights: panels of 16 rows, so that weights stream in order and every vector of them is
-// used for many tokens. A token's result is the same to the bit whatever the other tokens are: each output is one sum
-// over the inputs in their order.
+// used for many tokens. A token's result is bit-identical whatever the other tokens are: each output is one sum over
+// the inputs in their order.
 
 #pragma once
 
@@ -20,10 +20,10 @@ using native::kPanelRows;
 using native::LinearProblem;
 using native::parallel_for;
 
-constexpr int kPanels = NATIVE_WIDTH == 16 ? 2 : 1;  // that a tile works on at once
-constexpr int kVectors = kPanelRows / NATIVE_WIDTH;  // of one panel
-constexpr int kMaxTileTokens = NATIVE_WIDTH == 16 ? 12 : NATIVE_WIDTH == 8 ? 6 : 5;  // what the registers hold
-constexpr int64_t kBlockBytes = 256 << 10;  // of packed tokens that stay in a core's second-level cache
+constexpr int kPanels = NATIVE_WIDTH == 16 ? 2 : 1;  // panels that a tile works on at once
+constexpr int kVectors = kPanelRows / NATIVE_WIDTH;  // vectors per panel
+constexpr int kMaxTileTokens = NATIVE_WIDTH == 16 ? 12 : NATIVE_WIDTH == 8 ? 6 : 5;  // as many as the registers hold
+constexpr int64_t kBlockBytes = 256 << 10;  // packed tokens that stay in a core's second-level cache
 constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
 constexpr int64_t kTasksPerThread = 6;
 
@@ -49,7 +49,7 @@ struct Tile {
   int num_tokens;
 };
 
-// Outputs of a gated matrix from a token's sums for one panel: those of the gate, then as many of what they gate.
+// Write outputs of a gated matrix from a token's sums for one panel: those of the gate, then as many that it gates.
 inline void write_gated(const LinearProblem& p, int64_t token, int64_t panel, const float* sums) {
   constexpr int kOutputs = kPanelRows / 2, W = std::min(NATIVE_WIDTH, kOutputs);
   const auto bias = [&](int64_t n, int64_t size) { return p.bias ? load_some<W>(p.bias + n, size) : F<W>{}; };
@@ -62,7 +62,7 @@ inline void write_gated(const LinearProblem& p, int64_t token, int64_t panel, co
   }
 }
 
-// y of `Tokens` tokens for `Panels` panels from `panel` on.
+// Compute y of `Tokens` tokens for `Panels` panels from `panel` on.
 template <typename Format, int Tokens, int Panels>
 void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
   constexpr int W = NATIVE_WIDTH, V = Panels * kVectors;
@@ -124,7 +124,7 @@ inline float sum_of_squares(const float* x, int64_t size) {
   return sum_lanes<W>(sums);
 }
 
-// One token as it is multiplied; computed in `buffer` [K] if need be.
+// Return one token's input to the product; a normalised one is computed in `buffer` [K].
 inline const float* prepare(const LinearProblem& p, int64_t token, float* buffer) {
   constexpr int W = NATIVE_WIDTH;
   const int64_t K = p.num_inputs;
@@ -144,7 +144,7 @@ class PackedTokens {
   PackedTokens(Executor& executor, const LinearProblem& p) : p_(p) {
     num_tiles_ = (p.num_tokens + kMaxTileTokens - 1) / kMaxTileTokens;
     if (p.num_tokens == 1 && !p.norm) return;
-    static thread_local std::vector<float> buffer;  // kept: a fresh one would be page-faulted in at every step
+    static thread_local std::vector<float> buffer;  // kept: a fresh buffer would be page-faulted in at every step
     buffer.resize(std::max<size_t>(buffer.size(), p.num_tokens * p.num_inputs));
     packed_ = buffer.data();
     const bool serial = p.num_tokens * p.num_inputs < kSerialProducts;
@@ -181,8 +181,8 @@ class PackedTokens {
   int64_t num_tiles_;
 };
 
-// Tasks are blocks of tiles times ranges of panels: a task's tokens stay in the second-level cache while its weights
-// stream by, and each of its panels stays in the first while the tiles pass.
+// A task is a block of tiles times a range of panels: its tokens stay in the second-level cache while its weights
+// stream by, and each of its panels stays in the first-level cache while the tiles pass.
 template <typename Format>
 void linear(Executor& executor, const LinearProblem& p) {
   static constexpr auto pairs = multiplies<Format, kPanels>(std::make_integer_sequence<int, kMaxTileTokens>{});

@@ -10,16 +10,16 @@
 
 namespace native {
 
-// Says how to run things elsewhere: XLA's pool when serving, nothing at all in a single-threaded test.
+// Runs functions on other threads: XLA's pool when serving, none in a single-threaded test.
 class Executor {
  public:
   virtual ~Executor() = default;
   virtual int64_t num_threads() const = 0;
-  // Runs run(data) on another thread, sooner or later.
+  // Run run(data) on another thread at some later time.
   virtual void schedule(void (*run)(void*), void* data) = 0;
 };
 
-// What the threads of one loop share. It outlives the loop: a helper may start when all tasks are done already.
+// State shared by the threads of one loop. It outlives the loop: a helper may start when all tasks are done already.
 struct Loop {
   void (*body)(const void* context, int64_t task);
   const void* context;  // on the caller's stack: read only while a task is left
@@ -41,8 +41,8 @@ struct Loop {
   }
 };
 
-// Calls body(task) for every task in [0, num_tasks). The caller works too and waits for none but tasks under way, so it
-// makes no difference whether it is itself one of the executor's threads.
+// Call body(task) for every task in [0, num_tasks). The caller works too and waits only for tasks in progress, so it
+// may itself be one of the executor's threads.
 template <typename Body>
 void parallel_for(Executor& executor, int64_t num_tasks, const Body& body) {
   const int64_t num_helpers = std::min(executor.num_threads(), num_tasks) - 1;

@@ -30,7 +30,7 @@ inline To bits_of(const From& from) {
   return to;
 }
 
-// Loads W numbers of any storage type as floats.
+// Load W elements of any storage type as floats.
 template <int W>
 inline F<W> load(const float* from) {
   F<W> to;
@@ -38,7 +38,7 @@ inline F<W> load(const float* from) {
   return to;
 }
 
-// GCC 12 takes these conversions apart lane by lane when asked through its vector types.
+// GCC 12 converts lane by lane when asked through its vector types, hence the intrinsics.
 template <int W>
 inline I<W> widen(const int8_t* from) {
 #ifdef __AVX512F__
@@ -86,7 +86,7 @@ inline void store(float* to, const F<W>& from) {
 
 inline void store_one(float* to, float value) { *to = value; }
 
-// Rounds to nearest even; a NaN stays one.
+// Round to nearest even; a NaN stays a NaN.
 inline void store_one(BFloat16* to, float value) {
   uint32_t bits = bits_of<uint32_t>(value);
   const bool is_nan = value != value;
@@ -94,7 +94,7 @@ inline void store_one(BFloat16* to, float value) {
   to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>(bits >> 16);
 }
 
-// The first `size` of W floats, or all; zeros where there are no more.
+// Load the first `size` of W floats, or all; the rest are zeros.
 template <int W>
 inline F<W> load_some(const float* from, int64_t size) {
   if (size >= W) return load<W>(from);
@@ -119,7 +119,7 @@ inline F<W> max(const F<W>& a, const F<W>& b) {
   return a > b ? a : b;
 }
 
-// What `combine` makes of the two halves, of theirs, and so on.
+// Reduce a vector: combine its two halves, then theirs, down to one lane.
 template <int W, typename Combine>
 inline float fold_lanes(const F<W>& x, const Combine& combine) {
   if constexpr (W == 1) {
@@ -141,12 +141,12 @@ inline float max_lanes(const F<W>& x) {
   return fold_lanes<W>(x, [](const auto& a, const auto& b) { return a > b ? a : b; });
 }
 
-// e^x for x <= 0 within 2 ulp; 0 below the range of normal floats. Cody and Waite's reduction, then the minimax
-// polynomial of Cephes' expf.
+// Return e^x for x <= 0 within 2 ulp, and 0 below the range of normal floats. Cody and Waite's reduction, then the
+// minimax polynomial of Cephes' expf.
 template <int W>
 inline F<W> exp_of_negative(const F<W>& x) {
   const float round_bias = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
-  const F<W> clamped = x < -87.0f ? all<W>(-87.0f) : x;  // so that a NaN stays one
+  const F<W> clamped = x < -87.0f ? all<W>(-87.0f) : x;  // written so that a NaN stays a NaN
   const F<W> shifted = clamped * 1.44269504f + round_bias;
   const F<W> n = shifted - round_bias;
   const F<W> r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
@@ -162,7 +162,7 @@ inline F<W> exp_of_negative(const F<W>& x) {
   return x < -87.0f ? F<W>{} : result;
 }
 
-// x / (1 + e^-x), without overflow.
+// Return x / (1 + e^-x) without overflow.
 template <int W>
 inline F<W> silu(const F<W>& x) {
   const F<W> decay = exp_of_negative<W>(x < 0 ? x : -x);

@@ -1,9 +1,9 @@
 """Products with matrices packed for the native CPU kernels: any number of tokens, float32, bfloat16 or int8 weights.
 
-A packed matrix keeps 16 rows side by side, `[ceil(N / 16), K, 1, 16]`, so that weights stream through the processor in
-order and are converted as they come. A gated one, the rows of a gate followed by as many that it gates, keeps 8 of each
-side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its product is SwiGLU (Shazeer 2020), computed as its sums are done. A
-token's result is the same to the bit whatever other tokens there are.
+A packed matrix stores 16 rows side by side, `[ceil(N / 16), K, 1, 16]`, so that weights stream through the processor in
+order and are converted on the way. A gated matrix, the rows of a gate followed by as many rows that it gates, stores 8
+of each side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its product is SwiGLU (Shazeer 2020), applied as soon as the sums
+are done. A token's result is bit-identical whatever other tokens there are.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ PANEL_ROWS = 16
 WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 
 
-@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PackedMatrix:
-    """A matrix `[N, K]`, see `pack`."""
+    """A packed matrix `[N, K]`, see `pack`."""
 
-    weights: Shaped[Array, "panels K parts rows"]  # parts is 2 if it is gated, else 1
-    scales: Float[Array, "panels blocks parts rows"]  # blocks is 0 unless weights are int8
-    num_outputs: int = field(metadata={"static": True})  # of its product: N, or N / 2 if it is gated
+    weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one
+    scales: Float[Array, "panels blocks parts rows"]  # no blocks unless weights are int8
+    num_outputs: int = field(metadata={"static": True})  # outputs of the product: N, or N / 2 if it is gated
 
     @property
     def shape(self) -> tuple[int, int]:
-        """[N, K]."""
+        """Shape `[N, K]`."""
         _, K, parts, _ = self.weights.shape
         return (parts * self.num_outputs, K)
 
     @property
     def gated(self) -> bool:
-        """Whether its product is `silu(x @ gate.T) * (x @ up.T)`: gate is the first half of its rows, up the second."""
+        """Return whether the product is `silu(x @ gate.T) * (x @ up.T)`; the rows are those of gate, then of up."""
         return bool(self.weights.shape[2] == 2)
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
-    """Why matrices of a dtype cannot be packed and multiplied on a platform; None if they can."""
+    """Return the reason why matrices of a dtype cannot be packed and multiplied on a platform, or None if they can."""
     if platform != "cpu":
         return "packed matrices are for CPUs"
     if jnp.dtype(dtype).name not in WEIGHT_DTYPES:
@@ -63,7 +63,7 @@ def unsupported(dtype: DTypeLike, platform: str) -> str | None:
 def pack(
     weight: Shaped[Array, "N K"], scales: Float[Array, "N blocks"] | None = None, *, gated: bool = False
 ) -> PackedMatrix:
-    """Packs a matrix stored [out, in]; with `scales` it stands for `weight[n, k] * scales[n, k // (K / blocks)]`."""
+    """Pack a matrix stored [out, in]; with `scales` it stands for `weight[n, k] * scales[n, k // (K / blocks)]`."""
     N, K = weight.shape
     packer = Packer(N, K, weight.dtype, 0 if scales is None else scales.shape[1], gated=gated)
     packer.write(0, weight, scales)
@@ -71,14 +71,14 @@ def pack(
 
 
 class Packer:
-    """Packs a matrix `[N, K]` some rows at a time, so that it need never be held in another form.
+    """Packer of a matrix `[N, K]` some rows at a time, so that memory never holds it in another form.
 
     Args:
-      N: rows of the matrix, outputs of the product.
-      K: its columns.
-      dtype: of its weights.
-      num_blocks: scales of a row; none by default.
-      gated: whether the product is to be SwiGLU, see `PackedMatrix.gated`.
+      N: number of rows, the outputs of the product.
+      K: number of columns.
+      dtype: dtype of the weights.
+      num_blocks: scales per row; none by default.
+      gated: True if the product is to be SwiGLU, see `PackedMatrix.gated`.
     """
 
     def __init__(self, N: int, K: int, dtype: DTypeLike, num_blocks: int = 0, *, gated: bool = False) -> None:
@@ -94,26 +94,26 @@ class Packer:
         self._scales = _empty_panels(self._num_outputs, num_parts, num_blocks, jnp.float32)
 
     def write(self, start: int, weight: ArrayLike, scales: ArrayLike | None = None) -> None:
-        """Rows from `start` on, best whole panels. Threads may write different rows."""
+        """Write rows from `start` on, best whole panels. Threads may write different rows."""
         self._write(self._weights, start, np.asarray(weight))
         if scales is not None:
             self._write(self._scales, start, np.asarray(scales))
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
         for part in range(panels.shape[2]):
-            offset = part * self._num_outputs - start  # of its first row in `rows`
+            offset = part * self._num_outputs - start  # index in `rows` of the part's first row
             low, high = max(0, offset), min(len(rows), offset + self._num_outputs)
             if low < high:
                 _write_panels(panels[:, :, part], low - offset, rows[low:high])
 
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
-        """The packed matrix, once all rows are written, on the default device or another; it takes the memory over."""
+        """Return the packed matrix, which takes over the memory, on the default or another sharding."""
         weights, scales = (jax.device_put(panels, sharding) for panels in (self._weights, self._scales))
         return PackedMatrix(weights, scales, self._num_outputs)
 
 
 def unpack(matrix: PackedMatrix) -> tuple[Shaped[Array, "N K"], Float[Array, "N blocks"]]:
-    """The inverse of `pack`; no blocks where there are no scales."""
+    """Invert `pack`; without scales, `blocks` is 0."""
     return _from_panels(matrix.weights, matrix.num_outputs), _from_panels(matrix.scales, matrix.num_outputs)
 
 
@@ -125,18 +125,18 @@ def multiply(
     bias: Float[Array, " N"] | None = None,
     residual: Float[Array, "T out"] | None = None,
 ) -> Float[Array, "T out"]:
-    """`x @ matrix.T + bias`, SwiGLU of it if the matrix is gated, `+ residual`: in float32, by one call.
+    """Return `x @ matrix.T + bias`, SwiGLU of it if the matrix is gated, `+ residual`: in float32, by one call.
 
     Args:
-      matrix: [N, K].
-      x: [T, K].
+      matrix: packed matrix `[N, K]`.
+      x: inputs.
       rms_norm: weight and epsilon: x is replaced by x / sqrt(mean(x^2) + epsilon) * weight.
-      bias: none by default.
-      residual: none by default.
+      bias: bias of the outputs before SwiGLU; none by default.
+      residual: summand of the result; none by default.
 
     Raises:
       ValueError: shapes do not fit.
-      RuntimeError: there are no native kernels; see `unsupported`.
+      RuntimeError: the native kernels are missing; see `unsupported`.
     """
     if (reason := native.unavailable()) is not None:
         raise RuntimeError(reason)
@@ -159,7 +159,7 @@ def multiply(
 
 
 def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...]) -> Float[Array, "..."]:
-    """An operand of the native call, which is empty where there is none."""
+    """Return an operand of the native call, an empty array for None."""
     if array is None:
         return jnp.zeros(0, jnp.float32)
     if array.shape != shape:
@@ -168,7 +168,7 @@ def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...
 
 
 def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]:
-    """Rows of a matrix that is not gated, clipped to those there are; scales applied."""
+    """Return rows of a matrix that is not gated, scales applied; row ids are clipped to the range."""
     assert not matrix.gated, "a table of rows has no gate"
     row_ids = jnp.clip(row_ids, 0, matrix.num_outputs - 1)
     panel, lane = row_ids // PANEL_ROWS, row_ids % PANEL_ROWS
@@ -181,14 +181,14 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
 
 
 def _empty_panels(num_outputs: int, num_parts: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
-    """Zeros in pages of their own, so aligned that XLA takes them over, and given back to the system when released."""
+    """Return zeros in anonymous memory: aligned so that XLA takes it over, returned to the system when freed."""
     num_rows, dtype = PANEL_ROWS // num_parts, jnp.dtype(dtype)
     shape = (-(-num_outputs // num_rows), K, num_parts, num_rows)
     return np.ndarray(shape, dtype, mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY))
 
 
 def _write_panels(panels: Shaped[np.ndarray, "panels K rows"], start: int, rows: Shaped[np.ndarray, "N K"]) -> None:
-    """Rows from `start` on: those that complete a panel, whole panels, those that begin one."""
+    """Write rows from `start` on: those that complete a panel, whole panels, and those that begin one."""
     panel_rows = panels.shape[2]
     panel, lane = divmod(start, panel_rows)
     if lane:

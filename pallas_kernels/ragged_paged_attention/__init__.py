@@ -1,23 +1,22 @@
-"""Ragged paged attention: rotate, write keys and values to their pages, attend; for every row of a step at once.
+"""Ragged paged attention: rotate, write keys and values to their pages and attend, for all rows of a step at once.
 
-The binary interface, the same for all backends:
+Contract of the operation, the same for all backends:
 
 - The rows of a step are packed on one token axis T: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]`, the last of its
   sequence, at positions `kv_lens[r] - q_len .. kv_lens[r] - 1`. A row of one token is a decode, a row of many a prefill
   chunk; one step mixes them freely.
 - All new keys and values of a step are written before any row of the step attends. A page may belong to several rows
-  (a shared prefix), one of which may write to it in this very step: the others then see what it writes. No position
-  of a page is written by two rows of a step. Schedulers rely on this order to share pages between rows of one step.
-- The pool is one array for all layers, in a layout that belongs to the backend: make it with `new_pages`. One of int8
-  or fp8 has an array of scales beside it, one for every token and head (`QuantizedPages`). What moves pages elsewhere
-  goes through `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
-  Under jit, donate the pool and pass it from layer to layer: it is then updated in place, and never copied, as long as
-  each layer's keys depend on the output of the one before (in a transformer they do: it is what orders read and write).
+  (a shared prefix), and one of them may write to it in the same step: the others then see the new content. No two rows
+  of a step write the same position of a page. Schedulers rely on this order to share pages between rows of one step.
+- The pool is one array for all layers, in a layout that belongs to the backend: make it with `new_pages`. An int8 or
+  fp8 pool has an array of scales beside it, one scale per token and head (`QuantizedPages`). Code that moves pages
+  elsewhere converts them by `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
+  Under jit, donate the pool and pass it from layer to layer: it is then updated in place and never copied, as long as
+  each layer's keys depend on the output of the layer before. In a transformer they do, which orders reads and writes.
 - T and R are static shapes, padded by the caller. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are
-  padding: whatever they hold (NaN in padding tokens aside) changes no live output and is not written to the pool. Nor
-  do page-table entries past a row's length, stale contents of its pages past it, and the width M of the page table
-  change anything: the work done follows the lengths alone. Outputs of padding tokens are finite, and otherwise
-  unspecified.
+  padding: their content (except NaN in padding tokens) changes no live output and is not written to the pool. Neither
+  page-table entries past a row's length, nor stale content of its pages past it, nor the width M of the page table
+  change anything: the work follows the lengths alone. Outputs of padding tokens are finite and otherwise unspecified.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
 from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_gpu, mosaic_tpu, native, reference, xla
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Backend, PoolDims, Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    LARGEST,
+    QUANTIZED_MAX,
     Pages,
     QuantizedPages,
     is_quantized,
@@ -64,7 +63,7 @@ BACKENDS: Mapping[str, Backend] = {
     "xla": xla,
     "reference": reference,
 }
-"""Every backend, best first."""
+"""All backends, best first."""
 
 
 def ragged_paged_attention(
@@ -86,35 +85,35 @@ def ragged_paged_attention(
     tree_mask: Int32[Array, "T words"] | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Writes `k` and `v` to the pages of their rows, then attends; returns the output and the updated pool.
+    """Write `k` and `v` to the pages of their rows, then attend; return the output and the updated pool.
 
-    All new keys and values are written before any row attends, so that a row sees what another row of the same call
-    writes to a page that both have. Scores and softmax are float32 whatever the dtypes.
+    All new keys and values are written before any row attends, so a row sees what another row of the same call writes
+    to a page that both have. Scores and softmax are float32 whatever the dtypes.
 
     Args:
-      q: queries; Q is a multiple of K, query head h reads kv head h // (Q / K).
-      k: new keys, cast to the dtype of the pool or quantized.
-      v: new values, cast to the dtype of the pool or quantized.
-      kv_pages: the pool, as `new_pages(backend, ...)` makes it. Consumed: donate it under jit and use the one returned.
-      layer: the layer of the pool to use; an int or a traced scalar.
+      q: queries; Q is a multiple of K, query head h reads KV head h // (Q / K).
+      k: new keys, cast or quantised to the dtype of the pool.
+      v: new values, cast or quantised to the dtype of the pool.
+      kv_pages: pool made by `new_pages(backend, ...)`. Consumed: donate it under jit and use the returned one.
+      layer: layer of the pool to use; an int or a traced scalar.
       kv_lens: tokens of each row in the pool, those of this step included.
       page_table: pages of each row; entries past `ceil(kv_lens / P)` are never followed.
-      cu_q_lens: first token of each row, and the end of the last.
+      cu_q_lens: first token of each row, followed by the end of the last row.
       num_rows: number of live rows.
       scale: factor on the scores, usually `H ** -0.5`.
-      window: a query at p sees keys in `(p - window, p]`; None for all up to p.
-      soft_cap: scores become `soft_cap * tanh(scores / soft_cap)`; None to leave them.
-      sinks: one extra logit per query head that takes part in the softmax and carries no value.
-      rope: cosines and sines of every token's angles, by which `q` and `k` are first rotated, in float32, as
-        `apply_rope` does; None where they come as they are to be used.
-      tree_mask: which of its row's new tokens each token sees, for verifying a tree of drafts: bit j of word w stands
-        for the (32 w + j)-th. Only tokens up to its own count; those past the last word, and all past ones, it sees.
-        None where the new tokens of each row follow each other. Not with a window, which goes by position.
-      backend: "auto", or a name in `BACKENDS`.
+      window: number of tokens that a query sees: at position p the keys in `(p - window, p]`; None for all up to p.
+      soft_cap: bound of the scores, which become `soft_cap * tanh(scores / soft_cap)`; None to leave them.
+      sinks: extra logit per query head that takes part in the softmax and carries no value.
+      rope: cosines and sines of every token's angles, which rotate `q` and `k` in float32 before use, as `apply_rope`
+        does; None to use them as they are.
+      tree_mask: new tokens of its row that each token sees, to verify a tree of drafts: bit j of word w stands for new
+        token 32 w + j. A token sees none after itself whatever its bits say, and all past tokens and new ones beyond
+        the last word. None if the new tokens of each row follow each other. Excludes `window`, which goes by position.
+      backend: "auto" or a name in `BACKENDS`.
 
     Raises:
       ValueError: shapes, dtypes or options that do not fit together.
-      UnsupportedBackendError: the backend asked for cannot run this call.
+      UnsupportedBackendError: the requested backend cannot run this call.
     """
     rows = RaggedRows(kv_lens, page_table, cu_q_lens, num_rows)
     _check_tokens(q, k, v)
@@ -150,16 +149,16 @@ def select_backend(
     kv_dtype: DTypeLike,
     platform: str | None = None,
 ) -> str:
-    """The name of the backend that serves these sizes: resolve "auto" once, then name the result everywhere.
+    """Return the name of the backend that serves these sizes: resolve "auto" once, then pass the result everywhere.
 
     Args:
-      backend: "auto", or the name that must be able to run.
-      num_query_heads: Q.
-      num_kv_heads: K.
-      head_dim: H.
+      backend: "auto" or the name of a backend that must be able to run.
+      num_query_heads: number of query heads, Q.
+      num_kv_heads: number of KV heads, K.
+      head_dim: size of a head, H.
       page_size: tokens per page, P; None for the `default_page_size` of each backend.
       kv_dtype: dtype of the pool.
-      platform: "cpu", "gpu" or "tpu"; None for the one computations run on.
+      platform: "cpu", "gpu" or "tpu"; None for the platform that computations run on.
 
     Raises:
       UnsupportedBackendError: no backend, or not the named one, can run these sizes.
@@ -174,7 +173,7 @@ def select_backend(
 
 
 def default_page_size(backend: str, *, num_kv_heads: int, head_dim: int, kv_dtype: DTypeLike) -> int:
-    """Tokens of a page of a named backend (see `select_backend`) where nobody says otherwise.
+    """Return the default page size in tokens of a named backend (see `select_backend`).
 
     Raises:
       ValueError: the name is not that of a backend.
@@ -185,7 +184,7 @@ def default_page_size(backend: str, *, num_kv_heads: int, head_dim: int, kv_dtyp
 def kv_shape(
     backend: str, *, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, ...]:
-    """Shape of the pool's numbers in the layout of a named backend (see `select_backend`).
+    """Return the shape of the pool's values in the layout of a named backend (see `select_backend`).
 
     Raises:
       ValueError: the name is not that of a backend.
@@ -203,7 +202,7 @@ def new_pages(
     head_dim: int,
     dtype: DTypeLike,
 ) -> Pages:
-    """An empty pool of a named backend (see `select_backend`), with scales where the dtype asks for them.
+    """Return an empty pool of a named backend (see `select_backend`), with scales if the dtype needs them.
 
     Raises:
       ValueError: the name is not that of a backend.
@@ -214,12 +213,12 @@ def new_pages(
 
 
 def to_canonical(backend: str, kv_pages: Pages) -> Pages:
-    """The pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, 2K, H]`."""
+    """Convert the pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, 2K, H]`."""
     return _named(backend).to_canonical(kv_pages)
 
 
 def from_canonical(backend: str, kv_pages: Pages) -> Pages:
-    """The pool, or any pages of it `[L, N, ...]`, from `[L, N, P, 2K, H]` to the layout of a named backend."""
+    """Convert the pool, or any pages of it `[L, N, ...]`, from `[L, N, P, 2K, H]` to the layout of a named backend."""
     return _named(backend).from_canonical(kv_pages)
 
 
@@ -231,7 +230,7 @@ def _named(backend: str) -> Backend:
 
 
 def _select_for_pool(backend: str, q: Array, k: Array, kv_pages: Pages, *, has_tree_mask: bool) -> str:
-    """Selects a backend when only the pool's shape is known: its page size depends on whose layout it is."""
+    """Select a backend if only the pool's shape is known: the page size depends on the layout."""
     platform, values = target_platform(), values_of(kv_pages)
 
     def supports(candidate: Backend) -> str | None:
@@ -302,7 +301,9 @@ def _check_pool(chosen: Backend, k: Array, kv_pages: Pages, layer: int | Array) 
             f"(pool shape {values.shape}); make the pool with new_pages of the same backend"
         )
     if is_quantized(values.dtype) != isinstance(kv_pages, QuantizedPages):
-        raise ValueError(f"a pool has scales if it is one of {list(LARGEST)}, got {_form(kv_pages)}; use new_pages")
+        raise ValueError(
+            f"a pool has scales if it is one of {list(QUANTIZED_MAX)}, got {_form(kv_pages)}; use new_pages"
+        )
     if isinstance(kv_pages, QuantizedPages) and kv_pages.scales.shape != (expected := chosen.scale_shape(*dims[:4])):
         raise ValueError(f"the scales of this pool must have shape {expected}, got {kv_pages.scales.shape}")
     if isinstance(layer, int) and not 0 <= layer < dims.num_layers:

@@ -1,4 +1,4 @@
-"""The one list of cases of the operation, for tests, benchmarks, tuning and deviceless compilation."""
+"""Cases of the operation, shared by tests, benchmarks, tuning and deviceless compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    LARGEST,
+    QUANTIZED_MAX,
     Pages,
     QuantizedPages,
     dequantize,
@@ -21,7 +21,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
 )
 
 STEPS = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7, "int8": 1 / 127, "float8_e4m3fn": 32 / 448}
-"""How far a number's neighbour is away, over the number; of narrow ones, over the largest of its vector."""
+"""Relative distance of neighbouring values of a dtype; of quantised values relative to the vector's largest element."""
 
 
 class Inputs(NamedTuple):
@@ -43,9 +43,9 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """One call: the lengths of its rows, the sizes of the model, and what is put in the padding.
+    """One call: the lengths of its rows, the sizes of the model and the content of the padding.
 
-    Random pages hold the past of each row; every slot that no live row sees holds `stale`, so that a leak shows.
+    Random pages hold the past of each row; every position that no live row sees holds `stale`, so that a leak shows.
     """
 
     name: str
@@ -62,14 +62,14 @@ class Case:
     padding_rows: int = 0
     padding_tokens: int = 0
     shared_pages: int = 0
-    """Leading pages all rows have in common; their tokens must all be past ones, except that the first row may write
-    them in this step."""
+    """Leading pages that all rows share. Their tokens must all be past ones, except that the first row may write them
+    in this step."""
     window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
     has_rope: bool = False
     tree_words: int = 0
-    """Words of a random tree mask; 0 for none."""
+    """Words per token of a random tree mask; 0 for no mask."""
     dtype: str = "float32"
     kv_dtype: str = "float32"
     stale: float = 1e4
@@ -81,15 +81,15 @@ class Case:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The static options of the call."""
+        """Static options of the call."""
         return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
 
     @property
     def pool_tolerance(self) -> float:
-        """What `pool_error` may be: rotated keys may be rounded to the neighbour, all others are what came."""
+        """Largest `pool_error` allowed: rotated keys may round to the neighbouring value, all others must be exact."""
         if not self.has_rope:
             return 0.0
-        return STEPS[self.kv_dtype] * (1.001 if self.kv_dtype in LARGEST else 1)  # scales are rounded, too
+        return STEPS[self.kv_dtype] * (1.001 if self.kv_dtype in QUANTIZED_MAX else 1)  # scales are rounded, too
 
     @property
     def num_tokens(self) -> int:
@@ -98,7 +98,7 @@ class Case:
 
     @property
     def pages_per_row(self) -> tuple[int, ...]:
-        """Pages each row occupies."""
+        """Pages that each row occupies."""
         return tuple(-(-kv_len // self.page_size) for kv_len in self.kv_lens)
 
     @property
@@ -108,7 +108,7 @@ class Case:
         return self.shared_pages + own + 3
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Random arguments; the same for the same seed."""
+        """Return random arguments, the same for the same seed."""
         rng = np.random.default_rng(seed)
         T, Q, K, H = self.num_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
         page_table = self._page_table(rng)
@@ -129,7 +129,7 @@ class Case:
         )
 
     def _tree_mask(self, rng: np.random.Generator) -> np.ndarray:
-        """Every live token sees itself and any of the others; garbage for padding tokens."""
+        """Return words by which every live token sees itself and random others; garbage for padding tokens."""
         q_len = np.repeat(self.q_lens, self.q_lens)
         own = np.concatenate([np.arange(n) for n in self.q_lens] + [np.zeros(self.padding_tokens, int)])
         mask = rng.integers(-(2**31), 2**31, size=(len(q_len) + self.padding_tokens, self.tree_words))
@@ -139,7 +139,7 @@ class Case:
         return mask
 
     def _rope(self, rng: np.random.Generator) -> np.ndarray:
-        """Cosines and sines of every live token's angles, `[2, T, H / 2]`; garbage for padding tokens."""
+        """Return cosines and sines of every live token's angles, `[2, T, H / 2]`; garbage for padding tokens."""
         past = zip(self.q_lens, self.kv_lens, strict=True)
         positions = [position for q_len, kv_len in past for position in range(kv_len - q_len, kv_len)]
         frequencies = 1e4 ** -np.linspace(0, 1, self.head_dim // 2, endpoint=False)
@@ -148,7 +148,7 @@ class Case:
         return np.concatenate([[np.cos(angles), np.sin(angles)], garbage], axis=1)
 
     def _page_table(self, rng: np.random.Generator) -> np.ndarray:
-        """Shuffled pages for live rows; ids in and out of range everywhere else."""
+        """Return shuffled pages for live rows, and ids in and out of range everywhere else."""
         ids = list(rng.permutation(self.num_pages))
         shared = [ids.pop() for _ in range(self.shared_pages)]
         shape = (len(self.q_lens) + self.padding_rows, max(self.pages_per_row, default=0) + 2)
@@ -159,7 +159,7 @@ class Case:
         return table
 
     def _pool(self, rng: np.random.Generator, page_table: np.ndarray) -> np.ndarray:
-        """Random pages, with `stale` in every slot past the end of its row and in pages of no row."""
+        """Return random pages, with `stale` past the end of each row and in pages of no row."""
         page_shape = (self.num_layers, self.num_pages, self.page_size, 2 * self.num_kv_heads, self.head_dim)
         pool = rng.normal(size=page_shape)
         is_seen = np.zeros((self.num_pages, self.page_size), bool)
@@ -170,7 +170,7 @@ class Case:
         return pool
 
     def _stored(self, pool: np.ndarray) -> Pages:
-        """The pool in its dtype; of a quantized one stale numbers have stale scales."""
+        """Return the pool in its dtype; stale elements of a quantised pool have stale scales."""
         dtype = jnp.dtype(self.kv_dtype)
         if not is_quantized(dtype):
             return _array(pool, dtype)
@@ -186,13 +186,14 @@ _quantize = jax.jit(quantize, static_argnums=1)
 
 
 def _array(x: np.ndarray | int, dtype: DTypeLike) -> Array:
-    """An array on the device, converted on the host: XLA would compile a program for each shape."""
+    """Return an array on the device, converted on the host: XLA would compile a program for each shape."""
     return jax.device_put(np.asarray(x, dtype))
 
 
 def pool_error(found: Pages, expected: Pages) -> float:
-    """The largest error in a pool `[L, N, P, 2K, H]`: of wide numbers over each, of narrow ones over their vector's
-    largest. Infinite where stale infinities and NaN did not stay what they were.
+    """Return the largest relative error in a pool `[L, N, P, 2K, H]`; infinite if stale infinities or NaN changed.
+
+    Errors of a quantised pool are relative to the largest element of their vector, other errors to the element itself.
     """
     (numbers, stale), (right, right_stale) = (_numbers(kv_pages) for kv_pages in (found, expected))
     if not np.array_equal(stale, right_stale, equal_nan=True):
@@ -204,7 +205,7 @@ def pool_error(found: Pages, expected: Pages) -> float:
 
 
 def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
-    """What the pages stand for, in float32: the finite numbers and the others, each with zeros for the rest."""
+    """Return the finite elements of the pages in float32, then the others, each with zeros for the rest."""
     x = np.asarray(dequantize(*kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages, np.float32)
     finite = np.isfinite(x)
     return np.where(finite, x, 0), np.where(finite, 0, x)
@@ -217,7 +218,7 @@ _WRITTEN_NOW = ((150, *(1,) * 9, 7, 20), (150, 129, 130, 191, 192, 193, 144, 160
 
 _QUANTIZED = tuple(
     replace(case, name=f"{dtype}_{case.name}", kv_dtype=dtype)
-    for dtype in LARGEST
+    for dtype in QUANTIZED_MAX
     for case in (
         Case("ragged", *_RAGGED, padding_rows=2, padding_tokens=3),
         Case("pages_of_8_rope", *_RAGGED, num_query_heads=9, num_kv_heads=3, page_size=8, has_rope=True),
@@ -321,11 +322,11 @@ GPU_CASES: tuple[Case, ...] = (
         kv_dtype="bfloat16",
     ),
 )
-"""The cases in half precision, as the kernels of GPUs take them, and what only those distinguish."""
+"""Cases in half precision, as the GPU kernels take them, and cases that only those kernels distinguish."""
 
 
 def widened(case: Case) -> Case:
-    """The case with heads as wide as TPUs want them."""
+    """Return the case with heads as wide as the TPU kernel takes them."""
     return replace(case, head_dim=max(case.head_dim, 64))
 
 
@@ -354,4 +355,4 @@ TPU_CASES: tuple[Case, ...] = (
         stale=float("nan"),
     ),
 )
-"""Narrow pools of pages as large as the kernel of TPUs wants them: of some slabs, of one slab."""
+"""Quantised pools with pages as large as the TPU kernel takes them, of several slabs and of one slab."""

@@ -1,4 +1,4 @@
-"""What the operation and its backends say to each other."""
+"""Interface between the operation and its backends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
 
 
 class PoolDims(NamedTuple):
-    """The sizes of a page pool, whatever the order of its axes."""
+    """Sizes of a page pool, whatever the order of its axes."""
 
     num_layers: int
     num_pages: int
@@ -22,10 +22,10 @@ class PoolDims(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """Where the tokens of a step belong.
+    """Assignment of a step's tokens to rows and pages.
 
-    Rows from `num_rows` on, and tokens from `cu_q_lens[num_rows]` on, are padding, and may hold anything: no
-    backend may let it reach a live output or the pool.
+    Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding and may hold anything; no backend may
+    let their content reach a live output or the pool.
     """
 
     kv_lens: Int32[Array, "R"]
@@ -33,23 +33,23 @@ class RaggedRows(NamedTuple):
     page_table: Int32[Array, "R M"]
     """Pages of each row in order; entries past `ceil(kv_lens / P)` are never followed."""
     cu_q_lens: Int32[Array, "R+1"]
-    """Row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]` of the step, the last ones of its sequence."""
+    """Row bounds: row r owns tokens `cu_q_lens[r]:cu_q_lens[r+1]` of the step, the last ones of its sequence."""
     num_rows: Int32[Array, ""]
     """Number of live rows."""
 
     def is_live(self) -> Bool[Array, "R"]:
-        """Which rows are not padding."""
+        """Return a mask of the rows that are not padding."""
         return jnp.arange(self.kv_lens.shape[0], dtype=jnp.int32) < self.num_rows
 
     def live_q_lens(self) -> Int32[Array, "R"]:
-        """Tokens of each row in this step; zero for padding rows."""
+        """Return the tokens of each row in this step, zero for padding rows."""
         return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
     def place(self, num_tokens: int, *, num_pages: int, page_size: int) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
-        """The page of each token of the step and its place there; of padding tokens, pages that do not exist.
+        """Return the page of each token of the step and its offset there; padding tokens get pages that do not exist.
 
-        All places are different, those of padding tokens too: a scatter that drops what is outside of the pool may be
-        declared free of collisions.
+        All places differ, those of padding tokens too: a scatter that drops places outside the pool may be declared
+        free of collisions.
         """
         token_id = jnp.arange(num_tokens, dtype=jnp.int32)
         starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
@@ -62,7 +62,7 @@ class RaggedRows(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """The static facts of a call: what a backend needs to know to tell whether it can run it."""
+    """Static facts of a call, by which a backend decides if it can run it."""
 
     num_query_heads: int
     num_kv_heads: int
@@ -75,30 +75,30 @@ class Problem:
 
 @runtime_checkable
 class Backend(Protocol):
-    """One way to store pages, write to them and attend over them. A module with these functions is a backend."""
+    """Module that stores pages, writes to them and attends over them in one particular way."""
 
     def supports(self, problem: Problem) -> str | None:
-        """Why this backend cannot run the problem; None if it can."""
+        """Return the reason why this backend cannot run the problem, or None if it can."""
 
     def default_page_size(self, num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-        """Tokens of a page where nobody says otherwise."""
+        """Return the default page size in tokens."""
 
     def kv_shape(
         self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
     ) -> tuple[int, ...]:
-        """Shape of the pool's numbers in this backend's layout."""
+        """Return the shape of the pool's values in this backend's layout."""
 
     def scale_shape(self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, ...]:
-        """Shape of the scales of a quantized pool, which is asked for only where `supports` accepts one."""
+        """Return the shape of the scales of a quantised pool; called only if `supports` accepts such a pool."""
 
     def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
-        """The inverse of `kv_shape`. Raises ValueError for a shape that is none of this layout."""
+        """Invert `kv_shape`; raise ValueError for a shape that is not in this layout."""
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """The pool as `[L, N, P, 2K, H]`, K of head h at 2h and V at 2h + 1; scales as `[L, N, P, 2K]`."""
+        """Return the pool as `[L, N, P, 2K, H]`, K of head h at 2h and V at 2h + 1; its scales as `[L, N, P, 2K]`."""
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
-        """The inverse of `to_canonical`."""
+        """Invert `to_canonical`."""
 
     def write_and_attend(
         self,
@@ -116,7 +116,7 @@ class Backend(Protocol):
         rope: Float32[Array, "2 T half"] | None,
         tree_mask: Int32[Array, "T words"] | None,
     ) -> tuple[Float[Array, "T Q H"], Pages]:
-        """Attention of every row, in the dtype of `q`, and the pool with this step's keys and values in their pages.
+        """Return the outputs of all rows in the dtype of `q`, and the pool with this step's keys and values.
 
         A backend must write the keys and values of all rows before any row attends: rows of one call may share pages
         that one of them writes in this call.

@@ -1,7 +1,7 @@
-"""Ragged paged attention in C++, a custom call of XLA: the serving backend on CPU, where it is built.
+"""Ragged paged attention in C++, a custom call of XLA: the serving backend on CPUs where it could be built.
 
-The pool is `[L, N, 2K, P, H]`, keys of head h at 2h and values at 2h + 1, as for `xla`; but the numbers of a page of
-keys lie transposed, as `[H, P]`, so that one vector instruction scores many tokens. See `pallas_kernels/native`.
+The pool is `[L, N, 2K, P, H]`, keys of head h at 2h and values at 2h + 1, as for `xla`. But a page of keys is stored
+transposed, as `[H, P]`, so that one vector instruction scores many tokens. See `pallas_kernels/native`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, Ra
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 
 POOL_DTYPES = ("float32", "bfloat16")
-VECTOR = 4  # numbers of the narrowest vectors in use
+VECTOR = 4  # elements of the narrowest vectors in use
 
 default_page_size = xla.default_page_size
 kv_shape = xla.kv_shape
@@ -26,7 +26,7 @@ pool_dims = xla.pool_dims
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem; None if it can."""
+    """Return the reason why this backend cannot run the problem, or None if it can."""
     if problem.platform != "cpu":
         return "it runs on CPU only"
     if (reason := native.unavailable()) is not None:
@@ -41,7 +41,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def to_canonical(kv_pages: Pages) -> Pages:
-    """The pool as `[L, N, P, 2K, H]`."""
+    """Return the pool as `[L, N, P, 2K, H]`."""
     assert not isinstance(kv_pages, QuantizedPages), "see supports"
     L, N, KV, P, H = kv_pages.shape
     keys = jnp.swapaxes(kv_pages[:, :, 0::2].reshape(L, N, KV // 2, H, P), 3, 4)
@@ -50,7 +50,7 @@ def to_canonical(kv_pages: Pages) -> Pages:
 
 
 def from_canonical(kv_pages: Pages) -> Pages:
-    """The inverse of `to_canonical`."""
+    """Invert `to_canonical`."""
     assert not isinstance(kv_pages, QuantizedPages), "see supports"
     L, N, P, KV, H = kv_pages.shape
     pages = jnp.swapaxes(kv_pages, 2, 3)  # [L, N, 2K, P, H]
@@ -73,10 +73,10 @@ def write_and_attend(
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotates, writes and attends in one call, the pool in place: donate it.
+    """Rotate, write and attend in one call that updates the pool in place; donate the pool.
 
-    The call takes q, k and v as one buffer: where they are slices of one, XLA puts them together at no cost, and would
-    copy each to pass them one by one.
+    The call takes q, k and v as one buffer: if they are slices of one array, XLA joins them at no cost, whereas it
+    would copy each to pass them one by one.
     """
     assert not isinstance(kv_pages, QuantizedPages), "see supports"
     assert tree_mask is None, "see supports"

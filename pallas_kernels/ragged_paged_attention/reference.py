@@ -1,6 +1,6 @@
-"""Ragged paged attention as its definition reads: float32, one row and one query at a time, in NumPy.
+"""Ragged paged attention by its definition: float32, one row and one query at a time, in NumPy.
 
-The judge of every other backend. It runs outside jit only, and copies the pool it is given.
+The oracle for all other backends. It runs only outside jit and copies the pool that it is given.
 """
 
 from __future__ import annotations
@@ -12,37 +12,39 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, is_quantized
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, QuantizedPages, is_quantized
 
 PAGE_TOKENS = 16
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem; None if it can."""
+    """Return the reason why this backend cannot run the problem, or None if it can."""
     return unsupported_dtype(problem.kv_dtype)
 
 
 def unsupported_dtype(dtype: jnp.dtype) -> str | None:
-    """Why a pool cannot be of this dtype; None if it can."""
+    """Return the reason why a pool cannot have this dtype, or None if it can."""
     if is_quantized(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
         return None
-    return f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(LARGEST)}, not {dtype}"
+    return (
+        f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(QUANTIZED_MAX)}, not {dtype}"
+    )
 
 
 def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Few tokens, so that little of a row's last page is empty."""
+    """Return a small default page size, which leaves little of a row's last page empty."""
     return PAGE_TOKENS
 
 
 def kv_shape(
     num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int, int]:
-    """Shape of the pool: the canonical one, `[L, N, P, 2K, H]`."""
+    """Return the shape of the pool, the canonical `[L, N, P, 2K, H]`."""
     return (num_layers, num_pages, page_size, 2 * num_kv_heads, head_dim)
 
 
 def pool_dims(shape: tuple[int, ...]) -> PoolDims:
-    """The inverse of `kv_shape`."""
+    """Invert `kv_shape`."""
     if len(shape) != 5 or shape[3] % 2:
         raise ValueError(
             f"the pool of backend 'reference' must be [L, N, P, 2K, H], got shape {shape}; make it with new_pages"
@@ -52,17 +54,17 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
 
 
 def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
-    """Shape of the scales: the canonical one, `[L, N, P, 2K]`."""
+    """Return the shape of the scales, the canonical `[L, N, P, 2K]`."""
     return (num_layers, num_pages, page_size, 2 * num_kv_heads)
 
 
 def to_canonical(kv_pages: Pages) -> Pages:
-    """The pool as it is."""
+    """Return the pool as it is."""
     return kv_pages
 
 
 def from_canonical(kv_pages: Pages) -> Pages:
-    """The pool as it is."""
+    """Return the pool as it is."""
     return kv_pages
 
 
@@ -81,7 +83,7 @@ def write_and_attend(
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotates, writes to a copy of the pool, attends."""
+    """Rotate, write to a copy of the pool and attend."""
     dtype = q.dtype
     if rope is not None:
         q, k = _rotate(q, rope), _rotate(k, rope)
@@ -93,7 +95,7 @@ def write_and_attend(
 
 
 def _rotate(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
-    """Each half-head pair as a complex number, turned by its angle."""
+    """Turn the pairs of the two halves of a head, as complex numbers, by their angles."""
     first, second = np.split(np.asarray(x).astype(np.float32), 2, axis=-1)
     cos, sin = np.asarray(rope)[:, :, None]
     turned = (first + 1j * second) * (cos + 1j * sin)
@@ -107,12 +109,12 @@ def _write_kv(
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
 ) -> Pages:
-    """A copy of the pool with the keys and values of this step in their pages."""
+    """Return a copy of the pool with the keys and values of this step in their pages."""
     kv = np.stack([np.asarray(k), np.asarray(v)], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, H]
     if not isinstance(kv_pages, QuantizedPages):
         return _write(kv_pages, kv, layer, rows)
     kv = kv.astype(np.float32)
-    step = np.float32(1 / LARGEST[kv_pages.values.dtype.name])
+    step = np.float32(1 / QUANTIZED_MAX[kv_pages.values.dtype.name])
     scales = np.maximum(np.abs(kv).max(axis=-1) * step, np.finfo(np.float32).tiny)
     values = kv * (1 / scales)[..., None]
     values = np.rint(values) if kv_pages.values.dtype == np.int8 else values
@@ -142,7 +144,7 @@ def _attend(
     sinks: Float[Array, "Q"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> Float[Array, "T Q H"]:
-    """Attention of every query over the keys it sees; zeros for padding tokens."""
+    """Attend with every query over the keys that it sees; zeros for padding tokens."""
     queries = np.asarray(q).astype(np.float32)
     pages = _numbers(kv_pages, int(layer))
     page_table = np.asarray(rows.page_table)
@@ -160,7 +162,7 @@ def _attend(
 
 
 def _numbers(kv_pages: Pages, layer: int) -> np.ndarray:
-    """What the pages of one layer stand for, `[N, P, 2K, H]`."""
+    """Return the pages of one layer in float32, `[N, P, 2K, H]`."""
     if not isinstance(kv_pages, QuantizedPages):
         return np.asarray(kv_pages)[layer]
     values, scales = (np.asarray(x)[layer] for x in kv_pages)
@@ -168,7 +170,7 @@ def _numbers(kv_pages: Pages, layer: int) -> np.ndarray:
 
 
 def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
-    """Every live token as (row, index in the step, position in its sequence)."""
+    """Yield every live token as (row, index in the step, position in its sequence)."""
     cu_q_lens, kv_lens = np.asarray(rows.cu_q_lens), np.asarray(rows.kv_lens)
     for row_id in range(int(rows.num_rows)):
         for token_id in range(int(cu_q_lens[row_id]), int(cu_q_lens[row_id + 1])):
@@ -176,12 +178,12 @@ def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
 
 
 def _in_tree(words: np.ndarray, new_ids: np.ndarray) -> np.ndarray:
-    """Which of a row's tokens one of them sees; `new_ids` counts from the first new one, past ones are negative."""
+    """Return the mask of keys that a token sees; `new_ids` count from the row's first new token, negative if past."""
     return np.array([i < 0 or i >= 32 * len(words) or bool(words[i // 32] >> (i % 32) & 1) for i in new_ids], bool)
 
 
 def _read(pages: np.ndarray, page_ids: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys and values at some positions of one sequence, each `f32[S, K, H]`."""
+    """Return keys and values at some positions of one sequence, each `f32[S, K, H]`."""
     page_size = pages.shape[1]
     kv = pages[page_ids[positions // page_size], positions % page_size].astype(np.float32)  # [S, 2K, H]
     return kv[:, 0::2], kv[:, 1::2]
@@ -190,7 +192,7 @@ def _read(pages: np.ndarray, page_ids: np.ndarray, positions: np.ndarray) -> tup
 def _attend_one(
     q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, soft_cap: float | None, sinks: np.ndarray | None
 ) -> np.ndarray:
-    """One query `f32[Q, H]` over the keys it sees."""
+    """Attend with one query `f32[Q, H]` over the keys that it sees."""
     group = q.shape[0] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)  # [S, Q, H]
     scores = np.einsum("qh,sqh->qs", q, k) * scale

@@ -1,4 +1,4 @@
-"""The rotation of rotary position embeddings (RoFormer, Su et al., 2021) in plain XLA."""
+"""Rotation of rotary position embeddings (RoFormer, Su et al., 2021) in plain XLA."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from jaxtyping import Array, Float, Float32
 
 
 def apply_rope(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
-    """Rotates the two halves of each head (the layout of Hugging Face checkpoints) in float32, whatever the dtype.
+    """Rotate the two halves of each head (the layout of Hugging Face checkpoints) in float32, whatever the dtype.
 
     Args:
-      x: the vectors of each token's heads.
+      x: vectors of each token's heads.
       rope: cosines and sines of each token's angles.
     """
     cos, sin = rope[:, :, None, :]  # [T, 1, H/2] each

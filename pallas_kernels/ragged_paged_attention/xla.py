@@ -1,12 +1,12 @@
-"""Ragged paged attention in plain XLA: the serving backend on CPU, and a fallback that runs anywhere.
+"""Ragged paged attention in plain XLA: the serving backend on CPUs without native kernels, and a fallback anywhere.
 
-Pages are head-major, `[L, N, 2K, P, H]`, so that a gather of pages is ready for a matrix product per kv head.
+Pages are head-major, `[L, N, 2K, P, H]`, so that gathered pages are ready for one matrix product per KV head.
 
-Decode rows (one token) are sorted by length and handled in groups of similar length; prefill rows are cut into tiles of
-queries. A group and a tile are the same problem, a few rows of a few queries each, solved one block of keys after the
-other with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Every loop runs as often
-as the lengths ask, so a step without prefill rows pays nothing for them, nor one without decode rows. What a decode row
-computes does not depend on its neighbours: blocks past its end leave its state as it is, to the bit.
+Decode rows (one token) are sorted by length and processed in groups of similar length; prefill rows are cut into tiles
+of queries. Groups and tiles are the same problem, a few queries for each of a few rows, solved one block of keys after
+the other with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Trip counts follow
+the lengths, so a step without prefill rows pays nothing for them, nor one without decode rows. The result of a decode
+row does not depend on its neighbours: blocks past its end leave its state bit-identical.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DECODE_BLOCK_TOKENS = 64
 PREFILL_TILE_QUERIES = 64
 PREFILL_BLOCK_TOKENS = 128
 
-# Stands for minus infinity where a difference of two of them must be 0, not NaN.
+# Finite stand-in for minus infinity: the difference of two of them must be 0, not NaN.
 _LOWEST = float(np.finfo(np.float32).min)
 
 
@@ -43,19 +43,19 @@ default_page_size = reference.default_page_size
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem; None if it can."""
+    """Return the reason why this backend cannot run the problem, or None if it can."""
     return reference.unsupported_dtype(problem.kv_dtype)
 
 
 def kv_shape(
     num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int, int]:
-    """Shape of the pool: `[L, N, 2K, P, H]`."""
+    """Return the shape of the pool, `[L, N, 2K, P, H]`."""
     return (num_layers, num_pages, 2 * num_kv_heads, page_size, head_dim)
 
 
 def pool_dims(shape: tuple[int, ...]) -> PoolDims:
-    """The inverse of `kv_shape`."""
+    """Invert `kv_shape`."""
     if len(shape) != 5 or shape[2] % 2:
         raise ValueError(
             f"the pool of backend 'xla' must be [L, N, 2K, P, H], got shape {shape}; make it with new_pages"
@@ -65,17 +65,17 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
 
 
 def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
-    """Shape of the scales: `[L, N, 2K, P]`."""
+    """Return the shape of the scales, `[L, N, 2K, P]`."""
     return (num_layers, num_pages, 2 * num_kv_heads, page_size)
 
 
 def to_canonical(kv_pages: Pages) -> Pages:
-    """The pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
+    """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
     return jax.tree.map(lambda x: jnp.swapaxes(x, 2, 3), kv_pages)
 
 
 def from_canonical(kv_pages: Pages) -> Pages:
-    """The inverse of `to_canonical`."""
+    """Invert `to_canonical`."""
     return to_canonical(kv_pages)
 
 
@@ -94,7 +94,7 @@ def write_and_attend(
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotates, writes, attends; the pool is donated."""
+    """Rotate, write and attend; the pool is donated."""
     dtype = q.dtype
     if rope is not None:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
@@ -110,13 +110,13 @@ def _write_kv(
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
 ) -> Pages:
-    """Writes the keys and values of this step to their pages; donates the pool, one scatter in place."""
+    """Write the keys and values of this step to their pages by one scatter in place; the pool is donated."""
     (T, K, H), (_, num_pages, _, page_size, _) = k.shape, values_of(kv_pages).shape
     page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
     kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
 
-    # Each head is placed on its own: for all heads of a token at once, XLA:TPU wants them side by side in memory, and
-    # copies the whole pool from that layout to the one that is read.
+    # Each head has its own index: a scatter of all heads of a token at once makes XLA:TPU want them side by side in
+    # memory and copy the whole pool from that layout to the one that is read.
     place = (page_id[:, None], jnp.arange(2 * K)[None, :], offset[:, None])
 
     def write(pages: Shaped[Array, "L N KV P *H"], new: Shaped[Array, "T KV *H"]) -> Shaped[Array, "L N KV P *H"]:
@@ -126,13 +126,13 @@ def _write_kv(
 
 
 def _attend(attention: _Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> Float[Array, "T Q H"]:
-    """Attention of every row over its pages; zeros for padding tokens."""
+    """Attend with every row over its pages; zeros for padding tokens."""
     out = _attend_decode_rows(attention, q, jnp.zeros_like(q), rows)
     return out if q.shape[0] == 1 else _attend_prefill_rows(attention, q, out, rows)
 
 
 class _Attention(NamedTuple):
-    """What is the same for every query of the call."""
+    """Arguments that are the same for every query of the call."""
 
     kv_pages: Pages
     layer: int | Int32[Array, ""]
@@ -144,7 +144,7 @@ class _Attention(NamedTuple):
 
 
 class _Tree(NamedTuple):
-    """What the queries of a tile of one row see of its new tokens."""
+    """Tree mask of a tile's queries over the new tokens of their row."""
 
     words: Int32[Array, "X words"]
     past_len: Int32[Array, ""]
@@ -168,7 +168,7 @@ class _Softmax(NamedTuple):
 def _attend_decode_rows(
     attention: _Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q H"], rows: RaggedRows
 ) -> Float[Array, "T Q H"]:
-    """Fills in the outputs of the rows of one token, a group of rows of similar length at a time."""
+    """Fill in the outputs of decode rows, a group of rows of similar length at a time."""
     T, R = q.shape[0], rows.kv_lens.shape[0]
     group_rows = min(DECODE_GROUP_ROWS, R)
     is_decode = rows.live_q_lens() == 1
@@ -176,7 +176,7 @@ def _attend_decode_rows(
     longest_first = jnp.argsort(kv_lens, descending=True).astype(jnp.int32)
 
     def attend_group(group: Int32[Array, ""], out: Float[Array, "T Q H"]) -> Float[Array, "T Q H"]:
-        # The last group starts early enough to be full: what it repeats, it repeats identically.
+        # The last group starts early enough to be full; rows that it repeats get identical results.
         start = jnp.minimum(group * group_rows, R - group_rows)
         row_id = lax.dynamic_slice(longest_first, (start,), (group_rows,))
         token_id = jnp.where(is_decode[row_id], rows.cu_q_lens[row_id], T)
@@ -192,7 +192,7 @@ def _attend_decode_rows(
 def _attend_prefill_rows(
     attention: _Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q H"], rows: RaggedRows
 ) -> Float[Array, "T Q H"]:
-    """Fills in the outputs of the rows of several tokens, a tile of queries of one row at a time."""
+    """Fill in the outputs of rows of several tokens, a tile of queries of one row at a time."""
     T = q.shape[0]
     tile_size = min(PREFILL_TILE_QUERIES, T)
     q_lens = rows.live_q_lens()
@@ -203,7 +203,7 @@ def _attend_prefill_rows(
         row_id = jnp.sum(tile_ends <= tile, dtype=jnp.int32)
         first_token = rows.cu_q_lens[row_id] + (tile - tile_ends[row_id] + num_tiles[row_id]) * tile_size
         end_token = jnp.minimum(first_token + tile_size, rows.cu_q_lens[row_id + 1])
-        # The last tile of the step may start before its first token: those queries are masked and kept.
+        # The last tile of the step may start before its first token: earlier queries are masked and their outputs kept.
         start = jnp.minimum(first_token, T - tile_size)
         token_id = start + jnp.arange(tile_size, dtype=jnp.int32)
         is_own = (token_id >= first_token) & (token_id < end_token)
@@ -230,7 +230,7 @@ def _attend_blocks(
     block_tokens: int,
     tree: _Tree | None = None,
 ) -> Float[Array, "B X Q H"]:
-    """Attention of B sequences of X queries each, a block of keys at a time; position -1 marks a query to ignore."""
+    """Attend with X queries each of B sequences, a block of keys at a time; position -1 marks a query to ignore."""
     B, X, Q, H = q.shape
     _, _, num_heads, page_size, _ = values_of(attention.kv_pages).shape
     K = num_heads // 2
@@ -247,7 +247,7 @@ def _attend_blocks(
         page_id = jnp.where(is_used, jnp.take_along_axis(page_table, column, axis=1, mode="clip"), 0)
         k, v = _read_pages(attention.kv_pages, attention.layer, page_id)
         key_position = column[:, :1] * page_size + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None, :]
-        # Zero weights alone would let a stale NaN or Inf through.
+        # Zero weights alone would let stale NaN or Inf through.
         in_range = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])
         v = jnp.where(in_range[:, None, :, None], v, 0)
         visible = _visible(position, key_position, attention.window)
@@ -261,7 +261,7 @@ def _attend_blocks(
 
 
 def _key_range(position: Int32[Array, "B X"], window: int | None) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """First key any query of each sequence sees, and the end of the last."""
+    """Return the first key that any query of each sequence sees, and the end of the last."""
     last = jnp.max(position, axis=1)
     if window is None:
         return jnp.zeros_like(last), last + 1
@@ -279,7 +279,7 @@ def _visible(
 def _read_pages(
     kv_pages: Pages, layer: int | Int32[Array, ""], page_id: Int32[Array, "B b"]
 ) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S H"]]:
-    """Keys and values of some pages, per kv head in the order of the tokens."""
+    """Return keys and values of some pages, per KV head, in the order of the tokens."""
     B, (_, num_pages, num_heads, _, _) = page_id.shape[0], values_of(kv_pages).shape
     K = num_heads // 2
     k_id = ((layer * num_pages + page_id) * num_heads)[:, None, :] + 2 * jnp.arange(K, dtype=jnp.int32)[None, :, None]
@@ -297,7 +297,7 @@ def _read_pages(
 
 
 def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> _Softmax:
-    """The softmax before any key: empty, or holding one sink per query head."""
+    """Return the softmax before any key: empty, or holding one sink per query head."""
     B, K, G, X, _ = shape
     if sinks is None:
         max_score, denominator = jnp.full((B, K, G, X), _LOWEST), jnp.zeros((B, K, G, X))
@@ -315,7 +315,7 @@ def _absorb(
     v: Float32[Array, "B K S H"],
     visible: Bool[Array, "B X S"],
 ) -> _Softmax:
-    """The softmax after one more block of keys."""
+    """Return the softmax after one more block of keys."""
     visible = visible[:, None, None]  # [B, 1, 1, X, S]
     scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
     if attention.soft_cap is not None:

@@ -22,7 +22,7 @@ def tpu():
 
 @pytest.fixture(scope="session")
 def targets():
-    """Targets by name; the test is skipped where nothing can be compiled for one."""
+    """Return a finder of targets by name that skips the test if nothing can be compiled for a target."""
 
     def find(name):
         target = parse_target(name)

@@ -1,4 +1,4 @@
-"""Every case of the attention of Hopper GPUs becomes machine code for an H200, in place and without spilling."""
+"""Attention for Hopper GPUs: every case compiles to machine code for an H200, in place and without spilling."""
 
 import re
 
@@ -11,7 +11,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_T
 
 pytestmark = pytest.mark.deviceless
 
-# What serving compiles beside the cases of tests: wide steps, where tall tiles take part, of models in use.
+# Calls of serving beside the cases of tests: wide steps, which use tall tiles, of current models.
 _MANY = ((*([1] * 40), 200, 300), (*range(500, 540), 1200, 300))
 WIDE = [
     Case(
@@ -42,10 +42,10 @@ WIDE = [
 
 
 def _program(case):
-    """What distinguishes the kernels of two cases: one that was assembled before is not assembled again.
+    """Return what distinguishes the kernels of two cases, so that equal kernels are assembled once.
 
-    How many tokens, rows and pages there are is not in them, but for one token, which needs no search for its row, and
-    for many, which have tall tiles too.
+    The numbers of tokens, rows and pages do not, except for one token, which needs no search for its row, and for many
+    tokens, which have tall tiles too.
     """
     sizes = (case.num_query_heads, case.num_kv_heads, case.head_dim, case.page_size, case.dtype, case.kv_dtype)
     options = (case.window is None, case.soft_cap, case.has_sinks, case.tree_words, case.has_rope)
@@ -53,7 +53,7 @@ def _program(case):
 
 
 DISTINCT = list({_program(case): case for case in reversed([*GPU_CASES, *WIDE])}.values())
-BATCHES = [DISTINCT[start : start + 8] for start in range(0, len(DISTINCT), 8)]  # assembled side by side
+BATCHES = [DISTINCT[start : start + 8] for start in range(0, len(DISTINCT), 8)]  # assembled in parallel
 
 
 def lower(chip, case):
@@ -72,7 +72,7 @@ def check_memory(case, memory):
     inputs = case.inputs()
     pool_bytes = sum(x.nbytes for x in jax.tree.leaves(from_canonical("mosaic_gpu", inputs.kv_pages)))
     assert memory.alias_size_in_bytes >= pool_bytes, case.name
-    parts = 2 * 2 * 132 * 2 * 128 * (case.head_dim + 2) * 4  # two kinds of tiles, two parts a worker
+    parts = 2 * 2 * 132 * 2 * 128 * (case.head_dim + 2) * 4  # two kinds of tiles, two splits per worker
     assert memory.temp_size_in_bytes <= parts + 4 * inputs.q.nbytes * 2 + 2**20, case.name
 
 

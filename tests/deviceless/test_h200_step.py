@@ -1,4 +1,4 @@
-"""The whole step, compiled for an H200: in place, nothing as large as the pool beside it, few temporaries."""
+"""The whole step, compiled for an H200: in place, without copies as large as the pool, with few temporaries."""
 
 import dataclasses
 import json
@@ -34,7 +34,7 @@ LLAMA_8B = {
     "dtype": "bfloat16",
 }
 BFLOAT16 = jnp.dtype("bfloat16")
-DEFAULT_STEPS = {  # tokens, steps of a dispatch, numbers in the pool: megabytes of temporaries at most
+DEFAULT_STEPS = {  # tokens, steps per dispatch, elements in the pool: upper bound of temporaries in megabytes
     (8, 1, "bfloat16"): 24,
     (8, 16, "bfloat16"): 24,
     (2048, 1, "bfloat16"): 96,
@@ -45,7 +45,7 @@ HLO_NAMES = {"bfloat16": "bf16", "float32": "f32", "int8": "s8", "float8_e4m3fn"
 
 
 def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype):
-    """The pool, and the step of one bucket, or that of several rounds if `max_steps` is more than one."""
+    """Return the pool, and the step of one bucket, or of multi-step decode if `max_steps` is more than one."""
     arch, layout = registry.from_hf_config(config), BatchLayout.of(schedule, num_tokens)
     params = abstract_params(arch, BFLOAT16)
     state = abstract_state(arch, schedule, kv_dtype=kv_dtype, backend="mosaic_gpu")
@@ -58,7 +58,7 @@ def lower_step(chip, config, schedule, num_tokens, max_steps, kv_dtype):
 
 
 def compile_split_step(config, schedule, num_tokens, num_devices, kv_dtype):
-    """The step of one bucket over several chips; and what one of them has of the pool."""
+    """Return the step of one bucket over several chips, and one chip's share of the pool."""
     arch, kv_dtype = registry.from_hf_config(config), jnp.dtype(kv_dtype)
     target = dataclasses.replace(parse_target("h200"), shape=(num_devices,))
     compiler = StepCompiler(target, schedule, BFLOAT16, kv_dtype, "mosaic_gpu")
@@ -81,7 +81,7 @@ def check(pool, compiled, max_temp_bytes, num_kinds):
 
 @pytest.fixture(scope="module")
 def default_steps(h200):
-    """Pools and programs of the default model; compiled side by side."""
+    """Return pools and programs of the default model, compiled in parallel."""
     schedule, config = ScheduleConfig(256, 2048, 1024, 16, num_pages=50_000), json.loads(DEFAULT_MODEL.read_text())
     lowered = {key: lower_step(h200, config, schedule, *key[:2], jnp.dtype(key[2])) for key in DEFAULT_STEPS}
     compiled = h200.compile_all([program for _, program in lowered.values()])
@@ -94,7 +94,7 @@ def test_default_model(default_steps, step):
 
 
 def test_layers_of_8b_over_sixteen(h200):
-    """Each kv head of 8 on two of the chips. They meet twice a layer, for the embedding, and to sample in branches."""
+    """Each KV head of 8 is on two chips. Chips exchange twice a layer, for the embedding, and in branches to sample."""
     schedule = ScheduleConfig(256, 2048, 8192, 16, num_pages=40_000)
     config = {**LLAMA_8B, "num_hidden_layers": 2}
     pool, compiled = compile_split_step(config, schedule, 8, 16, "int8")

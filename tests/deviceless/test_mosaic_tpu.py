@@ -1,4 +1,4 @@
-"""The attention of TPUs becomes machine code for each generation of them, in place; so does the step around it."""
+"""Attention for TPUs compiles to machine code for each generation of them, in place; so does the step around it."""
 
 import dataclasses
 import itertools
@@ -36,7 +36,7 @@ pytestmark = [
 ]
 
 CHIPS = {"v5e": TPU_V5E, "v5p": TPU_V5P, "v6e": TPU_V6E, "tpu7x": TPU7X}
-COMPILE_S = 20  # of a processor; on one that nothing else runs on it is a third of that
+COMPILE_S = 20  # processor time; a third of it on an idle processor
 _MANY = ((*([1] * 40), 200, 300), (*range(20, 60), 400, 300))
 _DECODE = ((1,) * 64, (64,) * 64)
 WIDE = [
@@ -67,7 +67,7 @@ NARROW = [
 
 
 def _program(case):
-    """What distinguishes the kernels of two cases: how many tokens, rows and pages there are does not, but for one."""
+    """Return what distinguishes the kernels of two cases; the numbers of tokens, rows and pages do not, except one."""
     inputs = case.inputs()
     num_tokens, *heads = inputs.q.shape
     page = values_of(inputs.kv_pages).shape[2:]
@@ -115,7 +115,7 @@ def test_compiles_in_place(chip, case):
     assert time.process_time() - started <= COMPILE_S
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= tree_bytes(kv_pages)
-    # queries and outputs in the kernel's layouts, new keys and values in float32
+    # The bound covers queries and outputs in the kernel's layouts, and new keys and values in float32.
     assert memory.temp_size_in_bytes <= 16 * inputs.q.size * 4 + 2**21
     cost = compiled.cost_analysis()
     keys = case.q_lens.count(1) * inputs.page_table.shape[1] * case.page_size
@@ -125,7 +125,7 @@ def test_compiles_in_place(chip, case):
 
 
 def compile_step(config, target, num_tokens, pool_tokens, max_model_len, kv_dtype=BFLOAT16):
-    """What a chip has of the pool, whose pages are as large as they are by default, and the step of one bucket."""
+    """Return one chip's share of the pool, with pages of default size, and the step of one bucket."""
     arch, target = registry.from_hf_config(config), parse_target(target)
     local = arch.local(target.num_devices)
     sizes = {"num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim, "kv_dtype": kv_dtype}
@@ -138,7 +138,7 @@ def compile_step(config, target, num_tokens, pool_tokens, max_model_len, kv_dtyp
 
 
 def check_memory(pool, program, logits_bytes):
-    """The pool is updated where it is, and temporaries are few beside the logits."""
+    """Check that the pool is updated in place and that temporaries are small beside the logits."""
     assert program.memory_analysis().alias_size_in_bytes >= tree_bytes(pool)
     assert temp_bytes(program) <= logits_bytes + 64e6
 
@@ -174,7 +174,7 @@ def test_step_of_8b_works_in_place():
 def test_weights_of_layers_are_not_copied_on_tpu7x():
     config = LLAMA_8B | {"num_hidden_layers": 4}
     pool, program = compile_step(config, "tpu7x:1x1x1", 8, 16_000, 2048)
-    check_memory(pool, program, 8 * LLAMA_8B["vocab_size"] * 2)  # of a half of the vocabulary
+    check_memory(pool, program, 8 * LLAMA_8B["vocab_size"] * 2)  # half of the vocabulary
 
 
 def test_step_of_70b_over_eight_works_in_place_and_exchanges_twice_a_layer():
@@ -187,10 +187,10 @@ def test_step_of_70b_over_eight_works_in_place_and_exchanges_twice_a_layer():
 
 
 def test_a_decode_step_reads_weights_and_keys_once():
-    """As XLA counts it, of layers one after the other; the kernel's part is our own estimate of it.
+    """XLA's count for layers one after the other, with our own estimate for the kernel.
 
-    All vector memory is for one operation at a time: weights that are fetched to there ahead it counts several times,
-    although they are read from main memory once.
+    All vector memory goes to one operation at a time: XLA counts weights prefetched to it several times, although they
+    are read from main memory once.
     """
     arch = dataclasses.replace(registry.from_hf_config(LLAMA_8B), num_layers=2)
     rows, context = 64, 8192
@@ -209,7 +209,7 @@ def test_a_decode_step_reads_weights_and_keys_once():
     no_fetching_ahead = {"xla_tpu_scoped_vmem_limit_kib": "120000"}
     lowered = TPU_V6E.lower(decode, (params, state, blob), (1,), compiler_options=no_fetching_ahead)
     counted = TPU_V6E.compile_all([lowered])[0].cost_analysis()["bytes accessed"]
-    weights = tree_bytes(params) - tree_bytes(params["embed"])  # of which some rows are read
+    weights = tree_bytes(params) - tree_bytes(params["embed"])  # only some rows of it are read
     logits = rows * arch.vocab_size * 4
     assert weights + tree_bytes(state.kv_pages) + logits <= counted
     assert counted <= 1.05 * (weights + tree_bytes(state.kv_pages) + logits)

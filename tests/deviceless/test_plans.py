@@ -1,4 +1,4 @@
-"""Plans for chips that are not there, compiled for them."""
+"""Plans for chips that are not attached, compiled for them."""
 
 import json
 import re
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.deviceless
 
 BFLOAT16 = jnp.dtype("bfloat16")
 MAX_PROGRAMS = 12
-COMPILE_S = 60  # of a processor, for three programs
+COMPILE_S = 60  # processor time for three programs
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_the_plan_of_a_small_model(targets, name, backend, decode, capsys):
 
 
 def test_the_default_programs_of_a_tpu_are_few_and_compile(tpu, monkeypatch):
-    """All are counted, and those that wait for the first request or several steps are compiled."""
+    """All programs are counted, and background and multi-step ones are compiled."""
     config, (_, arch) = EngineConfig(), read_model(None)
     schedule = resolve_schedule(config, max_position=arch.max_position, platform="tpu", page_size=16, num_pages=64)
     assert schedule.num_programs(config.max_steps) <= MAX_PROGRAMS

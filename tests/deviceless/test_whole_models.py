@@ -1,4 +1,4 @@
-"""Whole models as they are known, compiled for chips: their steps work in place and meet twice a layer."""
+"""Whole models, compiled for chips: their steps work in place and exchange twice a layer."""
 
 import re
 
@@ -27,7 +27,7 @@ BACKENDS = {"gpu": "mosaic_gpu", "tpu": "mosaic_tpu"}
 
 
 def check_exchanges(arch, num_tokens, text, num_copies):
-    """Of activations there are two in a layer, after attention and after SwiGLU, and one for the embedding."""
+    """Check for two exchanges of activations a layer, after attention and SwiGLU, and one for the embedding."""
     (sums,) = layer_collectives(text, num_copies)
     assert (sums.kind, sums.count, sums.num_bytes) == ("all-reduce", 2, 2 * num_tokens * arch.hidden_size * 2)
     lines = [line for line in text.splitlines() if f"bf16[{num_tokens},{arch.hidden_size}]" in line]

@@ -1,6 +1,6 @@
 """Tiny engines, each started once for all tests and handed out with an empty prefix cache.
 
-All that do not ask for other sizes share their compiled programs, so that a further engine starts in about a second.
+Engines of default sizes share their compiled programs, so that a further engine starts in about a second.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama checkpoint of one token per byte and some merges, with its tokenizer: 0 is <s>, 1 is </s>."""
+    """Return a Llama checkpoint with its tokenizer of one token per byte and some merges: 0 is <s>, 1 is </s>."""
     path = tmp_path_factory.mktemp("llama")
     checkpoints.write_checkpoint(path, "llama", vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
     tokenizer = tiny_tokenizers.byte_level(VOCAB_SIZE)
@@ -38,19 +38,19 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def oracle(llama: Path) -> transformers.PreTrainedModel:
-    """The model of `llama` as transformers runs it."""
+    """Return the model of `llama` as transformers runs it."""
     return transformers.AutoModelForCausalLM.from_pretrained(llama).eval()
 
 
 @pytest.fixture(scope="session")
 def engines() -> dict[tuple[tuple[str, Any], ...], Engine]:
-    """Those started so far, by their options."""
+    """Return the engines started so far, by their options."""
     return {}
 
 
 @pytest.fixture(autouse=True, scope="module")
 def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
-    """Engines are let go when they hold many programs; whoever wants one again starts it."""
+    """Drop the engines if they hold many programs; the next test that needs one starts it again."""
     yield
     if mappings.are_many():
         engines.clear()
@@ -73,7 +73,7 @@ def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> St
 
 @pytest.fixture(scope="session")
 def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> LLM:
-    """The offline interface over the same programs, with the tokenizer."""
+    """Return the offline interface over the same programs, with the tokenizer."""
     llm = LLM(str(llama), **SIZES)
     engines[("llm", True),] = llm.engine
     return llm
@@ -81,7 +81,7 @@ def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> LLM:
 
 @pytest.fixture(autouse=True)
 def drained(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
-    """After every test all requests have ended, all pages are back and nothing was compiled."""
+    """Check after every test that all requests have ended, all pages are back and nothing was compiled."""
     yield
     for threads in list(_threads):
         with threads.paused():  # closed streams have ended by then
@@ -89,7 +89,7 @@ def drained(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None
     for engine in engines.values():
         unfinished = list(engine.frontend._groups)
         for request_id in unfinished:
-            engine.abort(request_id)  # so that a failure stays one
+            engine.abort(request_id)  # a failure must not fail later tests
         assert not unfinished
         assert engine.num_pages_used == 0
         assert engine.stats.num_compiles == 0

@@ -1,4 +1,4 @@
-"""A whole process: start an engine, serve, refuse what has a wrong type; prints what was compiled and generated.
+"""Start an engine in a process of its own, serve, refuse a wrong type; print what was compiled and generated.
 
 `python start_program.py MODEL CACHE_DIR`; run as a program so that nothing of the test suite is in it.
 """

@@ -1,4 +1,4 @@
-"""`jaxserve batch` as a program over the real engine: whatever is killed, it ends as if nothing had happened."""
+"""`jaxserve batch` as a program over the real engine: kills do not change its result."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ NUM_LINES = 120
 
 
 def requests() -> list[dict[str, Any]]:
-    """Greedy and sampled, with and without a seed, several samples, logprobs, penalties, and some that are wrong."""
+    """Return greedy and sampled lines, with and without seeds, several samples, logprobs, penalties, and wrong ones."""
     lines = []
     for i in range(NUM_LINES):
         body: dict[str, Any] = {"prompt": f"Once upon {i}", "max_tokens": 4 + i % 20, "temperature": (i % 3) * 0.7}
@@ -30,7 +30,7 @@ def requests() -> list[dict[str, Any]]:
 
 
 def records(path: Path) -> dict[str, Any]:
-    """What must not depend on the run: log probabilities and cache hits vary with the batch a request was in."""
+    """Return what must not depend on the run: log probabilities and cache hits vary with a request's batch."""
     found = killing.records_by_id(path)
     for record in found.values():
         body = record["response"]["body"]
@@ -42,7 +42,7 @@ def records(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def command(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The program without its output."""
+    """Return the command without its output path."""
     folder = tmp_path_factory.mktemp("batch")
     source = folder / "in.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in requests()))
@@ -54,7 +54,7 @@ def command(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole(command: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The output of an undisturbed run."""
+    """Return the output of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "out.jsonl"
     first = subprocess.run([*command, str(out)], check=False, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
@@ -70,7 +70,7 @@ def test_kills_lose_and_repeat_nothing(command: list[str], whole: Path, tmp_path
     assert records(killed) == records(whole)
 
 
-@pytest.mark.full  # by default in tests/test_ray_fleet.py
+@pytest.mark.full  # tests/test_ray_fleet.py runs it by default
 def test_on_ray_an_engine_that_is_killed_loses_nothing(command: list[str], whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = [*command, str(out), "--ray", "--ray-actors=2"]

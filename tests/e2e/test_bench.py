@@ -1,4 +1,4 @@
-"""`jaxserve bench` on a real engine: what it counts is what was asked for."""
+"""`jaxserve bench` on a real engine: it counts exactly the tokens that were asked for."""
 
 import json
 from collections.abc import Callable

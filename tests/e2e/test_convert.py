@@ -1,4 +1,4 @@
-"""`jaxserve convert`: what it writes serves by itself, with the same tokens."""
+"""`jaxserve convert`: its output serves by itself, with the same tokens."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ PROMPTS = ["def binary_search(items, target):", "import os\n"]
 
 @pytest.fixture(autouse=True)
 def devices() -> Iterator[None]:
-    """Those there are, for other tests as well: the command takes CPUs alone."""
+    """Keep jax's devices for other tests: the command restricts jax to CPUs."""
     jax.devices()
     platforms = jax.config.jax_platforms
     yield

@@ -1,4 +1,4 @@
-"""A program that fails on the device after it was dispatched: later requests are served as by a new engine."""
+"""Programs that fail on the device after their dispatch: later requests are served as by a new engine."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,14 +19,14 @@ Start = Callable[..., Engine]
 
 PROMPTS = [tokens(4, f"device failures {i}") for i in range(3)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True)
-ERROR = "must give y"  # what the custom call says of its operands' shapes
+ERROR = "must give y"  # message of the custom call about its operands' shapes
 
 pytestmark = pytest.mark.skipif(native.unavailable() is not None, reason="needs a custom call that returns an error")
 
 
 @jax.jit
 def fail(arrays: Any) -> Any:
-    """Return the arrays as a program does whose custom call returns an error: each of them holds that error."""
+    """Return the arrays of a program whose custom call returns an error: each of them holds that error."""
     shape = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     zero = jax.ffi.ffi_call(native.LINEAR, shape)(*[jnp.zeros((1,))] * 6, eps=np.float32(0))[0, 0]
     return jax.tree.map(lambda x: x ^ (zero > 0) if x.dtype == bool else x + zero.astype(x.dtype), arrays)
@@ -122,7 +122,7 @@ def test_close_does_not_raise_after_a_failure(
     engine: Engine, engines: dict[Any, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for key in [key for key, shared in engines.items() if shared is engine]:
-        del engines[key]  # nobody else may have it
+        del engines[key]  # other tests must not use it
     with monkeypatch.context() as patch:
         failing = Failing(engine, patch, 2)
         engine.add_request("last", PROMPTS[0], PARAMS)

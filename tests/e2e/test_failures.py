@@ -1,4 +1,4 @@
-"""A step that breaks off, wherever it does: what comes after is as from a new engine, and nothing hangs or leaks."""
+"""Steps that break off at any point: what follows is as from a new engine, and nothing hangs or leaks."""
 
 import gc
 import weakref
@@ -24,12 +24,12 @@ Start = Callable[..., Engine]
 
 PROMPTS = [tokens(18, f"failures {i}") for i in range(3)]
 PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, presence_penalty=0.3)
-SHORT = [prompt[:4] for prompt in PROMPTS]  # in one step; all that follow go in several, where they may
+SHORT = [prompt[:4] for prompt in PROMPTS]  # one step each; the following prompts may take several
 STEPS = pytest.mark.parametrize(("multi_step", "prompts"), [(1, PROMPTS), (5, SHORT)], ids=["single", "multi-step"])
 
 
 def failing(method: Callable[..., Any], call: int, error: BaseException, *, after: bool) -> Callable[..., Any]:
-    """`method`, but its `call`-th call raises, before or after doing its work."""
+    """Return `method`, except that its `call`-th call raises, before or after doing its work."""
     calls = 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -157,7 +157,7 @@ def test_parameters_may_be_numpy_scalars_and_change_before_use(start: Start) -> 
     assert (type(params.temperature), type(params.seed), type(params.max_tokens)) == (float, int, int)
     params.max_tokens = 6
     output = engine.add_request("a", PROMPTS[0], params)
-    params.max_tokens = 2  # too late for this one
+    params.max_tokens = 2  # too late for this request
     while engine.has_unfinished():
         engine.step()
     assert len(output.outputs[0].token_ids) == 6

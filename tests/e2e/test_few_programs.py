@@ -1,4 +1,4 @@
-"""The programs of TPUs, which are few: a step is padded more, and nothing else changes."""
+"""The programs of TPUs, which are few: steps are padded more, and nothing else changes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ def test_tokens_are_those_of_many_programs(start: Callable[..., Engine], monkeyp
     engine = start(max_num_batched_tokens=40, multi_step=STEPS, compile_ahead="all")
     runner = engine.replicas[0].executor
     assert sorted(runner.programs.steps) == [16, 40]
-    assert list(runner.programs.multi_steps) == [16]  # of no more than four rows
+    assert list(runner.programs.multi_steps) == [16]  # each of at most four rows
     params = SamplingParams(temperature=1, max_tokens=12, ignore_eos=True, seed=5, frequency_penalty=0.5)
     for prompts in ([tokens(9, 0)], [tokens(n, n) for n in (20, 5, 14, 2)]):
         expected = generate(start(max_num_batched_tokens=40), prompts, params)

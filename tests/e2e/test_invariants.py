@@ -1,4 +1,4 @@
-"""The tokens of a request depend on its prompt and parameters alone: not on what else runs, nor on how it is run."""
+"""A request's tokens depend only on its prompt and parameters: not on other requests nor on how it is run."""
 
 import itertools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 @pytest.fixture(scope="session")
 def alone(start: Start) -> Callable[[Job], RequestOutput]:
-    """Runs a job undisturbed: cold, alone, its prompt in one piece, one step after the other."""
+    """Run a job undisturbed: cold, alone, its prompt in one piece, one step after the other."""
     engine = start(max_num_batched_tokens=64, step_ahead=False)
     return lambda job: run_alone(engine, job)
 
@@ -65,7 +65,7 @@ class TestAnyWorkload:
                 assert_same(output, wanted, job)
 
 
-# Each invariant by itself, where the engine's own counts say that what is meant did happen.
+# Each invariant by itself; the engine's own counts confirm that the intended case did happen.
 
 BOTH = pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 
@@ -178,7 +178,7 @@ def test_steps_are_full_while_requests_wait(start: Start, monkeypatch: pytest.Mo
     assert sizes == 2 * ([(4, 12)] + 4 * [(4, 4)])
 
 
-@pytest.mark.parametrize("budget", [16, 64])  # the prefix in chunks, or with room for others beside it
+@pytest.mark.parametrize("budget", [16, 64])  # the prefix in chunks, or with budget left for others beside it
 def test_shared_prefix_is_computed_once(start: Start, budget: int) -> None:
     engine, prefix = start(max_num_batched_tokens=budget), tokens(32, "shared")
     prefill = engine.stats.num_prefill_tokens
@@ -186,14 +186,14 @@ def test_shared_prefix_is_computed_once(start: Start, budget: int) -> None:
     outputs = generate(engine, [[*prefix, 3 + i, 4] for i in range(64)], params)
     assert engine.stats.num_prefill_tokens - prefill == 32 + 64 * 2
     assert [output.num_cached_tokens for output in outputs] == [0] + 63 * [32]
-    for output in outputs[1:4]:  # those beside the first, with a budget of 64
+    for output in outputs[1:4]:  # requests that ran beside the first with a budget of 64
         assert_same(output, run_alone(engine, Job(output.prompt_token_ids, params)))
 
 
 def test_samples_share_their_prompt_even_without_a_prefix_cache(start: Start) -> None:
     engine, prompt = start(enable_prefix_caching=False), tokens(34, "n")
     params = SamplingParams(n=4, seed=1, max_tokens=3, ignore_eos=True)
-    for _ in range(2):  # the second time finds nothing of the first
+    for _ in range(2):  # the second run finds nothing of the first
         prefill = engine.stats.num_prefill_tokens
         engine.add_request("a", prompt, params)
         most = 0

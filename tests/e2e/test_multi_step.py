@@ -1,4 +1,4 @@
-"""Several steps per dispatch change how many dispatches it takes, and nothing else."""
+"""Multi-step decode changes the number of dispatches and nothing else."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +24,7 @@ SAMPLED = replace(GREEDY, temperature=1, top_p=0.95, seed=5)
 
 
 def counted(engine: Engine, prompts: list[list[int]], params: SamplingParams) -> tuple[list[Any], tuple[int, int, int]]:
-    """Outputs; and dispatches, steps and wasted tokens that they took, cold."""
+    """Return outputs of a cold run, with its numbers of dispatches, steps and wasted tokens."""
     engine.reset_prefix_cache()
     stats = engine.stats
     before = (stats.num_dispatches, stats.num_steps, stats.num_wasted_tokens)
@@ -69,7 +69,7 @@ def test_every_parameter(start: Start, params: SamplingParams, step_ahead: bool)
 
 
 def test_dispatches(start: Start) -> None:
-    """The prompt; then 11 tokens in two dispatches of 5, and the last one by itself."""
+    """One dispatch serves the prompt, two serve 5 tokens each, and one the last token."""
     for prompts in ([tokens(6, 0)], [tokens(3, i) for i in range(4)]):
         _, counts = counted(start(multi_step=STEPS), prompts, GREEDY)
         assert counts == (4, 12, 0)
@@ -172,7 +172,7 @@ def test_text_streams_in_clumps(llama: Path, llm: LLM, engines: dict[Any, Engine
 
 
 def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways are tried, and whichever wins: the tokens are those of single steps."""
+    """Both ways are tried; whichever wins, the tokens are those of single steps."""
     monkeypatch.setattr(pacer._Trial, "_most_steps", lambda _: 5)  # however slow the machine is
     params = replace(SAMPLED, max_tokens=60)
     (expected,) = generate(start(), [tokens(3, 0)], params)
@@ -186,7 +186,7 @@ def test_measured_steps(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_log_probabilities_of_a_whole_vocabulary_have_room_for_one_step(start: Start) -> None:
-    """In whatever program; a dispatch has several steps unless a request asks for them."""
+    """Every program has room; a dispatch has several steps unless a request asks for such log probabilities."""
     few, whole = start(multi_step=5), start(multi_step=5, max_logprobs=-1)
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     outputs, num_bytes = [], []

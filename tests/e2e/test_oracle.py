@@ -35,7 +35,7 @@ PROMPTS = [tokens(n, n) for n in (7, 40, 16, 1, 33)]
 
 
 class Oracle:
-    """What transformers says, by sequence."""
+    """Results of transformers, by sequence."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
         self.logprobs = functools.cache(lambda ids: log_softmax(reference_logits(model, np.array(ids)), axis=-1))
@@ -47,7 +47,7 @@ class Oracle:
         return ids[len(prompt) :]
 
     def check(self, output: RequestOutput) -> None:
-        """Greedy ids, and every log probability that came with them."""
+        """Return greedy ids, and all log probabilities that came with them."""
         prompt, completion = output.prompt_token_ids, output.outputs[0]
         assert completion.token_ids == self.greedy(prompt)
         expected = self.logprobs(tuple(prompt + completion.token_ids))
@@ -65,7 +65,7 @@ class Oracle:
             self.check_entry(entry, row, top)
 
     def check_entry(self, entry: dict[int, Logprob], row: np.ndarray, top: int) -> None:
-        """The token itself first, then the most likely ones, best first; ranks count from 1."""
+        """Return the token itself first, then the most likely ones, best first; ranks count from 1."""
         chosen, *_ = entry
         best = np.argsort(-row, kind="stable")[:top].tolist()
         assert list(entry) == [chosen] + [i for i in best if i != chosen]
@@ -74,7 +74,7 @@ class Oracle:
             assert logprob.rank == 1 + int((row > row[token_id]).sum())
 
 
-QUICK_ON_XLA = ("llama", "qwen2-window-of-some")  # where native kernels serve the others
+QUICK_ON_XLA = ("llama", "qwen2-window-of-some")  # native kernels serve the other families
 KERNELS = ["native", "xla"] if native.unavailable() is None else ["xla"]
 
 
@@ -96,7 +96,7 @@ def pair(
     oracle: transformers.PreTrainedModel,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Callable[[], Engine], Oracle]:
-    """An engine, given out with an empty cache, and the oracle of the same checkpoint."""
+    """Return a starter of an engine with an empty cache, and the oracle of the same checkpoint."""
     name, kernels = request.param
     model: transformers.PreTrainedModel = oracle
     options: dict[str, Any] = {}
@@ -164,7 +164,7 @@ def test_prompt_logprobs_cost_nothing_after_the_prompt(start: Start, monkeypatch
     monkeypatch.setattr(engine.replicas[0].executor, "launch", spy)
     params = SamplingParams(n=2, seed=0, max_tokens=5, ignore_eos=True, prompt_logprobs=0)
     generate(engine, [tokens(30, "cost")], params)
-    assert asked == 2 * [True] + 4 * [False]  # two chunks, beside the second of which the second sample begins
+    assert asked == 2 * [True] + 4 * [False]  # two chunks; the second sample begins beside the second chunk
 
 
 def test_prompt_logprobs_survive_preemption(start: Start, oracle: transformers.PreTrainedModel) -> None:

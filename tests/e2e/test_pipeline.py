@@ -1,4 +1,4 @@
-"""What a step costs beside its program, counted by the events of jax's own profiler, and what overlaps with what."""
+"""Cost of a step beside its program, counted by events of jax's own profiler, and overlap of host and device."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def finish(engine: Engine) -> None:
 
 
 def count_events(engine: Engine, directory: Path) -> tuple[Counter[str], int]:
-    """Profiler events by name during some steps, and how many programs of steps the engine asked for."""
+    """Return profiler events by name during some steps, and how many step programs the engine asked for."""
     first = engine.replicas[0].scheduler._next_step_id
     with jax.profiler.trace(str(directory)):
         for _ in range(6):
@@ -70,7 +70,7 @@ def test_a_step_is_one_upload_one_dispatch_and_one_small_download(
 
 
 def test_what_was_asked_for_beside_tokens_is_downloaded_too(start: Start, tmp_path: Path) -> None:
-    """The counts above would see one download more."""
+    """The counts above would include one more download."""
     engine = start()
     add(engine, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1))
     engine.step()

@@ -1,4 +1,4 @@
-"""What the engine refuses, what it does with an abort, and that it goes on serving afterwards."""
+"""Refused requests and aborts: the engine goes on serving after them."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -71,7 +71,7 @@ BAD_PROMPTS: list[Any] = [
 
 
 def bad_requests(count: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """A prompt and parameters, of which at least one is bad."""
+    """Draw a prompt and parameters, of which at least one is bad."""
     rng = random.Random(0)
     for _ in range(count):
         names = rng.sample(list(BAD_PARAMS), rng.choice([0, 1, 1, 2, 3]))
@@ -130,7 +130,7 @@ class TestRefusals:
         with pytest.raises(RequestError, match="request_id must be unique"):
             engine.add_request("a", PROMPT, GREEDY)
         assert engine.abort("a") is not None
-        engine.add_request("a", PROMPT, GREEDY)  # free again
+        engine.add_request("a", PROMPT, GREEDY)  # the id is free again
         engine.abort("a")
 
     def test_stop_strings_need_a_tokenizer(self, start: Start) -> None:
@@ -172,7 +172,7 @@ class TestAborts:
 
     @pytest.mark.parametrize("num_steps", range(9))
     def test_at_any_step(self, start: Start, num_steps: int) -> None:
-        """Waiting, between two chunks, with its first token in flight, and later."""
+        """Aborts come while waiting, between two chunks, with the first token in flight, and later."""
         engine = start()
         wanted = generate(engine, [PROMPT], GREEDY)[0]
         victim = tokens(40, "victim")

@@ -1,4 +1,4 @@
-"""What each sampling parameter promises, through the whole engine."""
+"""Each sampling parameter through the whole engine."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +60,7 @@ def test_logit_bias_forbids(start: Start) -> None:
 
 
 def test_logprobs_are_raw(start: Start) -> None:
-    """As in vLLM: those of the model, whatever bias, temperature and penalties did to the choice."""
+    """Logprobs are the model's, as in vLLM, whatever bias, temperature and penalties did to the choice."""
     plain = generate(start(), [PROMPT], replace(GREEDY, logprobs=3, max_tokens=1))[0].outputs[0].logprobs[0]
     forced = {300: 100.0}
     params = replace(SAMPLED, logit_bias=forced, logprobs=3, max_tokens=1, repetition_penalty=1.5, temperature=3)
@@ -78,7 +78,7 @@ def test_logprobs_are_raw(start: Start) -> None:
 def test_penalties_are_their_formulas(
     start: Start, oracle: transformers.PreTrainedModel, fields: dict[str, float]
 ) -> None:
-    """Greedy ids are those of a loop over transformers' logits with the penalties written out."""
+    """Greedy ids equal those of a loop over transformers' logits with the penalties written out."""
     params = replace(GREEDY, max_tokens=14, **fields)
     seen = list(PROMPT)
     for _ in range(params.max_tokens):
@@ -134,14 +134,14 @@ class TestForbiddenTokens:
 
     @pytest.mark.parametrize("options", [{}, {"step_ahead": False}, {"multi_step": 5}], ids=str)
     def test_bad_words(self, start: Start, oracle: transformers.PreTrainedModel, options: dict[str, Any]) -> None:
-        """Four rows that do not fit into the pool together, so that preemption is met as well."""
+        """Four rows do not fit into the pool together, so that preemption occurs as well."""
         engine = start(skip_tokenizer_init=False, **options)
         allowed = letter_ids(engine)
         prompts = [[*tokens(11, "bad"), allowed[0]], *(tokens(n, n) for n in (17, 18, 19))]
         params = replace(GREEDY, max_tokens=16, allowed_token_ids=allowed)
         plain = [o.outputs[0].token_ids for o in generate(engine, prompts, params)]
         words, forbidden = [], []
-        for first, output in enumerate(plain):  # each word is one that the plain output begins with, or has in it
+        for first, output in enumerate(plain):  # each word begins the plain output or occurs in it
             piece = output[first : first + 1 + first]
             words.append("".join(LETTERS[allowed.index(i)] for i in piece))
             forbidden.append(piece)
@@ -179,7 +179,7 @@ class TestForbiddenTokens:
 
 
 class TestMaxLogprobs:
-    """The width of what an engine returns."""
+    """Number of log probabilities that an engine returns."""
 
     def test_whole_vocabulary(self, start: Start, oracle: transformers.PreTrainedModel) -> None:
         params = replace(GREEDY, max_tokens=3, logprobs=-1, prompt_logprobs=-1)
@@ -216,7 +216,7 @@ class TestMaxLogprobs:
 
 
 class TestEnds:
-    """Why and when a completion ends."""
+    """Reason and time of a completion's end."""
 
     def always(self, token_id: int) -> SamplingParams:
         return SamplingParams(temperature=0, max_tokens=6, logit_bias={token_id: 100})

@@ -1,4 +1,4 @@
-"""The compiled step: the pool is updated in place, nothing as large is copied, and padding is inert."""
+"""The compiled step: the pool is updated in place, no array as large is copied, and padding is inert."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ Start = Callable[..., Engine]
 
 @pytest.mark.parametrize("multi_step", [False, True])
 def test_pool_is_updated_in_place(start: Start, multi_step: bool) -> None:
-    """With a pool of 100 MB, all temporaries are those of 16 tokens: logits and activations, a few times over."""
+    """Temporaries are a few times the logits and activations of 16 tokens beside a pool of 100 MB."""
     programs = copy.copy(start(multi_step=5).replicas[0].executor.programs)
     programs.schedule = dataclasses.replace(programs.schedule, num_pages=50_000)
     pool = programs.abstract_state().kv_pages
@@ -39,7 +39,7 @@ def test_pool_is_updated_in_place(start: Start, multi_step: bool) -> None:
 
 @pytest.mark.parametrize("bucket", [1, 16])
 def test_tables_by_slot_are_not_copied(start: Start, bucket: int) -> None:
-    """They grow with max_num_seqs and max_model_len or vocabulary, of which a step touches a few numbers."""
+    """Slot tables grow with max_num_seqs and max_model_len or vocabulary; a step touches few of their elements."""
     runner = start().replicas[0].executor
     program = runner.programs.lower(bucket).compile().as_text()
     slots = runner.programs.abstract_state().slots
@@ -59,7 +59,7 @@ def launch_upload(
 
 
 class Twin:
-    """Runs each step twice on equal states, the second time with garbage wherever the batch is padding."""
+    """Runner of each step twice on equal states, the second time with garbage in all padding of the batch."""
 
     def __init__(self, engine: Engine) -> None:
         self.runner, self.schedule = engine.replicas[0].executor, engine.schedule
@@ -98,7 +98,7 @@ class Twin:
         return spoilt
 
     def _fill(self, view: np.ndarray) -> None:
-        """Large and small values, negative ones, and bits that are NaN and infinity as floats."""
+        """Return large, small and negative values, and bits that are NaN and infinity as floats."""
         kinds = [self.rng.integers(-(2**31), 2**31, view.shape), self.rng.integers(-200, 200, view.shape)]
         kinds.append(self.rng.choice([0x7FC00000, 0x7F800000, 0x3F800000, 1, 0], view.shape))
         view[...] = self.rng.choice(np.stack(kinds), axis=0) if view.size else 0
@@ -144,7 +144,7 @@ def test_padding_of_several_steps_is_inert(start: Start, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("multi_step", [1, 5])
 def test_rows_that_have_stopped_compute_nothing(start: Start, monkeypatch: pytest.MonkeyPatch, multi_step: int) -> None:
-    """Whether by a stop id or by their length, and although the host goes on to plan tokens for them."""
+    """Rows end by a stop id or by their length, although the host goes on to plan tokens for them."""
     engine = start(step_ahead=False, multi_step=multi_step)
     runner, launch, uploads = engine.replicas[0].executor, engine.replicas[0].executor.launch, []
 
@@ -185,7 +185,7 @@ def test_the_upload_of_a_step_does_not_grow_with_the_length_of_a_sequence(max_mo
 
 
 def test_logprobs_that_no_one_wants_cost_nothing(start: Start) -> None:
-    """The sort of their top_k stands in a branch, at every size: the entry computation always runs."""
+    """The sort of their top_k is in a branch, at every size: the entry computation always runs."""
     runner = start().replicas[0].executor
     for bucket in (1, 16):
         program = runner.programs.lower(bucket).compile().as_text()

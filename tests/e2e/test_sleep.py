@@ -1,4 +1,4 @@
-"""An engine that sleeps has freed weights and pool; awake, it serves as before and compiles nothing."""
+"""Sleeping engines have freed weights and pool; awake, they serve as before and compile nothing."""
 
 import gc
 import weakref

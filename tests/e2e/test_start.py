@@ -1,4 +1,4 @@
-"""Starting, and what is never compiled afterwards."""
+"""Start of engines, and programs that are never compiled afterwards."""
 
 import json
 import os
@@ -108,7 +108,7 @@ ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_pages":
 
 @pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "bfloat16"}])
 def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
-    """They run, and what they generate is near: the log probabilities of the first token are within 0.1."""
+    """Half-precision programs run, and the log probabilities of their first token are within 0.1."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)
     (exact,) = generate(start(), [tokens(9, 0)], params)
     engine = start(**ONE_ROW | options)
@@ -122,7 +122,7 @@ def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
 
 
 def test_int8_weights(start: Start) -> None:
-    """A step reads a quarter of the bytes, and what is generated depends on neither batch nor cache, and is near."""
+    """A step reads a quarter of the bytes; outputs are near, and depend on neither batch nor cache."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     prompts = [tokens(length, length) for length in (1, 23, 9)]
     exact, narrow = start(), start(quantization="int8")
@@ -151,7 +151,7 @@ SMALL = {"max_num_batched_tokens": 4, "max_num_seqs": 2}
 
 @pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
 def test_narrow_pools(start: Start, dtype: str) -> None:
-    """What is generated depends on neither batch, cache nor chunks, and is near; tokens take few bytes."""
+    """Outputs are near, and depend on neither batch, cache nor chunks; tokens take few bytes."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     prompts = [tokens(length, length) for length in (1, 23, 9)]
     exact = start()
@@ -197,7 +197,7 @@ def test_missing_native_kernels_are_told_once(
 
 
 def test_a_program_of_several_steps_runs_single_ones(llama: Path) -> None:
-    """On a CPU, where few rows in decode have one program for both."""
+    """One program runs both single and multi-step decode of few rows on a CPU."""
     options = {"max_num_seqs": 2, "max_num_batched_tokens": 4, "multi_step": 5, "compile_ahead": "all"}
     engine = Engine(EngineConfig(str(llama), skip_tokenizer_init=True, **SIZES | options))
     programs, sizes = engine.replicas[0].executor.programs, engine.schedule
@@ -255,7 +255,7 @@ sys.exit(main(sys.argv[2:]))
 def test_an_interrupt_while_compiling_ends_the_process_in_order(
     program: str, arguments: list[str], tmp_path: Path
 ) -> None:
-    """Not with a crash: XLA may not be at work when its client goes."""
+    """XLA must not be at work when its client is destroyed, or the process crashes."""
     command = [sys.executable, "-c", INTERRUPTED_WHILE_COMPILING, program, *arguments]
     command += ["--compilation-cache-dir", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

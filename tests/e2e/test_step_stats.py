@@ -1,4 +1,4 @@
-"""What a step says of itself, against counts made by hand."""
+"""Step statistics against counts made by hand."""
 
 import dataclasses
 import math

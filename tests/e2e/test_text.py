@@ -36,14 +36,14 @@ def generate(
 
 @pytest.fixture(scope="module")
 def ascii_only(llm: LLM) -> dict[int, float]:
-    """A bias after which only printable ASCII comes out."""
+    """Return a bias after which only printable ASCII is generated."""
     texts = {i: llm.engine.tokenizer.decode([i], skip_special_tokens=False) for i in range(320)}
     return {i: -100.0 for i, text in texts.items() if not (text.isascii() and text.isprintable())}
 
 
 class TestStopStrings:
     def test_any_place_of_the_text(self, llm: LLM, ascii_only: dict[int, float]) -> None:
-        """Wherever a stop string begins and ends, the output ends there, and so do its tokens."""
+        """The output and its tokens end with the stop string, wherever that begins and ends."""
         params = replace(SAMPLED, logit_bias=ascii_only)
         (whole,) = generate(llm, [PROMPT], params)
         text, ids = whole.outputs[0].text, whole.outputs[0].token_ids
@@ -128,8 +128,8 @@ class TestStream:
                 assert [list(e) for piece in pieces for e in piece.logprobs] == [list(e) for e in full.logprobs]
 
     def test_no_character_is_split(self, llm: LLM) -> None:
-        """Bytes of one character in three tokens: it comes whole, and never as U+FFFD."""
-        character = llm.engine.tokenizer.encode("\u4eac", add_special_tokens=False)  # in three bytes
+        """A character whose bytes are in three tokens appears whole, and never as U+FFFD."""
+        character = llm.engine.tokenizer.encode("\u4eac", add_special_tokens=False)  # three bytes
         forced = dict.fromkeys(character, 100.0)
         params = replace(SAMPLED, logit_bias=forced, max_tokens=40, temperature=2.0)
         pieces = [part.outputs[0].text for part in llm.stream(PROMPT, params)]
@@ -158,7 +158,7 @@ class TestStream:
         assert text + "".join(part.outputs[0].text for part in going) == whole
 
     def test_streams_and_calls_interleave(self, llm: LLM) -> None:
-        """What drives the engine for one gets the others further too; none of them loses anything."""
+        """A driver that steps the engine for one stream advances the others too; none of them loses anything."""
         params = [replace(SAMPLED, seed=seed, max_tokens=4 + 6 * seed) for seed in range(3)]
         whole = [generate(llm, [PROMPT], p)[0].outputs[0] for p in params]
         long, short = llm.stream(PROMPT, params[2]), llm.stream(PROMPT, params[0])
@@ -293,7 +293,7 @@ class TestCalls:
             step(now_s)
 
         monkeypatch.setattr(llm.engine.core, "step", interrupting)
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells ignore it in background jobs
         try:
             with pytest.raises(KeyboardInterrupt):
                 generate(llm, [PROMPT, "two"], replace(SAMPLED, max_tokens=50))
@@ -315,7 +315,7 @@ class TestCalls:
         assert single.outputs[0].text == outputs[0].outputs[0].text
 
 
-# From vLLM's documentation (offline inference: basic, chat, prompt caching, logprobs), but for model and sizes.
+# From vLLM's documentation (offline inference: basic, chat, prompt caching, logprobs), except model and sizes.
 VLLM_SCRIPT = """
 from vllm import LLM, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Calls of several threads on one LLM, and its end: all are served as if alone, and nothing is left behind."""
+"""Calls from several threads on one LLM, and its end: all are served as if alone, and no thread is left."""
 
 import asyncio
 import gc
@@ -61,7 +61,7 @@ def test_streams_in_threads_and_generate_inside_a_stream(llm: LLM, alone: dict[s
 
 
 def test_a_short_call_does_not_wait_for_a_long_one(llm: LLM) -> None:
-    """The steps of either serve both, and the one that is done returns."""
+    """The steps of either call serve both, and the finished call returns."""
     steps = [0]
     step = llm.engine.core.step
 
@@ -119,7 +119,7 @@ def test_a_stream_that_is_collected_inside_a_step_is_aborted_later(
 
 # The end of an LLM
 
-ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 3, "num_pages": 16}  # as in test_start
+ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 3, "num_pages": 16}  # same programs as test_start
 
 
 def arrays_of(llm: LLM) -> list[weakref.ref[Any]]:
@@ -156,7 +156,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
     (compiler,) = set(threading.enumerate()) - threads
     assert compiling.wait(PATIENCE_S)
     alive = arrays_of(llm)
-    gc.disable()  # nothing may need a search for cycles
+    gc.disable()  # no cycle collector may be needed
     try:
         end(llm)
         del llm

@@ -1,4 +1,4 @@
-"""Other weights in a running engine: the tokens of an engine that began with them, and what becomes of requests."""
+"""New weights in a running engine: tokens equal those of an engine that began with them, and requests go on."""
 
 import shutil
 from collections.abc import Callable
@@ -31,7 +31,7 @@ Given = Callable[[Path, Engine], Any]
 
 @pytest.fixture(scope="module")
 def other(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The model of `llama` with other weights."""
+    """Return the model of `llama` with other weights."""
     path = tmp_path_factory.mktemp("other")
     shutil.copytree(llama, path, dirs_exist_ok=True)
     checkpoints.write_checkpoint(path, "llama", seed=1, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
@@ -64,7 +64,7 @@ FORMS = [from_directory, by_name, by_name_on_device, loaded_tree, served_tree]
 
 @pytest.fixture
 def swapped(start: Start, llama: Path) -> Any:
-    """An engine to give other weights to; it has its own again afterwards."""
+    """Yield a starter of engines to update, whose weights are restored afterwards."""
     engines = []
 
     def swapped(**options: Any) -> Engine:
@@ -143,7 +143,7 @@ def test_requests_can_be_finished_first(
 @pytest.mark.parametrize("multi_step", [1, 5])
 @pytest.mark.parametrize("num_steps", [0, 1, 4, 9])
 def test_requests_can_begin_again(start: Start, swapped: Start, other: Path, num_steps: int, multi_step: int) -> None:
-    """Rows, queue, samples of which some have ended, penalties and log probabilities: all as if nothing had been."""
+    """Rows, queue, samples of which some have ended, penalties and log probabilities go on as if undisturbed."""
     rich = SamplingParams(n=2, temperature=1, seed=3, max_tokens=7, logprobs=2, presence_penalty=1, prompt_logprobs=1)
     jobs = [Job(prompt, params) for prompt in PROMPTS for params in (GREEDY, rich)]
     expected = run(start(model=str(other), multi_step=multi_step), jobs)

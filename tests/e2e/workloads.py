@@ -1,4 +1,4 @@
-"""Random requests, and a loop that runs them through an engine while it checks what must hold at every step."""
+"""Random requests, and a loop that runs them through an engine and checks invariants at every step."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ few_but_rich = settings(
 
 @dataclass(frozen=True)
 class Job:
-    """A request, the step before which it arrives, and the step before which it is aborted, if it still runs."""
+    """A request, the step before which it arrives, and the step before which it is aborted if it still runs."""
 
     prompt: list[int]
     params: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0))
@@ -38,14 +38,14 @@ class Job:
 
 
 def tokens(count: int, seed: object, vocab_size: int = 131) -> list[int]:
-    """`count` random ids from 3 on: never a special one, and a longer list of a seed begins with the shorter."""
+    """Return `count` random ids from 3 on, without special ones; a longer list of a seed begins with the shorter."""
     rng = random.Random(str(seed))
     return [rng.randrange(3, vocab_size) for _ in range(count)]
 
 
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
-    """Every parameter that may change tokens or what is returned of them; a third of the requests stays greedy."""
+    """Draw all parameters that may change tokens or outputs; a third of the requests stays greedy."""
     max_tokens = draw(st.integers(1, 12))
     fields: dict[str, Any] = {
         "n": draw(st.sampled_from([1, 1, 1, 2, 3])),
@@ -74,7 +74,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
 
 @st.composite
 def jobs(draw: st.DrawFn, aborts: bool = False) -> list[Job]:
-    """Up to eight requests of up to 52 tokens, most of which begin like another one, that arrive over a dozen steps."""
+    """Draw up to eight requests of up to 52 tokens that arrive over a dozen steps; most begin like another one."""
     out = []
     for index in range(draw(st.integers(2, 8))):
         params = draw(sampling_params())
@@ -86,7 +86,7 @@ def jobs(draw: st.DrawFn, aborts: bool = False) -> list[Job]:
 
 
 def run(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
-    """Run all jobs to their end; the outputs in their order."""
+    """Run all jobs to their end; return the outputs in their order."""
     outputs: dict[int, RequestOutput] = {}
     step = 0
     while len(outputs) < len(jobs):
@@ -106,7 +106,7 @@ def run(engine: Engine, jobs: Sequence[Job]) -> list[RequestOutput]:
 
 
 def busy_step(engine: Engine) -> list[RequestOutput]:
-    """One step, which must dispatch or collect something if there is anything to do."""
+    """Run one step, which must dispatch or collect something if there is anything to do."""
     unfinished, before = engine.has_unfinished(), _work(engine)
     outputs = engine.step()
     assert not unfinished or _work(engine) != before, "the engine idles while requests are unfinished"
@@ -115,14 +115,14 @@ def busy_step(engine: Engine) -> list[RequestOutput]:
 
 
 def wait_until_idle(llm: LLM) -> None:
-    """Wait for the threads of an LLM to have ended what was cancelled."""
+    """Wait until the threads of an LLM have ended cancelled requests."""
     with llm._threads.paused() as engine:
         assert not engine.has_unfinished()
         engine.check_integrity()
 
 
 def drain(engine: Engine) -> None:
-    """Collect what is still in flight for requests that ended early; then every page must be back."""
+    """Collect steps still in flight for requests that ended early; then every page must be back."""
     engine.step()
     assert not engine.has_unfinished()
     assert engine.num_pages_used == 0
@@ -141,7 +141,7 @@ def generate(engine: Engine, prompts: Sequence[Sequence[int]], params: SamplingP
 
 
 def assert_same(got: RequestOutput, expected: RequestOutput, what: object = "") -> None:
-    """Equal tokens and endings, log probabilities within tolerance."""
+    """Check for equal tokens and endings, and for log probabilities within tolerance."""
     for a, b in zip(got.outputs, expected.outputs, strict=True):
         assert a.token_ids == b.token_ids, what
         assert (a.finish_reason, a.stop_reason) == (b.finish_reason, b.stop_reason), what
@@ -152,7 +152,7 @@ def assert_same(got: RequestOutput, expected: RequestOutput, what: object = "") 
 def assert_close(
     got: Sequence[dict[int, Logprob] | None] | None, expected: Sequence[dict[int, Logprob] | None] | None
 ) -> None:
-    """Log probabilities of the tokens themselves, and of all others that both sides name."""
+    """Check log probabilities of the tokens themselves, and of all others that both sides name."""
     assert (got is None) == (expected is None)
     for a, b in zip(got or (), expected or (), strict=True):
         assert (a is None) == (b is None)

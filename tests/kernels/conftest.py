@@ -8,7 +8,7 @@ leave_tpus_alone()
 
 @pytest.fixture
 def without_jaxtyping():
-    """Serving runs without annotations checked: what users see are the operation's own messages."""
+    """Disable checks of annotations, as when serving: users see the operation's own messages."""
     jaxtyping.config.update("jaxtyping_disable", True)
     yield
     jaxtyping.config.update("jaxtyping_disable", False)

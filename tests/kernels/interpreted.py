@@ -1,4 +1,4 @@
-"""Runs kernels, on a CPU in the interpreter; as a script, a small case with a bug planted: CASE OLD NEW."""
+"""Run kernels on a CPU in the interpreter; as a script, run a small case with a planted bug: CASE OLD NEW."""
 
 import contextlib
 import dataclasses
@@ -21,14 +21,14 @@ KERNELS = {
     ],
     "mosaic_tpu": [
         f"{OP}.mosaic_tpu.{name}"
-        for name in ("kernel", "plan", "writes", "units", "pages", "lanes", "tiles", "softmax")
+        for name in ("kernel", "plan", "writes", "work_items", "pages", "decode", "tiles", "softmax")
     ],
 }
 
 
 @dataclass
 class Found:
-    """What came of a case: the largest error in live outputs, over 1 + what was expected, and the pool's."""
+    """Result of a case: the largest error in live outputs, over 1 + the expected value, and the pool's error."""
 
     error: float
     pool_error: float
@@ -77,7 +77,7 @@ def _params(name):
 
 @contextlib.contextmanager
 def _watched(name):
-    """Tells afterwards whether the interpreter saw races."""
+    """Yield a function that returns whether the interpreter saw races."""
     if not ON_CPU:
         yield lambda: False
     elif name == "mosaic_tpu":
@@ -92,7 +92,7 @@ def _watched(name):
 
 @contextlib.contextmanager
 def _watched_on_gpu():
-    """What the interpreter sees of each kernel, one after the other: it keeps that of the last one alone."""
+    """Yield the race detectors of all kernels; the interpreter keeps only that of the last kernel."""
     from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
     kernels, kind = [], gpu_callbacks.GPURaceDetectionState
@@ -106,13 +106,13 @@ def _watched_on_gpu():
 
 
 def places_of(name, text):
-    """The modules of a backend's kernels that have a piece of text, once for each time."""
+    """Return the modules of a backend's kernels that contain a piece of text, once per occurrence."""
     sources = {module: Path(importlib.util.find_spec(module).origin).read_text() for module in KERNELS[name]}
     return [module for module, source in sources.items() for _ in range(source.count(text))]
 
 
 def plant(name, old, new):
-    """Has the kernels be imported with the one piece `old` of their source replaced."""
+    """Import the kernels with the only occurrence of `old` in their source replaced."""
     (name,) = places_of(name, old)
     spec = importlib.util.find_spec(name)
     module = importlib.util.module_from_spec(spec)

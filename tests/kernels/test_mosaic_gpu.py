@@ -1,4 +1,4 @@
-"""The kernels of Hopper GPUs: their plan of work anywhere, their values and races in the interpreter of newer jax."""
+"""Hopper GPU kernels: their plans on any jax, their values and races in the interpreter of newer versions."""
 
 import functools
 import itertools
@@ -50,7 +50,7 @@ def test_matches_reference_without_races(case):
     assert not found.races
 
 
-PLANTED = {  # bug: (case, what is there, what is put in its place)
+PLANTED = {  # bug: (case, old code, new code)
     "none": ("half", "", ""),
     "keys are loaded over those still in use": ("half", "plgpu.barrier_wait(shared.k_free.at[slot])", "pass"),
     "values are read before they are there": (
@@ -77,20 +77,24 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
         "        plgpu.commit_smem()\n        token, head =",
         "        token, head =",
     ),
-    "none in narrow numbers": ("narrow", "", ""),
-    "narrow numbers are read before they are there": (
+    "none in a quantised pool": ("narrow", "", ""),
+    "quantised values are read before they are there": (
         "narrow",
         "        plgpu.barrier_wait(shared.k_ready.at[slot])\n        plgpu.barrier_wait(shared.v_ready.at[slot])\n",
         "",
     ),
-    "a block is used before others have widened it": (
+    "a block is used before others have dequantised it": (
         "narrow",
         "v_free.at[slot])\n        self._meet()",
         "v_free.at[slot])",
     ),
-    "a block is given back before it is committed": ("narrow", "plgpu.commit_smem()  # so that", "pass  # so that"),
+    "a block is given back before it is committed": ("narrow", "plgpu.commit_smem()  # completes", "pass  # completes"),
     "keys have the scales of values": ("narrow", "at[slot, :, column + i]", "at[slot, :, column + 1 - i]"),
-    "stale narrow values are not cleared": ("narrow", "jnp.where(row < end, numbers", "jnp.where(row < 64, numbers"),
+    "stale quantised values are not cleared": (
+        "narrow",
+        "jnp.where(row < end, elements",
+        "jnp.where(row < 64, elements",
+    ),
 }
 
 
@@ -98,7 +102,7 @@ PLANTED = {  # bug: (case, what is there, what is put in its place)
 @needs_interpreter
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_caught(bug, tmp_path):
-    """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
+    """A bug shows as a wrong value, a race, an error, or a kernel that never ends; without one none of them occurs."""
     case, old, new = PLANTED[bug]
     assert not old or len(interpreted.places_of("mosaic_gpu", old)) == 1, "there is no such place any more"
     script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
@@ -114,7 +118,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
 
 BF16 = jnp.dtype("bfloat16")
 STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
-CALLS = [  # each is compiled; windows and cores go through them at paces of their own
+CALLS = [  # each is compiled; windows and cores cycle through their values at different paces
     Call(
         num_tokens=num_tokens,
         num_kv_heads=1 + i % 8,
@@ -137,7 +141,7 @@ CALLS = [  # each is compiled; windows and cores go through them at paces of the
 
 @st.composite
 def steps(draw):
-    """Rows of any lengths, live and padding, and the sizes of a call."""
+    """Draw rows of any lengths, live and padding, and the sizes of a call."""
     q_lens = draw(st.lists(st.one_of(st.just(1), st.integers(0, 300)), max_size=STEP_ROWS))
     past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
     missing = STEP_ROWS - len(q_lens)
@@ -185,7 +189,7 @@ def test_plan_does_all_work_once(step):
 
 
 def _check_spans(call, workers, first_unit, num_blocks, num_units):
-    """The spans follow each other, are as long as the first but for the last ones, and lie in their items."""
+    """Check that spans follow each other, have equal lengths except for the last ones, and lie in their items."""
     first_item, end_item, start, end = workers
     np.testing.assert_array_equal(start[1:], end[:-1])
     assert start[0] == 0
@@ -242,7 +246,7 @@ def test_refuses_with_a_reason(changed, reason):
 
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8"])
 def test_every_stage_of_memory_fits(kv_dtype):
-    """Two blocks of keys in flight at least, in the shared memory of a multiprocessor."""
+    """The shared memory of a multiprocessor holds at least two blocks of keys in flight."""
     kv_dtype = jnp.dtype(kv_dtype)
     for head_dim in mosaic_gpu.HEAD_DIMS if kv_dtype == BF16 else (32, 64, 96, 128):
         for group in range(1, 17 if head_dim <= 128 else 9):
@@ -250,15 +254,15 @@ def test_every_stage_of_memory_fits(kv_dtype):
             for tiles in call.kinds():
                 assert tiles.stages >= 2
                 ring = 2 * tiles.stages * BLOCK_KV * head_dim * kv_dtype.itemsize
-                widened = 0 if kv_dtype == BF16 else 2 * BLOCK_KV * head_dim * 2 + tiles.stages * BLOCK_KV * 16
+                dequantised = 0 if kv_dtype == BF16 else 2 * BLOCK_KV * head_dim * 2 + tiles.stages * BLOCK_KV * 16
                 q_and_out = (2 * tiles.rows + 8 * tiles.row_parts) * head_dim * 2
-                assert tiles.workers * (ring + widened + q_and_out) <= SHARED_BYTES
+                assert tiles.workers * (ring + dequantised + q_and_out) <= SHARED_BYTES
                 assert tiles.tokens * group <= tiles.rows
                 assert tiles.tokens % MIN_TILE_TOKENS == 0
 
 
 def test_registers_are_there_for_all():
-    """Those that the warpgroups ask for are no more than a block of threads starts with: else they wait forever."""
+    """The warpgroups request no more registers than a thread block starts with: otherwise they would wait forever."""
     kernel = pytest.importorskip(interpreted.KERNELS["mosaic_gpu"][0])
     for num_warpgroups, (to_load, to_compute) in kernel.REGISTERS.items():
         at_start = 65536 // (128 * num_warpgroups) // 8 * 8

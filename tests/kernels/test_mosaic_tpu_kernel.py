@@ -1,4 +1,4 @@
-"""The kernel of TPUs: its plan of work, and its values and races in the interpreter."""
+"""TPU kernel: its plan of work, and its values and races in the interpreter."""
 
 import dataclasses
 import functools
@@ -23,7 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, default_pag
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from tests.random_runs import examples
 
 BY_NAME = {case.name: case for case in (*CASES, *TPU_CASES)}
@@ -41,9 +41,9 @@ RUN = [
     "rope_bfloat16",
     *(case.name for case in TPU_CASES),
 ]
-"""What each distinguishes: other backends go through all cases, which are slow here."""
+"""Distinctive cases: other backends run all cases, which are slow here."""
 QUICK = ["no_live_rows", "stale_nan_window"]
-"""Part of the default run, so that a kernel that does not run at all is seen there."""
+"""Cases of the default run, which shows if a kernel does not run at all."""
 
 
 @pytest.mark.parametrize(
@@ -54,19 +54,19 @@ def test_matches_reference_without_races(name):
     found = interpreted.run(case, "mosaic_tpu")
     is_wide = case.dtype == case.kv_dtype == "float32"
     assert found.error <= (1e-5 if is_wide else 1e-2)
-    # Of rotated numbers near zero float32 has more neighbours than one: here it is what XLA makes of the rotation.
+    # Rotated elements near zero are many float32 steps apart: they depend on how XLA computes the rotation here.
     assert found.pool_error <= (1e-3 if case.has_rope and is_wide else case.pool_tolerance)
     assert found.is_finite
     assert not found.races
 
 
-PLANTED = {  # bug: (what is there, what is put in its place)
+PLANTED = {  # bug: (old code, new code)
     "none": ("", ""),
     "pages are read before they are there": (
         "            self._wait_for_pages(here, pages, memory.page_sems.at[slot])\n",
         "",
     ),
-    "pages of another unit are waited for": (
+    "pages of another work item are waited for": (
         "self._wait_for_pages(here, pages, memory.page_sems.at[slot])",
         "self._wait_for_pages(here, pages, memory.page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
     ),
@@ -97,7 +97,7 @@ PLANTED_NARROW = {
 @pytest.mark.interpreter
 @pytest.mark.parametrize("bug", [*PLANTED, *PLANTED_NARROW])
 def test_a_planted_bug_is_caught_on_tpu(bug, tmp_path):
-    """As a wrong value, a race, an error, or a kernel that never ends; without a bug there is none of them."""
+    """A bug shows as a wrong value, a race, an error, or a kernel that never ends; without one none of them occurs."""
     case, (old, new) = ("tpu", PLANTED[bug]) if bug in PLANTED else ("tpu_narrow", PLANTED_NARROW[bug])
     assert not old or len(interpreted.places_of("mosaic_tpu", old)) == 1, "there is no such place any more"
     script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
@@ -146,7 +146,7 @@ CALLS = [
 
 @st.composite
 def steps(draw):
-    """Rows of any lengths, live and padding, and the sizes of a call."""
+    """Draw rows of any lengths, live and padding, and the sizes of a call."""
     q_lens = draw(st.lists(st.one_of(st.just(1), st.integers(0, 58)), max_size=STEP_ROWS))
     past = draw(st.lists(st.integers(0, 700), min_size=len(q_lens), max_size=len(q_lens)))
     missing = STEP_ROWS - len(q_lens)
@@ -173,14 +173,14 @@ def test_plan_does_all_work_once(step):
     rows = RaggedRows(as_rows[0], table, as_rows[1], jnp.int32(len(q_lens)))
     blocks = planning.choose_blocks(call)
     plan = compiled_plan(call, blocks, rows)
-    num_writes, num_lane_units, *num_tile_units = np.asarray(plan.counts)
+    num_writes, num_decode_items, *num_tile_items = np.asarray(plan.counts)
     _check_writes(call, table_of(plan.writes, planning.NUM_WRITE_COLUMNS)[:num_writes], starts, past)
     seen = np.zeros(STEP_TOKENS, int)
-    _check_lanes(call, blocks, plan, q_lens, past, starts, seen)
-    assert np.asarray(plan.groups).sum() == num_lane_units
-    for tokens, flat, num_units in zip(blocks.tile_tokens, plan.tiles, num_tile_units, strict=True):
+    _check_decode_slots(call, blocks, plan, q_lens, past, starts, seen)
+    assert np.asarray(plan.groups).sum() == num_decode_items
+    for tokens, flat, num_work_items in zip(blocks.tile_tokens, plan.tiles, num_tile_items, strict=True):
         tiles = table_of(flat, planning.NUM_TILE_COLUMNS)
-        assert tiles[:, planning.NUM_BLOCKS].sum() == num_units
+        assert tiles[:, planning.NUM_BLOCKS].sum() == num_work_items
         live = np.flatnonzero(tiles[:, planning.NUM_BLOCKS])
         np.testing.assert_array_equal(live, np.arange(len(live)))
         for tile in tiles[live]:
@@ -190,7 +190,7 @@ def test_plan_does_all_work_once(step):
 
 
 def _check_writes(call, writes, starts, past):
-    """Each new token is written once, to its place."""
+    """Check that each new token is written once, to its place."""
     written = []
     for page, offset, first_token, begin, end in writes:
         row, column = divmod(page, TABLE_WIDTH)
@@ -202,22 +202,22 @@ def _check_writes(call, writes, starts, past):
     assert written == list(range(starts[-1]))
 
 
-def _check_lanes(call, blocks, plan, q_lens, past, starts, seen):
-    lanes = table_of(plan.lanes, planning.NUM_LANE_COLUMNS)
-    block_tokens = blocks.lane_pages * call.page_size
-    lane_of_token = np.asarray(plan.lane_of_token)
-    for number, (row, kv_len, first_block) in enumerate(lanes):
-        token = np.asarray(plan.token_of_lane)[number]
+def _check_decode_slots(call, blocks, plan, q_lens, past, starts, seen):
+    decode_slots = table_of(plan.decode_slots, planning.NUM_DECODE_COLUMNS)
+    block_tokens = blocks.decode_pages * call.page_size
+    slot_of_token = np.asarray(plan.slot_of_token)
+    for number, (row, kv_len, first_block) in enumerate(decode_slots):
+        token = np.asarray(plan.token_of_slot)[number]
         if kv_len == 0:
             assert token == STEP_TOKENS
             continue
         assert (q_lens[row], past[row] + 1, starts[row]) == (1, kv_len, token)
-        assert lane_of_token[token] == number
+        assert slot_of_token[token] == number
         seen[token] += 1
         first_key = 0 if call.window is None else max(0, kv_len - call.window)
         assert first_block == first_key // block_tokens
-        assert first_block + plan.groups[number // blocks.lanes] >= -(-kv_len // block_tokens)
-    assert (lane_of_token >= 0).sum() == (q_lens == 1).sum()
+        assert first_block + plan.groups[number // blocks.decode_slots] >= -(-kv_len // block_tokens)
+    assert (slot_of_token >= 0).sum() == (q_lens == 1).sum()
 
 
 def _check_tile(call, blocks, tokens, tile, starts, past, seen):
@@ -242,7 +242,7 @@ SERVED = {"num_query_heads": 32, "num_kv_heads": 8, "head_dim": 128, "page_size"
 def test_serves_tpus():
     assert select_backend(platform="tpu", **SERVED) == "mosaic_tpu"
     assert "TPUs only" in mosaic_tpu.supports(Problem(32, 8, 128, 16, jnp.dtype("bfloat16"), "cpu"))
-    for kv_dtype in LARGEST:
+    for kv_dtype in QUANTIZED_MAX:
         narrow = {**SERVED, "page_size": 32, "kv_dtype": kv_dtype}
         assert select_backend("mosaic_tpu", platform="tpu", **narrow) == "mosaic_tpu"
     with jax.sharding.use_abstract_mesh(TPU_V5E.mesh()):
@@ -272,7 +272,7 @@ def test_refuses_with_a_reason_on_tpu(changed, reason):
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 20])
 def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
-    """Of a token and head each; tiles are dense, but for what heads of no power of two leave over."""
+    """Each scale belongs to one token and head; tiles are dense, except if heads are not a power of two."""
     shape = (2, 3, 64, 2 * num_kv_heads)
     scales = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     pool = QuantizedPages(jnp.zeros((*shape, 16), jnp.int8), scales)
@@ -300,7 +300,7 @@ def test_refuses_what_does_not_fit_a_chip():
     ],
 )
 def test_blocks_fit_the_memory(vmem_bytes, wanted):
-    """A quarter of that of a chip with the least, and of others; page ids of a block come with one copy."""
+    """Blocks fit a quarter of the memory of the smallest chip and of others; one copy fetches a block's page ids."""
     for num_kv_heads, group, head_dim, page_size, dtype in itertools.product(
         (1, 3, 8, 32), (1, 4, 8), (64, 128, 256), (16, 32, 256), ("bfloat16", "float32", "int8")
     ):
@@ -310,9 +310,9 @@ def test_blocks_fit_the_memory(vmem_bytes, wanted):
         sizes = {"num_kv_heads": num_kv_heads, "group": group, "head_dim": head_dim, "page_size": page_size}
         call = dataclasses.replace(CALLS[0], **sizes, kv_dtype=jnp.dtype(dtype), vmem_bytes=vmem_bytes, sizes=wanted)
         blocks = planning.choose_blocks(call)
-        taken = [planning._lane_bytes, planning._tile_bytes, planning._write_bytes]
+        taken = [planning._decode_bytes, planning._tile_bytes, planning._write_bytes]
         assert max(count(call, blocks) for count in taken) <= vmem_bytes
-        assert planning.PAGE_IDS % blocks.lane_pages == planning.PAGE_IDS % blocks.tile_pages == 0
+        assert planning.PAGE_IDS % blocks.decode_pages == planning.PAGE_IDS % blocks.tile_pages == 0
         assert all(tokens % planning.ALIGNED_TOKENS == 0 for tokens in blocks.tile_tokens)
 
 
@@ -324,7 +324,7 @@ def test_what_does_not_fit_the_memory_is_told():
 
 @pytest.mark.parametrize("chip", [TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, TPU7X], ids=lambda chip: chip.topology_name)
 def test_units_are_what_memory_moves_meanwhile(chip):
-    """As much on each chip as its memory moves while the next ones are asked for, as far as they can be held."""
+    """A work item is what memory moves while the next copies are issued, as far as memory holds it."""
     with jax.sharding.use_abstract_mesh(chip.mesh()):
         sizes, facts = mosaic_tpu.sizes_for(PROBLEM), mosaic_tpu._chip()
         moved = planning.FETCH_S * facts.num_cores * facts.mem_bw_bytes_per_second
@@ -338,7 +338,7 @@ def test_what_was_measured_to_be_best_is_taken(monkeypatch, tmp_path):
     shape = mosaic_tpu.shape_class(PROBLEM)
     with jax.sharding.use_abstract_mesh(TPU_V6E.mesh()):
         untuned = mosaic_tpu.sizes_for(PROBLEM)
-        for lane_keys in (512, 2048):  # what is measured again replaces what was there
+        for lane_keys in (512, 2048):  # measuring again replaces the old entry
             tuning.write_entries(tmp_path, "v6e", [tuning.Entry(shape, {"lane_keys": lane_keys}, {"us": 3.0})])
             assert mosaic_tpu.sizes_for(PROBLEM) == dataclasses.replace(untuned, lane_keys=lane_keys)
         with mosaic_tpu.sized(slots=2):
@@ -363,7 +363,7 @@ def test_a_file_of_sizes_that_is_none_is_told(tmp_path):
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "float32", "int8"])
 @pytest.mark.parametrize(("num_kv_heads", "head_dim"), [(1, 64), (1, 128), (3, 96), (8, 128), (32, 256)])
 def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
-    """The kernel takes them, whatever the pool holds; where others serve they are as small as ever."""
+    """The kernel takes such pages, whatever the pool holds; pages of other backends stay small."""
     sizes = {"num_kv_heads": num_kv_heads, "head_dim": head_dim, "kv_dtype": jnp.dtype(kv_dtype)}
     unchosen = {"num_query_heads": num_kv_heads, "page_size": None, **sizes}
     assert select_backend(**unchosen, platform="tpu") == "mosaic_tpu"
@@ -375,7 +375,7 @@ def test_pages_are_worth_a_copy_of_their_own(num_kv_heads, head_dim, kv_dtype):
 
 
 def test_pages_are_those_of_the_backend_that_serves():
-    """On a TPU those of XLA, where the kernel cannot run."""
+    """XLA's page size is the default on TPUs where the kernel cannot run."""
     sizes = {"num_query_heads": 8, "num_kv_heads": 1, "head_dim": 32, "kv_dtype": "bfloat16"}
     assert select_backend(page_size=None, **sizes, platform="tpu") == "xla"
     with pytest.raises(UnsupportedBackendError, match="from 64 to 256, not 32"):

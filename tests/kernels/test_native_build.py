@@ -17,7 +17,7 @@ CAN_BUILD = platform.system() == "Linux" and any(map(shutil.which, ("g++", "c++"
 
 @pytest.mark.skipif(not CAN_BUILD or jax.default_backend() != "cpu", reason="needs Linux, a C++ compiler and a CPU")
 def test_where_there_is_a_compiler_there_are_kernels():
-    """Otherwise every test of them would be skipped, and nobody would notice that they no longer build."""
+    """All tests of missing kernels would be skipped, and a build failure would go unnoticed."""
     assert native.unavailable() is None
 
 
@@ -38,7 +38,7 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
     command.ensure_finalized()
     command.run()
     directory = tmp_path / ("" if is_editable else "lib") / package
-    (note,) = directory.iterdir()  # and no library that was built before
+    (note,) = directory.iterdir()  # no library of an earlier build
     assert "/nonexistent/c" in note.read_text()
 
     monkeypatch.setattr(native, "_LIBRARY", note.parent / native._LIBRARY.name)
@@ -49,7 +49,7 @@ def test_a_build_without_a_compiler_leaves_a_note(is_editable, tmp_path, monkeyp
 @pytest.mark.full
 @pytest.mark.skipif(platform.system() != "Linux", reason="makes a folder of links to programs")
 def test_the_documented_installation_works_without_a_compiler(tmp_path):
-    """`pip install -e .`, in a copy of the tree, with a PATH that has no compiler; then `jaxserve --version`."""
+    """Run `pip install -e .` in a copy of the tree, with a PATH without a compiler, then `jaxserve --version`."""
     ignored = shutil.ignore_patterns(
         ".git", "*.so", "build", "*.egg-info", "__pycache__", ".*_cache", "tests", ".venv*"
     )

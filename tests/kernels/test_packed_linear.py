@@ -79,7 +79,7 @@ def test_what_is_fused_matches_numpy(shape, num_tokens):
 
 
 def gated_products(shape, num_tokens):
-    """SwiGLU of a product with everything that a gated matrix takes, and what numpy makes of the same."""
+    """Return SwiGLU of a product with all options of a gated matrix, and numpy's result of the same."""
     F, K = shape
     weight, x, norm = matrix((2 * F, K)) / K**0.5, matrix((num_tokens, K), 1), matrix((K,), 3)
     bias, residual = matrix((2 * F,), 4), matrix((num_tokens, F), 5)
@@ -113,7 +113,7 @@ def test_swiglu_of_large_gates_saturates(instruction_set):
 @pytest.mark.parametrize("num_tokens", [1, 3, 20])
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 def test_gated_products_of_narrow_weights(num_tokens, instruction_set):
-    """Those of the same numbers in float32."""
+    """The products equal those of the same elements in float32."""
     weight = np.random.default_rng(0).integers(-127, 128, (80, 64)).astype(np.int8)
     scales = np.abs(matrix((80, 2), 1)) / 200
     int8 = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales), gated=True)
@@ -165,7 +165,7 @@ def test_unpack_inverts_pack(shape, gated):
 @pytest.mark.parametrize("num_rows", [7, 16, 48])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_may_come_in_any_order(shape, num_rows, gated):
-    """And the memory they are written to becomes the matrix, uncopied."""
+    """The memory that rows are written to becomes the matrix, uncopied."""
     N, K = shape[0] * (2 if gated else 1), shape[1]
     weight, scales = matrix((N, K)).astype(np.int8), matrix((N, 1), 1)
     packer = packed_linear.Packer(N, K, np.int8, num_blocks=1, gated=gated)

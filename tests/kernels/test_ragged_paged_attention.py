@@ -23,12 +23,12 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, dequantize, quantize, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, dequantize, quantize, values_of
 from tests.random_runs import examples
 
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if name != "reference" and BACKENDS[name].supports(PLAIN) is None]
-# The best instruction set serves; the others must be right as well, wherever there are any.
+# The best instruction set serves; the others must be right as well, if there are any.
 OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
 QUANTIZED = ("int8", "float8_e4m3fn")
 BY_NAME = {case.name: case for case in CASES}
@@ -40,7 +40,7 @@ compiled = functools.partial(
     donate_argnames="kv_pages",
 )
 jitted = compiled()
-jitted_soon = compiled(compiler_options={"xla_backend_optimization_level": 0})  # for what is called only once
+jitted_soon = compiled(compiler_options={"xla_backend_optimization_level": 0})  # compiles functions called only once
 
 # One program for each shape of a pool, which makes a copy that can be donated.
 in_one = functools.partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
@@ -49,7 +49,7 @@ canonical = in_one(to_canonical)
 
 
 def run(case, inputs, backend, jitted=jitted):
-    """Output of all tokens, and the pool in canonical layout; `backend` may name an instruction set after a colon."""
+    """Return the output of all tokens and the pool in canonical layout; `backend` may be "NAME:INSTRUCTION SET"."""
     backend, _, instruction_set = backend.partition(":")
     if instruction_set:
         with native.using(instruction_set):
@@ -81,7 +81,7 @@ def live(case, out):
 
 
 def assert_same_pool(case, pool, expected):
-    """To the bit, but for the rounding of rotated keys."""
+    """Check that pools are bit-identical, except for the rounding of rotated keys."""
     if isinstance(pool, QuantizedPages):
         assert_same_heads(case, pool.values, expected.values, case.kv_dtype)
         assert_same_heads(case, pool.scales, expected.scales, "float32")
@@ -108,7 +108,7 @@ def test_case_names_are_unique():
     assert len(BY_NAME) == len(CASES)
 
 
-# Of XLA each case is a program of its own that takes long to compile: by default one for each option, of odd lengths.
+# Each case is a program that XLA compiles slowly: by default it runs one case per option, of odd lengths.
 QUICK_ON_XLA = {
     "rows_without_tokens",
     "two_prompts_of_many_tiles",
@@ -171,8 +171,8 @@ def test_a_pool_may_be_off_by_one_step(name):
     stored = np.asarray(values_of(pages))
 
     def error_of(steps):
-        """With the largest number there is, of wide ones below 2, so many steps nearer to zero."""
-        largest = np.array(LARGEST.get(case.kv_dtype, 2 - 2**-7), stored.dtype)
+        """Return the error with one vector's largest element (below 2 unless quantised) some steps nearer to zero."""
+        largest = np.array(QUANTIZED_MAX.get(case.kv_dtype, 2 - 2**-7), stored.dtype)
         changed = [stored.copy(), stored.copy()]
         changed[0].flat[0] = largest
         changed[1].flat[0] = (largest.view(f"i{stored.itemsize}") - steps).view(stored.dtype)
@@ -221,7 +221,7 @@ MAX_TOKENS, MAX_ROWS, PAGE_SIZE, MAX_PAGES, NUM_PAGES = 24, 5, 4, 6, 40
 
 @st.composite
 def ragged_rows(draw):
-    """New and past tokens of up to MAX_ROWS rows that fit the one shape."""
+    """Draw new and past tokens of up to MAX_ROWS rows that fit the one shape."""
     rows, left = [], MAX_TOKENS
     for _ in range(draw(st.integers(0, MAX_ROWS))):
         q_len = draw(st.sampled_from([1, 1, 2, 3, 8])) if left >= 8 else min(left, 1)
@@ -231,7 +231,7 @@ def ragged_rows(draw):
 
 
 def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
-    """(case, inputs) of the one shape; `padding_seed` decides everything that must not matter."""
+    """Return (case, inputs) of the one shape; `padding_seed` decides everything that must not matter."""
     case = Case(
         "random",
         tuple(q_len for q_len, _ in rows),
@@ -248,7 +248,7 @@ def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
     rng = np.random.default_rng(padding_seed)
     num_live = sum(case.q_lens)
 
-    def refill(x, end):  # on the host: XLA would compile a program for each length
+    def refill(x, end):  # runs on the host: XLA would compile a program for each length
         return jnp.asarray(np.concatenate([x[:end], rng.normal(0, 100, x[end:].shape)]), x.dtype)
 
     def garbage(*shape):
@@ -293,14 +293,14 @@ def test_random_rows_match_reference(backend, rows, seed):
 @settings(max_examples=examples(25))
 @given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
 def test_padding_is_inert(backend, rows, seed):
-    """Other garbage in padding and stale slots: the same live outputs to the bit, and only live slots written."""
+    """Other garbage in padding and stale positions keeps live outputs bit-identical; only live positions change."""
     outs, pools = [], []
     for padding_seed in (1, 2):
         case, inputs, seen = random_inputs(rows, seed, padding_seed=padding_seed)
         out, pool = run(case, inputs, backend)
         before = np.asarray(inputs.kv_pages)
         np.testing.assert_array_equal(pool[:, ~seen], before[:, ~seen])
-        np.testing.assert_array_equal(pool[0], before[0])  # the step writes layer 1 alone
+        np.testing.assert_array_equal(pool[0], before[0])  # the step writes only layer 1
         outs.append(live(case, out))
         pools.append(pool[:, seen])
     np.testing.assert_array_equal(*outs)
@@ -312,7 +312,7 @@ def rolled(x, count, axis=0):
 
 
 def starting_at(inputs, *, token_id, row_id):
-    """The same step with this token and row first, and those before them last."""
+    """Return the same step with this token and row first, and those before them last."""
     tokens = {name: rolled(getattr(inputs, name), token_id) for name in ("q", "k", "v")}
     rows = {name: rolled(getattr(inputs, name), row_id) for name in ("kv_lens", "page_table")}
     return inputs._replace(**tokens, **rows, rope=rolled(inputs.rope, token_id, axis=1))
@@ -322,7 +322,7 @@ def starting_at(inputs, *, token_id, row_id):
 @settings(max_examples=examples(25))
 @given(pasts=st.lists(st.integers(0, MAX_PAGES * PAGE_SIZE - 1), min_size=2, max_size=MAX_ROWS), data=st.data())
 def test_decode_row_does_not_depend_on_its_neighbours(backend, pasts, data):
-    """A row among others and alone: the same bits."""
+    """A row among others has the same bits as alone."""
     rows = [(1, past) for past in pasts]
     case, inputs, _ = random_inputs(rows, seed=3)
     out, _ = run(case, inputs, backend)
@@ -338,7 +338,7 @@ WRITTEN_NOW = [case for case in CASES if case.name.endswith("written_now") and c
 @pytest.mark.parametrize("backend", ["reference", *SERVING, *OTHER_SETS])
 @pytest.mark.parametrize("case", WRITTEN_NOW, ids=lambda case: case.name)
 def test_rows_attend_to_what_another_row_writes_in_the_same_step(case, backend):
-    """As if the row that writes the shared pages had run in a step of its own before."""
+    """The result is as if the row that writes the shared pages had run in an earlier step of its own."""
     inputs, writer, readers = case.inputs(), slice(case.q_lens[0]), slice(case.q_lens[0], sum(case.q_lens))
     together, _ = run(case, inputs, backend, jitted_soon)
     _, written = run(case, inputs._replace(num_rows=jnp.int32(1)), backend, jitted_soon)
@@ -356,7 +356,7 @@ NUM_SHARED, SHARING_ROWS, SHARING_TABLE = 20, 12, 16
 
 @st.composite
 def sharing_rows(draw):
-    """(prefix, tokens after it before the step, new tokens) of SHARING_ROWS rows."""
+    """Draw (prefix, tokens after it before the step, new tokens) of SHARING_ROWS rows."""
     row = st.tuples(st.sampled_from(PREFIXES), st.integers(0, 50), st.sampled_from([1, 1, 1, 2]))
     return draw(st.lists(row, min_size=SHARING_ROWS, max_size=SHARING_ROWS))
 
@@ -391,18 +391,18 @@ def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, row
 @pytest.mark.parametrize("backend", ["native", *OTHER_SETS] if OTHER_SETS else [])
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_not_a_number_stays_none(backend, name):
-    """A broken model must not give confident text: whoever sees a NaN ends as NaN, as with the reference."""
+    """A broken model must not give confident text: outputs that see a NaN are NaN, as with the reference."""
     case = BY_NAME["many_rows_share_a_prefix"]
     inputs = case.inputs()
     inputs = inputs._replace(**{name: getattr(inputs, name).at[0, 0, 0].set(jnp.nan)})
     expected, _ = run(case, inputs, "reference")
     out, _ = run(case, inputs, backend)
     assert np.isnan(out[np.isnan(expected)]).all()
-    np.testing.assert_allclose(live(case, out)[1:], live(case, expected)[1:], rtol=1e-5, atol=1e-5)  # of other rows
+    np.testing.assert_allclose(live(case, out)[1:], live(case, expected)[1:], rtol=1e-5, atol=1e-5)  # other rows
 
 
 def compile_layers(backend, num_layers=3):
-    """A program of several layers over one donated pool; keys of a layer depend on the output of the one before."""
+    """Compile several layers over one donated pool; keys of a layer depend on the output of the layer before."""
     T, R, M, Q, K, H, P, N = 32, 8, 64, 4, 2, 32, 16, 512
     pool = jax.ShapeDtypeStruct(
         kv_shape(backend, num_layers=num_layers, num_pages=N, page_size=P, num_kv_heads=K, head_dim=H), jnp.float32
@@ -534,7 +534,7 @@ def test_pool_of_another_dtype_is_refused(dtype):
 
 @pytest.mark.parametrize("dtype", QUANTIZED)
 def test_quantized_numbers_are_near(dtype):
-    """Within half a step of the largest for int8, of each number itself for fp8; zeros stay zeros."""
+    """Errors are within half a step: of the largest element for int8, of each element for fp8; zeros stay zeros."""
     x = np.random.default_rng(0).normal(0, 10.0 ** np.arange(-3, 4), size=(50, 6, 7)).swapaxes(1, 2).astype("float32")
     x[0] = 0
     found = np.asarray(dequantize(*quantize(jnp.asarray(x), jnp.dtype(dtype))))

@@ -24,7 +24,7 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
 
 
 def attend(q, k, v, rope, carry, layer, window):
-    """Causal attention over one whole sequence, as a dense matrix."""
+    """Compute causal attention over one whole sequence, as a dense matrix."""
     T, Q, H = q.shape
     q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
@@ -35,7 +35,7 @@ def attend(q, k, v, rope, carry, layer, window):
 
 
 def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform):
-    """Arch, token ids, logits and the carry for the checkpoint at `path`, computed in float32."""
+    """Return arch, token ids, logits and the carry for the checkpoint at `path`, computed in float32."""
     arch = registry.from_hf_config(weights.read_config(path))
     specs = registry.param_specs(arch)
     params = weights.load(path, specs, jnp.float32, transform=make_transform(specs))
@@ -75,7 +75,7 @@ def test_scanned_layers_match_unrolled(tmp_path, family):
     _, _, scanned, scanned_carry = load_logits(tmp_path, stacked=True)
     assert decoder.can_scan(arch)
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
-    assert scanned_carry == unrolled_carry == 10 + 0 + 1 + 2  # the carry has met every layer once, with its index
+    assert scanned_carry == unrolled_carry == 10 + 0 + 1 + 2  # the carry has visited every layer once, with its index
 
 
 def test_mixed_windows_cannot_scan():

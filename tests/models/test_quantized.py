@@ -16,7 +16,7 @@ from jaxserve.quant import QuantizedMatrix
 from tests.checkpoints import FAMILIES, hf_dict, random_configs, write_checkpoint
 from tests.models.test_parity import load_logits, run
 
-# In standard deviations of the logits. A block's largest number is near 2.5 deviations of its numbers, so that rounding
+# In standard deviations of the logits. A block's largest weight is near 2.5 deviations of its weights, so that rounding
 # adds 2.5 / 127 / sqrt(12) = 0.6% of noise to a product, 2.4% over the 17 of four layers and the head.
 LARGEST_ERROR, MEAN_ERROR = 0.2, 0.03
 
@@ -25,7 +25,7 @@ load_int8_logits = partial(load_logits, make_transform=int8)
 
 
 def round_trip(specs):
-    """What int8 keeps of each tensor, in float32."""
+    """Return a transform to the int8 values of each tensor, in float32."""
 
     def transform(spec, tensor):
         matrix = int8(specs)(spec, tensor)
@@ -37,7 +37,7 @@ def round_trip(specs):
 @pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_track_float32(tmp_path, family, case):
-    """Near the float32 model, and exact float32 products of the numbers that are kept."""
+    """Logits are near those of the float32 model, and exact products of the quantised weights."""
     write_checkpoint(tmp_path, family, case, **list(random_configs(family, 2, seed=1))[case])
     _, _, exact, _ = load_logits(tmp_path)
     _, _, kept, _ = load_logits(tmp_path, make_transform=round_trip)

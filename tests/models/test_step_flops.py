@@ -1,7 +1,7 @@
 """Floating-point operations of a step against XLA's count of a compiled program.
 
-XLA counts nothing for custom calls and a loop's body once, and the serving attention is loops. So attention here is
-dense, one row over all its tokens: a product of all queries with all keys, which is what `num_scores` is then told.
+XLA counts nothing for custom calls, and the body of a loop once; the serving attention is loops. So attention here is
+dense, one row over all its tokens: a product of all queries with all keys, which `num_scores` must then count.
 """
 
 from typing import Any

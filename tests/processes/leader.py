@@ -1,6 +1,6 @@
-"""One of several processes: `leader.py ADDRESS COUNT ID MODEL WORKLOADS OUTPUTS OPTIONS`. The first does the work.
+"""One of several processes: `leader.py ADDRESS COUNT ID MODEL WORKLOADS OUTPUTS OPTIONS`. The first one leads.
 
-With the option `strays` the process plans something else than the others.
+With the option `strays` the process plans other steps than the others.
 """
 
 import json
@@ -16,15 +16,15 @@ from tests.soon_compiled import soon_compiled
 
 
 def main() -> None:
-    """Run each list of jobs from an empty cache, and write down what came of it and of what the engine counts."""
-    peers.GRACE_S = 2.0  # less than in use, so that tests take less
+    """Run each list of jobs from an empty cache, and write their outputs and the engine's counts."""
+    peers.GRACE_S = 2.0  # less than in use, so that tests take less time
     address, count, index, model, workloads, outputs, options = sys.argv[1:]
     distributed.initialize(address, int(count), int(index))
     given = json.loads(options)
     if given.pop("strays", False):
         Scheduler.schedule = straying(Scheduler.schedule)
     with soon_compiled():
-        engine = LLM(model, **given).engine  # only the first process comes back
+        engine = LLM(model, **given).engine  # only the first process returns
     results = []
     for weights, jobs in pickle.loads(Path(workloads).read_bytes()):
         engine.reset_prefix_cache()
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def straying(schedule: Any) -> Any:
-    """Other slots than the scheduler has given."""
+    """Return other slots than the scheduler has given."""
 
     def plan(*args: Any) -> Any:
         plan = schedule(*args)

@@ -1,4 +1,4 @@
-"""The command line with other waits between processes: `short_waits.py SILENCE_S GRACE_S ARGUMENTS...`."""
+"""Command line with other waits between processes: `short_waits.py SILENCE_S GRACE_S ARGUMENTS...`."""
 
 import sys
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def start(commands: Sequence[Sequence[str]], devices: int) -> list["subprocess.Popen[str]"]:
-    """One process for each list of arguments to Python, in which {address} and {count} are filled in."""
+    """Start one process for each list of arguments to Python, in which {address} and {count} are filled in."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -27,7 +27,7 @@ def start(commands: Sequence[Sequence[str]], devices: int) -> list["subprocess.P
 
 
 def join(processes: Sequence["subprocess.Popen[str]"], timeout_s: float = 240) -> list[tuple[int, str]]:
-    """Exit code and output of each; none is left."""
+    """Return exit code and output of each process after its end."""
     try:
         outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
     finally:

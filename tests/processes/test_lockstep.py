@@ -1,4 +1,4 @@
-"""One engine over several processes: the tokens of one process on one device."""
+"""One engine over several processes: tokens equal those of one process on one device."""
 
 import json
 import pickle
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workloads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Workload]:
-    """Random requests of every kind, and what one process on one device makes of them; the last with other weights."""
+    """Return random requests of every kind and their results on one process and device; the last with other weights."""
     engine = Engine(EngineConfig(str(model), **SIZES))
     collected: list[Workload] = []
 
@@ -64,7 +64,7 @@ def workloads(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Wor
 def start_leader(
     count: int, devices: int, model: Path, workloads: Path, outputs: Path, options: Sequence[dict[str, Any]]
 ) -> list["subprocess.Popen[str]"]:
-    """So many processes of so many devices each; the last of `options` goes for all further ones."""
+    """Start processes with some devices each; the last of `options` goes for all further processes."""
     every = [*options, *[options[-1]] * (count - len(options))]
     paths = [str(model), str(workloads), str(outputs)]
     common = [str(LEADER), "{address}", "{count}"]
@@ -99,7 +99,7 @@ def to_run(tmp_path: Path, workloads: list[Workload]) -> Path:
 
 @pytest.fixture
 def one_job(tmp_path: Path) -> Path:
-    """For runs that end before any result."""
+    """Return workloads for runs that end before any result."""
     path = tmp_path / "workloads"
     path.write_bytes(pickle.dumps([(None, [Job(tokens(9, 0))])]))
     return path

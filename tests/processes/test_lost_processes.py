@@ -1,4 +1,4 @@
-"""A process that is killed, or stops, takes the others with it: soon, with its name, and the batch can be resumed."""
+"""A process that is killed or stops ends the others soon, with its name, and the batch can be resumed."""
 
 import json
 import signal
@@ -14,8 +14,8 @@ from tests.processes.spawning import join, start
 
 COUNT = 4
 NUM_REQUESTS = 8
-SILENCE_S, GRACE_S = 8.0, 2.0  # less than in use, so that tests take less
-SLACK_S = 20.0  # of a busy machine
+SILENCE_S, GRACE_S = 8.0, 2.0  # less than in use, so that tests take less time
+SLACK_S = 20.0  # allowance for a busy machine
 PROGRAM = [str(Path(__file__).with_name("short_waits.py")), str(SILENCE_S), str(GRACE_S)]
 
 Batch = Callable[..., list["subprocess.Popen[str]"]]
@@ -41,7 +41,7 @@ def batch(tmp_path: Path) -> Batch:
 
 
 def wait_for_records(path: Path, processes: list["subprocess.Popen[str]"], num_records: int) -> None:
-    """Until so many are written."""
+    """Wait until so many records are written."""
     while not path.exists() or path.read_bytes().count(b"\n") < num_records:
         assert all(process.poll() is None for process in processes), join(processes)
         time.sleep(0.05)
@@ -60,7 +60,7 @@ def test_a_killed_process_ends_the_others_and_the_batch_goes_on(tmp_path: Path, 
         if index != victim:
             assert code == EXIT_CODE, output
             assert f"lost process {victim} " in output, output
-    if victim == 0:  # as with any other
+    if victim == 0:  # the batch is resumed once, for another process
         return
     done = out.read_bytes().count(b"\n")
     assert 2 <= done < NUM_REQUESTS

@@ -19,7 +19,7 @@ def quantized(matrix) -> QuantizedMatrix:
 
 
 def by_block(matrix, in_size):
-    """[out, blocks, B]"""
+    """Return the matrix as [out, blocks, B]."""
     return np.asarray(matrix, np.float64).reshape(len(matrix), -1, block_size(in_size))
 
 

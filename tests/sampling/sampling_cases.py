@@ -9,13 +9,13 @@ from jaxserve.sampling.penalties import PROMPT
 from jaxserve.sampling.token_mask import pack_mask
 
 CAPACITY = 200  # tokens per slot
-VOCAB_SIZE = 300  # where a test does not say otherwise
+VOCAB_SIZE = 300  # default of all tests
 
 NEUTRAL = {"temperature": 1, "top_p": 1, "repetition_penalty": 1}
 
 
 def make_rows(num_rows, seed=0, position=0, live=True, **fields):
-    """SamplingRows that ask for plain sampling except for `fields`; row r has slot r."""
+    """Return SamplingRows that ask for plain sampling except for `fields`; row r has slot r."""
     records = np.zeros(num_rows, SAMPLING_RECORD)
     for name, value in {"slot": np.arange(num_rows), **NEUTRAL, **fields}.items():
         records[name] = value
@@ -29,7 +29,7 @@ def make_rows(num_rows, seed=0, position=0, live=True, **fields):
 
 
 def make_table(num_slots, vocab_size=VOCAB_SIZE, counts=None, bias=None, stop_ids=(), allowed=None):
-    """SlotTable with the same bias {id: value}, stop ids and allowed ids in every slot."""
+    """Return a SlotTable with the same bias {id: value}, stop ids and allowed ids in every slot."""
     bias = bias or {}
     counts = np.zeros((num_slots, vocab_size)) if counts is None else counts
     return SlotTable(
@@ -45,7 +45,7 @@ def make_table(num_slots, vocab_size=VOCAB_SIZE, counts=None, bias=None, stop_id
 
 
 def counts_of(prompts, outputs, vocab_size=VOCAB_SIZE):
-    """What penalties look at, of each slot's prompt and output."""
+    """Return the token counts of each slot's prompt and output, as penalties use them."""
     counts = np.zeros((len(prompts), vocab_size), np.int64)
     for slot, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         counts[slot, np.asarray(prompt, int)] = PROMPT
@@ -55,7 +55,7 @@ def counts_of(prompts, outputs, vocab_size=VOCAB_SIZE):
 
 
 def any_rows(rng, num_rows):
-    """Rows that ask for everything at random, greedy and padding rows included."""
+    """Return rows that ask for everything at random, greedy and padding rows included."""
 
     def maybe(off, values):
         return np.where(rng.random(num_rows) < 0.5, off, values)
@@ -78,7 +78,7 @@ def any_rows(rng, num_rows):
 
 
 def any_table(rng, num_slots, vocab_size):
-    """A SlotTable of random prompts and outputs, with some biases and stop ids."""
+    """Return a SlotTable of random prompts and outputs, with some biases and stop ids."""
     prompts, outputs = rng.integers(0, vocab_size, (2, num_slots, CAPACITY // 4))
     counts = counts_of(prompts, outputs, vocab_size)
     allowed = rng.permutation(vocab_size)[: vocab_size * 3 // 4].tolist()
@@ -86,7 +86,7 @@ def any_table(rng, num_slots, vocab_size):
 
 
 def take_rows(rows, index):
-    """The rows at `index`, in that order."""
+    """Return the rows at `index`, in that order."""
     return jax.tree.map(lambda x: jnp.asarray(np.asarray(x)[np.asarray(index)]), rows)
 
 

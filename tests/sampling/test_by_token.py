@@ -1,4 +1,4 @@
-"""The ways of the kinds of devices to do the same with logits, against numpy."""
+"""Token-wise operations on logits, in the implementations of all kinds of devices, against numpy."""
 
 import jax
 import numpy as np

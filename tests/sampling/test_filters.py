@@ -13,7 +13,7 @@ weigh = jax.jit(token_weights)
 
 
 def reference_probs(logits, temperature, top_k, top_p, min_p):
-    """float64 and a sorted vocabulary, straight from the definitions."""
+    """Compute probabilities in float64 over a sorted vocabulary, straight from the definitions."""
     scaled = logits.astype(np.float64) / temperature
     probs = np.exp(scaled - scaled.max())
     kept = probs >= max(min_p, np.finfo(np.float32).tiny)

@@ -27,7 +27,7 @@ def test_matches_log_softmax(scale, num_top):
     if num_top < 1000:
         top = expected.topk(num_top)
         np.testing.assert_allclose(out.top_logprobs, top.values, rtol=1e-5, atol=1e-5)
-        if num_top <= 20:  # further down there are ties in float32
+        if num_top <= 20:  # less likely tokens have ties in float32
             assert np.array_equal(out.top_ids, top.indices)
     else:
         np.testing.assert_allclose(out.top_logprobs, expected, rtol=1e-5, atol=1e-5)
@@ -60,7 +60,7 @@ def test_a_small_vocabulary_is_sent_whole():
 
 
 def test_many_are_found_one_by_one_too():
-    """As a TPU does, with ties."""
+    """The TPU implementation finds them, with ties."""
     logits = np.random.default_rng(2).integers(-40, 40, (3, 500)).astype(np.float32)
     values, ids = jax.jit(top_one_by_one, static_argnums=1)(logits, 400)
     expected = jax.lax.top_k(logits, 400)

@@ -1,4 +1,4 @@
-"""Penalties against the definitions of OpenAI and vLLM, and against transformers; and the counts they look at."""
+"""Penalties against the definitions of OpenAI and vLLM, and against transformers; and their token counts."""
 
 import jax
 import numpy as np
@@ -57,7 +57,7 @@ def test_counts_of_an_admitted_request(capacity):
         padded = np.full(capacity, -1, np.int32)
         padded[:num_tokens] = tokens
         assert np.array_equal(count(padded, np.int32(prompt_len), 0, 60), expected)
-        part = count(padded, np.int32(prompt_len), np.int32(25), 20)  # what one of several devices has
+        part = count(padded, np.int32(prompt_len), np.int32(25), 20)  # one of several devices' part
         assert np.array_equal(part, expected[25:45])
 
 

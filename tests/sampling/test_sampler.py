@@ -1,4 +1,4 @@
-"""The drawn token: its distribution, what it may depend on, and what forces or forbids it."""
+"""Drawn tokens: their distribution, what they may depend on, and what forces or forbids them."""
 
 import itertools
 from functools import partial
@@ -15,7 +15,7 @@ from jaxserve.sampling.sampler import token_weights
 
 BASE_SEED = jnp.uint32(42)
 draw = jax.jit(sample)
-draw_soon = jax.jit(sample, compiler_options={"xla_backend_optimization_level": 0})  # for shapes that are used once
+draw_soon = jax.jit(sample, compiler_options={"xla_backend_optimization_level": 0})  # compiles shapes used once
 
 
 def random_logits(shape, seed=0, scale=2.0):
@@ -188,7 +188,7 @@ def test_what_requests_ask_traces_nothing_new():
 
 
 def primitives(jaxpr, inside_cond=True):
-    """Names of the primitives of a jaxpr, calls and what each platform runs entered; those under a `cond` if asked."""
+    """Yield names of a jaxpr's primitives, entering calls and platform branches, and each `cond` if asked."""
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
         if eqn.primitive.name == "cond" and not eqn.params.get("branches_platforms") and not inside_cond:

@@ -58,7 +58,7 @@ def padded(words: list[list[int]], num_words: int, num_ids: int) -> np.ndarray:
 
 
 def test_rows_forbid_what_vllm_forbids() -> None:
-    """Of a small vocabulary, so that beginnings of bad words occur in prompts, in outputs and across their border."""
+    """The vocabulary is small: beginnings of bad words occur in prompts, in outputs and across their border."""
     rng, num_rows, num_words, num_ids = np.random.default_rng(1), 64, 6, 4
     small = 4
     table = make_table(num_rows, VOCAB)

@@ -1,4 +1,4 @@
-"""Which heads a device holds, what can be split at all, and what is said where it cannot."""
+"""Split of a model: heads of each device, possible splits, and messages for impossible ones."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from tests.checkpoints import hf_dict
 
 @given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 16))
 def test_query_heads_meet_their_own_keys(num_kv_heads: int, group: int, num_devices: int) -> None:
-    """Attention on a device takes its query heads in even groups, one for each of its kv heads."""
+    """Attention on a device takes its query heads in even groups, one for each of its KV heads."""
     num_heads = num_kv_heads * group
     assume(num_heads % num_devices == 0)
     copies = [head for index in range(num_devices) for head in held_heads(num_kv_heads, index, num_devices)]
@@ -49,7 +49,7 @@ def test_sizes_that_do_not_divide_are_refused() -> None:
 
 @dataclass
 class Device:
-    """One that tells of its memory."""
+    """A device that reports its memory."""
 
     bytes_in_use: int
     bytes_limit: int = 10**9

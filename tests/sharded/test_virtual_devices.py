@@ -1,4 +1,4 @@
-"""Tensor parallelism over eight virtual devices: what is in `devices/` runs in a process that has them."""
+"""Tensor parallelism over eight virtual devices: the checks in `devices/` run in a process that has them."""
 
 import os
 import subprocess
@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 DEVICES_DIR = Path(__file__).parent / "devices"
-ENGINES = [DEVICES_DIR / f"check_{name}.py" for name in ("engine", "replicas")]  # share programs
+ENGINES = [DEVICES_DIR / f"check_{name}.py" for name in ("engine", "replicas")]  # they share programs
 OTHERS = sorted(set(DEVICES_DIR.glob("check_*.py")) - set(ENGINES))
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # compiles faster
+FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # the level compiles faster
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
 
 
@@ -22,7 +22,7 @@ def test_on_eight_devices(checks: list[Path]) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("check", [*ENGINES, DEVICES_DIR / "check_sampling.py"], ids=lambda check: check.stem)
 def test_more_on_eight_devices(check: Path) -> None:
-    """What the checks themselves mark as full, and more random requests."""
+    """Run the checks that are marked as full, and more random requests."""
     run_checks([check], "full")
 
 

@@ -1,4 +1,4 @@
-"""Loading over several devices, in a process that has four of them, and what serving code must not import."""
+"""Loading over several devices, in a process that has four of them, and imports that serving must avoid."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Random weights: reproducible, independent of each other, and distributed as they say."""
+"""Random weights: reproducible, independent of each other, and distributed as documented."""
 
 from dataclasses import dataclass
 

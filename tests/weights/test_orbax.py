@@ -57,13 +57,13 @@ def add_files(path: Path, texts: dict[str, str]) -> None:
 
 
 def files(path: Path) -> dict[str, bytes]:
-    """Content of all files that are no weights."""
+    """Return the content of all files except weights."""
     found = {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
     return {name: data for name, data in found.items() if not re.match(r"orbax/|model.*safetensors", name)}
 
 
 def tensors(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Dtype, shape and bits of all tensors of a Hugging Face directory."""
+    """Return dtype, shape and bits of all tensors of a Hugging Face directory."""
     found = safetensors_store.open_tensors(path)
     return {name: (str(t.dtype), t.shape, np.asarray(t).tobytes()) for name, t in found.items()}
 
@@ -88,7 +88,7 @@ def orbax(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_there_and_back_is_the_same_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:
-    """Odd sizes, ties, biases, several files; in chunks that cut tensors, written a few at a time."""
+    """Conversion keeps odd sizes, ties, biases and several files; chunks cut tensors, written a few at a time."""
     monkeypatch.setattr(orbax_store, "_GROUP_BYTES", 20_000)
     monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 1000)
     (sizes,) = random_configs(family, 1, seed=len(dtype))
@@ -129,7 +129,7 @@ def test_what_is_not_loaded_is_kept(tmp_path: Path) -> None:
 
 FORMS: list[dict[str, Any]] = [{}, {"quantization": "int8"}]
 CASES = [(form, dtype) for form in FORMS for dtype in (None, "float32")]
-if packed_linear.unsupported("float32", "cpu") is None:  # which is what matrices are packed in
+if packed_linear.unsupported("float32", "cpu") is None:  # packed matrices need the native kernels
     CASES += [({**form, "packed": True}, "float32") for form in FORMS]
 
 
@@ -150,7 +150,7 @@ def test_loads_as_the_files_it_was_made_from(
 
 @st.composite
 def slices(draw: st.DrawFn) -> tuple[np.ndarray, list[tuple[slice, ...]]]:
-    """An array, and slices of slices of it as numpy takes them."""
+    """An array, and slices of its slices, equal numpy's."""
     shape = draw(hnp.array_shapes(max_dims=2, max_side=20))
     dtype = draw(st.sampled_from([np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]))
     array, taken = np.random.default_rng(0).normal(size=shape).astype(dtype), []
@@ -194,7 +194,7 @@ def test_little_more_is_read_than_asked_for(tmp_path: Path, monkeypatch: pytest.
     def share_read(part: Callable[[Part], Part], use: Callable[[StoredTensor], object]) -> float:
         tensor = part(orbax_store.open_tensors(tmp_path)["a"])
         before = bytes_read()
-        with ThreadPoolExecutor(1) as readers:  # in order, so that what is read does not hang on time
+        with ThreadPoolExecutor(1) as readers:  # one after the other, so that the bytes read do not depend on timing
             use(StoredTensor([tensor], np.dtype(np.float32), None, readers))
         return (bytes_read() - before) / mapped.nbytes
 
@@ -251,7 +251,7 @@ def test_differences_are_named(tmp_path: Path, request: pytest.FixtureRequest, f
 def test_what_is_interrupted_leaves_nothing(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """In the midst of the tensors."""
+    """The interrupt comes amid the tensors."""
     path, target = request.getfixturevalue(form), tmp_path / "target"
     store = safetensors_store if form == "orbax" else orbax_store
     write, seen = store.write_tensors, []
@@ -281,7 +281,7 @@ with new_directory(Path(sys.argv[1])) as scratch:
 
 
 def test_what_a_kill_leaves_is_removed_by_the_next(tmp_path: Path, source: Path) -> None:
-    """And nothing of what is alive."""
+    """The next conversion removes what a killed one left, and nothing of a running one."""
     target, command = tmp_path / "target", [sys.executable, "-c", HANGS]
     with subprocess.Popen([*command, str(target)], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "written\n"
@@ -300,7 +300,7 @@ def test_what_a_kill_leaves_is_removed_by_the_next(tmp_path: Path, source: Path)
 
 
 def test_of_many_at_once_one_writes(tmp_path: Path) -> None:
-    """The others are told, and none of them disturbs it."""
+    """Other processes get an error, and none of them disturbs the first."""
     target, alone = tmp_path / "target", Lock()
 
     def write(number: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Hugging Face directories: what is read, what is refused and how it is named, what is written."""
+"""Hugging Face directories: reading, refusals and their messages, writing."""
 
 import json
 import re
@@ -104,7 +104,7 @@ def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
 
 
 class Transfer:
-    """A tensor on its way to an accelerator, which reads the host's buffer until the transfer is waited for."""
+    """A tensor in transfer to an accelerator, which reads the host's buffer until the transfer is waited for."""
 
     def __init__(self, tensor):
         self.buffer = tensor._read(None)
@@ -119,7 +119,7 @@ def test_host_memory_stays_near_one_tensor(tmp_path, monkeypatch):
     specs = registry.param_specs(registry.from_hf_config(config))
     weights.save(tmp_path, specs, weights.dummy(specs, 0, jnp.bfloat16), config)
     largest, total = (4 * measure(int(np.prod(s.shape)) for s in specs) for measure in (max, sum))
-    monkeypatch.setattr(stored_tensor, "host_buffer", np.empty)  # which tracemalloc sees
+    monkeypatch.setattr(stored_tensor, "host_buffer", np.empty)  # tracemalloc sees it
     tracemalloc.start()
     params = weights.load(tmp_path, specs, jnp.float32, transform=lambda _, tensor: Transfer(tensor))
     peak = tracemalloc.get_traced_memory()[1]
@@ -130,7 +130,7 @@ def test_host_memory_stays_near_one_tensor(tmp_path, monkeypatch):
 
 
 def resident_bytes():
-    """Of this process now, with the pages of mapped files that it has read."""
+    """Return the resident memory of this process, including pages of mapped files."""
     return 1024 * int(re.search(r"VmRSS:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
@@ -267,7 +267,7 @@ def test_damaged_headers(tmp_path, header):
 )
 def test_a_header_of_a_false_length_is_not_read(tmp_path, claimed, most):
     file = tmp_path / "model.safetensors"
-    with file.open("wb") as out:  # sparse where it is large: it takes no space on the disk
+    with file.open("wb") as out:  # sparse if large: it takes no space on the disk
         out.write(claimed.to_bytes(8, "little") + b"{}")
         out.truncate(200 if most == 192 else 200_000_000)
     tracemalloc.start()

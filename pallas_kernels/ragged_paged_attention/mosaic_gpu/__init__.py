@@ -1,26 +1,25 @@
 """Ragged paged attention for Hopper GPUs, in Pallas (Mosaic GPU): the serving backend on NVIDIA GPUs.
 
-New keys and values are scattered to their pages, in place; then one persistent kernel attends for all rows
+New keys and values are scattered to their pages in place; then one persistent kernel attends for all rows
 (`kernel.py`).
 
-- The queries of a row are cut into tiles: some tokens times the query heads of one kv head, 64 rows of a matrix for
-  each warpgroup. A tile with its kv head is an item; the blocks of keys it sees are its units of work (`plan.py`).
-- All units of the step lie on one line that is cut evenly between the workers, so that any mix of lengths balances
+- The queries of a row are cut into tiles: some tokens times the query heads of one KV head, 64 matrix rows for each
+  warpgroup. A tile with one KV head is a work item, which consists of the blocks of keys that it sees (`plan.py`).
+- The blocks of all work items form one line that is cut evenly between the workers, so that any mix of lengths balances
   (Stream-K, Osama et al. 2023; LeanAttention, Sanovar et al. 2024). The plan is computed on the device, from the
-  lengths: steps that follow each other without the host need nothing from it.
-- An item inside one worker's span is written to the output at once. The parts of an item that several workers share
-  go to a scratch buffer of two parts a worker, and a second, small kernel merges them
-  (`merge.py`).
+  lengths, so consecutive steps need nothing from the host.
+- A work item inside one worker's span is written to the output at once. Of a work item that several workers share, each
+  writes its split to a scratch buffer of two splits per worker, and a second, small kernel merges them (`merge.py`).
 - In a worker one warpgroup feeds a ring of shared memory by TMA, page by page (`loading.py`), and one or two compute:
   S = Q K^T, online softmax in base 2 (FlashAttention-3, Shah et al. 2024), O += P V, all in wgmma (`computing.py`).
-  Masks only in blocks that cross the diagonal, the end of the row or the edge of a window.
-- Of a quantized pool the ring holds the narrow numbers; those who compute multiply each block with its scales, on its
+  Only blocks that cross the diagonal, the end of the row or the edge of a window are masked.
+- For a quantised pool the ring holds quantised blocks; the computing warpgroups multiply each with its scales on its
   way to where wgmma reads it (`ring.py`).
 
-Where an item is cut depends on the whole step, and so do the last bits of its output: not whether they are right.
+Where a work item is split depends on the whole step, and so do the last bits of its output, within rounding errors.
 
-Where a step has many tokens there are two such kernels: one for rows of few tokens, whose time is that of reading
-keys and values, and one with taller tiles for the others, whose time is that of the products.
+Steps of many tokens launch two such kernels: one for rows of few tokens, bound by reading keys and values, and one with
+taller tiles for the other rows, bound by the products.
 """
 
 from __future__ import annotations
@@ -46,11 +45,17 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     SCALES,
     WARPGROUP_ROWS,
     Call,
-    Plan,
     Tiles,
+    WorkPlan,
     plan,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, QuantizedPages, encode, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    QUANTIZED_MAX,
+    Pages,
+    QuantizedPages,
+    encode,
+    values_of,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
@@ -65,12 +70,12 @@ __all__ = [
     "write_and_attend",
 ]
 
-POOL_DTYPES = ("bfloat16", "float16", *LARGEST)
+POOL_DTYPES = ("bfloat16", "float16", *QUANTIZED_MAX)
 HEAD_DIMS = (32, 64, 96, 128, 256)
 _KERNEL = f"{__name__}.kernel"
 HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 HOPPER_CORES = 132
-INTERPRETED_CORES = 3  # few, so that every worker has something to do
+INTERPRETED_CORES = 3  # few, so that every worker has some work
 
 default_page_size = reference.default_page_size
 kv_shape = reference.kv_shape
@@ -81,7 +86,7 @@ _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None
 
 @contextlib.contextmanager
 def interpreted(params: Any) -> Iterator[None]:
-    """Has calls traced inside run in the interpreter of jax 0.11 and later, on any machine, with these parameters."""
+    """Run calls traced inside in the interpreter of jax 0.11 and later, on any machine, with these parameters."""
     token = _interpret_params.set(params)
     try:
         yield
@@ -90,37 +95,37 @@ def interpreted(params: Any) -> Iterator[None]:
 
 
 def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
-    """Shape of the scales: those of a token's heads, `[L, N, P, 2K]`, filled up to a multiple of what TMA fetches."""
+    """Return the shape of the scales, `[L, N, P, 2K]`, with the heads padded to a multiple of what TMA fetches."""
     return (num_layers, num_pages, page_size, 2 * num_kv_heads + -2 * num_kv_heads % SCALES)
 
 
 def to_canonical(kv_pages: Pages) -> Pages:
-    """The pool as it is, its scales as `[L, N, P, 2K]`."""
+    """Return the pool as it is, its scales as `[L, N, P, 2K]`."""
     if not isinstance(kv_pages, QuantizedPages):
         return kv_pages
     return kv_pages._replace(scales=kv_pages.scales[..., : kv_pages.values.shape[3]])
 
 
 def from_canonical(kv_pages: Pages) -> Pages:
-    """The inverse of `to_canonical`."""
+    """Invert `to_canonical`."""
     if not isinstance(kv_pages, QuantizedPages):
         return kv_pages
-    return kv_pages._replace(scales=_fill_up(kv_pages.scales))
+    return kv_pages._replace(scales=_pad_heads(kv_pages.scales))
 
 
-def _fill_up(scales: Float32[Array, "*token KV"]) -> Float32[Array, "*token filled"]:
+def _pad_heads(scales: Float32[Array, "*token KV"]) -> Float32[Array, "*token padded"]:
     return jnp.pad(scales, [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % SCALES)])
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem; None if it can."""
+    """Return the reason why this backend cannot run the problem, or None if it can."""
     if problem.platform != "gpu" and _interpret_params.get() is None:
         return "it runs on GPUs only"
     if problem.kv_dtype.name not in POOL_DTYPES:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
     if problem.head_dim not in HEAD_DIMS:
         return f"head_dim must be one of {HEAD_DIMS}, not {problem.head_dim}"
-    if problem.kv_dtype.name in LARGEST and problem.head_dim > MAX_PART_COLUMNS:
+    if problem.kv_dtype.name in QUANTIZED_MAX and problem.head_dim > MAX_PART_COLUMNS:
         return f"heads of {problem.head_dim} leave no registers to multiply numbers of {problem.kv_dtype} with scales"
     max_group = WARPGROUP_ROWS * (2 if problem.head_dim <= MAX_PART_COLUMNS else 1) // MIN_TILE_TOKENS
     if problem.num_query_heads > max_group * problem.num_kv_heads:
@@ -134,7 +139,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def _other_chip() -> str | None:
-    """Why the chip that is compiled for is none of those the instructions are of; None if it is."""
+    """Return the reason why the chip that is compiled for lacks the instructions, or None if it has them."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         is_hopper = any(name in device.device_kind for name in HOPPERS)
@@ -147,7 +152,7 @@ def _other_chip() -> str | None:
 
 
 def _kernel() -> ModuleType:
-    """The kernels; Pallas takes a third of a second to import, which only those who use it shall wait."""
+    """Import the kernels on first use: importing Pallas takes a third of a second."""
     return importlib.import_module(_KERNEL)
 
 
@@ -166,10 +171,10 @@ def write_and_attend(
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotates, scatters into the donated pool, attends.
+    """Rotate, scatter into the donated pool and attend.
 
-    Queries and the weights of values are rounded to the pool's dtype; of a quantized one, keys and values times their
-    scales as well, all to bfloat16, or to float16 where the queries are.
+    Queries and the weights of values are rounded to the pool's dtype. For a quantised pool, they and the products of
+    keys and values with their scales are rounded to bfloat16, or to float16 if the queries are float16.
     """
     T, dtype, values = q.shape[0], q.dtype, values_of(kv_pages)
     if rope is not None:
@@ -192,21 +197,21 @@ def write_and_attend(
         interpret=_interpret_params.get(),
     )
     plans = _plans(call, rows)
-    # Tiles of shared memory are filled from whole groups of eight tokens.
+    # Tiles of shared memory are filled by whole groups of eight tokens.
     q = jnp.pad(q.astype(call.dtype), ((0, -T % 8), (0, 0), (0, 0)))
     out = _kernel().attend(call, plans, q, kv_pages, layer, rows, sinks, tree_mask)
     return out[:T].astype(dtype), kv_pages
 
 
 def _product_dtype(dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
-    """What queries, keys and values are multiplied in: the pool's numbers, or, where they are narrow, the queries'."""
-    if kv_dtype.name not in LARGEST:
+    """Return the dtype of the products: the pool's, or for a quantised pool float16 or bfloat16 as the queries."""
+    if kv_dtype.name not in QUANTIZED_MAX:
         return kv_dtype
     return dtype if dtype == jnp.float16 else jnp.dtype(jnp.bfloat16)
 
 
-def _plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, Plan]]:
-    """The work of each kernel: rows that fit a short tile go to the first, the others to the last."""
+def _plans(call: Call, rows: RaggedRows) -> list[tuple[Tiles, WorkPlan]]:
+    """Return the work of each kernel: rows that fit a short tile go to the first kernel, the others to the last."""
     kinds, q_lens = call.kinds(), rows.live_q_lens()
     if len(kinds) == 1:
         return [(kinds[0], plan(call, kinds[0], rows, q_lens))]
@@ -225,12 +230,12 @@ def _write_kv(
     layer: int | Int32[Array, ""],
     rows: RaggedRows,
 ) -> Pages:
-    """The pool with the keys and values of this step in their pages; padding tokens are dropped."""
+    """Return the pool with the keys and values of this step in their pages; padding tokens are dropped."""
     (T, K, H), (_, num_pages, page_size, _, _) = k.shape, values_of(kv_pages).shape
     page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
     kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
     if isinstance(kv, QuantizedPages):
-        kv = kv._replace(scales=_fill_up(kv.scales))
+        kv = kv._replace(scales=_pad_heads(kv.scales))
 
     def write(pages: Shaped[Array, "L N P *head"], new: Shaped[Array, "T *head"]) -> Shaped[Array, "L N P *head"]:
         return pages.at[layer, page_id, offset].set(new, mode="drop", unique_indices=True)
@@ -239,7 +244,7 @@ def _write_kv(
 
 
 def _num_cores() -> int:
-    """Multiprocessors of the chip that is compiled for."""
+    """Return the number of multiprocessors of the chip that is compiled for."""
     if _interpret_params.get() is not None:
         return INTERPRETED_CORES
     if (device := jax.sharding.get_abstract_mesh().abstract_device) is not None:

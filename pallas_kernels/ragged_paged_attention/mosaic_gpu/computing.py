@@ -1,4 +1,4 @@
-"""The warpgroups of a worker that compute: products, masks and the softmax. See the package."""
+"""Computing warpgroups of a worker: products, masks and softmax. See the package."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
 
 class ComputingWarpgroup(Warpgroup):
-    """Attends with some rows of each tile, and some columns of the values."""
+    """Warpgroup that attends with some rows of each tile over some columns of the values."""
 
     def __init__(self, call: Call, tiles: Tiles, inputs: Inputs, shared: Shared, thread: Any) -> None:
         warpgroups = i32(tiles.warpgroups)
         super().__init__(call, tiles, inputs, shared, lax.div(thread, warpgroups))
         self.part = part_of(tiles, lax.rem(thread, warpgroups))
-        self.ring = RingReader(call, tiles, shared, self.lane, self.part)
+        self.ring = RingReader(call, tiles, shared, self.local_worker, self.part)
 
     def run(self) -> None:
-        """Attends with its part of each tile."""
+        """Attend with this warpgroup's part of each tile."""
 
         def compute_item(index: Any, block_count: Any) -> Any:
             item = self._item(index)
-            plgpu.barrier_wait(self.shared.q_ready.at[self.lane])
+            plgpu.barrier_wait(self.shared.q_ready.at[self.local_worker])
             state = self._attend_item(item, block_count)
-            plgpu.barrier_arrive(self.shared.q_free.at[self.lane])
+            plgpu.barrier_arrive(self.shared.q_free.at[self.local_worker])
 
             @pl.when(item.is_first & item.is_last)
             def finish() -> None:
@@ -68,10 +68,10 @@ class ComputingWarpgroup(Warpgroup):
         lax.fori_loop(*self.items, compute_item, i32(0))
 
     def _attend_item(self, item: Item, block_count: Any) -> Softmax:
-        """The softmax over the blocks of one item; masks only where it must."""
+        """Return the softmax over the blocks of one work item; blocks are masked only where necessary."""
         call = self.call
         state = self._start(item)
-        # Blocks that all tokens of the tile see from end to end.
+        # Blocks before full_end are seen in full by all tokens of the tile.
         num_seen = item.past_len if call.tree_words else item.position + 1
         full_end = jnp.clip(lax.div(num_seen, i32(BLOCK_KV)), item.begin, item.end)
         full_begin = item.begin
@@ -90,7 +90,7 @@ class ComputingWarpgroup(Warpgroup):
         return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
 
     def _start(self, item: Item) -> Softmax:
-        """The softmax before any key: empty, or holding the sinks of the rows where the item begins."""
+        """Return the softmax before any key: empty, or holding the sinks in the split that begins the work item."""
         max_score = cast(jnp.full((WARPGROUP_ROWS,), MASKED, jnp.float32), _ROWS)
         denominator = cast(jnp.zeros((WARPGROUP_ROWS,), jnp.float32), _ROWS)
         if self.call.has_sinks:
@@ -102,9 +102,9 @@ class ComputingWarpgroup(Warpgroup):
         return Softmax(values, max_score, denominator)
 
     def _absorb_block(self, item: Item, block: Any, slot: Any, state: Softmax, masked: bool) -> Softmax:
-        """The softmax after one more block of keys."""
+        """Return the softmax after one more block of keys."""
         k = self.ring.keys(item, block, slot, masked)
-        scores = _scores(self.shared.q.at[self.lane, self.part.rows], k)
+        scores = _scores(self.shared.q.at[self.local_worker, self.part.rows], k)
         self.ring.give_back_keys(slot)
         scores = self._scale_and_mask(scores, item, block, masked)
         max_score = jnp.maximum(state.max_score, scores.max(axis=1))
@@ -119,12 +119,12 @@ class ComputingWarpgroup(Warpgroup):
         return Softmax(values, max_score, denominator)
 
     def _scale_and_mask(self, scores: Any, item: Item, block: Any, masked: bool) -> Any:
-        """Scores in base 2, soft-capped; those that a query does not see are MASKED."""
+        """Return scores in base 2, soft-capped; a score that its query does not see is MASKED."""
         scale, soft_cap, window = self.call.scale, self.call.soft_cap, self.call.window
         if soft_cap is None:
             scores *= scale * LOG2E
         else:
-            # tanh by its definition: the approximate instruction has 11 bits.
+            # tanh by its definition: the approximate instruction has only 11 bits.
             growth = jnp.exp2(scores * (2 * LOG2E * scale / soft_cap))
             scores = (soft_cap * LOG2E) * (1 - 2 / (growth + 1))
         if not masked:
@@ -140,7 +140,7 @@ class ComputingWarpgroup(Warpgroup):
         return jnp.where(visible, scores, MASKED)
 
     def _in_tree(self, new_id: Any, item: Item) -> Any:
-        """Which keys each query sees; `new_id` counts from the row's first new token, past ones are negative."""
+        """Return the mask of keys that each query sees; `new_id` counts from the first new token, past ones are < 0."""
         num_words = self.call.tree_words
         visible = (new_id < 0) | (new_id >= 32 * num_words)
         for i in range(num_words):
@@ -150,10 +150,10 @@ class ComputingWarpgroup(Warpgroup):
         return visible
 
     def _add_values(self, values: Any, weights: Any, v: Any) -> Any:
-        """`values + weights @ v`."""
+        """Return `values + weights @ v`."""
         if self.call.interpret is None:
             return pl.run_state(lambda acc: plgpu.wgmma(acc, weights, v))(plgpu.ACC.init(values))
-        p = self.shared.p.at[self.lane * self.tiles.warpgroups + self.part.index]
+        p = self.shared.p.at[self.local_worker * self.tiles.warpgroups + self.part.index]
         p[...] = weights
         plgpu.commit_smem()
 
@@ -164,19 +164,19 @@ class ComputingWarpgroup(Warpgroup):
         return values + pl.run_scoped(multiply, plgpu.ACC(values.shape, jnp.float32))
 
     def _store(self, item: Item, state: Softmax) -> None:
-        """Writes its part to the output, by way of shared memory; live tokens only."""
+        """Write this part of the tile to the output, by way of shared memory; live tokens only."""
         call, tiles, part = self.call, self.tiles, self.part
-        out = self.shared.out.at[self.lane * tiles.warpgroups + part.index]
-        shift = MIN_TILE_TOKENS - item.lead  # so that the first token stored is at a multiple of eight
+        out = self.shared.out.at[self.local_worker * tiles.warpgroups + part.index]
+        shift = MIN_TILE_TOKENS - item.lead  # the first stored token lies at a multiple of eight
         out[pl.ds(shift, WARPGROUP_ROWS)] = state.result(plgpu.Layout.WGMMA, call.dtype)
         plgpu.commit_smem()
-        tokens = min(tiles.tokens, WARPGROUP_ROWS)  # of one head in one part
+        tokens = min(tiles.tokens, WARPGROUP_ROWS)  # tokens of one head in one part
 
         @pl.loop(0, WARPGROUP_ROWS // tokens)
         def store_head(segment: Any) -> None:
             row = part.row + segment * tokens
             g, first = lax.div(row, i32(tiles.tokens)), lax.rem(row, i32(tiles.tokens))
-            begin = jnp.maximum(item.lead - first, 0)  # among this head's tokens in this part
+            begin = jnp.maximum(item.lead - first, 0)  # index among this head's tokens in this part
             end = jnp.clip(item.lead + item.num_tokens - first, begin, tokens)
             num_tokens = jnp.where(g < call.group, end - begin, 0)
             token, head = item.base_token + first + begin, item.head * call.group + g

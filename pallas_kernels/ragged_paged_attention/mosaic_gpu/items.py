@@ -1,4 +1,4 @@
-"""What the kernels have in common: items, the softmax over a part of one, and the way of its tokens to the output."""
+"""Code that the kernels share: work items, the softmax over a split, and copies of tokens to the output."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 )
 
 LOG2E = math.log2(math.e)
-MASKED = -1e30  # finite: a row that has seen no key yet must not turn into NaN
+MASKED = -1e30  # finite, so that a row that has seen no key yet does not turn into NaN
 
 _REQUIRED_OF_LOAD = {x.name for x in inspect.signature(plgpu.load).parameters.values() if x.default is x.empty}
 
 
 class Item(NamedTuple):
-    """A tile with its kv head, and the part of it that falls to one worker."""
+    """A tile with one KV head, and the split of it that one worker computes."""
 
     tile: Any
     row: Any
     head: Any
-    base_token: Any  # of the step; the tile's own begin `lead` tokens later
+    base_token: Any  # index in the step; the tile's own tokens begin `lead` tokens later
     lead: Any
     num_tokens: Any
     position: Any
     past_len: Any
-    begin: Any  # first block of the part
-    end: Any  # end of its blocks
-    is_first: Any  # whether the part has the item's first block
+    begin: Any  # first block of the split
+    end: Any  # end of the split's blocks
+    is_first: Any  # True if the split has the item's first block
     is_last: Any
 
 
 def read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: Any) -> Item:
-    """The part of an item that falls to the worker of a span."""
+    """Return the split of a work item that the worker of a span computes."""
 
     def column(index: int) -> Any:
         return tiles_ref[tile, index]
@@ -74,20 +74,20 @@ def read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: A
 
 
 class Softmax(NamedTuple):
-    """Of some rows of a tile, over the keys seen so far; scores in base 2."""
+    """State of the softmax of some rows of a tile, over the keys seen so far; scores in base 2."""
 
     values: Any  # f32[rows, columns], weighted sum
     max_score: Any  # f32[rows]
     denominator: Any  # f32[rows]
 
     def result(self, layout: Any, dtype: jnp.dtype) -> Any:
-        """The weighted mean of the values; of rows without any weight, zeros."""
+        """Return the weighted mean of the values, zeros for rows without any weight."""
         denominator = jnp.where(self.denominator > 0, self.denominator, 1.0)
         return (self.values / spread(denominator, self.values.shape, layout)).astype(dtype)
 
 
 class Unmerged(NamedTuple):
-    """Of each worker the softmax over its part of an item that another began (0) and of one that it began (1)."""
+    """Splits of each worker: index 0 for a work item that another worker began, 1 for one that it began itself."""
 
     values: Any  # f32[workers, 2, column_parts, rows, H / column_parts], weighted sums
     max_score: Any  # f32[workers, 2, column_parts, rows]
@@ -97,19 +97,19 @@ class Unmerged(NamedTuple):
 def copy_tokens(
     source: Any, row: Any, target: Any, token: Any, head: Any, part: Any, num_tokens: Any, size: int
 ) -> None:
-    """Up to `size` (a power of two) tokens of a head from shared memory to the output.
+    """Copy up to `size` (a power of two) tokens of a head from shared memory to the output.
 
     A copy has a static size: a ladder of powers of two makes any number of tokens.
 
     Args:
         source: rows of one part of the columns.
-        row: the first of them.
-        target: the output.
-        token: the first one there.
+        row: first row to copy.
+        target: output.
+        token: first token in the output.
         head: query head.
-        part: which part of the columns it is.
-        num_tokens: how many.
-        size: the most there may be.
+        part: index of the part of the columns.
+        num_tokens: number of tokens to copy.
+        size: upper bound of `num_tokens`.
     """
     done, columns = i32(0), pl.ds(part * source.shape[1], source.shape[1])
     while size:
@@ -123,21 +123,21 @@ def copy_tokens(
 
 
 def load(ref: Any, layout: Any) -> Any:
-    """From memory to registers."""
-    index = [()] if "idx" in _REQUIRED_OF_LOAD else []  # jax 0.10 wants one
+    """Load from memory to registers."""
+    index = [()] if "idx" in _REQUIRED_OF_LOAD else []  # jax 0.10 requires the argument
     return plgpu.load(ref, *index, layout=layout, optimized=False)
 
 
 def spread(rows: Any, shape: tuple[int, int], layout: Any) -> Any:
-    """A number for each row, in all columns."""
+    """Broadcast one value per row to all columns."""
     return cast(lax.broadcast_in_dim(rows, shape, [0]), layout)
 
 
 def cast(x: Any, layout: Any) -> Any:
-    """`x` in a layout of registers."""
+    """Convert `x` to a register layout."""
     return plgpu.layout_cast(x, layout)
 
 
 def i32(x: int) -> Array:
-    """A 32-bit scalar."""
+    """Return a 32-bit scalar."""
     return jnp.asarray(x, jnp.int32)

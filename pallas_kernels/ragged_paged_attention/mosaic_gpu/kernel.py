@@ -1,4 +1,4 @@
-"""The kernel that attends, and the launch of it and of the one that merges. See the package."""
+"""The attention kernel, and the launches of it and of the merging kernel. See the package."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading import LoadingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BASE_TOKEN, SCALES, Call, Plan, Tiles
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BASE_TOKEN, SCALES, Call, Tiles, WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
-# Of a thread that loads and of one that computes, by the number of warpgroups; of two each has enough. A block of
-# threads starts with as many as divide evenly, in eights, and waits forever for more.
+# Registers of a loading and of a computing thread, by the number of warpgroups; with two each has enough anyway. A
+# thread block starts with as many registers as divide evenly, in eights, and waits forever for more.
 REGISTERS = {3: (72, 216), 4: (64, 192)}
 
 
 def attend(
     call: Call,
-    plans: Sequence[tuple[Tiles, Plan]],
+    plans: Sequence[tuple[Tiles, WorkPlan]],
     q: Float[Array, "padded Q H"],
     kv_pages: Pages,
     layer: int | Int32[Array, ""],
@@ -37,9 +37,9 @@ def attend(
     sinks: Float[Array, "Q"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> Float[Array, "padded Q H"]:
-    """The output of all tiles of all plans, and zeros for padding tokens; of queries padded to eight tokens."""
+    """Return the outputs of all tiles of all plans, zeros for padding tokens; queries are padded to eight tokens."""
     out_ref = jax.empty_ref(jax.ShapeDtypeStruct(q.shape, q.dtype))
-    # Apart: where the layer is a constant, neither takes a program of its own in each layer.
+    # An array, not a constant: otherwise each layer would compile its own program.
     layer = jnp.asarray(layer, jnp.int32)[None]
     num_live_tokens = rows.cu_q_lens[rows.num_rows][None]
     for number, (tiles, plan) in enumerate(plans):
@@ -90,7 +90,7 @@ def _launch(
 
 
 def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Float[Array, "K rows"]:
-    """The sink of every row of a tile, in base 2; zeros where there are none."""
+    """Return the sink of every row of a tile, in base 2; zeros without sinks."""
     if sinks is None:
         return jnp.zeros((call.num_kv_heads, tiles.rows), jnp.float32)
     heads = sinks.astype(jnp.float32).reshape(call.num_kv_heads, call.group, 1) * LOG2E
@@ -98,8 +98,10 @@ def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Flo
     return jnp.pad(by_token, ((0, 0), (0, tiles.rows - by_token.shape[1])))
 
 
-def _tree_rows(tiles: Tiles, plan: Plan, tree_mask: Int32[Array, "T words"] | None) -> Int32[Array, "tiles words rows"]:
-    """The words of every row of every tile."""
+def _tree_rows(
+    tiles: Tiles, plan: WorkPlan, tree_mask: Int32[Array, "T words"] | None
+) -> Int32[Array, "tiles words rows"]:
+    """Return the mask words of every row of every tile."""
     if tree_mask is None:
         return jnp.zeros((1, 1, 1), jnp.int32)
     token = jnp.arange(tiles.rows, dtype=jnp.int32) % tiles.tokens
@@ -108,7 +110,7 @@ def _tree_rows(tiles: Tiles, plan: Plan, tree_mask: Int32[Array, "T words"] | No
 
 
 def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:
-    """One block of threads: in each worker, a warpgroup that loads and those that compute."""
+    """Run one thread block: in each worker, one loading warpgroup and the computing ones."""
     inputs, shared = Inputs(*refs[: len(Inputs._fields)]), Shared(*refs[len(Inputs._fields) :])
     thread = lax.axis_index("thread")
     num_compute = tiles.workers * tiles.warpgroups

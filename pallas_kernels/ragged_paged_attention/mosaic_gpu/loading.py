@@ -1,4 +1,4 @@
-"""The warpgroup of a worker that loads queries, keys and values. See the package."""
+"""Loading warpgroup of a worker, which fetches queries, keys and values. See the package."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import 
 
 
 class LoadingWarpgroup(Warpgroup):
-    """Feeds the others of its worker."""
+    """Warpgroup that feeds the computing warpgroups of its worker."""
 
     def run(self) -> None:
-        """Fills the ring, one block of keys and values after the other."""
+        """Fill the ring, one block of keys and values after the other."""
         shared, stages = self.shared, self.tiles.stages
 
         def load_item(index: Any, block_count: Any) -> Any:
@@ -28,7 +28,7 @@ class LoadingWarpgroup(Warpgroup):
 
             @pl.when(index > self.items[0])
             def wait_for_q() -> None:
-                plgpu.barrier_wait(shared.q_free.at[self.lane])
+                plgpu.barrier_wait(shared.q_free.at[self.local_worker])
 
             self._load_queries(item)
 
@@ -58,10 +58,10 @@ class LoadingWarpgroup(Warpgroup):
 
         block_count = lax.fori_loop(*self.items, load_item, i32(0))
 
-        # What is still in flight is seen to its end.
+        # Wait for loads that are still in flight.
         @pl.when(self.items[1] > self.items[0])
         def drain_q() -> None:
-            plgpu.barrier_wait(shared.q_free.at[self.lane])
+            plgpu.barrier_wait(shared.q_free.at[self.local_worker])
 
         @pl.loop(jnp.maximum(block_count - stages, 0), block_count)
         def drain(count: Any) -> None:
@@ -69,19 +69,19 @@ class LoadingWarpgroup(Warpgroup):
             plgpu.barrier_wait(shared.v_free.at[self._slot(count)])
 
     def _load_queries(self, item: Item) -> None:
-        """A tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
+        """Load a tile's queries, head after head: row `g * tokens + t` is token t of query head g."""
         tokens = self.tiles.tokens
 
         @pl.loop(0, self.call.group)
         def load_head(g: Any) -> None:
             plgpu.copy_gmem_to_smem(
                 self.inputs.q.at[pl.ds(item.base_token, tokens), item.head * self.call.group + g],
-                self.shared.q.at[self.lane, pl.ds(g * tokens, tokens)],
-                self.shared.q_ready.at[self.lane],
+                self.shared.q.at[self.local_worker, pl.ds(g * tokens, tokens)],
+                self.shared.q_ready.at[self.local_worker],
             )
 
     def _page_ids(self, item: Item, block: Any) -> list[Any]:
-        """The pages of one block; of a page past the end, which the table may not have, the first one again."""
+        """Return the pages of one block; the first replaces pages past the row's end, which the table may lack."""
         size = self.call.page_size
         if size > BLOCK_KV:
             return [self.inputs.page_table[item.row, lax.div(block, i32(size // BLOCK_KV))]]
@@ -91,21 +91,21 @@ class LoadingWarpgroup(Warpgroup):
         return [self.inputs.page_table[item.row, column] for column in columns]
 
     def _load_pages(self, page_ids: list[Any], block: Any, head: Any, part: int, buffer: Any, ready: Any) -> None:
-        """As many columns of a head's block as the buffer has, from the part-th on."""
+        """Load the part-th group of columns of a head's block, as many columns as the buffer has."""
         pages, columns = self.inputs.kv_pages.at[self.inputs.layer[0]], pl.ds(part * buffer.shape[1], buffer.shape[1])
         self._copy_block(
             page_ids, block, lambda page_id, tokens: pages.at[page_id, tokens, head, columns], buffer, ready
         )
 
     def _load_scales(self, page_ids: list[Any], block: Any, item: Item, buffer: Any, ready: Any) -> None:
-        """Those of a head's keys and values, with its neighbours'."""
+        """Load the scales of a head's keys and values, together with its neighbours'."""
         scales, heads = self.inputs.scales.at[self.inputs.layer[0]], pl.ds(first_scale(item.head), SCALES)
         self._copy_block(page_ids, block, lambda page_id, tokens: scales.at[page_id, tokens, heads], buffer, ready)
 
     def _copy_block(
         self, page_ids: list[Any], block: Any, source: Callable[[Any, Any], Any], buffer: Any, ready: Any
     ) -> None:
-        """What `source(page, tokens)` refers to, for all tokens of a block."""
+        """Copy `source(page, tokens)` for all tokens of a block."""
         size = self.call.page_size
         if size > BLOCK_KV:
             offset = lax.rem(block, i32(size // BLOCK_KV)) * BLOCK_KV

@@ -1,4 +1,4 @@
-"""What the kernel that attends has in global and in shared memory. See the package."""
+"""Global and shared memory of the attention kernel. See the package."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 
 
 class Inputs(NamedTuple):
-    """What the kernel gets in global memory."""
+    """Arrays of the kernel in global memory."""
 
     layer: Any  # [1]
     tiles: Any
@@ -30,7 +30,7 @@ class Inputs(NamedTuple):
     tree_rows: Any
     q: Any
     kv_pages: Any
-    scales: Any  # of their numbers, if they have any
+    scales: Any  # scales of a quantised pool
     out: Any
     values: Any
     max_score: Any
@@ -38,14 +38,14 @@ class Inputs(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """Shared memory and barriers of a block of threads; a worker has its own part of each."""
+    """Shared memory and barriers of a thread block; each worker has its own share of all."""
 
     q: Any  # [workers, rows, H]
     k: Any  # [workers * stages, BLOCK_KV, H]
     v: Any  # [workers * stages, column_parts, BLOCK_KV, H / column_parts]
-    scales: Any  # [workers * stages, BLOCK_KV, SCALES], those of the head's keys and values, and of its neighbours'
-    wide_k: Any  # [workers, BLOCK_KV, H], a block of keys multiplied with their scales
-    wide_v: Any
+    scales: Any  # [workers * stages, BLOCK_KV, SCALES], scales of the head's keys and values and of its neighbours'
+    scaled_k: Any  # [workers, BLOCK_KV, H], block of keys multiplied with their scales
+    scaled_v: Any
     out: Any  # [workers * warpgroups, 8 + 64, H / column_parts]
     q_ready: Any
     q_free: Any
@@ -54,11 +54,11 @@ class Shared(NamedTuple):
     v_ready: Any
     v_free: Any
     meeting: Any
-    p: Any  # weights of the values; in the interpreter alone, which lacks wgmma from registers
+    p: Any  # weights of the values; only for the interpreter, which lacks wgmma from registers
 
 
 def shared_memory(call: Call, tiles: Tiles) -> Shared:
-    """What a block of threads asks for."""
+    """Return the shared memory and barriers of a thread block."""
     workers, stages, H = tiles.workers, tiles.workers * tiles.stages, call.head_dim
     pages, columns = max(1, BLOCK_KV // call.page_size), H // tiles.column_parts
     warpgroups = workers * tiles.warpgroups
@@ -74,14 +74,14 @@ def shared_memory(call: Call, tiles: Tiles) -> Shared:
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
     unused = plgpu.SMEM((8,), jnp.int32)
-    wide = matrix(workers, BLOCK_KV, H) if call.is_quantized else unused
+    scaled = matrix(workers, BLOCK_KV, H) if call.is_quantized else unused
     return Shared(
         q=matrix(workers, tiles.rows, H),
         k=ring(BLOCK_KV, H),
         v=ring(tiles.column_parts, BLOCK_KV, columns),
         scales=plgpu.SMEM((stages, BLOCK_KV, SCALES), jnp.float32) if call.is_quantized else unused,
-        wide_k=wide,
-        wide_v=wide,
+        scaled_k=scaled,
+        scaled_v=scaled,
         out=_out_type(call, tiles, warpgroups),
         q_ready=barriers(call.group, workers),
         q_free=barriers(tiles.warpgroups, workers),
@@ -95,16 +95,16 @@ def shared_memory(call: Call, tiles: Tiles) -> Shared:
 
 
 def _out_type(call: Call, tiles: Tiles, warpgroups: int) -> Any:
-    """Where output waits to be stored; with room to shift a tile's rows."""
+    """Return the buffer where output waits to be stored, with room to shift a tile's rows."""
     shape = (warpgroups, MIN_TILE_TOKENS + WARPGROUP_ROWS, call.head_dim // tiles.column_parts)
     return plgpu.SMEM(shape, call.dtype)
 
 
 def _layout(call: Call, swizzle: int) -> tuple[Any, Any]:
-    """Of matrices in shared memory that wgmma reads, or that become such."""
+    """Return the layout of matrices in shared memory that wgmma reads."""
     return plgpu.TilingTransform((8, call.tile_columns)), plgpu.SwizzleTransform(swizzle)
 
 
 def first_scale(head: Any) -> Any:
-    """Of the scales that are fetched with a head's own."""
+    """Return the first of the scales that are fetched together with a head's own."""
     return lax.div(2 * head, i32(SCALES)) * SCALES

@@ -1,7 +1,7 @@
-"""The second kernel: merges the parts of items that several workers share. See the package.
+"""The second kernel, which merges the splits of work items that several workers share. See the package.
 
-Rows of a tile of which no token is live are not read: eight rows of one head are merged at a time, in as many
-warpgroups as there are, and of these the parts of several workers are on their way at once.
+Eight rows of one head are merged at a time; groups of eight without a live token are not read. A thread block has
+several warpgroups for them, and the loads of several splits are in flight at once.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     Tiles,
 )
 
-WARPGROUPS = 4  # of a block of threads
-IN_FLIGHT = 4  # parts that are loaded before the first of them is merged
+WARPGROUPS = 4  # warpgroups of a thread block
+IN_FLIGHT = 4  # splits that are loaded before the first of them is merged
 
-# Eight rows; a warp has eight columns of every 32.
+# Eight rows; a warp has eight of every 32 columns.
 _LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((8, 32), (8, 8), (2,))), (-4,), (-3, -2), -1)
 _ROWS = _LAYOUT.reduce(1)
 
 
 def scratch(call: Call, tiles: Tiles) -> list[Any]:
-    """Shared memory where output waits to be stored, with room to shift the rows."""
+    """Return the buffer where output waits to be stored, with room to shift the rows."""
     return [plgpu.SMEM((WARPGROUPS, 2 * MIN_TILE_TOKENS, call.head_dim // tiles.column_parts), call.dtype)]
 
 
 def kernel(call: Call, tiles: Tiles, clears_padding: bool, *refs: Any) -> None:
-    """One block of threads a worker: merges the item that the worker began and others ended, if there is one."""
+    """Run one thread block per worker: merge the work item that the worker began and others ended, if there is one."""
     num_live_ref, tile_ref, worker_ref, *unmerged, out_ref, shared_out = refs
     index, thread = lax.axis_index("block"), lax.axis_index("thread")
-    out, span = shared_out.at[thread], worker_ref[0, SPAN_END]  # the first one is as long as any
+    out, span = shared_out.at[thread], worker_ref[0, SPAN_END]  # the first span is the longest
     last = worker_ref[index, END_ITEM] - 1
     tile, head = lax.div(last, i32(call.num_kv_heads)), lax.rem(last, i32(call.num_kv_heads))
 
@@ -64,14 +64,14 @@ def kernel(call: Call, tiles: Tiles, clears_padding: bool, *refs: Any) -> None:
         item = read_item(tile_ref, tile, head, worker_ref[index, SPAN_START], worker_ref[index, SPAN_END])
 
         @pl.when(item.is_first & ~item.is_last)
-        def merge_parts() -> None:
+        def merge_splits() -> None:
             item_end = tile_ref[tile, FIRST_UNIT] + (head + 1) * tile_ref[tile, NUM_BLOCKS]
-            num_parts = lax.div(item_end + span - 1, span) - index
-            parts = functools.partial(_load_part, Unmerged(*unmerged), index)
+            num_splits = lax.div(item_end + span - 1, span) - index
+            splits = functools.partial(_load_split, Unmerged(*unmerged), index)
 
             @pl.loop(thread, tiles.column_parts * tiles.rows // MIN_TILE_TOKENS, step=WARPGROUPS)
             def merge_rows(group: Any) -> None:
-                _merge_rows(call, tiles, item, parts, num_parts, group, out, out_ref)
+                _merge_rows(call, tiles, item, splits, num_splits, group, out, out_ref)
 
     if clears_padding:
 
@@ -81,19 +81,19 @@ def kernel(call: Call, tiles: Tiles, clears_padding: bool, *refs: Any) -> None:
 
 
 def _merge_rows(
-    call: Call, tiles: Tiles, item: Item, parts: Any, num_parts: Any, group: Any, out: Any, out_ref: Any
+    call: Call, tiles: Tiles, item: Item, splits: Any, num_splits: Any, group: Any, out: Any, out_ref: Any
 ) -> None:
-    """Writes eight rows of one head, those that are live; `group` counts all eights of all parts of the columns."""
+    """Write the live rows among eight rows of one head; `group` counts eights over all parts of the columns."""
     column, row = lax.rem(group, i32(tiles.column_parts)), lax.div(group, i32(tiles.column_parts)) * MIN_TILE_TOKENS
     g, first = lax.div(row, i32(tiles.tokens)), lax.rem(row, i32(tiles.tokens))
-    begin = jnp.clip(item.lead - first, 0, MIN_TILE_TOKENS)  # among the eight
+    begin = jnp.clip(item.lead - first, 0, MIN_TILE_TOKENS)  # index among the eight
     end = jnp.clip(item.lead + item.num_tokens - first, begin, MIN_TILE_TOKENS)
     num_tokens = jnp.where(g < call.group, end - begin, 0)
 
     @pl.when(num_tokens > 0)
     def merge() -> None:
-        state = _merge_all(functools.partial(parts, column, row), num_parts, out.shape[1])
-        # So that the first token stored is at a multiple of eight.
+        state = _merge_all(functools.partial(splits, column, row), num_splits, out.shape[1])
+        # The first stored token must be at a multiple of eight.
         out[pl.ds(MIN_TILE_TOKENS - begin, MIN_TILE_TOKENS)] = state.result(_LAYOUT, call.dtype)
         plgpu.commit_smem()
         token, head = item.base_token + first + begin, item.head * call.group + g
@@ -101,38 +101,38 @@ def _merge_rows(
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _load_part(unmerged: Unmerged, index: Any, column: Any, row: Any, number: Any) -> Softmax:
-    """Eight rows of a part of an item that worker `index` began: its own is the first, then come those after it."""
+def _load_split(unmerged: Unmerged, index: Any, column: Any, row: Any, number: Any) -> Softmax:
+    """Load eight rows of a split: number 0 of worker `index`, which began the item, then those of the next workers."""
     place = index + number, jnp.where(number == 0, 1, 0), column, pl.ds(row, MIN_TILE_TOKENS)
     values, max_score, denominator = (ref.at[place] for ref in unmerged)
     return Softmax(load(values, _LAYOUT), load(max_score, _ROWS), load(denominator, _ROWS))
 
 
-def _merge_all(part: Any, num_parts: Any, num_columns: int) -> Softmax:
-    """The softmax over the keys of all parts."""
+def _merge_all(split: Any, num_splits: Any, num_columns: int) -> Softmax:
+    """Return the softmax over the keys of all splits."""
 
     def merge_some(batch: Any, state: Softmax) -> Softmax:
         numbers = [batch * IN_FLIGHT + i for i in range(IN_FLIGHT)]
-        loaded = [part(jnp.minimum(number, num_parts - 1)) for number in numbers]
+        loaded = [split(jnp.minimum(number, num_splits - 1)) for number in numbers]
         for number, new in zip(numbers, loaded, strict=True):
-            state = _merge(state, _if(number < num_parts, new))
+            state = _merge(state, _if(number < num_splits, new))
         return state
 
     zeros = cast(jnp.zeros((MIN_TILE_TOKENS, num_columns), jnp.float32), _LAYOUT)
     no_keys = cast(jnp.full((MIN_TILE_TOKENS,), MASKED, jnp.float32), _ROWS)
     empty = Softmax(zeros, no_keys, cast(jnp.zeros((MIN_TILE_TOKENS,), jnp.float32), _ROWS))
-    return lax.fori_loop(0, lax.div(num_parts + (IN_FLIGHT - 1), i32(IN_FLIGHT)), merge_some, empty)
+    return lax.fori_loop(0, lax.div(num_splits + (IN_FLIGHT - 1), i32(IN_FLIGHT)), merge_some, empty)
 
 
 def _if(condition: Any, x: Softmax) -> Softmax:
-    """Nothing, unless the condition holds: of no weight, and never above what is merged with it."""
+    """Return the state if the condition holds, else one without weight and with the least score."""
     max_score = jnp.where(condition, x.max_score, jnp.full_like(x.max_score, MASKED))
     denominator = jnp.where(condition, x.denominator, jnp.zeros_like(x.denominator))
     return Softmax(jnp.where(condition, x.values, jnp.zeros_like(x.values)), max_score, denominator)
 
 
 def _merge(a: Softmax, b: Softmax) -> Softmax:
-    """The softmax over the keys of both."""
+    """Return the softmax over the keys of both states."""
     max_score = jnp.maximum(a.max_score, b.max_score)
     scale_a, scale_b = jnp.exp2(a.max_score - max_score), jnp.exp2(b.max_score - max_score)
     shape = a.values.shape
@@ -141,7 +141,7 @@ def _merge(a: Softmax, b: Softmax) -> Softmax:
 
 
 def _clear_padding(first_token: Any, tiles: Tiles, zeros: Any, out_ref: Any) -> None:
-    """Zeros for the padding tokens of one worker: from its first one on, every token whose turn it is."""
+    """Write zeros to one worker's share of padding tokens: every `num_workers`-th from its first one on."""
     num_tokens, num_heads, _ = out_ref.shape
 
     @pl.when(first_token < num_tokens)

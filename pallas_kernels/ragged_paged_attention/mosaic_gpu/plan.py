@@ -1,4 +1,4 @@
-"""Who does what: a step's queries cut into tiles, and the blocks of keys they see divided among workers."""
+"""Division of a step's work: its queries cut into tiles, and the blocks of keys that they see cut into spans."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 
-BLOCK_KV = 64  # tokens
-WARPGROUP_ROWS = 64  # of a wgmma instruction
-SHARED_BYTES = 232448 - 2048  # of a multiprocessor, less what barriers take
+BLOCK_KV = 64  # tokens per block of keys
+WARPGROUP_ROWS = 64  # rows of a wgmma instruction
+SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barriers
 MAX_STAGES = 4
-MAX_PART_COLUMNS = 128  # of values, in the registers of a warpgroup
+MAX_PART_COLUMNS = 128  # columns of values that the registers of a warpgroup hold
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
-SCALES = 4  # of neighbouring heads: 16 bytes, the least that TMA fetches
-MIN_SPAN = 4  # blocks of keys that a worker has at least: fewer are not worth the merge
-MIN_TALL_TOKENS = 512  # steps of fewer tokens have the kernel of short tiles alone
+SCALES = 4  # scales of neighbouring heads: 16 bytes, the least that TMA fetches
+MIN_SPAN = 4  # blocks of keys per worker at least: fewer are not worth the merge
+MIN_TALL_TOKENS = 512  # steps of fewer tokens have only the kernel of short tiles
 
 # Columns of the plan.
 ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, PAST_LEN = range(9)
@@ -28,14 +28,14 @@ FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one kernel cuts its work.
+    """Tile sizes and resources of one kernel.
 
     Attributes:
-        tokens: of a tile; with all query heads of one kv head they fill its rows. A power of two.
-        row_parts: of a tile's matrix, 64 rows each, for as many warpgroups.
-        column_parts: of the values and the output: where heads are wide, two warpgroups share the registers they take.
-        workers: in a block of threads, each with warpgroups, shared memory and a span of its own.
-        num_cores: blocks of threads, one for each multiprocessor.
+        tokens: tokens per tile, a power of two; with all query heads of one KV head they fill its rows.
+        row_parts: parts of 64 rows of a tile's matrix, one per warpgroup.
+        column_parts: parts of the columns of values and output: two if a head needs the registers of two warpgroups.
+        workers: workers per thread block, each with its own warpgroups, shared memory and span.
+        num_cores: number of thread blocks, one for each multiprocessor.
         stages: blocks of keys and values in flight.
     """
 
@@ -48,23 +48,23 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        """Of a tile's matrix."""
+        """Rows of a tile's matrix."""
         return self.row_parts * WARPGROUP_ROWS
 
     @property
     def warpgroups(self) -> int:
-        """That compute one tile."""
+        """Number of warpgroups that compute one tile."""
         return self.row_parts * self.column_parts
 
     @property
     def num_workers(self) -> int:
-        """In all blocks of threads."""
+        """Number of workers in all thread blocks."""
         return self.workers * self.num_cores
 
 
 @dataclass(frozen=True)
 class Call:
-    """The static facts of one call."""
+    """Static facts of one call."""
 
     num_tokens: int
     num_kv_heads: int
@@ -72,9 +72,9 @@ class Call:
     head_dim: int
     page_size: int
     dtype: jnp.dtype
-    """Of what is multiplied."""
+    """Dtype of the products."""
     kv_dtype: jnp.dtype
-    """Of the pool: `dtype`, or a narrower one that has scales."""
+    """Dtype of the pool: `dtype`, or a quantised one."""
     scale: float
     window: int | None
     soft_cap: float | None
@@ -86,7 +86,7 @@ class Call:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether keys and values come with scales, and are multiplied only after they have been with these."""
+        """Return whether keys and values have scales, with which they are multiplied before the products."""
         return self.kv_dtype != self.dtype
 
     @property
@@ -96,17 +96,17 @@ class Call:
 
     @property
     def tile_columns(self) -> int:
-        """Numbers of such a line."""
+        """Elements in a line of shared memory."""
         return self.swizzle // 2
 
     def kinds(self) -> list[Tiles]:
-        """The tiles for rows of few tokens and, in steps of many tokens, those for the others."""
+        """Return the tiles for rows of few tokens and, in steps of many tokens, those for the other rows."""
         short, tall = self._short_tiles(), self._tiles(row_parts=2, workers=1)
         only_short = self.num_tokens < MIN_TALL_TOKENS or self.head_dim > MAX_PART_COLUMNS
         return [short] if only_short or tall.tokens == short.tokens else [short, tall]
 
     def _short_tiles(self) -> Tiles:
-        """As low as the group allows; two workers in a block of threads where their memory fits."""
+        """Return tiles as low as the group allows, with two workers per thread block if their memory fits."""
         row_parts = 1 if self.group * MIN_TILE_TOKENS <= WARPGROUP_ROWS else 2
         return self._tiles(row_parts, workers=2 if row_parts == 1 and self.head_dim <= MAX_PART_COLUMNS else 1)
 
@@ -115,11 +115,11 @@ class Call:
         q_and_out_bytes = 2 * (2 * rows + row_parts * MIN_TILE_TOKENS) * self.head_dim
         block_bytes = 2 * BLOCK_KV * self.head_dim * 2
         fixed_bytes, stage_bytes = q_and_out_bytes, block_bytes
-        if self.is_quantized:  # one block stands beside the ring, multiplied with its scales
+        if self.is_quantized:  # one block, multiplied with its scales, is stored beside the ring
             fixed_bytes, stage_bytes = q_and_out_bytes + block_bytes, block_bytes // 2 + BLOCK_KV * 4 * SCALES
         stages = (SHARED_BYTES // workers - fixed_bytes) // stage_bytes
-        # Shared memory that leaves for the output does so from addresses that are multiples of 128: where a row of it
-        # is not, a head's tokens must begin in the part that stores them.
+        # Stores to the output begin at shared addresses that are multiples of 128: unless each row of the output begins
+        # at one, a head's tokens must begin in the part that stores them.
         most_tokens = rows if 2 * self.head_dim % 128 == 0 else WARPGROUP_ROWS
         return Tiles(
             tokens=min(1 << int(math.log2(rows // self.group)), most_tokens),
@@ -131,24 +131,25 @@ class Call:
         )
 
 
-class Plan(NamedTuple):
-    """The work of one kernel."""
+class WorkPlan(NamedTuple):
+    """Work of one kernel."""
 
     tiles: Int32[Array, "tiles 9"]
-    """Columns ROW ... PAST_LEN: where each tile is, and the blocks of keys it sees.
+    """Columns ROW ... PAST_LEN: place of each tile, and the blocks of keys that it sees.
 
-    A tile begins at BASE_TOKEN of the step, a multiple of eight, as shared memory is filled: LEAD tokens of other rows
-    come before its NUM_TOKENS own ones, of which the first is at POSITION of its sequence.
+    A tile begins at BASE_TOKEN of the step, a multiple of eight because shared memory is filled in eights: LEAD tokens
+    of other rows come before its own NUM_TOKENS, the first of which is at POSITION of its sequence.
     """
     workers: Int32[Array, "workers 4"]
-    """Columns FIRST_ITEM ... SPAN_END: the items and the units of each worker."""
+    """Columns FIRST_ITEM ... SPAN_END: work items and span of each worker."""
 
 
-def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> Plan:
-    """Cuts `q_lens` tokens of each row into tiles, and the units of all of them into spans of equal length.
+def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> WorkPlan:
+    """Cut `q_lens` tokens of each row into tiles, and the blocks of keys of all work items into spans of equal length.
 
-    An item is a tile with one of its kv heads, and has a unit for every block of keys; the units of a tile are those of
-    its first kv head, then of its second, and so on. A worker's span may begin and end inside an item.
+    A work item is a tile with one of its KV heads; it has a unit for every block of keys. The line of units has those
+    of a tile for its first KV head, then for its second, and so on. A worker's span may begin and end inside a work
+    item.
     """
     R = q_lens.shape[0]
     num_tiles = min(call.num_tokens, call.num_tokens // tiles.tokens + 2 * R)
@@ -157,7 +158,7 @@ def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
     tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tile = jnp.arange(num_tiles, dtype=jnp.int32)
     row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
-    start = (tile - (tile_ends - row_tiles)[row]) * tiles.tokens - leads[row]  # among the row's tokens
+    start = (tile - (tile_ends - row_tiles)[row]) * tiles.tokens - leads[row]  # index among the row's tokens
     lead = jnp.maximum(-start, 0)
     num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tiles.tokens) - lead, 0)
     past_len = (rows.kv_lens - q_lens)[row]
@@ -180,7 +181,7 @@ def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
     end = jnp.minimum(start + span, ends[-1])
     first_item = item_of(start)
     end_item = jnp.where(end > start, item_of(end - 1) + 1, first_item)
-    return Plan(jnp.stack(columns, axis=1), jnp.stack([first_item, end_item, start, end], axis=1))
+    return WorkPlan(jnp.stack(columns, axis=1), jnp.stack([first_item, end_item, start, end], axis=1))
 
 
 def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
@@ -188,5 +189,5 @@ def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
 
 
 def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
-    """How many of the ascending `ends` are at most x."""
+    """Return how many of the ascending `ends` are at most x."""
     return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The way of keys and values from the ring of shared memory to the products. See the package."""
+"""Reads of keys and values from the ring of shared memory, up to the products. See the package."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import 
 
 
 class RingReader:
-    """Reads blocks from a worker's ring, for one of the warpgroups that compute."""
+    """Reader of a worker's ring for one of its computing warpgroups."""
 
-    def __init__(self, call: Call, tiles: Tiles, shared: Shared, lane: Any, part: Part) -> None:
+    def __init__(self, call: Call, tiles: Tiles, shared: Shared, local_worker: Any, part: Part) -> None:
         self.call, self.tiles, self.shared = call, tiles, shared
-        self.lane, self.part = lane, part
+        self.local_worker, self.part = local_worker, part
 
     def keys(self, item: Item, block: Any, slot: Any, masked: bool) -> Any:
-        """Keys as they are multiplied; with values too done what must be, before anything else is in registers."""
+        """Return the keys of a block; also prepares its values if that must happen before registers are in use."""
         shared = self.shared
         if self.call.is_quantized:
-            self._widen_block(item, block, slot, masked)
-            return shared.wide_k.at[self.lane]
+            self._dequantise_block(item, block, slot, masked)
+            return shared.scaled_k.at[self.local_worker]
         if masked:
             plgpu.barrier_wait(shared.v_ready.at[slot])
             self._clear_tail(item, block, shared.v.at[slot, self.part.column])
@@ -35,78 +35,80 @@ class RingReader:
         return shared.k.at[slot]
 
     def values(self, slot: Any, masked: bool) -> Any:
-        """The columns of values of this part, as they are multiplied."""
+        """Return this part's columns of the values of a block."""
         shared = self.shared
         if self.call.is_quantized:
             assert self.tiles.column_parts == 1, "see supports"
-            return shared.wide_v.at[self.lane]
+            return shared.scaled_v.at[self.local_worker]
         if not masked:
             plgpu.barrier_wait(shared.v_ready.at[slot])
         return shared.v.at[slot, self.part.column]
 
     def give_back_keys(self, slot: Any) -> None:
-        """Lets them be loaded anew."""
+        """Let the slot be refilled with keys."""
         self._give_back(self.shared.k_free.at[slot])
 
     def give_back_values(self, slot: Any) -> None:
-        """Lets them be loaded anew."""
+        """Let the slot be refilled with values."""
         self._give_back(self.shared.v_free.at[slot])
 
     def _give_back(self, free: Any) -> None:
-        if not self.call.is_quantized:  # what was widened has been given back before
+        if not self.call.is_quantized:  # _dequantise_block has already freed the slots
             plgpu.barrier_arrive(free)
 
-    def _widen_block(self, item: Item, block: Any, slot: Any, masked: bool) -> None:
-        """Multiplies keys and values with their scales, on their way from the ring to where wgmma reads them."""
+    def _dequantise_block(self, item: Item, block: Any, slot: Any, masked: bool) -> None:
+        """Multiply keys and values with their scales on their way from the ring to where wgmma reads them."""
         shared, column = self.shared, 2 * item.head - first_scale(item.head)
         k_scales, v_scales = (shared.scales.at[slot, :, column + i] for i in range(2))
-        self._meet()  # the others may still read the last block
+        self._meet()  # other warpgroups may still read the previous block
         plgpu.barrier_wait(shared.k_ready.at[slot])
         plgpu.barrier_wait(shared.v_ready.at[slot])
-        self._widen(shared.k.at[slot], k_scales, shared.wide_k.at[self.lane], first=0)
+        self._dequantise(shared.k.at[slot], k_scales, shared.scaled_k.at[self.local_worker], first=0)
         end = self._end_in(item, block) if masked else None
-        self._widen(shared.v.at[slot, self.part.column], v_scales, shared.wide_v.at[self.lane], first=1, end=end)
-        plgpu.commit_smem()  # so that both what was written and what was read lie behind
+        self._dequantise(
+            shared.v.at[slot, self.part.column], v_scales, shared.scaled_v.at[self.local_worker], first=1, end=end
+        )
+        plgpu.commit_smem()  # completes both the writes and the reads
         plgpu.barrier_arrive(shared.k_free.at[slot])
         plgpu.barrier_arrive(shared.v_free.at[slot])
         self._meet()
 
-    def _widen(self, narrow: Any, scales: Any, wide: Any, first: int, end: Any | None = None) -> None:
-        """Numbers times scales, from the ring to `wide`; zeros from row `end` on.
+    def _dequantise(self, quantised: Any, scales: Any, scaled: Any, first: int, end: Any | None = None) -> None:
+        """Write products of elements and scales from the ring to `scaled`, zeros from row `end` on.
 
-        The warpgroups of a tile do some columns each, the first ones that of number `first`.
+        The warpgroups of a tile take the chunks of columns in turn, beginning with warpgroup `first`.
         """
         layout, width = plgpu.Layout.WGMMA_UPCAST_2X, self.call.tile_columns
 
         def multiply(columns: Any) -> None:
-            numbers = load(narrow.at[:, columns], layout)
-            if jnp.issubdtype(numbers.dtype, jnp.integer):
-                numbers = numbers.astype(jnp.bfloat16)  # which is exact, and for which there is a quick way
-            factors = spread(load(scales, layout.reduce(1)), numbers.shape, layout)
-            numbers = numbers.astype(jnp.float32) * factors
+            elements = load(quantised.at[:, columns], layout)
+            if jnp.issubdtype(elements.dtype, jnp.integer):
+                elements = elements.astype(jnp.bfloat16)  # exact, and a fast conversion
+            factors = spread(load(scales, layout.reduce(1)), elements.shape, layout)
+            elements = elements.astype(jnp.float32) * factors
             if end is not None:
-                row = plgpu.broadcasted_iota(jnp.int32, numbers.shape, 0, layout=layout)
-                numbers = jnp.where(row < end, numbers, jnp.zeros_like(numbers))
-            wide[:, columns] = numbers.astype(self.call.dtype)
+                row = plgpu.broadcasted_iota(jnp.int32, elements.shape, 0, layout=layout)
+                elements = jnp.where(row < end, elements, jnp.zeros_like(elements))
+            scaled[:, columns] = elements.astype(self.call.dtype)
 
-        for chunk in range(wide.shape[1] // width):
+        for chunk in range(scaled.shape[1] // width):
             is_own = self.part.index == (chunk + first) % self.tiles.warpgroups
             pl.when(is_own)(functools.partial(multiply, pl.ds(chunk * width, width)))
 
     def _meet(self) -> None:
-        """The warpgroups of a tile wait for each other, if there are several."""
+        """Wait for the other warpgroups of the tile, if there are any."""
         if self.tiles.warpgroups > 1:
-            plgpu.barrier_arrive(self.shared.meeting.at[self.lane])
-            plgpu.barrier_wait(self.shared.meeting.at[self.lane])
+            plgpu.barrier_arrive(self.shared.meeting.at[self.local_worker])
+            plgpu.barrier_wait(self.shared.meeting.at[self.local_worker])
 
     def _end_in(self, item: Item, block: Any) -> Any:
-        """The end of the item's sequence, counted from the block's first token."""
+        """Return the end of the item's sequence, counted from the block's first token."""
         return item.position + item.num_tokens - block * BLOCK_KV
 
     def _clear_tail(self, item: Item, block: Any, v: Any) -> None:
-        """Zeros in place of values past the last token: a stale NaN would pass through a weight of zero."""
+        """Replace values past the last token by zeros: a stale NaN would pass through a weight of zero."""
         end = self._end_in(item, block)
-        width = self.call.tile_columns  # at a time, for want of registers
+        width = self.call.tile_columns  # columns at a time, limited by registers
 
         @pl.when(end < BLOCK_KV)
         def clear() -> None:
@@ -119,5 +121,5 @@ class RingReader:
                     chunk[...] = jnp.where(row < end, values, jnp.zeros_like(values))
                 plgpu.commit_smem()
 
-            if self.tiles.row_parts > 1:  # those who share the values wait for the one who clears
+            if self.tiles.row_parts > 1:  # warpgroups that share the values wait for the one that clears
                 self._meet()

@@ -1,4 +1,4 @@
-"""What warpgroups that load and such that compute both know. See the package."""
+"""Code that loading and computing warpgroups share. See the package."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
 
 
 class Warpgroup:
-    """One of those that work on the span of a worker.
+    """Warpgroup that works on the span of a worker.
 
     Attributes:
-        lane: the worker among those of the block of threads.
-        index: the worker among all.
+        local_worker: index of the worker in its thread block.
+        index: index of the worker among all.
     """
 
-    def __init__(self, call: Call, tiles: Tiles, inputs: Inputs, shared: Shared, lane: Any) -> None:
+    def __init__(self, call: Call, tiles: Tiles, inputs: Inputs, shared: Shared, local_worker: Any) -> None:
         self.call, self.tiles, self.inputs, self.shared = call, tiles, inputs, shared
-        index = lane * tiles.num_cores + lax.axis_index("block")
-        self.lane, self.index = lane, index
+        index = local_worker * tiles.num_cores + lax.axis_index("block")
+        self.local_worker, self.index = local_worker, index
         self.items = (inputs.workers[index, FIRST_ITEM], inputs.workers[index, END_ITEM])
         self.span_start, self.span_end = inputs.workers[index, SPAN_START], inputs.workers[index, SPAN_END]
 
@@ -41,24 +41,24 @@ class Warpgroup:
         return read_item(self.inputs.tiles, tile, head, self.span_start, self.span_end)
 
     def _slot(self, block_count: Any) -> Any:
-        """The part of the ring that the worker's next block is in."""
-        return self.lane * self.tiles.stages + lax.rem(block_count, i32(self.tiles.stages))
+        """Return the slot of the ring that holds the worker's next block."""
+        return self.local_worker * self.tiles.stages + lax.rem(block_count, i32(self.tiles.stages))
 
 
 class Part(NamedTuple):
-    """What one warpgroup computes of a tile."""
+    """Part of a tile that one warpgroup computes."""
 
     index: Any
-    row: Any  # the first of its 64 rows
-    column: Any  # which part of the values' columns
+    row: Any  # first of its 64 rows
+    column: Any  # index of its part of the values' columns
 
     @property
     def rows(self) -> Any:
-        """Of a tile's matrix."""
+        """Rows of the tile's matrix."""
         return pl.ds(self.row, WARPGROUP_ROWS)
 
 
 def part_of(tiles: Tiles, index: Any) -> Part:
-    """That of the index-th of the warpgroups that compute a tile."""
+    """Return the part of a tile for the index-th of its computing warpgroups."""
     columns = i32(tiles.column_parts)
     return Part(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))

@@ -1,26 +1,26 @@
-"""Ragged paged attention for TPUs, in Pallas (Mosaic): the serving backend there.
+"""Ragged paged attention for TPUs, in Pallas (Mosaic): the serving backend on TPUs.
 
-One kernel (`kernel.py`) does it all, in place, and goes through three lists of work that are planned on the device
+One kernel (`kernel.py`) does everything in place and goes through three lists of work, planned on the device
 (`plan.py`).
 
-- Writes (`writes.py`): new keys and values reach their pages by slabs, the rows of a tile of memory, which is the least
-  that can be written. So pages that tokens are written to belong to one row; those that are only read may be shared.
-- Lanes (`lanes.py`): rows of one token, several side by side, the longest first, each through its own pages; one
-  product for each kv head and lane. Many short rows take few units of work, then.
-- Tiles (`tiles.py`): some tokens of a row times the query heads of a kv head, for rows of several tokens; tiles of two
-  kinds, low and tall, in steps of many tokens.
+- Writes (`writes.py`): new keys and values reach their pages by slabs, the rows of a memory tile, which is the smallest
+  piece that can be written. Hence a page that is written belongs to one row; pages that are only read may be shared.
+- Decode slots (`decode.py`): rows of one token, several side by side, the longest first, each through its own pages;
+  one product for each KV head and slot. So many short rows take few work items.
+- Tiles (`tiles.py`): some tokens of a row times the query heads of a KV head, for rows of several tokens; steps of many
+  tokens have two kinds of tiles, low and tall.
 
-Lanes and tiles go through units of pages (`units.py`) with an online softmax (`softmax.py`; FlashAttention-2, Dao
-2023). Pages of the next units come by copies started ahead, across the borders of lanes and tiles; so do queries, and
-the page ids before them: the page table stays in main memory, whatever its width (the scheme is that of ragged paged
-attention v3, arXiv 2604.15464).
+Decode slots and tiles go through work items of a few pages (`work_items.py`) with an online softmax (`softmax.py`;
+FlashAttention-2, Dao 2023). Pages of the next work items are copied ahead, across the borders of slots and tiles; so
+are queries and, before them, page ids, since the page table stays in main memory, whatever its width. The scheme is
+that of ragged paged attention v3, arXiv 2604.15464.
 
-Pools of narrow numbers are fetched as they are; a block of one head at a time is made wider (`pages.py`). Scales of
-keys multiply the columns of scores, those of values the columns of weights.
+Quantised pools are fetched as they are and converted one head's block at a time (`pages.py`). Scales of keys multiply
+the columns of scores, those of values the columns of weights.
 
-Pages are `[K, P, 2H]`, a head's keys and values side by side (`layout.py`). So nothing is filled up where kv heads are
-few or odd in number or a head has 64 columns, which tiles of memory of `[P, 2K, H]` would be, and a head's block is a
-matrix as it comes: no row of it has to be looked for among those of other heads.
+Pages are `[K, P, 2H]`, a head's keys and values side by side (`layout.py`). Unlike memory tiles of `[P, 2K, H]`, this
+needs no padding if KV heads are few or odd in number or a head has 64 columns, and a head's block is a matrix as
+fetched: its rows are not scattered among those of other heads.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     token_bytes,
     unit_bytes_for,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import LARGEST, Pages, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 from jaxserve.pallas_kernels.tuning import measured_sizes
 
@@ -80,12 +80,12 @@ __all__ = [
     "write_and_attend",
 ]
 
-POOL_DTYPES = ("bfloat16", "float32", *LARGEST)
-MIN_HEAD_DIM = 64  # on a chip: narrower pools XLA lays out the other way round, and copies them for the kernel
+POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
+MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
 MAX_HEAD_DIM = 256
-TUNED = Path(__file__).parents[1] / "tuned"  # sizes of blocks that were measured, by chip
+TUNED = Path(__file__).parents[1] / "tuned"  # measured block sizes, by chip
 INTERPRETED_VMEM_BYTES = 32 * 2**20
-MANY_TOKENS, MANY_ROWS = 2048, 256  # of a step that makes blocks as large as any
+MANY_TOKENS, MANY_ROWS = 2048, 256  # a step that makes blocks as large as any
 
 _KERNEL = f"{__name__}.kernel"
 
@@ -95,7 +95,7 @@ _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None
 
 @contextlib.contextmanager
 def interpreted(params: Any) -> Iterator[None]:
-    """Has calls traced inside run in the interpreter, on any machine, with these parameters."""
+    """Run calls traced inside in the interpreter, on any machine, with these parameters."""
     token = _interpret_params.set(params)
     try:
         yield
@@ -105,7 +105,7 @@ def interpreted(params: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def sized(**sizes: int) -> Iterator[None]:
-    """Has calls traced inside take these of `plan.Sizes`, in place of what was measured to be best on their chip."""
+    """Make calls traced inside use these `plan.Sizes` instead of those that measured best on their chip."""
     token = _given_sizes.set(sizes)
     try:
         yield
@@ -114,7 +114,7 @@ def sized(**sizes: int) -> Iterator[None]:
 
 
 def shape_class(problem: Problem) -> dict[str, int | str]:
-    """What problems have in common that the same sizes are best for."""
+    """Return the facts that problems with the same best sizes have in common."""
     return {
         "num_kv_heads": problem.num_kv_heads,
         "group": problem.num_query_heads // problem.num_kv_heads,
@@ -125,15 +125,15 @@ def shape_class(problem: Problem) -> dict[str, int | str]:
 
 
 def chip_name() -> str:
-    """Of the one that is compiled for: "v6e", say."""
+    """Return the name of the chip that is compiled for, such as "v6e"."""
     return str(_chip().chip_version.value)
 
 
 def sizes_for(problem: Problem) -> Sizes:
-    """Of blocks on the chip: those asked for, else those measured to be best for such problems; else by its facts.
+    """Return block sizes for the chip: requested ones, else those that measured best, else by bandwidth and memory.
 
     Raises:
-      ValueError: there are no such sizes; or of a chip that jax does not know.
+      ValueError: sizes have unknown names, or jax does not know the chip.
     """
     if _interpret_params.get() is not None:
         return Sizes()
@@ -147,7 +147,7 @@ def sizes_for(problem: Problem) -> Sizes:
 
 
 def supports(problem: Problem) -> str | None:
-    """Why this backend cannot run the problem; None if it can."""
+    """Return the reason why this backend cannot run the problem, or None if it can."""
     if problem.platform != "tpu" and _interpret_params.get() is None:
         return "it runs on TPUs only"
     if problem.kv_dtype.name not in POOL_DTYPES:
@@ -168,7 +168,7 @@ def supports(problem: Problem) -> str | None:
 
 
 def _memory_failure(problem: Problem) -> str | None:
-    """Why not even the smallest blocks of a step of many rows fit the chip that is compiled for, if it is known."""
+    """Return the reason why even the smallest blocks of a step of many rows do not fit the chip, or None if they do."""
     if target_platform() != "tpu":
         return None
     try:
@@ -191,13 +191,13 @@ def _memory_failure(problem: Problem) -> str | None:
             interpret=None,
         )
         choose_blocks(call)
-    except ValueError as error:  # of a chip that jax does not know, too
+    except ValueError as error:  # also raised for a chip that jax does not know
         return str(error)
     return None
 
 
 def _kernel() -> ModuleType:
-    """The kernel; Pallas takes a third of a second to import, which only those who use it shall wait."""
+    """Import the kernel on first use: importing Pallas takes a third of a second."""
     return importlib.import_module(_KERNEL)
 
 
@@ -216,9 +216,9 @@ def write_and_attend(
     rope: Float32[Array, "2 T half"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotates, writes to the donated pool and attends.
+    """Rotate, write to the donated pool and attend.
 
-    Queries and weights of values are rounded to the pool's dtype, those of narrow pools to bfloat16.
+    Queries and weights of values are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
     """
     dtype, pool = q.dtype, values_of(kv_pages)
     if rope is not None:
@@ -245,19 +245,19 @@ def write_and_attend(
     plan = make_plan(call, blocks, rows)
     operands = make_operands(call, blocks, plan, rows, q, k, v, kv_pages, sinks, tree_mask)
     layer = jnp.asarray(layer, jnp.int32)[None]
-    kv_pages, lane_out, tile_out = _kernel().write_and_attend(call, blocks, layer, plan, operands)
-    return token_outputs(call, plan, rows, lane_out, tile_out).astype(dtype), kv_pages
+    kv_pages, decode_out, tile_out = _kernel().write_and_attend(call, blocks, layer, plan, operands)
+    return token_outputs(call, plan, rows, decode_out, tile_out).astype(dtype), kv_pages
 
 
 def _vmem_bytes() -> int:
-    """What of the chip's vector memory the kernel may take: the rest is the compiler's, which prefetches weights."""
+    """Return the kernel's share of the chip's vector memory; the compiler prefetches weights into the rest."""
     if _interpret_params.get() is not None:
         return INTERPRETED_VMEM_BYTES
     return int(_chip().vmem_capacity_bytes) // 4
 
 
 def _chip() -> Any:
-    """Facts of the one that is compiled for, by one of its cores."""
+    """Return facts of the chip that is compiled for, per core."""
     from jax.experimental.pallas import tpu as pltpu  # noqa: PLC0415 (see `_kernel`)
 
     return pltpu.get_tpu_info()

@@ -1,4 +1,4 @@
-"""The kernel: writes a step's keys and values, then attends, lanes first and tiles after them. See the package."""
+"""The kernel: writes a step's keys and values, then attends with decode slots, then with tiles. See the package."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float32, Int32, Shaped
 
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.lanes import Lanes
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.decode import DecodeSlots
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Operands, Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Blocks, Call, Plan
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import Blocks, Call, WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.tiles import Tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.writes import Writer
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
 
 
 def write_and_attend(
-    call: Call, blocks: Blocks, layer: Int32[Array, "1"], plan: Plan, operands: Operands
-) -> tuple[Pages, Float32[Array, "lanes K filled width"], Shaped[Array, "Q padded width"]]:
-    """The updated pool, the outputs of lanes and those of tiles; those of tokens of no tile are uninitialized."""
-    scalars = (layer, plan.counts, plan.writes, plan.lanes, plan.groups, *plan.tiles)
+    call: Call, blocks: Blocks, layer: Int32[Array, "1"], plan: WorkPlan, operands: Operands
+) -> tuple[Pages, Float32[Array, "decode_slots K padded_group width"], Shaped[Array, "Q padded width"]]:
+    """Return the updated pool and the outputs of decode slots and tiles; tokens without a tile have undefined ones."""
+    scalars = (layer, plan.counts, plan.writes, plan.decode_slots, plan.groups, *plan.tiles)
     inputs = {name: x for name, x in operands._asdict().items() if x is not None}
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    elsewhere = {"lane_sinks": pltpu.VMEM, "tile_sinks": pltpu.SMEM}
+    elsewhere = {"decode_sinks": pltpu.VMEM, "tile_sinks": pltpu.SMEM}
     in_specs = [pl.BlockSpec(memory_space=elsewhere.get(name, pltpu.HBM)) for name in inputs]
     pool = [name for name in ("kv_pages", "scales") if name in inputs]
-    results = [inputs[name] for name in (*pool, "lane_queries", "tile_queries")]
+    results = [inputs[name] for name in (*pool, "decode_queries", "tile_queries")]
     interpret = {} if call.interpret is None else {"interpret": call.interpret}
-    *updated, lane_out, tile_out = pl.pallas_call(
+    *updated, decode_out, tile_out = pl.pallas_call(
         functools.partial(_kernel, call, blocks, len(scalars), tuple(inputs)),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results],
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -42,11 +42,11 @@ def write_and_attend(
         name="ragged_paged_attention",
         **interpret,
     )(*scalars, *inputs.values())
-    return QuantizedPages(*updated) if call.has_scales else updated[0], lane_out, tile_out
+    return QuantizedPages(*updated) if call.has_scales else updated[0], decode_out, tile_out
 
 
 def _cost(call: Call) -> pl.CostEstimate:
-    """That of rows as long as they may be, which is what programs that are compiled ahead are compared by."""
+    """Return the cost for rows of full length, by which ahead-of-time compiled programs are compared."""
     keys = call.num_rows * call.table_width * call.page_size
     dots = keys * call.num_query_heads * -(-call.num_tokens // call.num_rows)
     activation_bytes = call.num_tokens * 2 * (call.num_query_heads + call.num_kv_heads) * call.head_dim * 4
@@ -58,12 +58,12 @@ def _cost(call: Call) -> pl.CostEstimate:
 
 
 def _kernel(call: Call, blocks: Blocks, num_scalars: int, names: tuple[str, ...], *refs: Any) -> None:
-    layer, counts, writes, lanes, groups, *tiles = refs[:num_scalars]
+    layer, counts, writes, decode_slots, groups, *tiles = refs[:num_scalars]
     inputs = Operands(**dict(zip(names, refs[num_scalars:], strict=False)))
-    kv_pages, *scales, lane_out, tile_out = refs[num_scalars + len(names) :]
-    results = (kv_pages, scales[0] if scales else None, lane_out, tile_out)
-    found = Refs(layer, counts, writes, lanes, groups, tuple(tiles), inputs, *results)
+    kv_pages, *scales, decode_out, tile_out = refs[num_scalars + len(names) :]
+    results = (kv_pages, scales[0] if scales else None, decode_out, tile_out)
+    found = Refs(layer, counts, writes, decode_slots, groups, tuple(tiles), inputs, *results)
     Writer(call, blocks, found).run()
-    Lanes(call, blocks, found).run()
+    DecodeSlots(call, blocks, found).run()
     for kind in range(len(found.tiles)):
         Tiles(call, blocks, found, kind).run()

@@ -1,4 +1,4 @@
-"""How the pool lies in memory. See the package."""
+"""Layout of the pool in memory. See the package."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, Quan
 def kv_shape(
     num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int, int, int, int]:
-    """Shape of the pool: `[L, N, K, P, 2H]`."""
+    """Return the shape of the pool, `[L, N, K, P, 2H]`."""
     return (num_layers, num_pages, num_kv_heads, page_size, 2 * head_dim)
 
 
 def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int, int]:
-    """Shape of the scales: of each slab of a page a tile of memory, so that it is written with the slab.
+    """Return the shape of the scales: one memory tile for each slab of a page, so that it is written with the slab.
 
-    In a row of it are 32 tokens for each of four vectors: the rows' first ones are those of the first heads.
+    A row of the tile holds 32 tokens of each of four vectors: those of the first heads come in the first row.
     """
     return (num_layers, num_pages, page_size // SCALE_TOKENS, scale_rows(num_kv_heads), LANES)
 
 
 def pool_dims(shape: tuple[int, ...]) -> PoolDims:
-    """The inverse of `kv_shape`."""
+    """Invert `kv_shape`."""
     if len(shape) != 5 or shape[4] % 2:
         raise ValueError(
             f"the pool of backend 'mosaic_tpu' must be [L, N, K, P, 2H], got shape {shape}; make it with new_pages"
@@ -36,7 +36,7 @@ def pool_dims(shape: tuple[int, ...]) -> PoolDims:
 
 
 def to_canonical(kv_pages: Pages) -> Pages:
-    """The pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
+    """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
     values = values_of(kv_pages)
     L, N, K, P, columns = values.shape
     heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
@@ -49,7 +49,7 @@ def to_canonical(kv_pages: Pages) -> Pages:
 
 
 def from_canonical(kv_pages: Pages) -> Pages:
-    """The inverse of `to_canonical`."""
+    """Invert `to_canonical`."""
     values = values_of(kv_pages)
     L, N, P, num_heads, H = values.shape
     values = values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
@@ -59,7 +59,7 @@ def from_canonical(kv_pages: Pages) -> Pages:
 
 
 def scale_tiles(scales: Float32[Array, "*slabs 32 KV"]) -> Float32[Array, "*slabs rows 128"]:
-    """Scales of slabs as the pool has them."""
+    """Return scales of slabs in the layout of the pool."""
     slabs, num_heads = scales.shape[:-2], scales.shape[-1]
     rows = scale_rows(num_heads // 2)
     padding = [(0, 0)] * (scales.ndim - 1) + [(0, SCALE_HEADS * rows - num_heads)]

@@ -1,4 +1,4 @@
-"""What the kernel gets and gives, made of a call's arrays and made into its output; and its references to that."""
+"""Inputs and outputs of the kernel, made from a call's arrays and made into its result; references to them."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     SUBLANES,
     Blocks,
     Call,
-    Plan,
+    WorkPlan,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
 
 
 class Operands(NamedTuple):
-    """What the kernel gets beside its plan."""
+    """Arrays that the kernel gets beside its plan."""
 
     page_ids: Int32[Array, "chunks 1 128"]
-    """The page table, in pieces that can be fetched."""
+    """Page table, cut into chunks that can be fetched."""
     new: Float32[Array, "K padded columns"]
-    """New keys and values side by side, `slab` tokens of padding before them and more behind."""
-    lane_queries: Float32[Array, "lanes K filled width"]
+    """New keys and values side by side, with `slab` tokens of padding before them and more behind."""
+    decode_queries: Float32[Array, "decode_slots K padded_group width"]
     tile_queries: Shaped[Array, "Q padded width"]
-    lane_sinks: Float32[Array, "rows 128"]
-    """In base 2, as those of tiles; of all query heads of a lane."""
+    decode_sinks: Float32[Array, "rows 128"]
+    """Sinks of all query heads of a decode slot, in base 2."""
     tile_sinks: Float32[Array, "Q"]
     tree_words: Int32[Array, "padded words"]
     kv_pages: Shaped[Array, "L N K P columns"]
     new_scales: Float32[Array, "slabs rows 128"] | None = None
-    """Of the tokens of each slab that is written, as the pool has them; None for pools without scales."""
+    """Scales of the tokens of each written slab, in the layout of the pool; None without scales."""
     scales: Float32[Array, "L N slabs rows 128"] | None = None
 
 
 class Refs(NamedTuple):
-    """Scalars, operands and results of the kernel."""
+    """References of the kernel to its scalars, operands and results."""
 
     layer: Any
     counts: Any
     writes: Any
-    lanes: Any
+    decode_slots: Any
     groups: Any
     tiles: tuple[Any, ...]
     inputs: Operands
-    kv_pages: Any  # the pool as it becomes
-    scales: Any  # None for pools without
-    lane_out: Any
+    kv_pages: Any  # the updated pool
+    scales: Any  # None for pools without scales
+    decode_out: Any
     tile_out: Any
 
 
 def make_operands(
     call: Call,
     blocks: Blocks,
-    plan: Plan,
+    plan: WorkPlan,
     rows: RaggedRows,
     q: Float[Array, "T Q H"],
     k: Float[Array, "T K H"],
@@ -72,7 +72,7 @@ def make_operands(
     sinks: Float[Array, "Q"] | None,
     tree_mask: Int32[Array, "T words"] | None,
 ) -> Operands:
-    """Of queries and keys that are rotated already."""
+    """Return the operands, made from rotated queries and keys."""
     new_scales = None
     if isinstance(kv_pages, QuantizedPages):
         (k, key_scales), (v, value_scales) = (quantize(x, call.kv_dtype) for x in (k, v))
@@ -80,9 +80,9 @@ def make_operands(
     return Operands(
         page_ids=_page_ids(call, rows),
         new=_new(call, k, v),
-        lane_queries=_lane_queries(call, plan, q),
+        decode_queries=_decode_queries(call, plan, q),
         tile_queries=_tile_queries(call, blocks, q),
-        lane_sinks=_lane_sinks(call, sinks),
+        decode_sinks=_decode_sinks(call, sinks),
         tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
         tree_words=_tree_words(call, blocks, tree_mask),
         kv_pages=values_of(kv_pages),
@@ -93,22 +93,22 @@ def make_operands(
 
 def token_outputs(
     call: Call,
-    plan: Plan,
+    plan: WorkPlan,
     rows: RaggedRows,
-    lane_out: Float32[Array, "lanes K filled width"],
+    decode_out: Float32[Array, "decode_slots K padded_group width"],
     tile_out: Shaped[Array, "Q padded width"],
 ) -> Float32[Array, "T Q H"]:
-    """Of every token, from its lane or its tile; zeros for padding tokens."""
+    """Return the outputs of all tokens, from their decode slots or tiles; zeros for padding tokens."""
     values = slice(call.width - call.head_dim, call.width)
-    of_lanes = lane_out[:, :, : call.group, values].reshape(-1, call.num_query_heads, call.head_dim)
-    of_lanes = of_lanes.at[plan.lane_of_token].get(mode="clip")
+    decode_outputs = decode_out[:, :, : call.group, values].reshape(-1, call.num_query_heads, call.head_dim)
+    decode_outputs = decode_outputs.at[plan.slot_of_token].get(mode="clip")
     if call.num_tokens == 1:
-        of_tiles = jnp.zeros_like(of_lanes)
+        tile_outputs = jnp.zeros_like(decode_outputs)
     else:
-        of_tiles = tile_out[:, : call.num_tokens, values].swapaxes(0, 1).astype(jnp.float32)
+        tile_outputs = tile_out[:, : call.num_tokens, values].swapaxes(0, 1).astype(jnp.float32)
     is_live = jnp.arange(call.num_tokens, dtype=jnp.int32) < rows.cu_q_lens[rows.num_rows]
-    in_lane = (plan.lane_of_token >= 0)[:, None, None]
-    return jnp.where(in_lane, of_lanes, jnp.where(is_live[:, None, None], of_tiles, 0))
+    has_slot = (plan.slot_of_token >= 0)[:, None, None]
+    return jnp.where(has_slot, decode_outputs, jnp.where(is_live[:, None, None], tile_outputs, 0))
 
 
 def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
@@ -117,14 +117,14 @@ def _page_ids(call: Call, rows: RaggedRows) -> Int32[Array, "chunks 1 128"]:
 
 
 def _new(call: Call, k: Shaped[Array, "T K H"], v: Shaped[Array, "T K H"]) -> Float32[Array, "K padded columns"]:
-    """In float32, whose rows lie in memory one by one: those of narrower numbers cannot be moved singly."""
+    """Return new keys and values in float32: rows of narrower dtypes cannot be moved singly in memory."""
     kv = jnp.concatenate([k.astype(jnp.float32), v.astype(jnp.float32)], axis=-1).swapaxes(0, 1)  # [K, T, 2H]
     behind = -call.num_tokens % SUBLANES + call.slab + SUBLANES
     return jnp.pad(kv, ((0, 0), (call.slab, behind), (0, 0)))
 
 
 def _new_scales(
-    call: Call, plan: Plan, keys: Float32[Array, "T K"], values: Float32[Array, "T K"]
+    call: Call, plan: WorkPlan, keys: Float32[Array, "T K"], values: Float32[Array, "T K"]
 ) -> Float32[Array, "slabs rows 128"]:
     scales = jnp.stack([keys, values], axis=-1).reshape(call.num_tokens, 2 * call.num_kv_heads)
     first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
@@ -132,15 +132,17 @@ def _new_scales(
     return scale_tiles(scales.at[token].get(mode="clip"))
 
 
-def _lane_queries(call: Call, plan: Plan, q: Float[Array, "T Q H"]) -> Float32[Array, "lanes K filled width"]:
-    queries = q.at[plan.token_of_lane].get(mode="clip").astype(jnp.float32)
+def _decode_queries(
+    call: Call, plan: WorkPlan, q: Float[Array, "T Q H"]
+) -> Float32[Array, "decode_slots K padded_group width"]:
+    queries = q.at[plan.token_of_slot].get(mode="clip").astype(jnp.float32)
     queries = queries.reshape(-1, call.num_kv_heads, call.group, call.head_dim)
     columns = call.width - call.head_dim
-    return jnp.pad(queries, ((0, 0), (0, 0), (0, call.filled_group - call.group), (0, columns)))
+    return jnp.pad(queries, ((0, 0), (0, 0), (0, call.padded_group - call.group), (0, columns)))
 
 
 def _padded_tokens(call: Call, blocks: Blocks) -> int:
-    """So that every tile of tokens exists."""
+    """Return the number of tokens padded so that every tile of tokens exists."""
     return -call.num_tokens % ALIGNED_TOKENS + max(blocks.tile_tokens)
 
 
@@ -149,11 +151,11 @@ def _tile_queries(call: Call, blocks: Blocks, q: Float[Array, "T Q H"]) -> Shape
     return jnp.pad(queries, ((0, 0), (0, _padded_tokens(call, blocks)), (0, call.width - call.head_dim)))
 
 
-def _lane_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
+def _decode_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array, "rows 128"]:
     if sinks is None:
-        return jnp.zeros((call.num_kv_heads * call.filled_group, LANES), jnp.float32)
+        return jnp.zeros((call.num_kv_heads * call.padded_group, LANES), jnp.float32)
     heads = (sinks.astype(jnp.float32) * LOG2E).reshape(call.num_kv_heads, call.group)
-    rows = jnp.pad(heads, ((0, 0), (0, call.filled_group - call.group))).reshape(-1, 1)
+    rows = jnp.pad(heads, ((0, 0), (0, call.padded_group - call.group))).reshape(-1, 1)
     return jnp.broadcast_to(rows, (rows.shape[0], LANES))
 
 

@@ -1,4 +1,4 @@
-"""Pages of keys and values in memory, and what is computed from a head's block of them. See the package."""
+"""Pages of keys and values in memory, and the products with one head's block of them. See the package."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
 
 
-class Pages(NamedTuple):
-    """Those of units in memory, or of one."""
+class PageBuffers(NamedTuple):
+    """Buffers for the pages of several work items, or of one."""
 
     values: Any  # [slots, pages, K, P, 2H]
-    scales: Any  # f32[slots, pages, slabs, rows, 128]; None for pools without
-    scales_by_token: Any  # f32[sequences, keys and values of heads, tokens], of the unit that is worked on
+    scales: Any  # f32[slots, pages, slabs, rows, 128]; None for pools without scales
+    scales_by_token: Any  # f32[sequences, keys and values of heads, tokens], scales of the current work item
 
-    def at(self, slot: Any) -> Pages:
-        """Those of one unit."""
+    def at(self, slot: Any) -> PageBuffers:
+        """Return the buffers of one work item."""
         scales = None if self.scales is None else self.scales.at[slot]
         return self._replace(values=self.values.at[slot], scales=scales)
 
 
 class HeadBlock(NamedTuple):
-    """A kv head of a sequence's block."""
+    """One KV head of a sequence's block."""
 
     call: Call
     keys: Any  # [tokens, width]
     values: Any
-    key_scales: Any  # f32[1, tokens]; None for pools without
+    key_scales: Any  # f32[1, tokens]; None for pools without scales
     value_scales: Any
 
     def scores(self, q: Any) -> Any:
-        """Of queries `[rows, width]` with the keys, `[rows, tokens]`: in base 2, soft-capped."""
+        """Return soft-capped scores in base 2, `[rows, tokens]`, of queries `[rows, width]` with the keys."""
         scale, soft_cap = self.call.scale, self.call.soft_cap
         products = _dot(q, self.keys, 1)
         if self.key_scales is not None:
@@ -47,14 +47,14 @@ class HeadBlock(NamedTuple):
         return jnp.tanh(products * (scale / soft_cap)) * (soft_cap * LOG2E)
 
     def weighted_sum(self, weights: Any) -> Any:
-        """Of the values, `[rows, width]`, by weights `[rows, tokens]`."""
+        """Return sums of the values, `[rows, width]`, weighted by `[rows, tokens]`."""
         if self.value_scales is not None:
             weights = weights * self.value_scales
         return _dot(weights.astype(self.values.dtype), self.values, 0)
 
 
 def _dot(a: Any, b: Any, contracted: int) -> Any:
-    """`a[m, c] . b`, over the given dimension of b, in float32."""
+    """Return `a[m, c] . b`, contracted over the given dimension of b, in float32."""
     return lax.dot_general(
         a,
         b,
@@ -65,22 +65,22 @@ def _dot(a: Any, b: Any, contracted: int) -> Any:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """A block of each of some sequences, whose pages have come."""
+class WorkItem:
+    """Work item: one block each of some sequences, whose pages have been fetched."""
 
     call: Call
-    pages: Pages
-    num_pages: int  # of a sequence
+    pages: PageBuffers
+    num_pages: int  # pages per sequence
 
     @property
     def num_tokens(self) -> int:
-        """Of a sequence."""
+        """Tokens per sequence."""
         return self.num_pages * self.call.page_size
 
     def prepare(self, sequence: int, end: Any) -> None:
-        """Zeros in place of a sequence's keys and values from token `end` of the block on, if it ends there.
+        """Put zeros in place of a sequence's keys and values from token `end` of the block on, if it ends there.
 
-        A stale NaN would pass through a weight of zero; integers are none, but their scales may be.
+        A stale NaN would pass through a weight of zero; integers have no NaN, but their scales may.
         """
         if not jnp.issubdtype(self.call.kv_dtype, jnp.integer):
             self._clear_tail(sequence, end)
@@ -88,7 +88,7 @@ class Unit:
             self._order_scales(sequence, end)
 
     def head_block(self, sequence: int, head: Any) -> HeadBlock:
-        """A kv head of a sequence that is prepared, in the dtype of products."""
+        """Return one KV head of a prepared sequence, in the dtype of the products."""
         own = self.pages.values[sequence * self.num_pages : (sequence + 1) * self.num_pages, head]  # [pages, P, 2H]
         kv = own.reshape(self.num_tokens, own.shape[-1]).astype(self.call.product_dtype)
         H = self.call.head_dim
@@ -114,9 +114,10 @@ class Unit:
                 place[...] = jnp.where(token < end, place[...].astype(jnp.float32), 0).astype(place.dtype)
 
     def _order_scales(self, sequence: int, end: Any) -> None:
-        """Puts the scales of each head side by side, token after token; zeros from token `end` of the block on.
+        """Put the scales of each head side by side, token after token; zeros from token `end` of the block on.
 
-        Rows of a tile of scales hold several heads for the tokens of a slab, then for several slabs one head.
+        Rows of a tile of scales hold several heads for the tokens of a slab; afterwards a row holds one head for
+        several slabs.
         """
         pages, num_rows = self.pages, self.pages.scales.shape[-2]
         slabs_per_page, num_slabs = self.call.page_size // SCALE_TOKENS, self.num_tokens // SCALE_TOKENS

@@ -1,4 +1,4 @@
-"""Who does what: block sizes that fit the chip's memory, and a step cut into writes, lanes and tiles."""
+"""Division of a step's work: block sizes that fit the chip's memory; lists of writes, decode slots and tiles."""
 
 from __future__ import annotations
 
@@ -12,60 +12,60 @@ from jaxtyping import Array, Int32
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import is_quantized
 
-LANES = 128  # numbers in a row of a tile of memory
-SUBLANES = 8  # 32-bit rows of such a tile
-ALIGNED_TOKENS = 16  # a tile of queries begins at a multiple of these: the rows of a memory tile of 16-bit numbers
-PAGE_IDS = 128  # that are fetched at once, the least there is
+LANES = 128  # elements in a row of a memory tile
+SUBLANES = 8  # 32-bit rows of a memory tile
+ALIGNED_TOKENS = 16  # alignment of a tile of queries: the rows of a memory tile of 16-bit elements
+PAGE_IDS = 128  # page ids fetched at once, the least possible
 MAX_PAGE_TOKENS = 256
-SCALE_TOKENS = 32  # of a tile of scales: those of a slab of 8-bit numbers
-SCALE_HEADS = LANES // SCALE_TOKENS  # keys or values of heads side by side in a row of such a tile
-COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, which is assumed, not measured, to be what asking for a copy takes
-COPY_TOKENS = 128  # of a page whose size nobody chose, at most
-MAX_PAGE_BYTES = 3 * 2**20  # so that units of one page fit into the least memory of a chip that is served
-FETCH_S = 2.6e-6  # that a unit's way takes: assumed, not measured, to hide what it takes to ask for the next ones
-UNIT_DOTS = 32  # products of a unit of lanes: more take long to compile
+SCALE_TOKENS = 32  # tokens in a tile of scales: those of a slab of 8-bit elements
+SCALE_HEADS = LANES // SCALE_TOKENS  # heads whose keys or values have their scales side by side in a row of such a tile
+COPY_BYTES = 128 * 2**10  # 64 ns at 2 TB/s, the assumed, unmeasured cost of issuing a copy
+COPY_TOKENS = 128  # upper bound of the default page size
+MAX_PAGE_BYTES = 3 * 2**20  # work items of one page must fit into the least memory of a supported chip
+FETCH_S = 2.6e-6  # transfer time of a work item, assumed, unmeasured, to hide the cost of issuing the next copies
+WORK_ITEM_DOTS = 32  # products per work item of decode slots: more take long to compile
 
 # Columns of the plan.
 PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)
-ROW, KV_LEN, FIRST_BLOCK, NUM_LANE_COLUMNS = range(4)
+ROW, KV_LEN, FIRST_BLOCK, NUM_DECODE_COLUMNS = range(4)
 TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, PAST_LEN, NUM_TILE_COLUMNS = range(9)
 
 
 def token_bytes(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Of a token's keys and values, as they lie in memory."""
+    """Return the bytes of a token's keys and values, as stored in memory."""
     return num_kv_heads * _up(2 * head_dim, LANES) * kv_dtype.itemsize
 
 
 def slab_tokens(kv_dtype: jnp.dtype) -> int:
-    """Tokens of a page that are written together: the rows of a tile of memory."""
+    """Return the tokens of a page that are written together: the rows of a memory tile."""
     return SUBLANES * 4 // kv_dtype.itemsize
 
 
 def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Tokens of a page that is as large as copies of pages should be, if that is not more than `COPY_TOKENS`."""
+    """Return the tokens of a page of the size that suits copies, but at most `COPY_TOKENS`."""
     tokens = _power_of_two(COPY_BYTES // token_bytes(num_kv_heads, head_dim, kv_dtype))
     return max(ALIGNED_TOKENS, slab_tokens(kv_dtype), min(tokens, COPY_TOKENS))
 
 
 def scale_rows(num_kv_heads: int) -> int:
-    """Of a tile of scales: enough for keys and values of all heads, and as many as such tiles of memory have."""
+    """Return the rows of a tile of scales: enough for keys and values of all heads, in whole memory tiles."""
     rows = -(-2 * num_kv_heads // SCALE_HEADS)
     return 1 << (rows - 1).bit_length() if rows < SUBLANES else _up(rows, SUBLANES)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What blocks are made as large as, where they fit.
+    """Sizes that blocks should have if they fit the memory.
 
-    Without a measurement all are as they are here, but for `unit_bytes`, which follow from the chip (`unit_bytes_for`).
-    Which blocks come of them, `choose_blocks` says: smaller ones where these do not fit.
+    The defaults hold without a measurement, except `unit_bytes`, which follow from the chip (`unit_bytes_for`).
+    `choose_blocks` makes smaller blocks if these do not fit.
 
     Attributes:
-        unit_bytes: of keys and values that are fetched together.
-        lane_keys: of a lane in a unit, at most.
-        tile_keys: of a tile in a unit, at most.
-        tile_rows: of a matrix of queries, at most.
-        slots: units in memory: one in use, the others on their way.
+        unit_bytes: bytes of keys and values in a work item.
+        lane_keys: upper bound of the keys per decode slot in a work item.
+        tile_keys: upper bound of the keys per tile in a work item.
+        tile_rows: upper bound of the rows of a matrix of queries.
+        slots: work items in memory: one in use, the others in flight.
     """
 
     unit_bytes: int = 4 * 2**20
@@ -81,13 +81,13 @@ class Sizes:
 
 
 def unit_bytes_for(bytes_per_s: int, vmem_bytes: int) -> int:
-    """As many as main memory moves in FETCH_S, but no more than a quarter of what the kernel may take."""
+    """Return what main memory moves in FETCH_S, but at most a quarter of the memory that the kernel may use."""
     return min(_power_of_two(int(FETCH_S * bytes_per_s)), _power_of_two(vmem_bytes // 4))
 
 
 @dataclass(frozen=True)
 class Call:
-    """The static facts of one call."""
+    """Static facts of one call."""
 
     num_tokens: int
     num_rows: int
@@ -97,36 +97,36 @@ class Call:
     page_size: int
     table_width: int
     kv_dtype: jnp.dtype
-    """Of the pool."""
+    """Dtype of the pool."""
     scale: float
     window: int | None
     soft_cap: float | None
     has_sinks: bool
     tree_words: int
     vmem_bytes: int
-    """That the kernel may take of the chip's vector memory."""
+    """Vector memory of the chip that the kernel may use."""
     sizes: Sizes
     interpret: Any
     """Parameters of the interpreter; None to run on a TPU."""
 
     @property
     def has_scales(self) -> bool:
-        """Whether the pool has them."""
+        """Return whether the pool has scales."""
         return is_quantized(self.kv_dtype)
 
     @property
     def product_dtype(self) -> jnp.dtype:
-        """Of what is multiplied: narrow numbers are made wider, and scales multiply what comes of them."""
+        """Dtype of the products: quantised keys and values are converted to it, and scales multiply the results."""
         return jnp.dtype(jnp.bfloat16) if self.has_scales else self.kv_dtype
 
     @property
     def num_query_heads(self) -> int:
-        """Of all kv heads."""
+        """Query heads of all KV heads."""
         return self.num_kv_heads * self.group
 
     @property
-    def filled_group(self) -> int:
-        """Query heads of a kv head, filled up to whole rows of memory tiles."""
+    def padded_group(self) -> int:
+        """Query heads of a KV head, padded to whole rows of memory tiles."""
         return _up(self.group, SUBLANES)
 
     @property
@@ -138,37 +138,37 @@ class Call:
     def width(self) -> int:
         """Columns of queries and outputs.
 
-        Where keys and values do not begin at columns that are multiples of LANES they are not taken apart: queries have
-        zeros where values are, and of the products of weights with both, those with keys are dropped.
+        If keys and values do not begin at columns that are multiples of LANES, they are not taken apart: queries have
+        zeros in the columns of values, and of the products of weights with both, those with keys are dropped.
         """
         return self.head_dim if self.head_dim % LANES == 0 else 2 * self.head_dim
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values, as they lie in memory."""
+        """Bytes of a token's keys and values, as stored in memory."""
         return token_bytes(self.num_kv_heads, self.head_dim, self.kv_dtype)
 
     @property
     def scale_bytes(self) -> int:
-        """Of the scales of a slab."""
+        """Bytes of the scales of a slab."""
         return scale_rows(self.num_kv_heads) * LANES * 4 if self.has_scales else 0
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """How large the pieces are that the kernel works on.
+    """Block sizes of the kernel.
 
     Attributes:
-        lanes: rows of one token that go side by side.
-        lane_pages: of each of them in a unit.
-        tile_tokens: queries of a tile, for each kind of tiles: first those of short rows.
-        tile_pages: in a unit of a tile.
-        slots: units in memory: one in use, the others on their way.
-        writes: slabs on their way in either direction.
+        decode_slots: decode slots that are processed side by side.
+        decode_pages: pages per decode slot in a work item.
+        tile_tokens: queries per tile, for each kind of tiles; tiles of short rows come first.
+        tile_pages: pages per tile in a work item.
+        slots: work items in memory: one in use, the others in flight.
+        writes: slabs in flight in either direction.
     """
 
-    lanes: int
-    lane_pages: int
+    decode_slots: int
+    decode_pages: int
     tile_tokens: tuple[int, ...]
     tile_pages: int
     slots: int
@@ -176,17 +176,17 @@ class Blocks:
 
 
 def choose_blocks(call: Call) -> Blocks:
-    """The largest blocks worth having of those that fit.
+    """Return the largest useful blocks that fit.
 
     Raises:
-      ValueError: not even the smallest do.
+      ValueError: not even the smallest blocks fit.
     """
-    if call.interpret is not None:  # small, so that short rows have several
+    if call.interpret is not None:  # small, so that even short rows have several blocks
         kinds = (ALIGNED_TOKENS, 2 * ALIGNED_TOKENS) if call.num_tokens > 2 * ALIGNED_TOKENS else (ALIGNED_TOKENS,)
         return Blocks(2, max(1, 32 // call.page_size), kinds, max(1, 64 // call.page_size), call.sizes.slots, 2)
     for divisor in (1, 2, 4, 8, 16, 32):
         blocks = _blocks(call, divisor)
-        if max(_lane_bytes(call, blocks), _tile_bytes(call, blocks), _write_bytes(call, blocks)) <= call.vmem_bytes:
+        if max(_decode_bytes(call, blocks), _tile_bytes(call, blocks), _write_bytes(call, blocks)) <= call.vmem_bytes:
             return blocks
     raise ValueError(
         f"{call.num_kv_heads} kv heads of {call.head_dim} with {call.group} query heads each do not fit the "
@@ -196,16 +196,16 @@ def choose_blocks(call: Call) -> Blocks:
 
 def _blocks(call: Call, divisor: int) -> Blocks:
     sizes = call.sizes
-    unit_tokens = max(1, sizes.unit_bytes // divisor // call.token_bytes)
-    most_lanes = unit_tokens // max(LANES, call.page_size)
-    lanes = max(1, min(SUBLANES, UNIT_DOTS // call.num_kv_heads, call.num_rows, most_lanes))
-    lane_tokens = _power_of_two(min(sizes.lane_keys, unit_tokens // lanes))
-    tile_tokens = _power_of_two(min(sizes.tile_keys // divisor, unit_tokens))
+    work_item_tokens = max(1, sizes.unit_bytes // divisor // call.token_bytes)
+    max_decode_slots = work_item_tokens // max(LANES, call.page_size)
+    decode_slots = max(1, min(SUBLANES, WORK_ITEM_DOTS // call.num_kv_heads, call.num_rows, max_decode_slots))
+    decode_tokens = _power_of_two(min(sizes.lane_keys, work_item_tokens // decode_slots))
+    tile_tokens = _power_of_two(min(sizes.tile_keys // divisor, work_item_tokens))
     tall = max(ALIGNED_TOKENS, min(LANES, _power_of_two(sizes.tile_rows // min(call.group, 4))) // divisor)
     short_only = call.num_tokens <= 2 * ALIGNED_TOKENS or tall == ALIGNED_TOKENS
     return Blocks(
-        lanes=lanes,
-        lane_pages=max(1, min(lane_tokens // call.page_size, PAGE_IDS)),
+        decode_slots=decode_slots,
+        decode_pages=max(1, min(decode_tokens // call.page_size, PAGE_IDS)),
         tile_tokens=(ALIGNED_TOKENS,) if short_only else (ALIGNED_TOKENS, tall),
         tile_pages=max(1, min(tile_tokens // call.page_size, PAGE_IDS)),
         slots=sizes.slots,
@@ -213,34 +213,34 @@ def _blocks(call: Call, divisor: int) -> Blocks:
     )
 
 
-def _lane_bytes(call: Call, blocks: Blocks) -> int:
-    heads = blocks.lanes * call.num_kv_heads * call.filled_group
-    unit_bytes = blocks.lanes * blocks.lane_pages * _page_bytes(call)
-    scores_bytes = 3 * heads * blocks.lane_pages * call.page_size * 4
-    wide_bytes = _wide_bytes(call, call.num_kv_heads, blocks.lanes, blocks.lane_pages)
+def _decode_bytes(call: Call, blocks: Blocks) -> int:
+    heads = blocks.decode_slots * call.num_kv_heads * call.padded_group
+    unit_bytes = blocks.decode_slots * blocks.decode_pages * _page_bytes(call)
+    scores_bytes = 3 * heads * blocks.decode_pages * call.page_size * 4
+    converted_bytes = _converted_bytes(call, call.num_kv_heads, blocks.decode_slots, blocks.decode_pages)
     queries_bytes = (blocks.slots + 3) * heads * _up(call.width, LANES) * 4
-    return blocks.slots * unit_bytes + queries_bytes + scores_bytes + wide_bytes
+    return blocks.slots * unit_bytes + queries_bytes + scores_bytes + converted_bytes
 
 
 def _tile_bytes(call: Call, blocks: Blocks) -> int:
     tokens = max(blocks.tile_tokens)
     queries = call.num_query_heads * tokens
-    narrow_bytes = queries * _up(call.width, LANES) * call.product_dtype.itemsize
+    slot_bytes = queries * _up(call.width, LANES) * call.product_dtype.itemsize
     state_bytes = queries * (_up(call.width, LANES) + 2 * LANES) * 4
     scores_bytes = 4 * heads_together(call, tokens) * tokens * blocks.tile_pages * call.page_size * 4
     unit_bytes = blocks.tile_pages * _page_bytes(call)
-    wide_bytes = _wide_bytes(call, 1, 1, blocks.tile_pages)
-    return blocks.slots * (unit_bytes + narrow_bytes) + 2 * narrow_bytes + state_bytes + scores_bytes + wide_bytes
+    converted_bytes = _converted_bytes(call, 1, 1, blocks.tile_pages)
+    return blocks.slots * (unit_bytes + slot_bytes) + 2 * slot_bytes + state_bytes + scores_bytes + converted_bytes
 
 
-def _wide_bytes(call: Call, num_kv_heads: int, sequences: int, pages: int) -> int:
-    """Of narrow numbers made wider, for some heads of one sequence, and of all sequences' scales by token."""
+def _converted_bytes(call: Call, num_kv_heads: int, sequences: int, pages: int) -> int:
+    """Return the bytes of some heads' converted keys and values of a sequence and of all sequences' scales by token."""
     if not call.has_scales:
         return 0
     tokens = pages * call.page_size
-    numbers = num_kv_heads * tokens * _up(2 * call.head_dim, LANES)
+    elements = num_kv_heads * tokens * _up(2 * call.head_dim, LANES)
     scales = sequences * SCALE_HEADS * scale_rows(call.num_kv_heads) * _up(tokens, LANES)
-    return numbers * call.product_dtype.itemsize + scales * 4
+    return elements * call.product_dtype.itemsize + scales * 4
 
 
 def _write_bytes(call: Call, blocks: Blocks) -> int:
@@ -254,58 +254,58 @@ def _page_bytes(call: Call) -> int:
 
 
 def heads_together(call: Call, tile_tokens: int) -> int:
-    """Query heads of one kv head whose queries are the rows of one matrix: a divisor of the group."""
+    """Return the query heads of one KV head whose queries form one matrix: a divisor of the group."""
     most = max(1, call.sizes.tile_rows // tile_tokens)
     return max(n for n in range(1, min(call.group, most) + 1) if call.group % n == 0)
 
 
-class Plan(NamedTuple):
-    """The work of a step. All tables lie flat, column after column of one entry after the other's."""
+class WorkPlan(NamedTuple):
+    """Work of a step. All tables are flat, one entry's columns after the other's."""
 
     counts: Int32[Array, "n"]
-    """Slabs to write, units of all groups of lanes, units of all tiles of each kind."""
+    """Number of slabs to write, of work items of all groups of decode slots, and of work items of all tiles by kind."""
     writes: Int32[Array, "slab_columns"]
-    """Columns PAGE ... END: slabs of pages. Token FIRST_TOKEN of the step belongs in its first row, tokens of the rows
+    """Columns PAGE ... END of slabs of pages: token FIRST_TOKEN of the step belongs in the slab's first row; the rows
     from BEGIN to END are new."""
-    lanes: Int32[Array, "lane_columns"]
-    """Columns ROW ... FIRST_BLOCK of rows with one token, most blocks first; KV_LEN is zero of those that are none."""
+    decode_slots: Int32[Array, "decode_columns"]
+    """Columns ROW ... FIRST_BLOCK of rows with one token, most blocks first; KV_LEN is zero for unused slots."""
     groups: Int32[Array, "groups"]
-    """Blocks of the longest lane of each group."""
+    """Blocks of the longest decode slot of each group."""
     tiles: tuple[Int32[Array, "tile_columns"], ...]
     """Columns TILE_ROW ... PAST_LEN, for each kind. A tile begins at BASE_TOKEN of the step: LEAD tokens of other rows
-    come before its NUM_TOKENS own ones, of which the first is at POSITION of its sequence."""
-    lane_of_token: Int32[Array, "T"]
-    """Of tokens that are the only ones of their rows; -1 of others."""
-    token_of_lane: Int32[Array, "lanes"]
-    """T of lanes that are none."""
+    come before its own NUM_TOKENS, the first of which is at POSITION of its sequence."""
+    slot_of_token: Int32[Array, "T"]
+    """Decode slot of each token that is the only one of its row; -1 for other tokens."""
+    token_of_slot: Int32[Array, "decode_slots"]
+    """Token of each decode slot; T for unused slots."""
 
 
-def make_plan(call: Call, blocks: Blocks, rows: RaggedRows) -> Plan:
-    """Cuts a step."""
+def make_plan(call: Call, blocks: Blocks, rows: RaggedRows) -> WorkPlan:
+    """Return the plan of a step."""
     T, q_lens = call.num_tokens, rows.live_q_lens()
     writes, num_writes = _plan_writes(call, rows, q_lens)
-    is_lane = q_lens == 1
-    lanes, groups, token_of_lane = _plan_lanes(call, blocks, rows, is_lane)
-    lane = jnp.arange(token_of_lane.shape[0], dtype=jnp.int32)
+    is_decode = q_lens == 1
+    decode_slots, groups, token_of_slot = _plan_decode_slots(call, blocks, rows, is_decode)
+    decode_slot = jnp.arange(token_of_slot.shape[0], dtype=jnp.int32)
     counts, tiles = [num_writes, jnp.sum(groups)], []
     if T > 1:
         for tokens, chosen in zip(blocks.tile_tokens, _kinds(blocks, rows, q_lens), strict=True):
-            table, num_units = _plan_tiles(call, blocks, tokens, rows, jnp.where(chosen, q_lens, 0))
+            table, num_work_items = _plan_tiles(call, blocks, tokens, rows, jnp.where(chosen, q_lens, 0))
             tiles.append(table)
-            counts.append(num_units)
-    return Plan(
+            counts.append(num_work_items)
+    return WorkPlan(
         counts=jnp.stack(counts).astype(jnp.int32),
         writes=writes,
-        lanes=lanes,
+        decode_slots=decode_slots,
         groups=groups,
         tiles=tuple(tiles),
-        lane_of_token=jnp.full((T,), -1, jnp.int32).at[token_of_lane].set(lane, mode="drop"),
-        token_of_lane=token_of_lane,
+        slot_of_token=jnp.full((T,), -1, jnp.int32).at[token_of_slot].set(decode_slot, mode="drop"),
+        token_of_slot=token_of_slot,
     )
 
 
 def _kinds(blocks: Blocks, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> list[Array]:
-    """Which rows of several tokens go to which kind of tiles: the low ones have those that fit one."""
+    """Return masks of the rows of several tokens for each kind of tiles: low tiles take the rows that fit one."""
     several = q_lens > 1
     if len(blocks.tile_tokens) == 1:
         return [several]
@@ -330,19 +330,19 @@ def _plan_writes(call: Call, rows: RaggedRows, q_lens: Int32[Array, "R"]) -> tup
     return jnp.stack(columns, axis=1).reshape(-1), ends[-1]
 
 
-def _plan_lanes(
-    call: Call, blocks: Blocks, rows: RaggedRows, is_lane: Array
-) -> tuple[Int32[Array, "n"], Int32[Array, "groups"], Int32[Array, "lanes"]]:
-    block_tokens = blocks.lane_pages * call.page_size
+def _plan_decode_slots(
+    call: Call, blocks: Blocks, rows: RaggedRows, is_decode: Array
+) -> tuple[Int32[Array, "n"], Int32[Array, "groups"], Int32[Array, "decode_slots"]]:
+    block_tokens = blocks.decode_pages * call.page_size
     first_block = jnp.zeros_like(rows.kv_lens)
     if call.window is not None:
         first_block = jnp.maximum(rows.kv_lens - call.window, 0) // block_tokens
-    num_blocks = jnp.where(is_lane, _ceil_div(rows.kv_lens, block_tokens) - first_block, 0)
+    num_blocks = jnp.where(is_decode, _ceil_div(rows.kv_lens, block_tokens) - first_block, 0)
     row = jnp.argsort(num_blocks, descending=True).astype(jnp.int32)
-    row = jnp.pad(row, (0, -call.num_rows % blocks.lanes))  # what is filled up has no blocks
-    is_own = (jnp.arange(row.shape[0]) < call.num_rows) & is_lane[row]
+    row = jnp.pad(row, (0, -call.num_rows % blocks.decode_slots))  # padding has no blocks
+    is_own = (jnp.arange(row.shape[0]) < call.num_rows) & is_decode[row]
     columns = (row, jnp.where(is_own, rows.kv_lens[row], 0), first_block[row])
-    groups = jnp.where(is_own, num_blocks[row], 0)[:: blocks.lanes]
+    groups = jnp.where(is_own, num_blocks[row], 0)[:: blocks.decode_slots]
     return jnp.stack(columns, axis=1).reshape(-1), groups, jnp.where(is_own, rows.cu_q_lens[row], call.num_tokens)
 
 
@@ -356,7 +356,7 @@ def _plan_tiles(
     tile_ends = jnp.cumsum(row_tiles, dtype=jnp.int32)
     tile = jnp.arange(min(T, T // tile_tokens + 2 * R), dtype=jnp.int32)
     row = jnp.minimum(_count_up_to(tile_ends, tile), R - 1)
-    start = (tile - (tile_ends - row_tiles)[row]) * tile_tokens - leads[row]  # among the row's tokens
+    start = (tile - (tile_ends - row_tiles)[row]) * tile_tokens - leads[row]  # index among the row's tokens
     lead = jnp.maximum(-start, 0)
     num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tile_tokens) - lead, 0)
     past_len = (rows.kv_lens - q_lens)[row]
@@ -370,7 +370,7 @@ def _plan_tiles(
 
 
 def _power_of_two(x: int) -> int:
-    """The largest up to x."""
+    """Return the largest power of two up to x."""
     return 1 << int(math.log2(max(x, 1)))
 
 
@@ -383,5 +383,5 @@ def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
 
 
 def _count_up_to(ends: Int32[Array, "n"], x: Int32[Array, "m"]) -> Int32[Array, "m"]:
-    """How many of the ascending `ends` are at most x."""
+    """Return how many of the ascending `ends` are at most x."""
     return jnp.sum(ends[None, :] <= x[:, None], axis=1, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""The online softmax of lanes and of tiles. See the package."""
+"""Online softmax of decode slots and tiles. See the package."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 LOG2E = math.log2(math.e)
-MASKED = -1e30  # finite: a query that has seen no key yet must not turn into NaN
+MASKED = -1e30  # finite, so that a query that has seen no key yet does not turn into NaN
 
 
 class Softmax(NamedTuple):
-    """Where an online softmax stands; scores in base 2."""
+    """State of an online softmax; scores in base 2."""
 
     max_score: Any  # f32[..., 128], the same in all columns
     denominator: Any
     values: Any  # f32[..., width], weighted sum
 
     def absorb(self, at: Any, scores: Any, visible: Any, add_up: Callable[[Any], Any], is_live: Any) -> None:
-        """Takes one more block of keys into the rows `at`.
+        """Add one more block of keys to the rows `at`.
 
         Args:
-          at: which part of it.
-          scores: `[..., keys]`.
-          visible: which of them count.
-          add_up: the weighted sum of the block's values, of the weights.
-          is_live: whether the values of the block are numbers at all; None where they always are.
+          at: rows of the state.
+          scores: scores of the block, `[..., keys]`.
+          visible: mask of the scores that count.
+          add_up: function from weights to the weighted sum of the block's values.
+          is_live: True if the values of the block are defined; None if they always are.
         """
         before = self.max_score[at][..., :1]
         scores = jnp.where(visible, scores, MASKED)
@@ -44,6 +44,6 @@ class Softmax(NamedTuple):
         self.values[at] = self.values[at] * rescale + values
 
     def result(self, at: Any) -> Any:
-        """The weighted mean of the values in the rows `at`; of rows without any weight, zeros."""
+        """Return the weighted mean of the values in the rows `at`, zeros for rows without any weight."""
         denominator = self.denominator[at][..., :1]
         return self.values[at] / jnp.where(denominator > 0, denominator, 1)

@@ -1,4 +1,4 @@
-"""How rows of several tokens attend, a tile of their queries at a time. See the package."""
+"""Attention of rows of several tokens, a tile of their queries at a time. See the package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Unit
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import WorkItem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     BASE_TOKEN,
     LANES,
@@ -28,21 +28,21 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     heads_together,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.units import Phase, Span
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_items import Phase, Span
 
 
 class _TileScratch(NamedTuple):
     queries: Any  # [slots, Q, tokens, width]
     words: Any  # i32[slots, tokens, words]
     out: Any  # [Q, tokens, width]
-    others: Any  # what is there in its place
+    others: Any  # previous content of the tile's place in the output
     state: Softmax  # [Q, tokens, ...]
-    query_sems: Any  # of queries, and of words
-    out_sems: Any  # of what leaves, and of what is read
+    query_sems: Any  # semaphores of queries and of words
+    out_sems: Any  # semaphores of outgoing outputs and of their previous content
 
 
 class Tiles(Phase):
-    """Rows of several tokens: an entry is a tile of queries of one row."""
+    """Phase for rows of several tokens: an entry is a tile of queries of one row."""
 
     def __init__(self, call: Call, blocks: Blocks, refs: Refs, kind: int) -> None:
         self.sequences, self.pages = 1, blocks.tile_pages
@@ -71,7 +71,7 @@ class Tiles(Phase):
         return self._column(entry, NUM_BLOCKS)
 
     def _end(self, entry: Any) -> Any:
-        """Of the keys that the tile sees."""
+        """Return the end of the keys that the tile sees."""
         return self._column(entry, POSITION) + self._column(entry, NUM_TOKENS)
 
     def _spans(self, entry: Any, block: Any) -> list[Span]:
@@ -80,7 +80,7 @@ class Tiles(Phase):
         return [Span(self._column(entry, TILE_ROW), first_page, num_pages)]
 
     def _place(self, entry: Any) -> Any:
-        """The tile's tokens in the step."""
+        """Return the slice of the tile's tokens in the step."""
         return pl.ds(pl.multiple_of(self._column(entry, BASE_TOKEN), SUBLANES * 2), self.tokens)
 
     def _query_copies(self, entry: Any, slot: Any, scratch: _TileScratch) -> list[Any]:
@@ -98,7 +98,7 @@ class Tiles(Phase):
         place = self.refs.tile_out.at[:, self._place(entry)]
         return pltpu.make_async_copy(place, scratch.others, scratch.out_sems.at[1])
 
-    def _compute(self, entry: Any, block: Any, unit: Unit, scratch: _TileScratch) -> None:
+    def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: _TileScratch) -> None:
         slot = lax.rem(entry, self.blocks.slots)
 
         @pl.when(block == 0)
@@ -107,21 +107,21 @@ class Tiles(Phase):
                 copy.wait()
 
             @pl.when(entry > 0)
-            def order() -> None:  # the tile before may have written what this one must keep
+            def order() -> None:  # the previous tile may have written outputs that this one must keep
                 self._store_copy(entry - 1, scratch).wait()
 
             self._others_copy(entry, scratch).start()
             self._reset(scratch.state)
 
         first = (self._column(entry, TILE_FIRST_BLOCK) + block) * self.block_tokens
-        unit.prepare(0, self._end(entry) - first)
+        work_item.prepare(0, self._end(entry) - first)
         visible = self._visible(entry, first, scratch.words.at[slot])
         together = heads_together(self.call, self.tokens)
 
         @pl.loop(0, self.call.num_query_heads // together)
         def attend(number: Any) -> None:
             heads = pl.ds(number * together, together)
-            own = unit.head_block(0, number * together // self.call.group)
+            own = work_item.head_block(0, number * together // self.call.group)
             q = scratch.queries[slot, heads].reshape(together * self.tokens, self.call.width)
             scores = own.scores(q).reshape(together, self.tokens, self.block_tokens)
 
@@ -147,7 +147,7 @@ class Tiles(Phase):
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
     def _visible(self, entry: Any, first: Any, words: Any) -> Any:
-        """Which keys of the block from token `first` on each query of the tile sees, `[tokens, keys]`."""
+        """Return the mask `[tokens, keys]` of keys that each query sees in the block that begins at token `first`."""
         shape = (self.tokens, self.block_tokens)
         query = lax.broadcasted_iota(jnp.int32, shape, 0) + self._column(entry, POSITION) - self._column(entry, LEAD)
         key = lax.broadcasted_iota(jnp.int32, shape, 1) + first
@@ -159,7 +159,7 @@ class Tiles(Phase):
         return visible
 
     def _in_tree(self, new_id: Any, words: Any) -> Any:
-        """Which keys each query sees; `new_id` counts from the row's first new token, past ones are negative."""
+        """Return the mask of keys that each query sees; `new_id` counts from the first new token, past ones are < 0."""
         num_words = self.call.tree_words
         visible = (new_id < 0) | (new_id >= 32 * num_words)
         for i in range(num_words):
@@ -169,7 +169,7 @@ class Tiles(Phase):
         return visible
 
     def _merge(self, entry: Any, scratch: _TileScratch) -> None:
-        """The tile's output, and what others wrote to the same memory tiles."""
+        """Merge the tile's output with other tokens' outputs in the same memory tiles."""
         shape = (self.tokens, self.call.width)
         token = lax.broadcasted_iota(jnp.int32, shape, 0) - self._column(entry, LEAD)
         is_own = (token >= 0) & (token < self._column(entry, NUM_TOKENS))
@@ -180,6 +180,6 @@ class Tiles(Phase):
             scratch.out[head] = jnp.where(is_own, scratch.state.result(head), others).astype(scratch.out.dtype)
 
     def _finish(self, scratch: _TileScratch) -> None:
-        @pl.when(self.num_units > 0)
+        @pl.when(self.num_work_items > 0)
         def drain() -> None:
             self._store_copy(0, scratch).wait()

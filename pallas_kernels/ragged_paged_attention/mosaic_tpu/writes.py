@@ -1,4 +1,4 @@
-"""How a step's keys and values come into the pages. See the package."""
+"""Writes of a step's keys and values into the pages. See the package."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
 
 
 class Writer:
-    """Puts new keys and values in their places, a slab of a page at a time: it is read, changed and written back.
+    """Writer of new keys and values, a slab of a page at a time: the slab is read, changed and written back.
 
-    All are written before any row attends: whatever rows share, they find it.
+    All slabs are written before any row attends, so rows see them in shared pages.
     """
 
     def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
@@ -37,7 +37,7 @@ class Writer:
         self.count = refs.counts[0]
 
     def run(self) -> None:
-        """Writes all."""
+        """Write all slabs."""
         call = self.call
         pl.run_scoped(
             self._write_all,
@@ -114,11 +114,11 @@ class Writer:
         return page.at[self._column(index, OFFSET) // self.call.slab]
 
     def _first_new(self, index: Any) -> Any:
-        """Where the token of the slab's first row is among the new ones, or would be."""
+        """Return the index of the token for the slab's first row among the new ones; it may be out of range."""
         return self._column(index, FIRST_TOKEN) + self.call.slab
 
     def _merge(self, index: Any, slab: Any, new: Any) -> None:
-        """Replaces rows of the slab by those of `new`, which begins up to seven rows earlier."""
+        """Replace rows of the slab by rows of `new`, which begins up to seven rows earlier."""
         size = self.call.slab + SUBLANES
         shift = lax.rem(size - lax.rem(self._first_new(index), SUBLANES), size)
         begin, end = self._column(index, BEGIN), self._column(index, END)

@@ -1,4 +1,4 @@
-"""An engine over several devices: the tokens of one device, whatever is asked for, and the program that makes them."""
+"""An engine over several devices: the tokens of one device, and the program that makes them."""
 
 import copy
 import dataclasses
@@ -46,7 +46,7 @@ def start(model: Path) -> Start:
 
 
 class TestAnyWorkload:
-    """Batches, chunks, prefix hits, preemptions, several steps and every way to sample, at once."""
+    """Batches, chunks, prefix hits, preemptions, multi-step decode and all kinds of sampling at once."""
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(6))
@@ -62,7 +62,7 @@ class TestAnyWorkload:
     params=[pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name != "llama"],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
-    """Engines of another family over one device and over four; two kv heads of two twice each."""
+    """Start engines of another family over one device and over four, which hold two KV heads twice each."""
     path = tmp_path_factory.mktemp(request.param)
     write_checkpoint(path, request.param, num_attention_heads=8, num_key_value_heads=2, head_dim=8)
     sizes = SIZES | {"max_num_batched_tokens": 8, "multi_step": 3}  # fewer programs
@@ -71,7 +71,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class TestAnyWorkloadOfOtherFamilies:
-    """As above."""
+    """The same workloads for other families."""
 
     @given(jobs=jobs())
     @settings(few_but_rich, max_examples=examples(10))
@@ -98,7 +98,7 @@ def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, nu
 
 @pytest.mark.parametrize(("bucket", "multi_step"), [(1, False), (16, False), (4, True)])
 def test_devices_meet_twice_a_layer(start: Start, bucket: int, multi_step: bool) -> None:
-    """And for the embedding; for the tokens they exchange candidates, or some rows' logits if more is asked for."""
+    """Devices exchange twice a layer, for the embedding, and for sampling: candidates, or logits of some rows."""
     runner = start(8).replicas[0].executor
     programs = runner.programs
     program = programs.lower(bucket, multi_step=multi_step).compile().as_text()
@@ -128,11 +128,11 @@ def test_pool_is_split_and_updated_in_place(start: Start) -> None:
 
 def test_each_device_has_its_share(start: Start) -> None:
     whole, split = (start(n).replicas[0].executor for n in (1, 8))
-    assert split.weight_bytes(1) < whole.weight_bytes(1) / 4  # norms, biases and two kv heads of two are on each
+    assert split.weight_bytes(1) < whole.weight_bytes(1) / 4  # each has norms, biases and two KV heads of two
     for leaf in jax.tree.leaves((split.params, split.state)):
         assert {shard.device.id for shard in leaf.addressable_shards} == set(range(8))
     (page,) = {shard.data.nbytes for shard in split.state.kv_pages.addressable_shards}
-    assert page == whole.state.kv_pages.nbytes / 2  # one kv head of two
+    assert page == whole.state.kv_pages.nbytes / 2  # one KV head of two
 
 
 @pytest.mark.parametrize("num_devices", [2, 8])
@@ -201,7 +201,7 @@ def test_a_second_start_lowers_nothing(
 
 
 def test_what_four_devices_have_is_saved_and_served_by_any_number(start: Start, model: Path, tmp_path: Path) -> None:
-    """By Orbax, without any Hugging Face file."""
+    """Orbax writes them, without any Hugging Face file."""
     prompts, params = [tokens(9, 1), tokens(20, 2)], SamplingParams(temperature=1, seed=2, max_tokens=9, logprobs=2)
     config, mesh = weights.read_config(model), tensor_mesh(4)
     specs = registry.param_specs(registry.from_hf_config(config))

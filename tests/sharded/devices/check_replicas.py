@@ -1,4 +1,4 @@
-"""Several replicas behind one engine: the tokens of one, none idle beside a waiting request, and prefixes found."""
+"""Several replicas in one engine: the tokens of one, none idle beside a waiting request, and prefixes found."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_no_replica_idles_beside_a_waiting_request(start: Start, step_ahead: boo
         idle, num_waiting = [core for core in engine.replicas if not core.has_work()], engine.num_waiting
         plans = [core.scheduler.num_schedules for core in idle]
         busy_step(engine)
-        # One that got a request with a single token to go may have ended it by now.
+        # A replica that got a request with a single token to go may have ended it by now.
         num_idle = sum(core.scheduler.num_schedules == count for core, count in zip(idle, plans, strict=True))
         assert not num_idle or num_waiting < len(idle), "a request waits, and a replica that was idle still is"
     assert engine.stats.num_preemptions > before, "preempted requests are among those that wait"

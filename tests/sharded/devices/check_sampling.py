@@ -1,4 +1,4 @@
-"""Sampling from logits of which each device has its part of the vocabulary, against the same on one device."""
+"""Sampling from logits split by vocabulary over devices, against the same on one device."""
 
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ def on_one(logits: jax.Array, rows: SamplingRows, table: SlotTable) -> tuple[jax
 
 
 class OnDevices:
-    """The same over some devices."""
+    """Sampling functions over some devices."""
 
     def __init__(self, num_devices: int, vocab_size: int, rows: SamplingRows, table: SlotTable) -> None:
         self.mesh = tensor_mesh(num_devices)
@@ -84,7 +84,7 @@ def test_samples_and_logprobs_are_those_of_one_device(num_devices: int, num_rows
 
 def test_a_row_without_any_finite_logit_stays_in_the_vocabulary() -> None:
     rows, table = make_rows(3, temperature=np.float32(0)), make_table(3, 9)
-    split = OnDevices(8, 9, rows, table)  # some devices have nothing but padding
+    split = OnDevices(8, 9, rows, table)  # some devices have only padding
     for value in (-np.inf, np.inf, np.nan):
         token_ids, _ = split(np.full((3, 9), value, np.float32), rows, table)
         assert ((np.asarray(token_ids) >= 0) & (np.asarray(token_ids) < 9)).all()

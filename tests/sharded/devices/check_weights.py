@@ -1,4 +1,4 @@
-"""What each device holds of the weights: the heads, ffn and vocabulary that its part of the model computes with."""
+"""Each device's share of the weights: heads, feed-forward and vocabulary of its part of the model."""
 
 from collections.abc import Callable
 from functools import partial
@@ -43,7 +43,7 @@ if packed_linear.unsupported("float32", "cpu") is None:
 
 
 def build(path: Path, **overrides: Any) -> tuple[ArchConfig, list[ParamSpec]]:
-    """A checkpoint of random weights at `path`."""
+    """Write a checkpoint of random weights to `path`."""
     config = {**CONFIG, **overrides}
     arch = registry.from_hf_config(config)
     specs = registry.param_specs(arch)
@@ -58,7 +58,7 @@ def load(path: Path, specs: list[ParamSpec], num_devices: int, **form: Any) -> A
 
 
 def rows_of(arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray:
-    """Rows of the whole tensor that device `index` needs: its query heads and their keys, its ffn, its tokens."""
+    """Return the rows of the whole tensor that device `index` needs: query heads and their keys, ffn, tokens."""
     name, N = spec.path[-1], spec.shape[0]
     rows = np.arange(N)
     if name in ("qkv_proj", "qkv_bias"):
@@ -75,7 +75,7 @@ def rows_of(arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray
 
 
 def part_of(array: np.ndarray, arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray:
-    """Rows and columns of a tensor, or of its scales, that device `index` needs; zeros where it has no rows left."""
+    """Return rows and columns of a tensor, or of its scales, that device `index` needs; zeros past the last row."""
     part = array[rows_of(arch, spec, index, n)]
     if spec.path[-1] in ("o_proj", "down_proj"):
         part = np.split(part, n, axis=1)[index]
@@ -84,7 +84,7 @@ def part_of(array: np.ndarray, arch: ArchConfig, spec: ParamSpec, index: int, n:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("n", [3, 4])  # with 4, each kv head is held by two devices, and the vocabulary is padded
+@pytest.mark.parametrize("n", [3, 4])  # two of 4 devices hold each KV head, and the vocabulary is padded
 def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: int, form: str) -> None:
     arch, specs = build(tmp_path)
     quantized, packed = FORMS[form].get("quantization"), "packed" in form
@@ -104,7 +104,7 @@ def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: in
 
 @pytest.mark.parametrize("form", [form for form in FORMS if "int8" in form])
 def test_blocks_that_would_be_cut_are_those_of_the_parts(tmp_path: Path, form: str) -> None:
-    """Blocks of 64 in 1152 columns, of 72 in the 288 that each of four devices has."""
+    """Blocks have 64 of 1152 columns, but 72 of the 288 columns that each of four devices has."""
     arch, specs = build(tmp_path, intermediate_size=1152)
     whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, 4, **FORMS[form])
     (spec,) = (spec for spec in specs if spec.path[-1] == "down_proj")
@@ -146,7 +146,7 @@ def test_every_number_is_read_by_one_device(tmp_path: Path, monkeypatch: pytest.
 def test_an_orbax_checkpoint_is_the_same_on_any_mesh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    """In chunks that no device's part is a multiple of."""
+    """No device's part is a multiple of the chunks."""
     monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 30_000)
     _, specs = build(tmp_path / "hf", num_attention_heads=16, num_key_value_heads=4, intermediate_size=1024)
     weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
@@ -160,13 +160,13 @@ def test_an_orbax_checkpoint_is_the_same_on_any_mesh(
 
 
 def bytes_read() -> int:
-    """By TensorStore, of files."""
+    """Return the bytes that TensorStore has read from files."""
     metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
     return sum(value["value"] for metric in metrics for value in metric["values"])
 
 
 def test_devices_together_read_an_orbax_checkpoint_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On however many, whether or not chunks end where their parts do; the chunks of a large model, scaled down."""
+    """Any number of devices reads them, aligned with chunks or not; the chunks are a large model's, scaled down."""
     monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 64 << 10)
     _, specs = build(tmp_path / "hf", hidden_size=1024, intermediate_size=3072, vocab_size=1200)
     weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
@@ -187,7 +187,7 @@ def test_devices_together_read_an_orbax_checkpoint_once(tmp_path: Path, monkeypa
 def test_threads_read_what_a_device_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: str, form: str
 ) -> None:
-    """At once: the first two pieces, of what one device has of a matrix, wait for each other."""
+    """The first two pieces of one device's part of a matrix wait for each other."""
     _, specs = build(tmp_path / "hf", hidden_size=512, vocab_size=2000)
     weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
     copy, meeting, first = stored_tensor._copy, Barrier(2), Semaphore(2)
@@ -203,14 +203,14 @@ def test_threads_read_what_a_device_holds(
 
 
 def stored(path: Path, specs: list[ParamSpec]) -> dict[str, tuple[np.dtype, tuple[int, ...], bytes]]:
-    """Dtype, shape and bits of every tensor of a checkpoint."""
+    """Return dtype, shape and bits of every tensor of a checkpoint."""
     return {name: (t.dtype, t.shape, np.asarray(t).tobytes()) for name, t in open_tensors(path, specs).items()}
 
 
 @pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize("save", [weights.save, weights.save_orbax])
 def test_what_is_saved_from_devices_is_what_was_loaded(tmp_path: Path, save: Callable[..., None], n: int) -> None:
-    """To the bit, kv heads that several devices have and a padded vocabulary included."""
+    """The tensors are bit-identical, KV heads on several devices and a padded vocabulary included."""
     _, specs = build(tmp_path / "hf")
     save(tmp_path / "saved", specs, unsplit(specs, load(tmp_path / "hf", specs, n)), CONFIG)
     assert stored(tmp_path / "saved", specs) == stored(tmp_path / "hf", specs)
@@ -219,7 +219,7 @@ def test_what_is_saved_from_devices_is_what_was_loaded(tmp_path: Path, save: Cal
 
 @pytest.mark.parametrize("save", [weights.save, weights.save_orbax])
 def test_arrays_that_are_split_in_order_are_saved_as_they_are(tmp_path: Path, save: Callable[..., None]) -> None:
-    """As a training run has them, say."""
+    """Training runs have such arrays."""
     _, specs = build(tmp_path / "hf", vocab_size=132)
     mesh = tensor_mesh(4)
     assert mesh is not None

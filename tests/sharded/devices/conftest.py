@@ -1,4 +1,4 @@
-"""One checkpoint for all checks of engines."""
+"""Checkpoint shared by all checks of engines."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Going through units of keys, with the pages of later ones on their way. See the package."""
+"""Iteration over work items of keys, while the pages of later ones are in flight. See the package."""
 
 from __future__ import annotations
 
@@ -11,68 +11,68 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import Pages, Unit
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import PageBuffers, WorkItem
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, PAGE_IDS, SCALE_HEADS, Blocks, Call
 
 
 class Span(NamedTuple):
-    """What a unit has of one sequence."""
+    """Pages of one sequence in a work item."""
 
     row: Any
-    first_page: Any  # among those of the row
-    num_pages: Any  # zero where the sequence has ended
+    first_page: Any  # index among the pages of the row
+    num_pages: Any  # zero if the sequence has ended
 
 
 class _Memory(NamedTuple):
-    """What a phase has in memory."""
+    """Memory of a phase."""
 
-    pages: Pages
-    ids: Any  # i32[2, sequences, 1, 128], of the pages of a unit and of the next
-    page_sems: Any  # of numbers, and of scales
+    pages: PageBuffers
+    ids: Any  # i32[2, sequences, 1, 128], page ids of a work item and of the next
+    page_sems: Any  # semaphores of values and of scales
     id_sems: Any
-    scratch: Any  # the phase's own
+    scratch: Any  # scratch memory of the subclass
 
 
 class Phase(ABC):
-    """A list of entries, each with blocks of keys to go through: one after the other they are the units of the phase.
+    """List of entries with blocks of keys; the blocks of one entry after the other are the work items of the phase.
 
-    While one unit is worked on, the pages of the next ones are on their way, and the page ids of the one after those.
+    While one work item is computed, the pages of the next ones are in flight, and the page ids of the one after those.
     """
 
-    sequences: int  # of a unit
-    pages: int  # of a sequence in a unit
+    sequences: int  # sequences per work item
+    pages: int  # pages per sequence in a work item
 
-    def __init__(self, call: Call, blocks: Blocks, refs: Refs, num_units: Any) -> None:
-        self.call, self.blocks, self.refs, self.num_units = call, blocks, refs, num_units
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs, num_work_items: Any) -> None:
+        self.call, self.blocks, self.refs, self.num_work_items = call, blocks, refs, num_work_items
         self.block_tokens = self.pages * call.page_size
         self.id_chunks = -(-call.table_width // PAGE_IDS)
 
     @abstractmethod
     def _num_blocks(self, entry: Any) -> Any:
-        """Of an entry."""
+        """Return the number of blocks of an entry."""
 
     @abstractmethod
     def _spans(self, entry: Any, block: Any) -> list[Span]:
-        """The pages of each sequence in the block-th block of an entry, counted from its first."""
+        """Return the pages of each sequence in the block-th block of an entry, counted from its first."""
 
     @abstractmethod
     def _query_copies(self, entry: Any, slot: Any, scratch: Any) -> list[Any]:
-        """What brings the queries of an entry."""
+        """Return the copies that bring the queries of an entry."""
 
     @abstractmethod
-    def _compute(self, entry: Any, block: Any, unit: Unit, scratch: Any) -> None:
-        """Attends to the unit, which is the block-th block of an entry."""
+    def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: Any) -> None:
+        """Attend over a work item, which is the block-th block of an entry."""
 
     @abstractmethod
     def _finish(self, scratch: Any) -> None:
-        """After the last unit."""
+        """Wait for outputs in flight after the last work item."""
 
     @abstractmethod
     def _scratch(self) -> Any:
-        """What else the phase keeps in memory."""
+        """Return the scratch memory of the subclass."""
 
     def run(self) -> None:
-        """Goes through all."""
+        """Go through all work items."""
         slots = self.blocks.slots
         memory = _Memory(
             pages=self._page_memory(),
@@ -83,35 +83,35 @@ class Phase(ABC):
         )
         pl.run_scoped(self._go_through, memory)
 
-    def _page_memory(self) -> Pages:
+    def _page_memory(self) -> PageBuffers:
         slots, num_pages = self.blocks.slots, self.sequences * self.pages
         page = (self.call.num_kv_heads, self.call.page_size, 2 * self.call.head_dim)
         values = pltpu.VMEM((slots, num_pages, *page), self.call.kv_dtype)
         if not self.call.has_scales:
-            return Pages(values, None, None)
+            return PageBuffers(values, None, None)
         tiles = self.refs.scales.shape[2:]
         by_token = (self.sequences, SCALE_HEADS * tiles[1], -(-self.block_tokens // LANES) * LANES)
         scales = pltpu.VMEM((slots, num_pages, *tiles), jnp.float32)
-        return Pages(values, scales, pltpu.VMEM(by_token, jnp.float32))
+        return PageBuffers(values, scales, pltpu.VMEM(by_token, jnp.float32))
 
     def _go_through(self, memory: _Memory) -> None:
         ahead = self.blocks.slots - 1
 
         def fetch(number: Any, at: tuple[Any, Any]) -> tuple[Any, Any]:
-            """Asks for the pages of a unit and the page ids of the next; tells where that is."""
+            """Start copies of a work item's pages and of the next one's page ids; return the place of the next one."""
             following = self._after(*at)
 
-            @pl.when(number + 1 < self.num_units)
+            @pl.when(number + 1 < self.num_work_items)
             def next_ids() -> None:
                 self._start_ids(following, lax.rem(number + 1, 2), memory)
 
-            @pl.when(number < self.num_units)
+            @pl.when(number < self.num_work_items)
             def pages() -> None:
                 self._start_pages(at, number, memory)
 
             return following
 
-        @pl.when(self.num_units > 0)
+        @pl.when(self.num_work_items > 0)
         def first_ids() -> None:
             self._start_ids((0, 0), 0, memory)
 
@@ -124,14 +124,14 @@ class Phase(ABC):
             slot = lax.rem(number, self.blocks.slots)
             pages = memory.pages.at(slot)
             self._wait_for_pages(here, pages, memory.page_sems.at[slot])
-            self._compute(*here, Unit(self.call, pages, self.pages), memory.scratch)
+            self._compute(*here, WorkItem(self.call, pages, self.pages), memory.scratch)
             return self._after(*here), fetched
 
-        lax.fori_loop(0, self.num_units, step, (start, fetched))
+        lax.fori_loop(0, self.num_work_items, step, (start, fetched))
         self._finish(memory.scratch)
 
     def _after(self, entry: Any, block: Any) -> tuple[Any, Any]:
-        """The entry and block that follow."""
+        """Return the entry and block that follow."""
         is_last = block + 1 >= self._num_blocks(entry)
         return jnp.where(is_last, entry + 1, entry), jnp.where(is_last, 0, block + 1)
 
@@ -170,14 +170,14 @@ class Phase(ABC):
                 for copy in self._page_copies(self.refs.layer[0], page_id, pages, place, sems):
                     copy.start()
 
-    def _page_copies(self, layer: Any, page_id: Any, pages: Pages, place: Any, sems: Any) -> list[Any]:
+    def _page_copies(self, layer: Any, page_id: Any, pages: PageBuffers, place: Any, sems: Any) -> list[Any]:
         copies = [pltpu.make_async_copy(self.refs.kv_pages.at[layer, page_id], pages.values.at[place], sems.at[0])]
         if self.call.has_scales:
             scales = self.refs.scales.at[layer, page_id]
             copies.append(pltpu.make_async_copy(scales, pages.scales.at[place], sems.at[1]))
         return copies
 
-    def _wait_for_pages(self, at: tuple[Any, Any], pages: Pages, sems: Any) -> None:
+    def _wait_for_pages(self, at: tuple[Any, Any], pages: PageBuffers, sems: Any) -> None:
         num_pages = sum(span.num_pages for span in self._spans(*at))
 
         @pl.loop(0, num_pages)

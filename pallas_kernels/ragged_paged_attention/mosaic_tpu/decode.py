@@ -1,0 +1,148 @@
+"""Attention of rows of one token, several side by side. See the package."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import Refs
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.pages import WorkItem
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    FIRST_BLOCK,
+    KV_LEN,
+    LANES,
+    NUM_DECODE_COLUMNS,
+    ROW,
+    Blocks,
+    Call,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import MASKED, Softmax
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_items import Phase, Span
+
+
+class _DecodeScratch(NamedTuple):
+    queries: Any  # f32[slots, decode slots, K, padded_group, width]
+    out: Any  # f32[2, decode slots, K, padded_group, width]
+    state: Softmax  # [decode slots, K * padded_group, ...]
+    query_sems: Any
+    out_sems: Any
+
+
+class DecodeSlots(Phase):
+    """Phase for rows of one token: an entry is a group of decode slots side by side, each with its own pages."""
+
+    def __init__(self, call: Call, blocks: Blocks, refs: Refs) -> None:
+        self.sequences, self.pages = blocks.decode_slots, blocks.decode_pages
+        super().__init__(call, blocks, refs, refs.counts[1])
+        self.rows = call.num_kv_heads * call.padded_group  # matrix rows per decode slot
+
+    def _scratch(self) -> _DecodeScratch:
+        call, slots, decode_slots = self.call, self.blocks.slots, self.sequences
+        heads = (decode_slots, call.num_kv_heads, call.padded_group, call.width)
+        columns = pltpu.VMEM((decode_slots, self.rows, LANES), jnp.float32)
+        return _DecodeScratch(
+            queries=pltpu.VMEM((slots, *heads), jnp.float32),
+            out=pltpu.VMEM((2, *heads), jnp.float32),
+            state=Softmax(columns, columns, pltpu.VMEM((decode_slots, self.rows, call.width), jnp.float32)),
+            query_sems=pltpu.SemaphoreType.DMA((slots,)),
+            out_sems=pltpu.SemaphoreType.DMA((2,)),
+        )
+
+    def _num_blocks(self, entry: Any) -> Any:
+        return self.refs.groups[jnp.minimum(entry, self.refs.groups.shape[0] - 1)]
+
+    def _column(self, entry: Any, decode_slot: int, column: int) -> Any:
+        last = self.refs.decode_slots.shape[0] // NUM_DECODE_COLUMNS - self.sequences
+        index = jnp.minimum(entry * self.sequences, last) + decode_slot
+        return self.refs.decode_slots[index * NUM_DECODE_COLUMNS + column]
+
+    def _first_token(self, entry: Any, decode_slot: int, block: Any) -> Any:
+        return (self._column(entry, decode_slot, FIRST_BLOCK) + block) * self.block_tokens
+
+    def _spans(self, entry: Any, block: Any) -> list[Span]:
+        spans = []
+        for decode_slot in range(self.sequences):
+            first_page = (self._column(entry, decode_slot, FIRST_BLOCK) + block) * self.pages
+            row_pages = pl.cdiv(self._column(entry, decode_slot, KV_LEN), self.call.page_size)
+            num_pages = jnp.clip(row_pages - first_page, 0, self.pages)
+            spans.append(Span(self._column(entry, decode_slot, ROW), first_page, num_pages))
+        return spans
+
+    def _query_copies(self, entry: Any, slot: Any, scratch: _DecodeScratch) -> list[Any]:
+        decode_slots = self.refs.inputs.decode_queries.at[pl.ds(entry * self.sequences, self.sequences)]
+        return [pltpu.make_async_copy(decode_slots, scratch.queries.at[slot], scratch.query_sems.at[slot])]
+
+    def _out_copy(self, entry: Any, scratch: _DecodeScratch) -> Any:
+        half = lax.rem(entry, 2)
+        decode_slots = self.refs.decode_out.at[pl.ds(entry * self.sequences, self.sequences)]
+        return pltpu.make_async_copy(scratch.out.at[half], decode_slots, scratch.out_sems.at[half])
+
+    def _compute(self, entry: Any, block: Any, work_item: WorkItem, scratch: _DecodeScratch) -> None:
+        slot = lax.rem(entry, self.blocks.slots)
+
+        @pl.when(block == 0)
+        def begin() -> None:
+            for copy in self._query_copies(entry, slot, scratch):
+                copy.wait()
+            self._reset(scratch.state)
+
+        for decode_slot in range(self.sequences):
+            self._compute_slot(
+                entry, block, decode_slot, work_item, scratch.queries.at[slot, decode_slot], scratch.state
+            )
+
+        @pl.when(block + 1 == self._num_blocks(entry))
+        def store() -> None:
+            @pl.when(entry >= 2)
+            def free() -> None:
+                self._out_copy(entry - 2, scratch).wait()
+
+            half = lax.rem(entry, 2)
+            for decode_slot in range(self.sequences):
+                shape = scratch.out.shape[2:]
+                scratch.out[half, decode_slot] = scratch.state.result(decode_slot).reshape(shape)
+            self._out_copy(entry, scratch).start()
+
+    def _reset(self, state: Softmax) -> None:
+        sinks = self.refs.inputs.decode_sinks
+        for decode_slot in range(self.sequences):
+            state.max_score[decode_slot] = (
+                sinks[...] if self.call.has_sinks else jnp.full(sinks.shape, MASKED, jnp.float32)
+            )
+            state.denominator[decode_slot] = jnp.full(sinks.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
+        state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
+
+    def _compute_slot(
+        self, entry: Any, block: Any, decode_slot: int, work_item: WorkItem, queries: Any, state: Softmax
+    ) -> None:
+        first, kv_len = self._first_token(entry, decode_slot, block), self._column(entry, decode_slot, KV_LEN)
+        work_item.prepare(decode_slot, kv_len - first)
+        heads = [work_item.head_block(decode_slot, head) for head in range(self.call.num_kv_heads)]
+        scores = [own.scores(queries[head].astype(own.keys.dtype)) for head, own in enumerate(heads)]
+        key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
+        visible = key < kv_len
+        if self.call.window is not None:
+            visible &= key >= kv_len - self.call.window
+
+        def add_up(weights: Any) -> Any:
+            size = self.call.padded_group
+            parts = [weights[head * size : (head + 1) * size] for head in range(len(heads))]
+            return jnp.concatenate([own.weighted_sum(part) for own, part in zip(heads, parts, strict=True)])
+
+        state.absorb(decode_slot, jnp.concatenate(scores), visible, add_up, first < kv_len)
+
+    def _finish(self, scratch: _DecodeScratch) -> None:
+        num_entries = self._count_entries()
+
+        @pl.loop(jnp.maximum(num_entries - 2, 0), num_entries)
+        def drain(entry: Any) -> None:
+            self._out_copy(entry, scratch).wait()
+
+    def _count_entries(self) -> Any:
+        """Return the number of groups that have any block; they come first."""
+        groups = self.refs.groups
+        return lax.fori_loop(0, groups.shape[0], lambda i, n: n + (groups[i] > 0).astype(jnp.int32), jnp.int32(0))
