@@ -7,9 +7,9 @@ Every replica is a scheduler without a device that has so many rows in decode. B
 and update a plan, so that all loads have changed, and the requests of the round end. A request is one call of
 `LoadBalancer.place` with it in the queue. Its prompt is hashed before: whoever computes it needs the hashes too.
 
-`route_us` is the median of all requests, `first_us` that of the first of each round: the steps before it have filled
-the processor's caches, the more so the more rows there are. `tell_us` is what the scheduler of a replica takes in each
-step to tell of its changes. Prints one JSON line per case.
+`note_us` is the median of the time per replica in which a call without a request, after the steps of all replicas,
+notes their changes. `route_us` is the median of all requests, `first_us` that of the first of each round: the steps
+have filled the processor's caches, the more so the more rows there are. Prints one JSON line per case.
 """
 
 import argparse
@@ -80,34 +80,34 @@ def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: 
         for replica in replicas:
             replica.step()
     route_ns: list[list[int]] = []
-    tell_ns = []
+    note_ns: list[float] = []
     for index in range(num_requests // ROUND):
         for replica in replicas:
             replica.step()
         requests = [new_request(f"new {index}.{i}", prompt_tokens, rng) for i in range(ROUND)]
-        route_ns.append([])
         for request in requests:
             replicas[0].scheduler.prefix_hashes(request)
+        note_ns.append(time_place(balancer) / num_replicas)
+        route_ns.append([])
         for request in requests:
             balancer.add([request])
-            started = time.perf_counter_ns()
-            balancer.place()
-            route_ns[-1].append(time.perf_counter_ns() - started)
+            route_ns[-1].append(time_place(balancer))
             assert not balancer.num_queued
         for request in requests:
             balancer.finish(request, FinishReason.ABORT)
-        tell = replicas[index % num_replicas].scheduler.watcher
-        if tell is not None:  # a lone replica has nobody to tell
-            started = time.perf_counter_ns()
-            tell()
-            tell()  # after `schedule`, and after `update`
-            tell_ns.append(time.perf_counter_ns() - started)
     times = {
         "route_us": statistics.median(itertools.chain(*route_ns)),
         "first_us": statistics.median(times[0] for times in route_ns),
-        "tell_us": statistics.median(tell_ns or [0]),
+        "note_us": statistics.median(note_ns),
     }
     return {name: round(ns / 1e3, 1) for name, ns in times.items()}
+
+
+def time_place(balancer: LoadBalancer) -> int:
+    """Nanoseconds that a call takes."""
+    started = time.perf_counter_ns()
+    balancer.place()
+    return time.perf_counter_ns() - started
 
 
 def main() -> None:

@@ -6,45 +6,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING
 
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+
+if TYPE_CHECKING:
+    from jaxserve.engine.replica import Replica
 
 _POLL_S = 5e-5  # between looks at the devices of several replicas
 
 
-@runtime_checkable
-class Balanced(Protocol):
-    """A replica as the load balancer sees it.
-
-    Attributes:
-        scheduler: scheduler of the replica; its `watcher` is set by the load balancer.
-    """
-
-    scheduler: Scheduler
-
-    def add(self, request: Request) -> None:
-        """Queue a request in the replica."""
-
-    def finish(self, request_id: str, reason: FinishReason) -> None:
-        """End a request."""
-
-    def withdraw(self) -> list[Request]:
-        """Hand back the waiting requests whose tokens are all known."""
-
-    def has_work(self) -> bool:
-        """Return whether a request is unfinished or a step was not read."""
-
-    def is_ready(self) -> bool:
-        """Return whether a step would get on without waiting for the device."""
-
-
-R = TypeVar("R", bound=Balanced)
-
-
-class LoadBalancer(Generic[R]):
+class LoadBalancer:
     """Queue that gives a request to a replica when that can start it at once; a lone replica gets all at once.
 
     The router chooses the replica. Where that is closed, because it holds a prefix whose computing costs more than the
@@ -53,28 +26,27 @@ class LoadBalancer(Generic[R]):
     could not start after all, or had to preempt, come back to the queue, and an idle replica takes requests that wait
     for others.
 
-    Schedulers report every change, once for each step of a replica, so that routing a request looks only at the
-    replicas that it may go to.
+    A scheduler that changes only marks its replica as changed. `place` looks once at each marked one, and then, for
+    every request, only at the replicas that it may go to.
 
     Args:
         replicas: replicas of one model and one configuration.
     """
 
-    def __init__(self, replicas: Sequence[R]) -> None:
+    def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
         self._router = Router(len(replicas))
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
-        self._replica_of: dict[str, R] = {}  # by request id
+        self._replica_of: dict[str, Replica] = {}  # by request id
         self._prefixes: dict[str, Prefix] = {}  # by request id, for queued requests that were routed
         self._idle = dict.fromkeys(range(len(replicas)))  # replicas without requests
         self._with_waiting: dict[int, None] = {}  # replicas with waiting requests
         self._num_schedules = [0] * len(replicas)  # by replica, when its oldest waiting request was added
         self._num_cache_resets = [0] * len(replicas)
-        self._refusing: list[int] = []  # replicas without room for one request, which may have room for the next
+        self._changed = set(range(len(replicas)))  # replicas whose state the router does not know
         if not self.is_lone:
             for index, replica in enumerate(replicas):
-                replica.scheduler.watcher = partial(self._note_change, index)
-                self._note_change(index)
+                replica.scheduler.watcher = partial(self._changed.add, index)
 
     @property
     def is_lone(self) -> bool:
@@ -104,7 +76,7 @@ class LoadBalancer(Generic[R]):
             replica.finish(request.request_id, reason)
         del self._replica_of[request.request_id]
 
-    def ids_on(self, replica: R) -> list[str]:
+    def ids_on(self, replica: Replica) -> list[str]:
         """Return the ids of the requests in a replica."""
         return [request_id for request_id, owner in self._replica_of.items() if owner is replica]
 
@@ -115,24 +87,22 @@ class LoadBalancer(Generic[R]):
                 _, request = self._queue.popitem(last=False)
                 self._bind(request, 0)
             return
-        self._give_to_idle(self._take_back())
-        while self._refusing:
-            self._note_change(self._refusing.pop())
+        self._note_changes()
+        if self._with_waiting:
+            self._give_to_idle(self._take_back())
         if self._queue:
             self._give_to_idle(self._route_queue())
 
-    def _note_change(self, index: int) -> None:
-        """Report the state of a replica that has changed to the router."""
-        scheduler = self._replicas[index].scheduler
-        self._router.set_load(index, scheduler.load, is_open=scheduler.has_room())
-        self._note_requests(index)
-        if scheduler.num_cache_resets != self._num_cache_resets[index]:
-            self._num_cache_resets[index] = scheduler.num_cache_resets
-            self._router.forget(index)
+    def _note_changes(self) -> None:
+        """Note the state of the replicas that have changed."""
+        for index in self._changed:
+            self._note_state(index, is_open=self._replicas[index].scheduler.has_room())
+        self._changed.clear()  # not one by one: an interrupted call is repeated
 
-    def _note_requests(self, index: int) -> None:
-        """Note whether a replica has requests, and whether any of them waits in it."""
+    def _note_state(self, index: int, *, is_open: bool) -> None:
+        """Report the load of a replica to the router, and note whether it has requests and whether any of them waits."""
         scheduler = self._replicas[index].scheduler
+        self._router.set_load(index, scheduler.load, is_open=is_open)
         if scheduler.has_unfinished():
             self._idle.pop(index, None)
         else:
@@ -142,6 +112,9 @@ class LoadBalancer(Generic[R]):
         elif index not in self._with_waiting:
             self._with_waiting[index] = None
             self._num_schedules[index] = scheduler.num_schedules
+        if scheduler.num_cache_resets != self._num_cache_resets[index]:
+            self._num_cache_resets[index] = scheduler.num_cache_resets
+            self._router.forget(index)
 
     def _route_queue(self) -> list[Request]:
         """Bind requests to open replicas until none is; return those that wait for a closed one."""
@@ -163,7 +136,7 @@ class LoadBalancer(Generic[R]):
         request.num_shared_tokens = route.num_shared_tokens
         has_room = self._replicas[route.replica].scheduler.has_room(request)
         if not has_room:
-            self._refusing.append(route.replica)
+            self._changed.add(route.replica)  # it may have room for another request when the next call looks again
         return has_room
 
     def _must_wait(self, request: Request, route: Route) -> bool:
@@ -184,8 +157,7 @@ class LoadBalancer(Generic[R]):
         if not self.is_lone:
             self._router.note(index, self._prefix(request))
             del self._prefixes[request.request_id]
-            self._note_requests(index)
-            self._router.set_load(index, replica.scheduler.load, is_open=True)  # `_fits` finds out whether it still is
+            self._note_state(index, is_open=True)  # `_fits` finds out whether it still is
 
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
@@ -206,6 +178,7 @@ class LoadBalancer(Generic[R]):
             replica = self._replicas[index]
             if self._idle or replica.scheduler.num_schedules != self._num_schedules[index]:
                 returned += replica.withdraw()
+                self._note_changes()  # it may be idle now
         returned.sort(key=lambda request: request.arrival)
         for request in reversed(returned):
             del self._replica_of[request.request_id]
@@ -213,7 +186,7 @@ class LoadBalancer(Generic[R]):
             self._queue.move_to_end(request.request_id, last=False)
         return returned
 
-    def ready_replicas(self) -> Sequence[R]:
+    def ready_replicas(self) -> Sequence[Replica]:
         """Return replicas that can step without blocking; poll until one can. A lone replica is always returned."""
         if self.is_lone:
             return self._replicas
