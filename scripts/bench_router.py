@@ -19,8 +19,10 @@ import platform
 import random
 import statistics
 import time
+from typing import cast
 
 from jaxserve.engine.load_balancer import LoadBalancer
+from jaxserve.engine.replica import Replica
 from jaxserve.engine.scheduler import Scheduler
 from jaxserve.request import FinishReason, Request, SamplingParams
 
@@ -72,7 +74,7 @@ def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: 
     """Medians over the routed requests, in microseconds."""
     rng = random.Random(0)
     replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
-    balancer = LoadBalancer(replicas)
+    balancer = LoadBalancer(cast("list[Replica]", replicas))  # of whom it asks no more than these do
     for index in range(num_replicas * num_rows):
         balancer.add([new_request(f"row {index}", 8 + index % 5, rng)])
     while balancer.num_queued:

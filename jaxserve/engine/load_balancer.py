@@ -100,7 +100,7 @@ class LoadBalancer:
         self._changed.clear()  # not one by one: an interrupted call is repeated
 
     def _note_state(self, index: int, *, is_open: bool) -> None:
-        """Report the load of a replica to the router, and note whether it has requests and whether any of them waits."""
+        """Report the load of a replica to the router, and note whether it has requests and whether any waits."""
         scheduler = self._replicas[index].scheduler
         self._router.set_load(index, scheduler.load, is_open=is_open)
         if scheduler.has_unfinished():
