@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from jaxserve.models import decoder
-from jaxserve.models.arch import ArchConfig
+from jaxserve.models.arch import ArchConfig, AttentionOptions
 from jaxserve.models.decoder import Attend
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
@@ -31,7 +31,7 @@ def logits(params: Params, arch: ArchConfig, tokens: Array) -> Array:
     B, S = tokens.shape
     positions = jnp.tile(jnp.arange(S), B)
     hidden, _ = decoder.forward(params, arch, tokens.reshape(-1), positions, dense_attend(S), None)
-    return decoder.compute_logits(params, hidden).reshape(B, S, -1)
+    return decoder.compute_logits(params, arch, hidden).reshape(B, S, -1)
 
 
 def token_nats(logits: Array, targets: Array) -> Array:
@@ -45,14 +45,14 @@ def dense_attend(seq_len: int) -> Attend:
     """Causal attention inside each run of `seq_len` tokens of the token axis."""
 
     def attend(
-        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, window: int | None
+        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: AttentionOptions
     ) -> tuple[Array, Any]:
-        if window is not None:
-            raise NotImplementedError(f"dense_attend has no sliding window, got window={window}")
+        if options.window is not None or options.soft_cap is not None:
+            raise NotImplementedError(f"dense_attend has no sliding window and no soft cap, got {options}")
         T, K, H = k.shape
         B, G = T // seq_len, q.shape[1] // K
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * H**-0.5  # [B, K, G, S, H]
+        q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * options.scale  # [B, K, G, S, H]
         k, v = (x.reshape(B, seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
         out = [_attend_block(q, k, v, start) for start in range(0, seq_len, _QUERY_BLOCK)]
         return jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4).reshape(T, K * G, H), carry

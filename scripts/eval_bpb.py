@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 import stdlib_corpus
 from dense_model import load_model, logits, token_nats
 from jaxserve.config import QUANTIZATIONS
+from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, step_bytes
 
@@ -119,7 +120,7 @@ def main() -> None:
         found = scores[directory, quantization] = score(params, arch, ids, args.window)
         row = {
             "name": ", ".join(filter(None, (directory.name, quantization))),
-            "params": arch.num_params,
+            "params": registry.num_params(arch),
             "weight_mb": round(step_bytes(params) / 1e6, 2),
             "bits_per_byte": round(bits_per_byte(found, documents), 4),
         }

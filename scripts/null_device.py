@@ -72,6 +72,9 @@ class NullExecutor:
     def weight_bytes(self, num_tokens: int) -> int:
         return 0
 
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        return 0
+
     def restore_state(self) -> bool:
         return False
 

@@ -83,7 +83,7 @@ def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
     )
     attend = partial(paged_attend, backend=backend)
     hidden, _ = decoder.forward(params, arch, jnp.asarray(ids), jnp.arange(len(ids)), attend, carry)
-    return np.asarray(decoder.compute_logits(params, hidden)), backend
+    return np.asarray(decoder.compute_logits(params, arch, hidden)), backend
 
 
 def serving() -> tuple[dict[str, Any], list[Row]]:

@@ -15,6 +15,7 @@ from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.replica import Replica
 from jaxserve.metrics import EngineStats, PeakRates
+from jaxserve.models import registry
 from jaxserve.planner.modelled import ModelledExecutor
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.speed import Roofline
@@ -36,7 +37,7 @@ def modelled(model: str, target: str, schedule: ScheduleConfig) -> tuple[Any, Mo
         peak_rates=PeakRates(sheet.flops_per_s["bfloat16"], sheet.bytes_per_s),
         link_bytes_per_s=sheet.link_bytes_per_s,
         num_chips=1,
-        matrix_bytes=arch.num_params * BYTES - (0 if arch.tied_embeddings else embedding_bytes),
+        matrix_bytes=registry.num_params(arch) * BYTES - (0 if arch.tied_embeddings else embedding_bytes),
         embedding_row_bytes=arch.hidden_size * BYTES,
         kv_token_bytes=2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * BYTES,
         collectives=(),

@@ -18,6 +18,8 @@ CONFIGS = {
     "mistral": transformers.MistralConfig,
     "qwen2": transformers.Qwen2Config,
     "qwen3": transformers.Qwen3Config,
+    "gemma2": transformers.Gemma2Config,
+    "gemma3": transformers.Gemma3TextConfig,
 }
 FAMILIES = tuple(CONFIGS)
 ROPES: dict[str, dict[str, Any]] = {
@@ -44,11 +46,14 @@ _SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_LAYER_TYPES = ["sliding_attention", "full_attention"]
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
     "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "qwen3": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
+    "gemma3": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "layer_types": _LAYER_TYPES},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
@@ -61,7 +66,8 @@ def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig
 def hf_dict(family: str, **overrides: Any) -> dict[str, Any]:
     """Return `build_config` as the content of a config.json."""
     config = build_config(family, **overrides)
-    return {**config.to_dict(), "architectures": [f"{type(config).__name__.removesuffix('Config')}ForCausalLM"]}
+    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
+    return {**config.to_dict(), "architectures": [f"{name}ForCausalLM"]}
 
 
 def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
@@ -121,4 +127,14 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         if family.startswith("qwen"):
             overrides |= {"use_sliding_window": rng.random() < 0.7, "sliding_window": rng.choice([3, 8])}
             overrides |= {"max_window_layers": rng.randint(0, layers)}
+        if family.startswith("gemma"):
+            overrides |= {"sliding_window": rng.choice([3, 8]), "query_pre_attn_scalar": rng.choice([8, 40])}
+            overrides |= {"tie_word_embeddings": True}
+            overrides |= {"layer_types": [rng.choice(_LAYER_TYPES) for _ in range(layers)]}
+        if family == "gemma2":
+            caps = [None, 1.5, 30.0]
+            overrides |= {"attn_logit_softcapping": rng.choice(caps), "final_logit_softcapping": rng.choice(caps)}
+        if family == "gemma3":
+            local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}
+            overrides["rope_parameters"] = {_LAYER_TYPES[0]: local, _LAYER_TYPES[1]: overrides["rope_parameters"]}
         yield overrides

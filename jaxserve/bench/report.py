@@ -11,6 +11,7 @@ from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
 from jaxserve.engine.build import compute_dtype
 from jaxserve.engine.roofline import describe_device
+from jaxserve.models import registry
 from jaxserve.stepped import MeasuredEngine
 
 FORMAT = "jaxserve-bench-2"
@@ -35,7 +36,7 @@ def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Js
         "model": {
             "path": str(engine.config.model_path),
             "architecture": engine.arch.architecture,
-            "num_params": engine.arch.num_params,
+            "num_params": registry.num_params(engine.arch),
             "dtype": dtype,
             "stored": engine.config.quantization or dtype,
         },

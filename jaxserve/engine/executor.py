@@ -72,6 +72,15 @@ class Executor(Protocol):
     def weight_bytes(self, num_tokens: int) -> int:
         """Return the bytes of weights that a step of so many tokens reads on a device."""
 
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        """Return the floating-point operations of a step on a device.
+
+        Args:
+            num_tokens: tokens on the token axis.
+            num_rows: rows whose logits are computed.
+            num_scores: query-key pairs of one head, summed over the layers.
+        """
+
     def bucket_for(self, num_tokens: int) -> int:
         """Return the smallest bucket that can run now and holds so many tokens."""
 

@@ -36,6 +36,7 @@ from jaxserve.engine.step import (
 from jaxserve.engine.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, device_bytes, step_bytes
+from jaxserve.models.registry import flop_counts
 from jaxserve.sampling import LogprobLayout
 from jaxserve.sharding import over_devices, replicated, specs_of
 
@@ -349,6 +350,7 @@ class Runner:
     ) -> None:
         self.arch, self.params, self.schedule, self.mesh = arch, params, schedule, mesh
         self.packer = BatchPacker(schedule, seed, arch.vocab_size)
+        self._flop_counts = flop_counts(arch.local(1 if mesh is None else mesh.size))
         # For programs: they may be compiled while the weights are replaced.
         self.param_shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
         self.programs = Programs(
@@ -389,6 +391,10 @@ class Runner:
     def weight_bytes(self, num_tokens: int) -> int:
         """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
         return self._matrix_bytes + num_tokens * self._embedding_row_bytes
+
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        """Return the floating-point operations of a step on a device."""
+        return self._flop_counts.step(num_tokens, num_rows, num_scores)
 
     @property
     def kv_token_bytes(self) -> int:

@@ -35,7 +35,7 @@ from jaxserve.engine.batch import (
     StepBatch,
 )
 from jaxserve.models import decoder
-from jaxserve.models.arch import ArchConfig
+from jaxserve.models.arch import ArchConfig, AttentionOptions
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, new_pages, ragged_paged_attention
 from jaxserve.request import DEFAULT_MAX_LOGPROBS, MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
@@ -236,7 +236,7 @@ def paged_attend(
     rope: Float[Array, "2 T half"],
     carry: AttentionCarry,
     layer: Int[Array, ""],
-    window: int | None,
+    options: AttentionOptions,
     *,
     backend: str,
 ) -> tuple[Float[Array, "T Q H"], AttentionCarry]:
@@ -251,8 +251,9 @@ def paged_attend(
         page_table=carry.page_table,
         cu_q_lens=carry.cu_q_lens,
         num_rows=carry.num_rows,
-        scale=q.shape[-1] ** -0.5,
-        window=window,
+        scale=options.scale,
+        window=options.window,
+        soft_cap=options.soft_cap,
         rope=rope,
         backend=backend,
     )
@@ -388,7 +389,7 @@ def _round(
     page_table = sequences.page_table.at[rows.slot].get(mode="clip")
     carry = AttentionCarry(state.kv_pages, rows.kv_lens, page_table, rows.cu_q_lens, batch.num_rows)
     hidden, carry = decoder.forward(params, model.arch, tokens.token_ids, tokens.position, model.attend, carry)
-    logits = decoder.compute_logits(params, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
+    logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
     sampling = SamplingRows(sequences.records.at[rows.slot].get(mode="clip"), rows.kv_lens, rows.samples)
     with jax.named_scope("sample"):
         sampled = draw(logits, sampling, state.slots, batch.base_seed)
@@ -396,7 +397,7 @@ def _round(
         counts = count_sampled(slots.token_counts, sampling, sampled, split.first_id if split else 0)
     with jax.named_scope("logprobs"):
         logprobs, prompt_logprobs = _logprobs(
-            params, batch, rows, tokens, read_logprobs, model.logprobs, logits, sampled, hidden
+            params, model.arch, batch, rows, tokens, read_logprobs, model.logprobs, logits, sampled, hidden
         )
     state = ServeState(
         kv_pages=carry.kv_pages,
@@ -476,6 +477,7 @@ def _advance(
 
 def _logprobs(
     params: Params,
+    arch: ArchConfig,
     batch: StepBatch,
     rows: Rows,
     tokens: Tokens,
@@ -512,7 +514,7 @@ def _logprobs(
             block_logits = lax.cond(
                 is_rows,
                 lambda: lax.dynamic_slice_in_dim(padded_logits, start, block),
-                lambda: decoder.compute_logits(params, lax.dynamic_slice_in_dim(hidden, start, block)),
+                lambda: decoder.compute_logits(params, arch, lax.dynamic_slice_in_dim(hidden, start, block)),
             )
             found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, place, block), layout.num_top)
             return lax.dynamic_update_slice_in_dim(out, found.pack(), place, 0)

@@ -108,7 +108,7 @@ class StepStatsWriter:
             wall_ms=wall_s * 1e3,
             weight_bytes=self._executor.weight_bytes(bucket) * num_steps,
             kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // arch.num_layers,
-            flops=arch.step_flops(bucket * num_steps, num_rows * num_steps, attention.num_scores),
+            flops=self._executor.step_flops(bucket * num_steps, num_rows * num_steps, attention.num_scores),
         )
 
 

@@ -11,6 +11,21 @@ from jaxserve.sharding import TENSOR, held_heads
 
 
 @dataclass(frozen=True)
+class AttentionOptions:
+    """What attention computes beside its arguments; see `ragged_paged_attention`.
+
+    Attributes:
+        scale: factor on the scores.
+        window: number of latest positions that a query sees; None for all up to its own.
+        soft_cap: bound of the scores; None for none.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+
+@dataclass(frozen=True)
 class ArchConfig:
     """Sizes and switches of a decoder-only transformer. Letters as in einsum strings: V D L Q K H F.
 
@@ -36,6 +51,11 @@ class ArchConfig:
     qk_norm: bool = False
     eos_ids: frozenset[int] = frozenset()
     dtype: str = "float32"  # that of the checkpoint
+    query_scale: float | None = None  # factor on scores; None is head_dim ** -0.5
+    soft_cap: float | None = None  # bound of scores: soft_cap * tanh(scores / soft_cap)
+    logit_soft_cap: float | None = None  # bound of logits, in the same way
+    embed_scale: float = 1.0  # factor on embeddings
+    local_rope: RopeConfig | None = None  # rotation in layers with a window; None is that of all others
     tensor_axis: str | None = None  # of the mesh, where these are the sizes of one device
 
     def __post_init__(self) -> None:
@@ -79,24 +99,14 @@ class ArchConfig:
             num_kv_heads=self.num_kv_heads * factor,
         )
 
-    @property
-    def num_params(self) -> int:
-        """Parameters, embeddings included once when tied."""
-        layer = self.hidden_size * (self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads) + 3 * self.ffn_size)
-        return self.num_layers * layer + (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
+    def attention(self, layer: int) -> AttentionOptions:
+        """Return how a layer attends."""
+        scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+        return AttentionOptions(scale, self.windows[layer], self.soft_cap)
 
-    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        """Floating-point operations of a step: matrices over its tokens, logits of its rows, attention.
-
-        Args:
-            num_tokens: on the token axis.
-            num_rows: whose logits are computed.
-            num_scores: query-key pairs of one head, summed over the layers.
-        """
-        head = self.vocab_size * self.hidden_size
-        body = self.num_params - (1 if self.tied_embeddings else 2) * head
-        scores = 2 * num_scores * self.num_heads * self.head_dim
-        return 2 * (num_tokens * body + num_rows * head + scores)
+    def layer_rope(self, layer: int) -> RopeConfig:
+        """Return the rotation of a layer's queries and keys."""
+        return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
 
 
 def token_id_set(value: Any) -> frozenset[int]:

@@ -5,7 +5,7 @@ The KV pool and whatever else attention needs travel in `carry`, so both forms u
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,17 +14,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import embed, linear
-from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rope_table
-from jaxserve.models.arch import ArchConfig
-from jaxserve.models.llama import block
+from jaxserve.models import registry
+from jaxserve.models.arch import ArchConfig, AttentionOptions
+from jaxserve.models.family import Block
 from jaxserve.models.params import Params
 
-# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2], carry, layer, window) -> (out[T,Q,H], carry); it rotates q and k
+# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2], carry, layer, options) -> (out[T,Q,H], carry); it rotates q and k
 # first. Hashable, closes over no arrays.
-Attend = Callable[[Array, Array, Array, Array, Any, Any, int | None], tuple[Array, Any]]
+Attend = Callable[[Array, Array, Array, Array, Any, Any, AttentionOptions], tuple[Array, Any]]
 
-_inner_block = jax.jit(block, static_argnames=("arch", "window", "attend"))
+
+@cache
+def _inner(block: Block) -> Block:
+    """Return a block as an inner jit, which is traced once for layers that are alike."""
+    return jax.jit(block, static_argnames=("arch", "options", "attend"))
 
 
 def forward(
@@ -39,19 +43,24 @@ def forward(
 
     Where the model is split, `params`, `arch` and `carry` are those of one device; the hidden states are whole.
     """
+    family = registry.family(arch)
     with jax.named_scope("embed"):
         # in the dtype of the norms, which are never quantised
         x = embed(params["embed"], token_ids, params["final_norm"].dtype, axis=arch.tensor_axis)
-        rope = rope_table(positions, arch.rope, arch.head_dim)
+        if arch.embed_scale != 1.0:
+            x *= jnp.asarray(arch.embed_scale, x.dtype)
+        configs = dict.fromkeys(map(arch.layer_rope, range(arch.num_layers)))
+        ropes = {config: rope_table(positions, config, arch.head_dim) for config in configs}
     layers = params["layers"]
     if isinstance(layers, list):
+        block = _inner(family.block)
         for layer, p in enumerate(layers):
-            x, carry = _inner_block(
-                p, x, rope, carry, jnp.int32(layer), arch=arch, window=arch.windows[layer], attend=attend
-            )
+            rope, options = ropes[arch.layer_rope(layer)], arch.attention(layer)
+            x, carry = block(p, x, rope, carry, jnp.int32(layer), arch=arch, options=options, attend=attend)
     else:
-        x, carry = _scan_layers(layers, arch, x, rope, attend, carry)
-    return rms_norm(x, params["final_norm"], arch.norm_eps), carry
+        run = partial(family.block, arch=arch, options=arch.attention(0), attend=attend)
+        x, carry = _scan_layers(layers, run, x, ropes[arch.layer_rope(0)], carry)
+    return family.final_norm(x, params["final_norm"], arch.norm_eps), carry
 
 
 def can_scan(arch: ArchConfig) -> bool:
@@ -59,22 +68,19 @@ def can_scan(arch: ArchConfig) -> bool:
     return len(set(arch.windows)) == 1
 
 
-def _scan_layers(
-    layers: Params, arch: ArchConfig, x: Array, rope: Array, attend: Attend, carry: Any
-) -> tuple[Array, Any]:
-    run = partial(block, arch=arch, window=arch.windows[0], attend=attend)
-
+def _scan_layers(layers: Params, run: Block, x: Array, rope: Array, carry: Any) -> tuple[Array, Any]:
     def body(state: tuple[Array, Any], xs: tuple[Params, Array]) -> tuple[tuple[Array, Any], None]:
         x, carry = state
         p, layer = xs
         return run(p, x, rope, carry, layer), None
 
-    (x, carry), _ = lax.scan(body, (x, carry), (layers, jnp.arange(arch.num_layers)))
+    (x, carry), _ = lax.scan(body, (x, carry), (layers, jnp.arange(len(jax.tree.leaves(layers)[0]))))
     return x, carry
 
 
-def compute_logits(params: Params, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-    """Next-token logits in float32; of a device's own part of the vocabulary where that is split."""
+def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    """Return next-token logits in float32, of a device's own part of the vocabulary where that is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
-        return linear(head, hidden, dtype=jnp.float32)
+        logits = linear(head, hidden, dtype=jnp.float32)
+        return logits if (cap := arch.logit_soft_cap) is None else cap * jnp.tanh(logits / cap)

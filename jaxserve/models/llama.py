@@ -11,7 +11,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.arch import ArchConfig, AttentionOptions, token_id_set
+from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
 from jaxserve.models.params import Params, ParamSpec
 
@@ -79,19 +80,25 @@ def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
     return arch
 
 
-def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """One row per tensor of the whole model."""
+def param_specs(arch: ArchConfig, *, gated: bool = True, mlp_norm: str = "post_attention_layernorm") -> list[ParamSpec]:
+    """Return one row per tensor of the model.
+
+    Args:
+        arch: sizes of the model.
+        gated: True if SwiGLU follows the first product of the MLP.
+        mlp_norm: name of the norm before the MLP in checkpoints.
+    """
     D, V = arch.hidden_size, arch.vocab_size
     specs = [ParamSpec(("embed",), (V, D), ("vocab", "embed"), ("model.embed_tokens.weight",), (V,))]
     for layer in range(arch.num_layers):
-        specs += _layer_specs(arch, layer)
+        specs += _layer_specs(arch, layer, gated, mlp_norm)
     specs.append(ParamSpec(("final_norm",), (D,), (None,), ("model.norm.weight",), (D,), "ones"))
     if not arch.tied_embeddings:
         specs.append(ParamSpec(("lm_head",), (V, D), ("vocab", "embed"), ("lm_head.weight",), (V,)))
     return specs
 
 
-def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
+def _layer_specs(arch: ArchConfig, layer: int, gated: bool, mlp_norm: str) -> list[ParamSpec]:
     D, F, H = arch.hidden_size, arch.ffn_size, arch.head_dim
     q_rows, kv_rows = arch.num_heads * H, arch.num_kv_heads * H
     attn, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
@@ -115,8 +122,8 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
         norm("input_norm", f"model.layers.{layer}.input_layernorm", D),
         matrix("qkv_proj", ("heads", "embed"), qkv, qkv_rows, D, heads=heads),
         matrix("o_proj", ("embed", "heads"), [f"{attn}.o_proj"], [D], q_rows),
-        norm("mlp_norm", f"model.layers.{layer}.post_attention_layernorm", D),
-        matrix("gate_up_proj", ("ffn", "embed"), gate_up, [F, F], D, gated=True),
+        norm("mlp_norm", f"model.layers.{layer}.{mlp_norm}", D),
+        matrix("gate_up_proj", ("ffn", "embed"), gate_up, [F, F], D, gated=gated),
         matrix("down_proj", ("embed", "ffn"), [f"{mlp}.down_proj"], [D], F),
     ]
     if arch.qkv_bias:
@@ -152,7 +159,7 @@ def block(
     layer: Any,
     *,
     arch: ArchConfig,
-    window: int | None,
+    options: AttentionOptions,
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
     """One pre-norm decoder layer: x + attention, then + SwiGLU.
@@ -162,10 +169,13 @@ def block(
     """
     with jax.named_scope("attention"):
         q, k, v = project_qkv(p, x, arch)
-        out, carry = attend(q, k, v, rope, carry, layer, window)
+        out, carry = attend(q, k, v, rope, carry, layer, options)
         x = linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"), residual=x, axis=arch.tensor_axis)
     with jax.named_scope("mlp"):
         norm = RmsNorm(p["mlp_norm"], arch.norm_eps)
         inner = linear(p["gate_up_proj"], x, p.get("gate_up_bias"), before=norm, after=swiglu)
         x = linear(p["down_proj"], inner, p.get("down_bias"), residual=x, axis=arch.tensor_axis)
     return x, carry
+
+
+LLAMA = ModelFamily(arch, param_specs, block, rms_norm)

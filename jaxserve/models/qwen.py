@@ -4,8 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import COUNT, SIZE, STRINGS, SWITCH, read_fields
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -50,3 +52,7 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     if len(kinds) != layers or not {_FULL, _SLIDING}.issuperset(kinds):
         raise ConfigError(f"layer_types must be {layers} of {_FULL!r} and {_SLIDING!r}, got {kinds}")
     return tuple(window if kind == _SLIDING else None for kind in kinds)
+
+
+QWEN2 = ModelFamily(qwen2_arch, llama.param_specs, llama.block, rms_norm)
+QWEN3 = ModelFamily(qwen3_arch, llama.param_specs, llama.block, rms_norm)

@@ -1,36 +1,55 @@
 """Hugging Face architecture name -> family."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.models import llama, mistral, qwen
+from jaxserve.models import gemma, llama, mistral, qwen
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS, TABLE, read_fields
 from jaxserve.models.params import ParamSpec
 
-_ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ArchConfig]] = {
-    "LlamaForCausalLM": llama.arch,
-    "MistralForCausalLM": mistral.arch,
-    "Qwen2ForCausalLM": qwen.qwen2_arch,
-    "Qwen3ForCausalLM": qwen.qwen3_arch,
+FAMILIES: Mapping[str, ModelFamily] = {
+    "LlamaForCausalLM": llama.LLAMA,
+    "MistralForCausalLM": mistral.MISTRAL,
+    "Qwen2ForCausalLM": qwen.QWEN2,
+    "Qwen3ForCausalLM": qwen.QWEN3,
+    "Gemma2ForCausalLM": gemma.GEMMA2,
+    "Gemma3ForCausalLM": gemma.GEMMA3,
 }
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
     """ArchConfig of a parsed config.json; ConfigError when the architecture or a setting is not supported."""
     names = config.get("architectures")
-    if not STRINGS.holds(names) or not names or names[0] not in _ARCHITECTURES:
-        raise ConfigError(f"architectures must name one of {sorted(_ARCHITECTURES)}, got {names}")
+    if not STRINGS.holds(names) or not names or names[0] not in FAMILIES:
+        raise ConfigError(f"architectures must name one of {sorted(FAMILIES)}, got {names}")
     quantization = read_fields(config, {"quantization_config": TABLE.or_null()})["quantization_config"]
     if quantization:
         method = quantization.get("quant_method", "?")
         raise ConfigError(
             f"quantized checkpoints are not supported, got quant_method {method!r}; use an unquantized one"
         )
-    return _ARCHITECTURES[names[0]](config)
+    return FAMILIES[names[0]].read_arch(config)
+
+
+def family(arch: ArchConfig) -> ModelFamily:
+    """Return the family of a model."""
+    return FAMILIES[arch.architecture]
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """One row per tensor of the model; every family here has Llama's."""
-    return llama.param_specs(arch)
+    """Return one row per tensor of a model."""
+    return family(arch).param_specs(arch)
+
+
+def num_params(arch: ArchConfig) -> int:
+    """Return the number of parameters of a model; embeddings that are tied count once."""
+    return sum(prod(spec.shape) for spec in param_specs(arch))
+
+
+def flop_counts(arch: ArchConfig) -> FlopCounts:
+    """Return the floating-point operations of a model's steps, or of one device's part of them."""
+    return FlopCounts.of(arch, param_specs(arch))

@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxserve.engine.executor import StepResult
 from jaxserve.engine.plan import StepPlan
+from jaxserve.models.registry import flop_counts
 from jaxserve.planner.speed import Roofline
 
 TOKEN = 0  # what every row samples
@@ -57,6 +58,10 @@ class ModelledExecutor:
     def weight_bytes(self, num_tokens: int) -> int:
         """Return the bytes of weights that a step of so many tokens reads."""
         return self._roofline.matrix_bytes + num_tokens * self._roofline.embedding_row_bytes
+
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        """Return the floating-point operations of a step."""
+        return flop_counts(self._roofline.arch).step(num_tokens, num_rows, num_scores)
 
     def bucket_for(self, num_tokens: int) -> int:
         """Return the smallest bucket that holds so many tokens."""

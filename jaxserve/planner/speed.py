@@ -9,6 +9,7 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.costs import attention_cost
 from jaxserve.metrics import PeakRates, split_time
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.registry import flop_counts
 from jaxserve.planner.program import Collective
 
 
@@ -58,7 +59,7 @@ class Roofline:
         attention = attention_cost(np.array(starts), np.array(counts), self.arch.windows)
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // self.arch.num_layers
         num_bytes = self.matrix_bytes + bucket * self.embedding_row_bytes + kv_bytes
-        flops = self.arch.step_flops(bucket, self.schedule.num_rows(bucket), attention.num_scores)
+        flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
 

@@ -17,7 +17,7 @@ from jaxserve.engine.build import build_arch, build_schedule, compute_dtype, sta
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.runner import Runner
 from jaxserve.models.params import split_array
-from jaxserve.models.registry import param_specs
+from jaxserve.models.registry import num_params, param_specs
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.sharding import tensor_mesh
@@ -58,7 +58,7 @@ class Served:
         page_size = config.page_size or default_page_size(kernel.backend, **sizes, kv_dtype=dtype)
         self.backend = kernel.served(Problem(*heads, page_size, dtype, jax.default_backend()))
         self.schedule = build_schedule(config, local_arch, dtype, self.backend, devices)
-        self.num_params = arch.num_params
+        self.num_params = num_params(arch)
         self.runner = Runner(
             arch,
             params,

@@ -201,7 +201,7 @@ def test_a_decode_step_reads_weights_and_keys_once():
         batch, rows = layout.unpack(blob), state.sequences
         carry = AttentionCarry(state.kv_pages, rows.length + 1, rows.page_table, batch.cu_q_lens, batch.num_rows)
         hidden, carry = decoder.forward(params, arch, batch.token_ids, rows.length, model.attend, carry)
-        return decoder.compute_logits(params, hidden), carry
+        return decoder.compute_logits(params, arch, hidden), carry
 
     params = abstract_params(arch, BFLOAT16)
     state = abstract_state(arch, schedule, kv_dtype=BFLOAT16, backend="mosaic_tpu")

@@ -27,6 +27,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral-window": ("mistral", {}),
     "qwen2-window-of-some": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "gemma2": ("gemma2", {}),
+    "gemma3": ("gemma3", {}),
 }
 NUM_OUTPUT = 9
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4, prompt_logprobs=2)

@@ -243,6 +243,9 @@ class SimulatedExecutor:
     def weight_bytes(self, num_tokens: int) -> int:
         return num_tokens
 
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        return num_tokens
+
     def bucket_for(self, num_tokens: int) -> int:
         return min(bucket for bucket in self.schedule.buckets() if bucket >= num_tokens)
 

@@ -23,14 +23,17 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
     TRANSFORMS.append(partial(matrix_transform, packed=True))
 
 
-def attend(q, k, v, rope, carry, layer, window):
+def attend(q, k, v, rope, carry, layer, options):
     """Compute causal attention over one whole sequence, as a dense matrix."""
-    T, Q, H = q.shape
+    T, Q, _ = q.shape
     q, k = apply_rope(q, rope), apply_rope(k, rope)
     k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
     distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    seen = (distance >= 0) & (distance < (window or T))
-    scores = jnp.where(seen[None], jnp.einsum("tqh,sqh->qts", q, k) * H**-0.5, -jnp.inf)
+    seen = (distance >= 0) & (distance < (options.window or T))
+    scores = jnp.einsum("tqh,sqh->qts", q, k) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    scores = jnp.where(seen[None], scores, -jnp.inf)
     return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), carry + layer
 
 
@@ -48,7 +51,7 @@ def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=ma
 @partial(jax.jit, static_argnames="arch", compiler_options={"xla_backend_optimization_level": 0})
 def run(params, arch, token_ids):
     hidden, carry = decoder.forward(params, arch, token_ids, jnp.arange(len(token_ids)), attend, jnp.int32(10))
-    return decoder.compute_logits(params, hidden), carry
+    return decoder.compute_logits(params, arch, hidden), carry
 
 
 def assert_close(logits, expected):

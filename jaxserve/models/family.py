@@ -1,0 +1,63 @@
+"""ModelFamily: what one kind of model is, as a value."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from jax import Array
+
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import ParamSpec
+
+# block(params of the layer, x[T,D], rope[2,T,H/2], carry, layer, arch=, options=, attend=) -> (x[T,D], carry)
+Block = Callable[..., tuple[Array, Any]]
+
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """A structure that checkpoints of some architectures share.
+
+    Attributes:
+        read_arch: function that reads a config.json; raises ConfigError for settings that are not supported.
+        param_specs: function that returns one row per tensor of a model.
+        block: one decoder layer, a pure function.
+        final_norm: last norm, a function of x[T, D], its weight[D] and epsilon.
+    """
+
+    read_arch: Callable[[Mapping[str, Any]], ArchConfig]
+    param_specs: Callable[[ArchConfig], list[ParamSpec]]
+    block: Block
+    final_norm: Callable[[Array, Array, float], Array]
+
+
+@dataclass(frozen=True)
+class FlopCounts:
+    """Floating-point operations of a step, two for each product of a weight or a score.
+
+    Attributes:
+        per_token: operations of the layers' matrices for a token.
+        per_row: operations of the logits of a row.
+        per_score: operations of a query-key pair, of all heads, in one layer.
+    """
+
+    per_token: int
+    per_row: int
+    per_score: int
+
+    @classmethod
+    def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
+        """Count the rows of a model, or of one device's part of it."""
+        layers = sum(prod(spec.shape) for spec in specs if spec.is_matrix and spec.path[0] == "layers")
+        head = arch.vocab_size * arch.hidden_size
+        return cls(2 * layers, 2 * head, 4 * arch.num_heads * arch.head_dim)
+
+    def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        """Return the operations of a step.
+
+        Args:
+            num_tokens: tokens on the token axis.
+            num_rows: rows whose logits are computed.
+            num_scores: query-key pairs of one head, summed over the layers.
+        """
+        return num_tokens * self.per_token + num_rows * self.per_row + num_scores * self.per_score

@@ -1,0 +1,142 @@
+"""Gemma 2 and 3: norms before and after attention and MLP, GeGLU, scaled embeddings, local and global layers."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import geglu
+from jaxserve.layers.rope import RopeConfig
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig, AttentionOptions
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import POSITIVE, SIZE, STRINGS, one_of, read_fields
+from jaxserve.models.params import Params, ParamSpec
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+_DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+_FIELDS = {
+    "num_hidden_layers": SIZE,
+    "hidden_activation": one_of(["gelu_pytorch_tanh"]),
+    "query_pre_attn_scalar": POSITIVE,
+    "sliding_window": SIZE,
+    "attn_logit_softcapping": POSITIVE.or_null(),
+    "final_logit_softcapping": POSITIVE.or_null(),
+    "layer_types": STRINGS.or_null(),
+    "sliding_window_pattern": SIZE.or_null(),
+    "rope_local_base_freq": POSITIVE.or_null(),
+}
+
+
+def gemma2_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Read a Gemma 2 config.json."""
+    soft_caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    return _arch({**_DEFAULTS, **soft_caps, **config}, period=2)
+
+
+def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Read the config.json of a Gemma 3 text model."""
+    defaults = {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    config = {**_DEFAULTS, **defaults, **config}
+    return _arch(config, period=6, qk_norm=True, local_rope=_local_rope(config))
+
+
+def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfig:
+    values = read_fields(config, _FIELDS)
+    arch = llama.arch(
+        {**config, "hidden_act": "silu"},  # the activation has another name and value here
+        windows=_windows(values, period),
+        mlp_bias=False,
+        query_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
+        soft_cap=values["attn_logit_softcapping"],
+        logit_soft_cap=values["final_logit_softcapping"],
+        embed_scale=math.sqrt(read_fields(config, {"hidden_size": SIZE})["hidden_size"]),
+        **overrides,
+    )
+    if not arch.tied_embeddings:
+        raise ConfigError("tie_word_embeddings must be true for Gemma, got false")
+    return arch
+
+
+def _windows(values: Mapping[str, Any], period: int) -> tuple[int | None, ...]:
+    """Return the window of each layer: by `layer_types` where given, else all but the last of each period have one."""
+    layers, kinds = values["num_hidden_layers"], values["layer_types"]
+    if kinds is None:
+        period = values["sliding_window_pattern"] or period
+        kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(layers)]
+    if len(kinds) != layers or not {_FULL, _SLIDING}.issuperset(kinds):
+        raise ConfigError(f"layer_types must be {layers} of {_FULL!r} and {_SLIDING!r}, got {kinds}")
+    return tuple(values["sliding_window"] if kind == _SLIDING else None for kind in kinds)
+
+
+def _local_rope(config: Mapping[str, Any]) -> RopeConfig:
+    """Return the rotation of layers with a window, in the new spelling (by kind of layer) or the old one."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    local = parameters.get(_SLIDING) if isinstance(parameters, Mapping) else None
+    theta = (local or {}).get("rope_theta") or config["rope_local_base_freq"]
+    return RopeConfig(float(read_fields({"rope_theta": theta}, {"rope_theta": POSITIVE})["rope_theta"]))
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return Llama's rows, and those of the norms behind attention and MLP."""
+    specs = llama.param_specs(arch, gated=False, mlp_norm="pre_feedforward_layernorm")
+    norms = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
+    D = arch.hidden_size
+    for layer in range(arch.num_layers):
+        for name, hf_name in norms.items():
+            path, hf_names = ("layers", layer, name), (f"model.layers.{layer}.{hf_name}.weight",)
+            specs.append(ParamSpec(path, (D,), (None,), hf_names, (D,), "zeros"))
+    return specs
+
+
+def offset_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Return the root-mean-square norm of the last axis times 1 + `weight`, all in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    factor = 1.0 + weight.astype(jnp.float32)
+    return (x32 * factor.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"],
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: AttentionOptions,
+    attend: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Run one decoder layer: norm, attention, norm, residual; then the same around GeGLU. See `llama.block`."""
+    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    with jax.named_scope("attention"):
+        qkv = linear(p["qkv_proj"], offset_norm(x, p["input_norm"], arch.norm_eps), p.get("qkv_bias"))
+        q, k, v = jnp.split(qkv.reshape(T, Q + 2 * K, H), [Q, Q + K], axis=1)
+        if arch.qk_norm:
+            q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k, p["k_norm"], arch.norm_eps)
+        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out = linear(p["o_proj"], out.reshape(T, -1), p.get("o_bias"), axis=arch.tensor_axis)
+        x += offset_norm(out, p["attention_post_norm"], arch.norm_eps)
+    with jax.named_scope("mlp"):
+        inner = geglu(linear(p["gate_up_proj"], offset_norm(x, p["mlp_norm"], arch.norm_eps)))
+        out = linear(p["down_proj"], inner, axis=arch.tensor_axis)
+        x += offset_norm(out, p["mlp_post_norm"], arch.norm_eps)
+    return x, carry
+
+
+GEMMA2 = ModelFamily(gemma2_arch, param_specs, block, offset_norm)
+GEMMA3 = ModelFamily(gemma3_arch, param_specs, block, offset_norm)
