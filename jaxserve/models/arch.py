@@ -104,6 +104,13 @@ class ArchConfig:
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         return AttentionOptions(scale, self.windows[layer], self.soft_cap)
 
+    @property
+    def period(self) -> int:
+        """Number of layers after which their kinds repeat."""
+        kinds = [(self.attention(layer), self.layer_rope(layer)) for layer in range(self.num_layers)]
+        periods = range(1, self.num_layers)
+        return next((p for p in periods if kinds[p:] == kinds[:-p]), self.num_layers)
+
     def layer_rope(self, layer: int) -> RopeConfig:
         """Return the rotation of a layer's queries and keys."""
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope

@@ -1,11 +1,12 @@
 """The decoder around the blocks: embedding, the two ways through the layers, final norm, logits.
 
-On CPU and GPU the layers are a list, unrolled, with the block as an inner jit; on TPU they are stacked and scanned.
+On CPU and GPU the layers are a list, unrolled, with the block as an inner jit; on TPU they are stacked and scanned over
+the period in which their kinds repeat.
 The KV pool and whatever else attention needs travel in `carry`, so both forms update one stacked pool in place.
 """
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from jaxserve.layers.rope import rope_table
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig, AttentionOptions
 from jaxserve.models.family import Block
-from jaxserve.models.params import Params
+from jaxserve.models.params import Params, ScannedLayers
 
 # attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2], carry, layer, options) -> (out[T,Q,H], carry); it rotates q and k
 # first. Hashable, closes over no arrays.
@@ -52,30 +53,31 @@ def forward(
         configs = dict.fromkeys(map(arch.layer_rope, range(arch.num_layers)))
         ropes = {config: rope_table(positions, config, arch.head_dim) for config in configs}
     layers = params["layers"]
-    if isinstance(layers, list):
-        block = _inner(family.block)
-        for layer, p in enumerate(layers):
-            rope, options = ropes[arch.layer_rope(layer)], arch.attention(layer)
-            x, carry = block(p, x, rope, carry, jnp.int32(layer), arch=arch, options=options, attend=attend)
-    else:
-        run = partial(family.block, arch=arch, options=arch.attention(0), attend=attend)
-        x, carry = _scan_layers(layers, run, x, ropes[arch.layer_rope(0)], carry)
+    scanned, unrolled = (layers.periodic, layers.rest) if isinstance(layers, ScannedLayers) else ((), layers)
+    num_scanned = arch.num_layers - len(unrolled)
+
+    def run(block: Block, kind: int, p: Params, x: Array, carry: Any, layer: Any) -> tuple[Array, Any]:
+        """Run a layer of the kind of another one."""
+        rope, options = ropes[arch.layer_rope(kind)], arch.attention(kind)
+        return block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+
+    def run_period(state: tuple[Array, Any], xs: tuple[tuple[Params, ...], Array]) -> tuple[tuple[Array, Any], None]:
+        x, carry = state
+        period, first = xs
+        for place, p in enumerate(period):
+            x, carry = run(family.block, place, p, x, carry, first + place)
+        return (x, carry), None
+
+    if scanned:
+        (x, carry), _ = lax.scan(run_period, (x, carry), (scanned, jnp.arange(0, num_scanned, len(scanned))))
+    for layer, p in enumerate(unrolled, start=num_scanned):
+        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(layer))
     return family.final_norm(x, params["final_norm"], arch.norm_eps), carry
 
 
 def can_scan(arch: ArchConfig) -> bool:
-    """Whether all layers run the same program, so that they can be stacked and scanned."""
-    return len(set(arch.windows)) == 1
-
-
-def _scan_layers(layers: Params, run: Block, x: Array, rope: Array, carry: Any) -> tuple[Array, Any]:
-    def body(state: tuple[Array, Any], xs: tuple[Params, Array]) -> tuple[tuple[Array, Any], None]:
-        x, carry = state
-        p, layer = xs
-        return run(p, x, rope, carry, layer), None
-
-    (x, carry), _ = lax.scan(body, (x, carry), (layers, jnp.arange(len(jax.tree.leaves(layers)[0]))))
-    return x, carry
+    """Return whether the kinds of layers repeat, so that the layers can be stacked and scanned."""
+    return 2 * arch.period <= arch.num_layers
 
 
 def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:

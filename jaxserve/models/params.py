@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxserve.weights.stored_tensor import Part, host_rows
 __all__ = [
     "ParamSpec",
     "Params",
+    "ScannedLayers",
     "build_tree",
     "matrix_transform",
     "split_array",
@@ -32,7 +33,7 @@ __all__ = [
 
 _SLAB_SIZE = 64 << 10  # numbers of a matrix on their way to their final form, in each thread: they stay in its cache
 
-# A parameter tree is {"embed", "layers": [{...}] or {...} when stacked, "final_norm", "lm_head" unless tied}.
+# A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}.
 
 
 @dataclass(frozen=True)
@@ -243,14 +244,36 @@ def _slab_rows(in_size: int) -> int:
     return PANEL_ROWS * max(1, _SLAB_SIZE // (PANEL_ROWS * in_size))
 
 
-def stack_layers(params: Params) -> Params:
-    """The list of layers as one tree of stacked arrays [L, ...], the form that is scanned (TPU).
+class ScannedLayers(NamedTuple):
+    """Layers in the form that is scanned (TPU).
+
+    Attributes:
+        periodic: for each place in the period of the layers' kinds, one tree of stacked arrays [periods, ...].
+        rest: layers behind the last whole period.
+    """
+
+    periodic: tuple[Params, ...]
+    rest: list[Params]
+
+
+def stack_layers(params: Params, period: int, stack: Callable[..., Any] = lambda *arrays: jnp.stack(arrays)) -> Params:
+    """Return a tree whose list of layers is stacked for a scan.
 
     Takes the tensors out of `params["layers"]` as it goes, so that only one of them at a time is held twice.
+
+    Args:
+        params: tree with a list of layers.
+        period: number of layers after which their kinds repeat.
+        stack: function of the arrays of alike layers, in their order.
     """
     layers = params["layers"]
-    stacked = {name: _stack(*[layer.pop(name) for layer in layers]) for name in list(layers[0])}
-    return {**params, "layers": stacked}
+    num_scanned = len(layers) // period * period
+
+    def stack_alike(alike: list[Params]) -> Params:
+        return {name: jax.tree.map(stack, *[layer.pop(name) for layer in alike]) for name in list(alike[0])}
+
+    periodic = tuple(stack_alike(layers[place:num_scanned:period]) for place in range(period))
+    return {**params, "layers": ScannedLayers(periodic, layers[num_scanned:])}
 
 
 def step_bytes(params: Params) -> int:
@@ -262,7 +285,3 @@ def step_bytes(params: Params) -> int:
 def device_bytes(tree: Any) -> int:
     """Bytes that one device holds of a tree of arrays."""
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
-
-
-def _stack(*tensors: Array | QuantizedMatrix) -> Array | QuantizedMatrix:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *tensors)

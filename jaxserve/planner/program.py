@@ -28,7 +28,7 @@ from jaxserve.engine.step import (
 from jaxserve.errors import ConfigError
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree, scale_block
+from jaxserve.models.params import Params, ParamSpec, build_tree, scale_block, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.planner.targets import Target
 from jaxserve.quant import QuantizedMatrix
@@ -212,7 +212,7 @@ def abstract_params(
         return QuantizedMatrix(*matrix)
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
-    return {**params, "layers": jax.tree.map(_stacked, *params["layers"])} if is_stacked else params
+    return stack_layers(params, arch.period, _stacked) if is_stacked else params
 
 
 def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

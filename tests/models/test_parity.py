@@ -43,7 +43,7 @@ def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=ma
     specs = registry.param_specs(arch)
     params = weights.load(path, specs, jnp.float32, transform=make_transform(specs))
     token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, num_tokens).astype(np.int32)
-    params = stack_layers(params) if stacked else params
+    params = stack_layers(params, arch.period) if stacked else params
     logits, carry = run(params, arch, jnp.asarray(token_ids))
     return arch, token_ids, np.asarray(logits), int(carry)
 
@@ -71,17 +71,29 @@ def test_random_configs_match_transformers(tmp_path, family, case):
         assert_close(logits, reference_logits(model, token_ids))
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
+SLIDING, FULL = "sliding_attention", "full_attention"
+SCANNED = {
+    "llama": ({"num_hidden_layers": 3}, 1),
+    "mistral": ({"num_hidden_layers": 3}, 1),
+    "gemma2": ({"num_hidden_layers": 5}, 2),
+    "gemma3": ({"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]}, 3),
+}
+
+
+@pytest.mark.parametrize("family", list(SCANNED))
 def test_scanned_layers_match_unrolled(tmp_path, family):
-    write_checkpoint(tmp_path, family, num_hidden_layers=3)
+    sizes, period = SCANNED[family]
+    write_checkpoint(tmp_path, family, **sizes)
     arch, _, unrolled, unrolled_carry = load_logits(tmp_path)
     _, _, scanned, scanned_carry = load_logits(tmp_path, stacked=True)
+    assert arch.period == period
     assert decoder.can_scan(arch)
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
-    assert scanned_carry == unrolled_carry == 10 + 0 + 1 + 2  # the carry has visited every layer once, with its index
+    # The carry has met every layer once, with its index.
+    assert scanned_carry == unrolled_carry == 10 + sum(range(arch.num_layers))
 
 
-def test_mixed_windows_cannot_scan():
+def test_windows_that_do_not_repeat_cannot_scan():
     arch = registry.from_hf_config(hf_dict("qwen2"))
     assert arch.windows == (None, 7)
     assert not decoder.can_scan(arch)
