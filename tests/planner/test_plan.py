@@ -36,6 +36,8 @@ PARAMS = {  # in millions, as their makers tell
     "llama-3.1-405b": 405853,
     "qwen3-32b": 32762,
     "mistral-7b-v0.3": 7248,
+    "gemma-2-9b": 9242,
+    "gemma-3-27b": 27009,
 }
 GPUS = [parse_target(name) for name in ("h200", "h200x2", "h200x4", "h200x8")]
 TPUS = [parse_target(name) for name in ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")]
