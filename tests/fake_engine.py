@@ -70,7 +70,9 @@ class FakeEngine:
         sizes = {"hidden_size": 8, "num_layers": 1, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
         vocab_size = self.tokenizer.vocab_size if self.tokenizer else 100
         rope = RopeConfig(theta=1e4)
-        return ArchConfig("Fake", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, rope=rope, windows=(None,))
+        return ArchConfig(
+            "LlamaForCausalLM", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, rope=rope, windows=(None,)
+        )
 
     def add_request(
         self,

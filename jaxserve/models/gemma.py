@@ -1,5 +1,6 @@
 """Gemma 2 and 3: norms before and after attention and MLP, GeGLU, scaled embeddings, local and global layers."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -22,6 +23,7 @@ from jaxserve.models.params import Params, ParamSpec
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULTS = {
     "head_dim": 256,
+    "num_key_value_heads": 4,
     "max_position_embeddings": 8192,
     "hidden_activation": "gelu_pytorch_tanh",
     "query_pre_attn_scalar": 256,
@@ -63,12 +65,11 @@ def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfi
         query_scale=float(values["query_pre_attn_scalar"]) ** -0.5,
         soft_cap=values["attn_logit_softcapping"],
         logit_soft_cap=values["final_logit_softcapping"],
-        embed_scale=math.sqrt(read_fields(config, {"hidden_size": SIZE})["hidden_size"]),
         **overrides,
     )
     if not arch.tied_embeddings:
         raise ConfigError("tie_word_embeddings must be true for Gemma, got false")
-    return arch
+    return dataclasses.replace(arch, embed_scale=math.sqrt(arch.hidden_size))
 
 
 def _windows(values: Mapping[str, Any], period: int) -> tuple[int | None, ...]:

@@ -23,6 +23,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 1},
     "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "qwen3": {"num_key_value_heads": 4, "vocab_size": 136},
+    "gemma2": {"num_key_value_heads": 4},
+    "gemma3": {"num_key_value_heads": 2},
 }
 
 
