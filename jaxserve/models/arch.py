@@ -1,4 +1,4 @@
-"""ArchConfig: all that the engine needs to know of a model, whatever its family."""
+"""ArchConfig: the engine's description of a model of any family."""
 
 import dataclasses
 import math
@@ -12,9 +12,9 @@ from jaxserve.sharding import TENSOR, held_heads
 
 @dataclass(frozen=True)
 class ArchConfig:
-    """Sizes and switches of a decoder-only transformer. Letters as in einsum strings: V D L Q K H F.
+    """Sizes and switches of a decoder-only transformer, in this order: V D L Q K H F of the shape annotations.
 
-    Of a model that is split, `local` has those of one device: its V, Q, K and F.
+    For a model split over devices, `local` gives the sizes of one device: its V, Q, K and F.
     """
 
     architecture: str  # Hugging Face class name
@@ -25,18 +25,18 @@ class ArchConfig:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    max_position: int  # that can be served, RoPE scaling included: see hf_config.max_position
+    max_position: int  # longest sequence, RoPE scaling included: see hf_config.max_position
     norm_eps: float
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # per layer: sliding window in tokens, None attends to everything
+    windows: tuple[int | None, ...]  # sliding window of each layer in tokens, None for full attention
     tied_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: bool = False
     eos_ids: frozenset[int] = frozenset()
-    dtype: str = "float32"  # that of the checkpoint
-    tensor_axis: str | None = None  # of the mesh, where these are the sizes of one device
+    dtype: str = "float32"  # dtype of the checkpoint
+    tensor_axis: str | None = None  # mesh axis of the split if the sizes are those of one device
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -48,10 +48,10 @@ class ArchConfig:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     def local(self, num_devices: int) -> "ArchConfig":
-        """What each of `num_devices` has of the model; the last one's vocabulary is padded where it does not divide.
+        """Return the sizes on one of `num_devices`; the vocabulary is padded on the last device if it does not divide.
 
         Raises:
-            ConfigError: query heads or ffn do not divide.
+            ConfigError: `num_devices` does not divide the query heads or the feed-forward size.
         """
         if num_devices == 1:
             return self
@@ -71,7 +71,7 @@ class ArchConfig:
         )
 
     def times(self, factor: int) -> "ArchConfig":
-        """The same with more heads and a larger vocabulary."""
+        """Return the config with heads and vocabulary multiplied by `factor`."""
         return dataclasses.replace(
             self,
             vocab_size=self.vocab_size * factor,
@@ -81,16 +81,16 @@ class ArchConfig:
 
     @property
     def num_params(self) -> int:
-        """Parameters, embeddings included once when tied."""
+        """Number of matrix parameters; tied embeddings count once."""
         layer = self.hidden_size * (self.head_dim * (2 * self.num_heads + 2 * self.num_kv_heads) + 3 * self.ffn_size)
         return self.num_layers * layer + (1 if self.tied_embeddings else 2) * self.vocab_size * self.hidden_size
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
-        """Floating-point operations of a step: matrices over its tokens, logits of its rows, attention.
+        """Return the floating-point operations of a step: matrices for its tokens, logits for its rows, attention.
 
         Args:
-            num_tokens: on the token axis.
-            num_rows: whose logits are computed.
+            num_tokens: length of the token axis, padding included.
+            num_rows: number of rows whose logits are computed.
             num_scores: query-key pairs of one head, summed over the layers.
         """
         head = self.vocab_size * self.hidden_size
@@ -100,7 +100,7 @@ class ArchConfig:
 
 
 def token_id_set(value: Any) -> frozenset[int]:
-    """Hugging Face writes end-of-sequence ids as null, a number or a list; ConfigError if they are anything else."""
+    """Parse the end-of-sequence ids of Hugging Face: null, a number or a list; ConfigError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ConfigError(f"eos_token_id must be a token id, a list of them or null, got {value!r}")

@@ -1,7 +1,7 @@
-"""The decoder around the blocks: embedding, the two ways through the layers, final norm, logits.
+"""Decoder around the blocks: embedding, unrolled or scanned layers, final norm, logits.
 
 On CPU and GPU the layers are a list, unrolled, with the block as an inner jit; on TPU they are stacked and scanned.
-The KV pool and whatever else attention needs travel in `carry`, so both forms update one stacked pool in place.
+The KV pool and other state of attention are passed through `carry`, so both forms update one stacked pool in place.
 """
 
 from collections.abc import Callable
@@ -20,8 +20,8 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.llama import block
 from jaxserve.models.params import Params
 
-# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2], carry, layer, window) -> (out[T,Q,H], carry); it rotates q and k
-# first. Hashable, closes over no arrays.
+# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2], carry, layer, window) -> (out[T,Q,H], carry); it applies RoPE
+# to q and k first. It must be hashable and close over no arrays.
 Attend = Callable[[Array, Array, Array, Array, Any, Any, int | None], tuple[Array, Any]]
 
 _inner_block = jax.jit(block, static_argnames=("arch", "window", "attend"))
@@ -35,12 +35,12 @@ def forward(
     attend: Attend,
     carry: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Hidden states of every token after the final norm, and the carry that attention has threaded through.
+    """Return the hidden states of every token after the final norm, and the updated carry.
 
-    Where the model is split, `params`, `arch` and `carry` are those of one device; the hidden states are whole.
+    If the model is split over devices, `params`, `arch` and `carry` are one device's; the hidden states are whole.
     """
     with jax.named_scope("embed"):
-        # in the dtype of the norms, which are never quantised
+        # The dtype is that of the norms, which are never quantised.
         x = embed(params["embed"], token_ids, params["final_norm"].dtype, axis=arch.tensor_axis)
         rope = rope_table(positions, arch.rope, arch.head_dim)
     layers = params["layers"]
@@ -55,7 +55,7 @@ def forward(
 
 
 def can_scan(arch: ArchConfig) -> bool:
-    """Whether all layers run the same program, so that they can be stacked and scanned."""
+    """Return whether all layers run the same program, so that they can be stacked and scanned."""
     return len(set(arch.windows)) == 1
 
 
@@ -74,7 +74,7 @@ def _scan_layers(
 
 
 def compute_logits(params: Params, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
-    """Next-token logits in float32; of a device's own part of the vocabulary where that is split."""
+    """Return next-token logits in float32; of the device's part of the vocabulary if that is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
         return linear(head, hidden, dtype=jnp.float32)

@@ -1,4 +1,4 @@
-"""Hugging Face architecture name -> family."""
+"""Registry of model families by Hugging Face architecture name."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +18,7 @@ _ARCHITECTURES: dict[str, Callable[[Mapping[str, Any]], ArchConfig]] = {
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
-    """ArchConfig of a parsed config.json; ConfigError when the architecture or a setting is not supported."""
+    """Return the ArchConfig of a parsed config.json; ConfigError if the architecture or a setting is not supported."""
     names = config.get("architectures")
     if not STRINGS.holds(names) or not names or names[0] not in _ARCHITECTURES:
         raise ConfigError(f"architectures must name one of {sorted(_ARCHITECTURES)}, got {names}")
@@ -32,5 +32,5 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
-    """One row per tensor of the model; every family here has Llama's."""
+    """Return one spec per tensor of the model; all families use Llama's."""
     return llama.param_specs(arch)
