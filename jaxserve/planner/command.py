@@ -25,7 +25,7 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
     Raises:
         ConfigError: the target, the model or an option is not supported by the planner.
     """
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile
+    jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
     if args.prices is not None and args.sweep is None:
         raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
     if args.programs and (args.sweep is not None or args.target == "cpu"):
