@@ -1,6 +1,6 @@
 """jaxserve: serve large language models with JAX on NVIDIA GPUs, TPUs and CPUs from one code base."""
 
-TYPE_CHECKING = False  # typing takes longer to import than all that an interrupt needs
+TYPE_CHECKING = False  # importing typing would take longer than installing the interrupt handler
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.errors import ConfigError, RequestError
@@ -26,7 +26,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> object:
-    """Import what is asked for when it is asked for: LLM brings jax, and the command line must start at once."""
+    """Import public names on first use: LLM imports jax, and the command line must start fast."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module  # noqa: PLC0415

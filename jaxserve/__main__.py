@@ -1,4 +1,4 @@
-"""The command `jaxserve`, also as `python -m jaxserve`."""
+"""Entry point of the command `jaxserve` and of `python -m jaxserve`."""
 
 import sys
 
@@ -6,8 +6,8 @@ from jaxserve import interrupts
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
-    interrupts.install()  # before anything slow is imported
+    """Run the command line and return the exit code."""
+    interrupts.install()  # first, since the other imports are slow
     from jaxserve import cli  # noqa: PLC0415
 
     code = cli.main()

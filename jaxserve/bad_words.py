@@ -7,17 +7,17 @@ from jaxserve.request import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, TokenId
 
 
 def encode_bad_words(words: Sequence[str], encode: Callable[[str], TokenIds]) -> tuple[tuple[int, ...], ...]:
-    """Return the token ids that each word is at the beginning of a text and, as vLLM has it, behind a space.
+    """Return the token ids of each word at the start of a text and, as in vLLM, after a space.
 
-    The latter where they are as many and begin with another: where the space is a token by itself, or vanishes, the
-    word is found by the first.
+    The second sequence is dropped if it differs in length or has the same first token: if the space is a token by
+    itself, or disappears, the first sequence matches already.
 
     Args:
         words: texts that are not blank.
-        encode: text -> its token ids, without special ones around it.
+        encode: function from a text to its token ids without special tokens.
 
     Raises:
-        RequestError: a word is too long, or they are too many.
+        RequestError: a word is too long, or there are too many words.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:

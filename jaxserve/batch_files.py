@@ -1,14 +1,14 @@
 """Batch files: OpenAI's batch format, JSON lines in, JSON lines out, restartable at any moment.
 
-One line of input is one request, one line of output its record, in order of completion; a record's `id` names the
-line. The output file is the only state (`batch_output.py`): whatever ends a run, the next one does what is missing.
+Each input line is a request and each output line the record of one, in order of completion; a record's `id` contains
+the line number. The output file is the only state (`batch_output.py`): however a run ends, the next one resumes it.
 
-What holds across a restart: a request without a seed gets one from (run seed, line, prompt), so its samples are those
-of an uninterrupted run. A record's `request_id` is a fingerprint of its input line and the run seed; an output that
-belongs to another input or seed is refused before anything in it changes.
+Restarts are reproducible: a request without a seed gets one from (run seed, line, prompt), so its samples equal those
+of an uninterrupted run. A record's `request_id` is a fingerprint of its input line and the run seed; an output file of
+another input or seed is refused before it is modified.
 
-Memory beyond the requests in flight, for a million lines: 8 MB at start to compare fingerprints, then a bit per line
-and about 80 MB for the hashes of custom_ids that find duplicates. Blank lines are skipped and have no record.
+Memory besides the requests in flight, for a million lines: 8 MB at start to compare fingerprints, then a bit per line
+and about 80 MB for hashes of custom_ids, to find duplicates. Blank lines are skipped and have no record.
 """
 
 import contextlib
@@ -51,10 +51,10 @@ _LINE_FIELDS = {"custom_id", "method", "url", "body"}
 
 @dataclass(frozen=True, slots=True)
 class BatchSummary:
-    """What the output holds and what this run did."""
+    """Summary of the output file and of this run."""
 
     num_records: int
-    num_errors: int  # of those records
+    num_errors: int  # records of failed requests
     num_resumed: int  # records of earlier runs
     prompt_tokens: int
     completion_tokens: int
@@ -63,19 +63,19 @@ class BatchSummary:
 
 @dataclass(slots=True)
 class _Line:
-    """A line that is being served."""
+    """Input line that is being served."""
 
     number: int
     custom_id: str
     fingerprint: str
     request: ParsedRequest
-    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # finished, by prompt
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # finished outputs by index of the prompt
     failed: bool = False
 
 
 @dataclass(slots=True)
 class _InFlight:
-    """One prompt of a line, in the engine."""
+    """Prompt of a line, to be served or in the engine."""
 
     line: _Line
     index: int
@@ -94,22 +94,23 @@ def run_batch(
 ) -> BatchSummary:
     """Serve every line of `in_path` that has no record in `out_path` yet.
 
-    However it ends, `out_path` is left so that the same call goes on from there, and the engine without requests.
+    However it ends, the same call resumes from `out_path`, and no requests remain in the engine.
 
     Args:
         engine: an `LLM`, an `Engine` or a `Fleet` that nothing else is using.
         in_path: a regular file of OpenAI batch requests for /v1/completions and /v1/chat/completions.
-        out_path: created, or resumed where it exists.
-        seed: of the run, for requests that bring none; None takes the engine's.
-        model_names: what `model` may be in a request, the first being that of requests that name none. By default
-            any name stands for the one model that is loaded, so that a file written for another service runs.
-        max_in_flight: bound on sequences in the engine; None is three times `max_num_seqs`, of all replicas: enough
-            that they stay full and that some requests can wait for the prefix of another. A request of more waits
-            until it is alone.
-        use_tqdm: show progress where stderr is a terminal.
+        out_path: output file; created, or resumed if it exists.
+        seed: seed of the run, for requests without a seed; None takes the engine's.
+        model_names: accepted values of `model` in a request, the first being the default. If empty, any name is
+            accepted for the loaded model, so that a file written for another service runs.
+        max_in_flight: limit of sequences in the engine; None is three times `max_num_seqs` over all replicas, enough to
+            keep them full while some requests wait for the prefix of another. A request with more sequences runs
+            alone.
+        use_tqdm: True to show progress if stderr is a terminal.
 
     Raises:
-        ConfigError: a file cannot be used, or the output is of another input or is being written by another process.
+        ConfigError: a file is not usable, or the output belongs to another input or is being written by another
+            process.
     """
     engine = engine if isinstance(engine, BatchEngine) else engine.engine
     config: EngineConfig = engine.config
@@ -131,14 +132,14 @@ def run_batch(
 
 
 def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> BatchSummary | None:
-    """Return the summary of a batch that has a record for every line, None where lines are left to serve.
+    """Return the summary of a batch that has a record for every line; None if lines are left to serve.
 
-    Needs no engine, so that a finished batch starts none and files that cannot be used are found at once.
+    This needs no engine: a finished batch does not start one, and unusable files fail at once.
 
     Raises:
         ConfigError: as `run_batch`.
     """
-    if not Path(out_path).exists():  # nor is it created: the engine may turn out not to start
+    if not Path(out_path).exists():  # not created here, since the engine may fail to start
         _open_input(Path(in_path)).close()
         return None
     with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
@@ -161,7 +162,7 @@ def _key(seed: int) -> bytes:
 
 @dataclass(slots=True)
 class _BatchRun:
-    """The loop: admit while the window has room, step, write what finished."""
+    """Main loop: admit requests while the window has room, step, write records of finished requests."""
 
     engine: BatchEngine
     out: BatchOutput
@@ -171,13 +172,13 @@ class _BatchRun:
     model_names: tuple[str, ...]
     window: int
     progress: Any
-    in_flight: dict[str, _InFlight] = field(default_factory=dict)  # by request id
-    num_sequences: int = 0  # in flight
+    in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
+    num_sequences: int = 0  # sequences in flight
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
     def run(self, lines: IO[bytes]) -> BatchSummary:
-        """Serve every line that is not done."""
+        """Serve every line that has no record yet."""
         start_s = time.monotonic()
         queue = self._prompts(lines)
         waiting = next(queue, None)
@@ -199,13 +200,13 @@ class _BatchRun:
         )
 
     def abort(self) -> None:
-        """Leave the engine without requests."""
+        """Abort all requests in flight."""
         for request_id in self.in_flight:
             self.engine.abort(request_id)
         self.in_flight.clear()
 
     def _prompts(self, lines: IO[bytes]) -> Iterator[_InFlight]:
-        """The prompts to serve, in order of input; a line that cannot be served gets its error record here."""
+        """Yield the prompts to serve, in order of input; write error records of invalid lines."""
         seen: set[int] = set()
         for number, raw in numbered_lines(lines):
             custom_id: Any = None
@@ -217,7 +218,7 @@ class _BatchRun:
                 if number in self.done:
                     continue
                 request = self._parse(content)
-            except Exception as error:  # whatever a line provokes is that line's error
+            except Exception as error:  # any failure becomes the line's error record
                 if number not in self.done:
                     fingerprint = fingerprint_of(raw, self.key)
                     self._write_error(number, custom_id, fingerprint, _line_error(number, error))
@@ -253,7 +254,7 @@ class _BatchRun:
             params = dataclasses.replace(params, seed=_derived_seed(self.key, line.number, index))
         try:
             self.engine.add_request(request_id, request.prompts[index], params, cache_salt=request.cache_salt)
-        except PeerLostError:  # not the line's fault: the run ends
+        except PeerLostError:  # not an error of the line: the run ends
             raise
         except Exception as error:
             self.engine.abort(request_id)
@@ -314,7 +315,7 @@ class _BatchRun:
     def _write_error(self, number: int, custom_id: Any, fingerprint: str, error: RequestError) -> None:
         body = error_body(error)
         short = {"code": body["error"]["code"], "message": body["error"]["message"]}
-        custom_id = custom_id if type(custom_id) in (str, int) else None  # others are in the message
+        custom_id = custom_id if type(custom_id) in (str, int) else None  # invalid ids are in the message
         status_code = error.status_code if isinstance(error, BadRequestError) else 400
         self.out.num_errors += 1
         self._write(make_record(number, custom_id, fingerprint, status_code, body, short))
@@ -355,7 +356,7 @@ def _check_custom_id(custom_id: object) -> None:
 
 
 def _line_error(number: int, error: Exception) -> RequestError:
-    """The error as the line's record tells it; one that nobody raised on purpose is logged with its traceback."""
+    """Return the error for the line's record; unexpected errors are logged with their traceback."""
     if isinstance(error, RequestError):
         return error
     logger.error("line %d of the batch failed unexpectedly", number, exc_info=error)
@@ -363,7 +364,7 @@ def _line_error(number: int, error: Exception) -> RequestError:
 
 
 def _claim(custom_id: str, seen: set[int]) -> None:
-    """Put the hash of a custom_id into `seen`; BadRequestError where an earlier line has it."""
+    """Add the hash of a custom_id to `seen`; BadRequestError if an earlier line has it."""
     if hash(custom_id) in seen:
         message = f"custom_id must be unique in the file, got {brief(custom_id)} again"
         raise BadRequestError(message, "custom_id", "duplicate_custom_id")
@@ -378,5 +379,5 @@ def _derived_seed(key: bytes, number: int, index: int) -> int:
 def _progress_bar(done: DoneLines, use_tqdm: bool) -> Any:
     from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
 
-    disable = None if use_tqdm else True  # None leaves it to whether stderr is a terminal
+    disable = None if use_tqdm else True  # None: disabled unless stderr is a terminal
     return tqdm(total=done.num_lines, initial=done.num_records, unit="req", desc="batch", disable=disable)

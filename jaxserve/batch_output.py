@@ -1,8 +1,8 @@
-"""The output of a batch: a file of records that is appended to, and read again by the run that goes on.
+"""Output file of a batch: records are appended, and read again when a run resumes.
 
-It is the only state of a batch. Every record is appended whole, so after `kill -9` the file holds whole records and at
-most one torn one. What is written survives the end of the process at once, and a crash of the machine from the next
-fsync on, which comes every second.
+It is the only state of a batch. Each record is appended whole, so after `kill -9` the file holds whole records and at
+most one truncated one. Written records survive the end of the process, and after the next fsync, at most about a
+second later, also a crash of the machine.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from jaxserve.openai_format import Json
 
 FSYNC_INTERVAL_S = 1.0
 _RECORD_START = b'{"id": "batch_req_'
-_RECORD = re.compile(  # a record's head, in the order that `make_record` gives its fields; the rest is not needed again
+_RECORD = re.compile(  # start of a record, with the fields in the order of `make_record`; the rest is not needed
     _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|-?[0-9]+|null), '
     rb'"response": \{"status_code": ([0-9]+), "request_id": "([0-9a-f]{16})"'
 )
@@ -30,9 +30,9 @@ _RECORD = re.compile(  # a record's head, in the order that `make_record` gives 
 
 @dataclass(slots=True)
 class DoneLines:
-    """The lines that have a record, one bit each, and how many lines there are."""
+    """Set of the lines that have a record, one bit each, and the number of lines."""
 
-    num_lines: int = 0  # without blank ones
+    num_lines: int = 0  # blank lines are not counted
     num_records: int = 0
     bits: bytearray = field(default_factory=bytearray)
 
@@ -40,14 +40,14 @@ class DoneLines:
         return number >> 3 < len(self.bits) and bool(self.bits[number >> 3] >> (number & 7) & 1)
 
     def add(self, number: int) -> None:
-        """Note the record of a line."""
+        """Mark a line as done."""
         self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
         self.bits[number >> 3] |= 1 << (number & 7)
         self.num_records += 1
 
 
 class BatchOutput:
-    """The file of records: locked, checked, appended to."""
+    """Locked output file to which records are appended."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -74,7 +74,7 @@ class BatchOutput:
         os.close(self._fd)
 
     def resume(self, lines: IO[bytes], key: bytes) -> DoneLines:
-        """The lines that have a record. Cuts off a torn record, once all the others are known to be of this input."""
+        """Return the lines that have a record; truncate a partial record once the others are checked."""
         fingerprints, size = self._scan(max_number=os.fstat(lines.fileno()).st_size)
         done = DoneLines()
         for number, raw in numbered_lines(lines):
@@ -89,9 +89,9 @@ class BatchOutput:
         return done
 
     def append(self, record: Json) -> None:
-        """Write one record."""
+        """Append one record."""
         data = memoryview(json.dumps(record).encode("ascii") + b"\n")
-        while data:  # one write but for a full disk, where the second one raises
+        while data:  # one write suffices unless the disk is full; then the second one raises
             data = data[os.write(self._fd, data) :]
         self.num_records += 1
         if time.monotonic() - self._synced_s >= FSYNC_INTERVAL_S:
@@ -99,7 +99,7 @@ class BatchOutput:
             self._synced_s = time.monotonic()
 
     def _scan(self, max_number: int) -> tuple["array[int]", int]:
-        """Fingerprint by line number (0 where there is no record), and the bytes of all whole records."""
+        """Return fingerprints by line number (0 if there is no record), and the size in bytes of all whole records."""
         fingerprints: array[int] = array("Q")
         size = 0
         with open(self._fd, "rb", closefd=False) as file:
@@ -127,7 +127,7 @@ class BatchOutput:
 
 
 def numbered_lines(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """(line number from 1, content) of every line that is not blank."""
+    """Yield (line number from 1, content) of every line that is not blank."""
     lines.seek(0)
     for number, raw in enumerate(lines, 1):
         if content := raw.strip():
@@ -135,13 +135,13 @@ def numbered_lines(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def fingerprint_of(raw: bytes, key: bytes) -> str:
-    """What tells a line of input, under the seed of the run, from any other: 16 hexadecimal digits."""
+    """Return the fingerprint of an input line under the seed of the run: 16 hexadecimal digits."""
     return hashlib.blake2b(raw, digest_size=8, key=key, person=b"batch line").hexdigest()
 
 
 def make_record(
     number: int, custom_id: str | int | None, fingerprint: str, status_code: int, body: Json, error: Json | None
 ) -> Json:
-    """A record of OpenAI's batch output, its fields in the order that a restart looks for."""
+    """Return a record in OpenAI's batch format, with the fields in the order that `resume` expects."""
     response = {"status_code": status_code, "request_id": fingerprint, "body": body}
     return {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}

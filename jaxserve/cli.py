@@ -1,8 +1,8 @@
-"""The command line: `jaxserve generate`, `batch`, `bench`, `convert` and `plan`.
+"""Command line: `jaxserve generate`, `batch`, `bench`, `convert` and `plan`.
 
-Exit codes: 0 done, which a batch is with a record for every line, error records included; 1 a sweep of plans of which
-none could be computed; 2 a wrong command line or configuration, or a file that cannot be read or written, told in one
-line; 75 another process of the run was lost; 130 interrupted; 141 the reader of the output went away.
+Exit codes: 0 success, for a batch also if some records are errors; 1 no target of a sweep could be planned; 2 invalid
+command line or configuration, or a file that cannot be read or written, reported in one line; 75 another process of the
+run was lost; 130 interrupted; 141 the reader of the output closed it.
 """
 
 import argparse
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
     from jaxserve.request import RequestOutput
 
-_NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}  # nothing a command could do with them
+_NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}  # not useful on a command line
 _DIRECTORIES = {"model", "tokenizer", "compilation_cache_dir"}
 _DEFAULT_MAX_TOKENS = 256
-_PROCESS_FLAGS = {  # of distributed.initialize, in their order
+_PROCESS_FLAGS = {  # arguments of distributed.initialize, in its order
     "coordinator_address": (str, "HOST:PORT", "of process 0, where the others reach it; the port must be free there"),
     "num_processes": (int, "INT", "how many there are"),
     "process_id": (int, "INT", "of this one, from 0"),
 }
-_SAMPLING_FLAGS = {  # of `generate`; meanings are SamplingParams', defaults the checkpoint's
+_SAMPLING_FLAGS = {  # flags of `generate`: fields of SamplingParams, with the checkpoint's defaults
     "temperature": float,
     "top_p": float,
     "top_k": int,
@@ -49,7 +49,7 @@ _REPEATED_FLAGS = ("stop", "bad_words")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command and return the exit code."""
     args = _parser().parse_args(argv)
     interrupts.set_hint(args.on_interrupt)
     try:
@@ -156,7 +156,7 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
-    """A flag for every field of EngineConfig; those that are given end up in `args` as "engine.<field>"."""
+    """Add a flag for every field of EngineConfig; given values are stored in `args` as "engine.<field>"."""
     group = parser.add_argument_group("engine")
     helps, hints = _field_helps(EngineConfig), inspect.get_annotations(EngineConfig, eval_str=True)
     for field in dataclasses.fields(EngineConfig):
@@ -181,22 +181,22 @@ def _flag(name: str) -> str:
 
 
 def _plain_type(hint: Any) -> Any:
-    """`int` of `int | None`."""
+    """Return the type without None: `int` for `int | None`."""
     if isinstance(hint, types.UnionType):
         return next(kind for kind in typing.get_args(hint) if kind is not type(None))
     return hint
 
 
 def _field_helps(config: type) -> dict[str, str]:
-    """What the class's docstring says of each attribute."""
-    docs = inspect.cleandoc(config.__doc__ or "")  # Python 3.13 has taken the indentation off already
+    """Return the description of each attribute in the class's docstring."""
+    docs = inspect.cleandoc(config.__doc__ or "")  # a no-op on Python 3.13, which removes the indentation itself
     attributes = re.search(r"Attributes:\n(.*?)(?:\n\n|\Z)", docs, re.DOTALL)
     entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", attributes[1] if attributes else "", re.MULTILINE)
     return {name: " ".join(text.split()).rstrip(".") for name, text in entries}
 
 
 def _load(args: argparse.Namespace, **options: Any) -> "LLM":
-    from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which --help and wrong flags need not wait for
+    from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, for which --help and wrong flags should not wait
 
     if _is_distributed(args):
         from jaxserve import distributed  # noqa: PLC0415 - imports jax
@@ -210,7 +210,7 @@ def _is_distributed(args: argparse.Namespace) -> bool:
 
 
 def _unwinding_if_others_wait(args: argparse.Namespace) -> contextlib.AbstractContextManager[None]:
-    """In a run of many processes, the others must be told that this one ends."""
+    """Return a context that unwinds on an interrupt in a run of many processes, so that the others are notified."""
     wait = hasattr(args, "distributed") and _is_distributed(args)
     return interrupts.unwinding() if wait else contextlib.nullcontext()
 
@@ -227,12 +227,12 @@ def _generate(args: argparse.Namespace) -> int:
     prompt = _read_prompt(args.prompt)
     names = ("max_tokens", *_SAMPLING_FLAGS, *_REPEATED_FLAGS)
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    SamplingParams(**given)  # refuse wrong values before the model is loaded
+    SamplingParams(**given)  # rejects invalid values before the model is loaded
     llm = _load(args)
     params = dataclasses.replace(llm.get_default_sampling_params(), **given)
     output = None
     if args.stats:
-        wait_until_warm(llm.engine, sys.stderr)  # compiles would slow down what is measured
+        wait_until_warm(llm.engine, sys.stderr)  # compilation would distort the measurement
     same_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     with _live_stats(args.stats and not same_terminal, llm):
         for output in llm.stream(prompt, params):
@@ -276,7 +276,7 @@ def _batch(args: argparse.Namespace) -> int:
     if args.ray and _is_distributed(args):
         raise ConfigError("--ray runs engines of one process each; leave it out, or the flags of many processes")
     summary = None
-    if not _is_distributed(args):  # the other processes wait for this one's engine
+    if not _is_distributed(args):  # the other processes would wait for this one's engine
         summary = find_finished(args.input, args.output, EngineConfig(**_engine_options(args)).seed)
     if summary is None:
         with _batch_engine(args) as engine:
@@ -293,7 +293,7 @@ def _batch(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _batch_engine(args: argparse.Namespace) -> Iterator[Any]:
-    """What serves a batch: one engine here, or a fleet of them on Ray."""
+    """Yield the engine for a batch: one in this process, or a fleet on Ray."""
     if not args.ray:
         llm = _load(args)
         with _live_stats(args.stats, llm):
@@ -319,7 +319,7 @@ def _convert(args: argparse.Namespace) -> int:
     from jaxserve import weights  # noqa: PLC0415 - imports jax
     from jaxserve.models import registry  # noqa: PLC0415 - imports jax
 
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile
+    jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
     try:
         specs = registry.param_specs(registry.from_hf_config(weights.read_config(args.source)))
         with interrupts.unwinding():

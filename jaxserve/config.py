@@ -1,6 +1,6 @@
-"""EngineConfig: everything that can be set, every check, and the one bucket function.
+"""EngineConfig: all options, their checks, and the bucket sizes of steps.
 
-No other file reads or sets the environment.
+No other module reads or sets environment variables.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ QUANTIZATIONS = ("int8",)
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
-LARGEST_MAX_LOGPROBS = 1024  # a TPU finds them one by one; in the order of their ids, a whole vocabulary is no work
+LARGEST_MAX_LOGPROBS = 1024  # a TPU selects them one by one; a whole vocabulary needs no selection
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
-MAX_STEPS = 64  # of one dispatch, where the number is chosen by measurement
+MAX_STEPS = 64  # most steps in one dispatch with multi_step="auto"
 MAX_FIXED_STEPS = 1024
-MAX_STEP_TOKENS = 1024  # that one dispatch may sample, of all rows: a program holds their log probabilities
-MULTI_STEP_ROWS = 16  # of the one program of several rounds where programs are few
-MIN_FEW_TOKENS = 16  # of the smallest step where programs are few: a tile of bfloat16 has as many rows
-FREE_TOKENS = 256  # a step of fewer takes an accelerator hardly less time: it waits for the weights
+MAX_STEP_TOKENS = 1024  # most tokens sampled in one dispatch, over all rows: the program holds their log probabilities
+MULTI_STEP_ROWS = 16  # largest bucket of the only multi-step program on accelerators
+MIN_FEW_TOKENS = 16  # smallest bucket on accelerators: the rows of a bfloat16 tile
+FREE_TOKENS = 256  # smaller steps are hardly faster on an accelerator, as they are bound by reading weights
 
 
-DEFAULT_GPU_MEMORY_FRACTION = 0.75  # that XLA's client takes where nobody tells it
+DEFAULT_GPU_MEMORY_FRACTION = 0.75  # default of XLA's client
 _MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
-@no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
+@no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
 @dataclass(frozen=True)
 class EngineConfig:
-    """How to run a model. Names and meanings are vLLM's where it has them.
+    """Options of an engine. Names and meanings are vLLM's where it has the same option.
 
     Attributes:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
@@ -47,57 +47,57 @@ class EngineConfig:
         skip_tokenizer_init: work on token ids alone.
         dtype: dtype of weights and activations; "auto" is float32 on CPU and the checkpoint's on accelerators, where a
             float32 checkpoint is served in bfloat16.
-        quantization: "int8" keeps the matrices as int8 with a float32 scale per 64 numbers or so, a quarter of the
-            float32 memory; None as the numbers they are.
-        kv_cache_dtype: keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32 scale for
-            every token and head.
-        tensor_parallel_size: devices the model is split over, the first of those there are; it must divide the heads
-            and the width of the feed-forward layers.
-        data_parallel_size: replicas of the model, each on `tensor_parallel_size` devices of its own and with a pool of
-            its own; a request goes to one that has room for it, best to one that has its prefix cached.
+        quantization: "int8" stores matrices as int8 with a float32 scale per block of about 64 elements, a quarter of
+            the float32 memory; None stores them in `dtype`.
+        kv_cache_dtype: dtype of keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32
+            scale per token and head.
+        tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
+            the heads and the width of the feed-forward layers.
+        data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its
+            own pool; a request goes to a replica that has room for it, preferably one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.
-        max_num_seqs: most requests in one step, of each replica; None is 64 on CPU, 256 elsewhere, or as many as leave
-            prompts their share of `max_num_batched_tokens`.
-        max_num_batched_tokens: token budget of one step, of each replica; None is 512 on CPU, 2048 elsewhere, and at
-            least twice `max_num_seqs`. While there is a prompt to compute, an eighth of it is kept for prompts: with
-            fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to miss a step.
-        max_num_partial_prefills: most prompts that are computed in part at a time. While there are so many, a request
-            starts only if all its tokens fit the step.
-        max_long_partial_prefills: most long ones among them, at most `max_num_partial_prefills`. Requests with shorter
-            prompts go past a long one that has to wait.
+        max_num_seqs: most requests in one step of each replica; None is 64 on CPU, 256 elsewhere, or fewer so that
+            prompts keep their share of `max_num_batched_tokens`.
+        max_num_batched_tokens: token budget of one step of each replica; None is 512 on CPU, 2048 elsewhere, and at
+            least twice `max_num_seqs`. While there are prompts to compute, an eighth of it is reserved for them: with
+            fewer than 8/7 of `max_num_seqs`, rows in decode then take turns to skip a step.
+        max_num_partial_prefills: most prompts that are partly computed at a time. At the limit, a request starts only
+            if all its tokens fit the step.
+        max_long_partial_prefills: most long prompts among them, at most `max_num_partial_prefills`. Requests with
+            shorter prompts overtake a long one that has to wait.
         long_prefill_token_threshold: a prompt with more tokens left to compute is long; while rows decode, a step
-            computes no more than so many of it. 0 or None: more than `max_num_batched_tokens`, of which a step then
-            computes half at most. Where no row decodes, a long prompt gets all that others leave.
-        max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for those of the
-            whole vocabulary. Steps reserve room for so many: those of a whole vocabulary take much memory, and where a
-            running request asks for any, each dispatch is then a single step.
-        page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, the more the fewer bytes a token has
-            on a device. Only full pages are shared.
-        num_pages: size of the pool, of each replica; None sizes it from free memory.
-        gpu_memory_utilization: share of the whole memory of each accelerator for weights, temporaries and the pool. On
-            a GPU, XLA is told to take so much when jax starts; where jax runs already, or XLA_CLIENT_MEM_FRACTION says
+            computes at most this many of its tokens. 0 or None: prompts with more than `max_num_batched_tokens` left
+            are long, and chunks are at most half of that. If no row decodes, a long prompt gets the rest of the step.
+        max_logprobs: most log probabilities per token that a request may ask for, at most 1024, or -1 for the whole
+            vocabulary. Steps reserve memory for this number. The whole vocabulary takes much memory, and while a
+            running request asks for any log probabilities, each dispatch is then a single step.
+        page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, more if a token has fewer bytes on a
+            device. Only full pages are shared.
+        num_pages: number of pages in the pool of each replica; None sizes it from free memory.
+        gpu_memory_utilization: share of each accelerator's total memory for weights, temporaries and the pool. On a
+            GPU, XLA allocates this share when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is
             less, the pool gets less, and a warning says so.
-        enable_prefix_caching: share pages between requests that begin alike.
-        seed: seed of the weights where they are random, and of requests that bring none; None is 0.
+        enable_prefix_caching: share pages between requests with a common prefix.
+        seed: seed of random weights, and of requests without a seed; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
-        step_ahead: plan and dispatch a step before the tokens of the one before are read.
-        multi_step: most decode steps in one dispatch, while no request waits that could join; 1 is off. "auto" measures
-            whether several are faster, and lets no dispatch take longer than some 10 ms, of which a new request may
-            have to wait for two; it is off with compile_ahead="minimal".
-        compile_ahead: "all" compiles every bucket before the first request; "background" the smallest and the largest
-            before, the others while serving; "minimal" only those two. A request uses the next larger bucket that is
-            ready: it never compiles. On accelerators, where each takes long to compile, buckets are few: 16, 64 and 256
-            tokens, then two for each doubling.
+        step_ahead: plan and dispatch a step before the tokens of the previous step are read.
+        multi_step: most decode steps in one dispatch while no waiting request could join; 1 is off. "auto" measures
+            whether several are faster, and limits a dispatch to about 10 ms, of which a new request may have to wait
+            for two; it is off with compile_ahead="minimal".
+        compile_ahead: "all" compiles every bucket before the first request; "background" compiles the smallest and the
+            largest first and the others while serving; "minimal" compiles only those two. A request uses the next
+            larger bucket that is ready and never waits for a compilation. On accelerators, where compilation is slow,
+            buckets are few: 16, 64 and 256 tokens, then two per doubling.
         forbid_compiles: raise if a step compiles anything (tests); otherwise it is counted.
-        compilation_cache_dir: compiled programs between starts; "auto" is jaxserve/compiled in the user's cache
-            directory, None is off. Whole programs take at most 1 GiB there, and each start cuts XLA's own files beside
-            them to 1 GiB (but for a directory of your own). With many processes "auto" is off.
-        event_log: file to record what decides all plans in, prompts included: at most 1 GiB of JSON lines, for each
-            further replica one more. `python -m jaxserve.engine.event_log FILE` makes the plans again. None records
-            nothing.
+        compilation_cache_dir: directory of cached executables; "auto" is jaxserve/compiled in the user's cache
+            directory, None is off. Executables take at most 1 GiB there, and each start trims XLA's own cache files to
+            1 GiB, except in a directory that the user gave. With many processes "auto" is off.
+        event_log: file in which the scheduler's inputs are recorded, prompts included: at most 1 GiB of JSON lines,
+            with one further file per further replica. `python -m jaxserve.engine.event_log FILE` replays the plans.
+            None records nothing.
 
     Raises:
-        ConfigError: a value is out of range or two do not fit together.
+        ConfigError: a value is out of range, or two values contradict each other.
     """
 
     model: str | None = None
@@ -129,7 +129,7 @@ class EngineConfig:
     event_log: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
-        """Refuse unknown names with the error that bad values get."""
+        """Raise ConfigError for unknown names, as for invalid values."""
         names = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(kwargs.keys() - names):
             raise ConfigError(f"unsupported engine options {unknown}; supported are {sorted(names)}")
@@ -165,7 +165,7 @@ class EngineConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
         for name in ("seed", "long_prefill_token_threshold"):
-            if getattr(self, name) is None:  # what vLLM takes for 0 too
+            if getattr(self, name) is None:  # treated as 0, as in vLLM
                 object.__setattr__(self, name, 0)
         _check_long_prefills(self)
         _check_seed(self.seed)
@@ -174,7 +174,7 @@ class EngineConfig:
 
     @property
     def max_steps(self) -> int:
-        """Decode steps that one dispatch may have; 1 is off."""
+        """Most decode steps in one dispatch; 1 is off."""
         if self.multi_step == "auto":
             return 1 if self.compile_ahead == "minimal" else MAX_STEPS
         return int(self.multi_step)
@@ -191,24 +191,24 @@ class EngineConfig:
 
     @property
     def cache_dir(self) -> Path | None:
-        """Where compiled programs are kept between starts."""
+        """Directory of cached executables."""
         if self.compilation_cache_dir == "auto":
             return user_cache_dir() / "compiled"
         return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
 
 
 def user_cache_dir() -> Path:
-    """Where what is expensive to compute or measure is kept between processes."""
+    """Return the directory in which results of expensive computations and measurements are kept between processes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
 
 
 def xla_flags() -> str:
-    """What the user tells XLA."""
+    """Return the user's flags for XLA."""
     return os.environ.get("XLA_FLAGS", "")
 
 
 def gpu_memory_fraction() -> float | None:
-    """The share of a GPU's memory that the environment tells XLA's client to take; None where it does not."""
+    """Return the share of a GPU's memory that the environment sets for XLA's client; None if it is not set."""
     name = next((name for name in _MEMORY_FRACTIONS if os.environ.get(name)), None)
     if name is None:
         return None
@@ -224,9 +224,9 @@ def gpu_memory_fraction() -> float | None:
 
 @contextlib.contextmanager
 def claiming_gpu_memory(fraction: float) -> Iterator[float]:
-    """Have XLA's client take this share of a GPU's memory, if the environment does not say another; yields which.
+    """Make XLA's client allocate this share of a GPU's memory unless the environment sets another; yield the share.
 
-    For the start of jax's backend, when XLA reads it for the rest of the process. Child processes do not inherit it.
+    Enter this around the start of jax's backend, when XLA reads the setting. Child processes do not inherit it.
     """
     told = gpu_memory_fraction()
     if told is not None:
@@ -245,24 +245,24 @@ def libtpu_args() -> str | None:
 
 
 def leave_tpus_alone() -> None:
-    """Have libtpu only compile: neither look for TPUs nor keep other processes from them. Before it is loaded."""
+    """Restrict libtpu to compilation: it neither looks for TPUs nor locks them. Call this before libtpu is loaded."""
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 
 
 def ray_address() -> str:
-    """The Ray cluster that the environment names; else "local", for one on this machine that serves loopback alone.
+    """Return the Ray cluster named by the environment, or "local" for one on this machine that serves only loopback.
 
-    To be asked before Ray is imported: it reads what is set here.
+    Call this before importing Ray, which reads the variables set here.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # of calls to an actor that an earlier call has ended
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # calls to an actor that has ended fail as expected
     if address := os.environ.get("RAY_ADDRESS"):
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts to connect, of half a minute each; else 20
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts of half a minute each; the default is 20
         return address
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # what keeps Ray to loopback, on Linux too
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # its own default, of which it warns where it is not said
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # restricts Ray to loopback, on Linux too
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but Ray warns unless it is set
     return "local"
 
 
@@ -273,7 +273,7 @@ def embedded_model(name: str) -> Path:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The numbers that scheduler, packing and compiled programs agree on; all resolved."""
+    """Resolved sizes that the scheduler, packing and compiled programs share."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -295,7 +295,7 @@ class ScheduleConfig:
 
     @property
     def policy(self) -> Policy:
-        """Which request goes first, and how a step's tokens are shared."""
+        """Scheduling policy: the order of requests and the division of a step's tokens."""
         return Policy.of(
             self.max_num_batched_tokens,
             self.max_num_partial_prefills,
@@ -309,21 +309,21 @@ class ScheduleConfig:
         return -(-self.max_model_len // self.page_size)
 
     def num_rows(self, num_tokens: int) -> int:
-        """R of a step whose token bucket is `num_tokens`: every row has a token."""
+        """Return R, the rows of a step whose token bucket is `num_tokens`: every row has at least one token."""
         return min(num_tokens, self.max_num_seqs)
 
     def buckets(self) -> tuple[int, ...]:
-        """Token-axis sizes of the compiled programs, ascending: exact to 8, then at most a quarter of padding.
+        """Return the token-axis sizes of the compiled programs, ascending: all up to 8, then at most a quarter padding.
 
-        Where programs are few: 16, 64 and 256, of which up to 15 tokens or three quarters are padding; then at most a
-        third, by two sizes for each doubling.
+        On accelerators: 16, 64 and 256, with up to 15 tokens or three quarters of padding; then two sizes per doubling,
+        with at most a third.
 
-        The criterion is how long a program must serve until it has paid for itself. One more size that saves a share s
-        of the time of the steps that use it pays after compile_s / s seconds of such steps. On a CPU a program takes
-        about a second to compile and a step's time grows with its tokens: a size that saves an eighth on average, as
-        those beyond 8 do, pays after 8 s of steps of its size. An accelerator takes 10 to 30 s for a program, and up
-        to FREE_TOKENS padding saves it nothing, so that more sizes would never pay; beyond, one that saves a sixth pays
-        after one to three minutes, and those between would take as long again for half as much.
+        The criterion is the time after which compiling a further size pays off. A size that saves a share s of the time
+        of the steps that use it pays off after compile_s / s seconds of such steps. On a CPU a program takes about a
+        second to compile and the time of a step grows with its tokens: a size that saves an eighth on average, as those
+        above 8 do, pays off after 8 s of steps of its size. For an accelerator, a program takes 10 to 30 s to compile.
+        Up to FREE_TOKENS, less padding saves no time, so that more sizes would never pay off; above, a size that saves
+        a sixth pays off after one to three minutes, and sizes in between would cost as much for half the gain.
         """
         top, next_size = self.max_num_batched_tokens, _next_of_few if self.few_programs else _next_of_many
         sizes = [min(MIN_FEW_TOKENS, top)] if self.few_programs else list(range(1, min(8, top) + 1))
@@ -332,26 +332,26 @@ class ScheduleConfig:
         return tuple(sizes)
 
     def max_steps(self, bucket: int, limit: int) -> int:
-        """Return the rounds that the program of a bucket may go, at most `limit`."""
+        """Return the most decode steps in one dispatch of a bucket's program, at most `limit`."""
         return max(1, min(limit, MAX_STEP_TOKENS // self.num_rows(bucket)))
 
     def multi_step_buckets(self, max_steps: int) -> tuple[int, ...]:
-        """Return the buckets with a program for several rounds of decode: all that hold no more tokens than rows."""
+        """Return the buckets with a multi-step program: those with no more tokens than rows."""
         buckets = self.buckets()
         most = max(min(self.max_num_seqs, MULTI_STEP_ROWS) if self.few_programs else self.max_num_seqs, buckets[0])
         return tuple(size for size in buckets if size <= most and self.max_steps(size, max_steps) > 1)
 
     def step_buckets(self, max_steps: int) -> tuple[int, ...]:
-        """Return the buckets that need a program of one round.
+        """Return the buckets that need a single-step program.
 
-        Where programs are many, on CPUs, the program of several rounds runs single ones too: its loop costs them
-        nothing that can be measured. An accelerator may have to ask the host before each round of a loop.
+        On CPUs the multi-step program also runs single steps, as its loop has no measurable cost. An accelerator may
+        have to synchronise with the host before each iteration of a loop.
         """
         shared = () if self.few_programs else self.multi_step_buckets(max_steps)
         return tuple(size for size in self.buckets() if size not in shared)
 
     def num_programs(self, max_steps: int) -> int:
-        """Return the number of programs: steps, and those that admit requests and set a slot."""
+        """Return the number of programs: those of steps, and the two that admit requests and set a slot."""
         return 2 + len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
 
 
@@ -371,7 +371,7 @@ def _next_of_few(size: int) -> int:
 def resolve_schedule(
     config: EngineConfig, *, max_position: int, platform: str, page_size: int, num_pages: int
 ) -> ScheduleConfig:
-    """Fill in what was left to default on a platform of jax; ConfigError where the model cannot do what was asked."""
+    """Resolve all defaults for a jax platform; ConfigError if the model does not support the options."""
     max_model_len = config.max_model_len or max_position
     if max_model_len > max_position:
         raise ConfigError(
@@ -390,7 +390,7 @@ def resolve_schedule(
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
-    """max_num_seqs and max_num_batched_tokens, defaults filled in without contradicting what was given."""
+    """Return max_num_seqs and max_num_batched_tokens, with defaults that are consistent with the given values."""
     seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
     if seqs is None:
         seqs = 64 if on_cpu else 256
@@ -404,7 +404,7 @@ def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
 def _read_multi_step(value: object) -> str | int:
     if value == "auto":
         return "auto"
-    steps = int(value) if isinstance(value, str) and value.isdecimal() else value  # a command line has strings
+    steps = int(value) if isinstance(value, str) and value.isdecimal() else value  # strings from a command line
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MAX_FIXED_STEPS:
         raise ConfigError(f"multi_step must be 'auto' or an integer in [1, {MAX_FIXED_STEPS}], got {value!r}")
     return steps

@@ -1,7 +1,7 @@
-"""Many processes, each with devices of its own, as one engine (jax's multi-controller model).
+"""Runs of one engine over many processes, each with its own devices (jax's multi-controller model).
 
-Every process runs the same command or script. `initialize` comes first; then the process 0 goes on, and in the others
-`LLM(...)` follows it until it ends, and ends the process.
+Every process runs the same command or script, and calls `initialize` first. Process 0 then continues; in the others,
+`LLM(...)` follows process 0 until that ends, and then ends the process.
 """
 
 import secrets
@@ -9,31 +9,31 @@ import socket
 from multiprocessing import AuthenticationError
 
 import jax
-from jax._src.distributed import global_state  # jax shows neither the address nor the store in its public interface
+from jax._src.distributed import global_state  # jax has no public interface to the address and the store
 
 from jaxserve.errors import ConfigError
 from jaxserve.peers import CONNECT_S, Follower, Leader, listen
 
-SHUTDOWN_S = 30  # that a process waits at its end for the others
+SHUTDOWN_S = 30  # time that a process waits for the others before it ends
 
-_ADDRESS = "jaxserve/leader"  # in jax's key-value store
-_peers: list[Leader | Follower] = []  # one at most: jax too joins one run
+_ADDRESS = "jaxserve/leader"  # key in jax's key-value store
+_peers: list[Leader | Follower] = []  # one entry at most: jax too can join only one run
 
 
 def initialize(
     coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
 ) -> None:
-    """Join the other processes of this run; before anything else asks jax for its devices.
+    """Join the other processes of this run. Call this before anything initialises jax's devices.
 
     Args:
-        coordinator_address: host:port of process 0, where the others reach it; the port must be free there. It opens a
-            further one there, for those alone who join this run.
-        num_processes: how many there are.
-        process_id: of this one, from 0. What is None is found out where jax can: under SLURM or Open MPI, and on the
-            hosts of a TPU pod.
+        coordinator_address: host:port at which the others reach process 0; the port must be free there. Process 0 also
+            opens a second port, which accepts only processes of this run.
+        num_processes: number of processes.
+        process_id: index of this process, from 0. Arguments that are None are detected by jax under SLURM or Open MPI,
+            and on the hosts of a TPU pod.
 
     Raises:
-        ConfigError: it cannot be found out, or the others cannot be reached.
+        ConfigError: an argument cannot be detected, or the other processes cannot be reached.
     """
     try:
         jax.distributed.initialize(coordinator_address, num_processes, process_id, shutdown_timeout_seconds=SHUTDOWN_S)
@@ -47,10 +47,10 @@ def initialize(
 
 
 def peers() -> Leader | Follower | None:
-    """The connection of this process to the others; None where there are none.
+    """Return the connection of this process to the others; None if it is the only one.
 
     Raises:
-        ConfigError: there are others that it has no connection to.
+        ConfigError: there are other processes, but no connection to them.
     """
     if jax.process_count() > 1 and not _peers:
         raise ConfigError("many processes must be joined by jaxserve.distributed.initialize, got jax's own; call that")

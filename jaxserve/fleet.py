@@ -1,12 +1,13 @@
-"""Several engines that serve as one: which of them serves a request, and what becomes of it where that one dies.
+"""Fleet: several engines that serve as one; assigns requests to engines and recovers them when an engine dies.
 
-The engines run in actors, elsewhere. Each is given twice as many sequences as a step of it takes, so that its batch
-stays full while results are in flight. The router chooses the actor: the least loaded, or one that has computed the
-beginning of the prompt. Where no request waits any more, an idle actor takes over what waits in a busy one.
+The engines run in actors, in other processes. Each gets twice as many sequences as one of its steps takes, so that its
+batch stays full while results are in flight. The router chooses the actor: the least loaded, or one that has computed
+a prefix of the prompt. When the queue is empty, idle actors take over requests that wait in busy ones.
 
-An actor that dies is started again. No request is lost with it, but any of those it had may have killed it: they are
-served in two halves, each by an actor that has nothing else meanwhile. A half that ends is cleared; of one that kills
-its actor again the rest is halved. A request that was alone with MAX_LONE_DEATHS actors when they died has failed.
+An actor that dies is restarted. Its requests are not lost, but any of them may have killed it: they are served again in
+two halves, each by an actor that serves nothing else meanwhile. A half that completes is cleared; if a half kills its
+actor, its unfinished requests are halved again. A request fails after MAX_LONE_DEATHS deaths of actors that served it
+alone.
 """
 
 import dataclasses
@@ -31,23 +32,23 @@ from jaxserve.tokenizer import load_tokenizer
 logger = logging.getLogger(__name__)
 
 MAX_LONE_DEATHS = 3
-MAX_FAILED_STARTS = 3  # of one actor, in a row
-CALL_S = 0.05  # how long an actor serves before it tells what ended, and learns what came
-_CALLS_AHEAD = 2  # an actor finds its next call when it ends one
-_BLOCK_BYTES = 256  # of a prompt, from one hash of it to the next
-_TOKEN_BYTES = 4  # about as many bytes of text as a token has; an id takes exactly these
+MAX_FAILED_STARTS = 3  # consecutive failed starts of one actor
+CALL_S = 0.05  # duration of a call: then an actor returns finished requests and gets new ones
+_CALLS_AHEAD = 2  # the next call is queued when an actor ends one
+_BLOCK_BYTES = 256  # bytes of a prompt between consecutive prefix hashes
+_TOKEN_BYTES = 4  # estimated bytes of text per token, and exact bytes of a token id
 
 
 @dataclass(frozen=True, slots=True)
 class NewRequest:
-    """What `Engine.add_request` takes.
+    """Arguments of `Engine.add_request`.
 
     Attributes:
-        request_id: not the caller's. Each time that a request is given to an actor it has a new one, so that what is
-            told of an earlier time is not taken for the end of a later one.
+        request_id: internal id, not the caller's. It is new each time a request is given to an actor, so that a late
+            result of an earlier attempt is not taken for that of a later one.
         prompt: text or token ids.
-        params: how to sample.
-        cache_salt: as given.
+        params: sampling parameters.
+        cache_salt: namespace of the prefix cache, as in `Engine.add_request`.
     """
 
     request_id: str
@@ -58,7 +59,7 @@ class NewRequest:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """An actor is ready to serve."""
+    """Answer of an actor that is ready to serve."""
 
     schedule: ScheduleConfig
     default_sampling_params: SamplingParams
@@ -66,36 +67,36 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What ended in a call."""
+    """Answer of a call: requests that ended."""
 
     ended: list[RequestOutput | RequestFailure]
 
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """An actor is gone, and with it all calls it had."""
+    """Notice that an actor died; its outstanding calls get no answer."""
 
     cause: str
 
 
 @runtime_checkable
 class Actors(Protocol):
-    """What runs the engines. An actor is named by its index, whichever process it is at the time."""
+    """Actors that run the engines. An actor keeps its index when it is restarted in another process."""
 
     count: int
 
     def start(self, index: int) -> None:
-        """Start an actor, anew after it died; it answers `Started` or `Died`."""
+        """Start or restart an actor; it answers `Started` or `Died`."""
 
     def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
-        """Call `Server.serve` in an actor, after its earlier calls; it answers `Served` or `Died`."""
+        """Queue a call of `Server.serve` in an actor; it answers `Served` or `Died`."""
 
     def wait(self) -> tuple[int, Started | Served | Died]:
-        """The next answer of any actor; ConfigError where the engine of one cannot start as configured."""
+        """Return the next answer of any actor; ConfigError if an engine cannot start as configured."""
 
 
 class Server:
-    """Serves an engine in an actor.
+    """Server of an engine in an actor's process.
 
     Args:
         engine: an `Engine` that nothing else is using.
@@ -103,14 +104,14 @@ class Server:
 
     def __init__(self, engine: SteppedEngine) -> None:
         self._engine = engine
-        self._num_sequences: dict[str, int] = {}  # of the unfinished requests
+        self._num_sequences: dict[str, int] = {}  # sequences of unfinished requests, by request id
 
     def started(self) -> Started:
-        """What the fleet must know of the engine."""
+        """Return what the fleet needs to know of the engine."""
         return Started(self._engine.schedule, self._engine.default_sampling_params)
 
     def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:
-        """End some requests, add others, and run for CALL_S, or until one ends and there is room for another."""
+        """Abort some requests, add others, and run for CALL_S, or until a request ends and another would fit."""
         for request_id in aborted:
             self._engine.abort(request_id)
             self._num_sequences.pop(request_id, None)
@@ -144,7 +145,7 @@ class _Job:
     request: NewRequest
     num_lone_deaths: int = 0
     seat: "_Seat | None" = None
-    load: int = 0  # of its seat by this job, in tokens
+    load: int = 0  # load that this job adds to its seat, in tokens
 
     @property
     def num_sequences(self) -> int:
@@ -152,22 +153,22 @@ class _Job:
 
     @property
     def num_tokens(self) -> int:
-        """Length of the prompt, estimated where it is text."""
+        """Length of the prompt in tokens, estimated if it is text."""
         prompt = self.request.prompt
         return len(prompt) // _TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
 
     def load_with(self, num_shared_tokens: int) -> int:
-        """Tokens by which it adds to the load of an actor that has computed so many of its prompt."""
+        """Return the load in tokens that it adds to an actor that has computed `num_shared_tokens` of its prompt."""
         return max(self.num_tokens - num_shared_tokens, 0) + ROW_CHARGE_TOKENS * self.num_sequences
 
     @cached_property
     def prefix(self) -> Prefix:
-        """Hashes of leading parts of the prompt as it is, before any tokenizer."""
+        """Hashes of prefixes of the prompt as given, before tokenisation."""
         prompt = self.request.prompt
         try:
             is_text = isinstance(prompt, str)
             data = prompt.encode(errors="surrogatepass") if isinstance(prompt, str) else array("i", prompt).tobytes()
-        except (TypeError, OverflowError):  # the engine refuses it
+        except (TypeError, OverflowError):  # the engine will refuse the prompt
             return ()
         salt = (self.request.cache_salt or "").encode(errors="surrogatepass")
         state, start, prefix = blake2b(salt, digest_size=16, person=b"text" if is_text else b"ids"), 0, []
@@ -180,18 +181,18 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class _Seat:
-    """An actor, as far as the fleet knows it."""
+    """State of an actor as known to the fleet."""
 
     index: int
     ready: bool = False
     num_failed_starts: int = 0
-    num_calls: int = 0  # not answered yet
-    jobs: dict[str, _Job] = field(default_factory=dict)  # by the id of their `NewRequest`, the newest last
-    num_sequences: int = 0  # of its jobs
-    load: int = 0  # of its jobs, in tokens
-    has_suspects: bool = False  # takes nothing else until they have ended
-    added: list[NewRequest] = field(default_factory=list)  # for the next call
-    aborted: list[str] = field(default_factory=list)  # for the next call, where they come first
+    num_calls: int = 0  # outstanding calls
+    jobs: dict[str, _Job] = field(default_factory=dict)  # keys are ids of `NewRequest`, the newest last
+    num_sequences: int = 0  # sequences of its jobs
+    load: int = 0  # load of its jobs, in tokens
+    has_suspects: bool = False  # no other jobs are assigned until these have ended
+    added: list[NewRequest] = field(default_factory=list)  # requests to add in the next call
+    aborted: list[str] = field(default_factory=list)  # ids to abort first in the next call
 
     def give(self, job: _Job) -> None:
         job.seat = self
@@ -215,20 +216,20 @@ class _Seat:
 
 
 class Fleet:
-    """The calls of an `Engine` that a batch needs, over several of them.
+    """Fleet of engines with the interface of `BatchEngine`.
 
-    Two things differ: `step` waits for an actor and returns what ended alone, and a request that an engine refuses is
-    accepted here, to come back from `step` as a RequestFailure.
+    It differs from an `Engine` in two ways: `step` waits for an actor and returns only requests that ended, and a
+    request that an engine refuses is accepted first and comes back from `step` as a RequestFailure.
 
     Args:
-        config: of each engine.
-        actors: started here; returns when one of them is ready.
+        config: options of each engine.
+        actors: actors to start; the constructor returns when one of them is ready.
 
     Attributes:
-        config: as given.
+        config: options of each engine.
         schedule: sizes of all engines together.
         tokenizer: None with `skip_tokenizer_init`.
-        default_sampling_params: what the checkpoint recommends.
+        default_sampling_params: sampling parameters that the checkpoint recommends.
 
     Raises:
         ConfigError: engines cannot start; from `step` as well.
@@ -239,16 +240,16 @@ class Fleet:
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
         self._actors = actors
         self._seats = [_Seat(index) for index in range(actors.count)]
-        self._jobs: dict[str, _Job] = {}  # unfinished, by request id
+        self._jobs: dict[str, _Job] = {}  # unfinished jobs, by request id
         self._router = Router(actors.count)
-        self._queue: OrderedDict[str, _Job] = OrderedDict()  # in no actor, by request id
+        self._queue: OrderedDict[str, _Job] = OrderedDict()  # jobs not given to an actor, by request id
         self._num_given = 0
-        # In no actor either; each group is for one that has nothing else. Aborted ones are dropped in their turn.
+        # Not given to an actor either; each group needs an actor without other jobs. Aborted jobs are dropped when due.
         self._suspects: deque[list[_Job]] = deque()
         self._idle: dict[int, _Seat] = {}  # ready seats without jobs
         self._due: dict[int, _Seat] = {}  # seats that may need a call
-        self._may_even_out = False  # something has changed since evening out last found nothing to move
-        self._room = self._max_rows = 0  # sequences that an actor may have, and that a step of it takes
+        self._may_even_out = False  # False after `_even_out` found nothing to move, until something changes
+        self._room = self._max_rows = 0  # most sequences of an actor, and of one of its steps
         for seat in self._seats:
             actors.start(seat.index)
         while not isinstance(first := self._wait(), Started):
@@ -273,7 +274,7 @@ class Fleet:
         self._jobs[request_id] = self._queue[request_id] = job
 
     def abort(self, request_id: str) -> None:
-        """Forget a request."""
+        """Abort a request."""
         job = self._jobs.pop(request_id, None)
         if job is None:
             return
@@ -285,11 +286,11 @@ class Fleet:
             self._note(seat)
 
     def has_unfinished(self) -> bool:
-        """Whether any request has not ended."""
+        """Return whether any request has not ended."""
         return bool(self._jobs)
 
     def step(self) -> list[RequestOutput | RequestFailure]:
-        """Give out what waits, and return what ended in the actor that answers next."""
+        """Assign waiting requests to actors, and return the requests that ended in the actor that answers next."""
         self._give_suspects()
         self._give_queue()
         self._even_out()
@@ -303,7 +304,7 @@ class Fleet:
         return answer.ended if isinstance(answer, Served) else []
 
     def _note(self, seat: _Seat) -> None:
-        """Let the router and the next step know of a change in a seat."""
+        """Update the router and the set of due seats after a change of a seat."""
         if not seat.jobs:
             seat.has_suspects = False
         self._due[seat.index] = seat
@@ -345,7 +346,7 @@ class Fleet:
                 given.append(job.request_id)
         for request_id in given:
             del self._queue[request_id]
-        while self._queue and self._idle:  # nobody idles while a job waits for the prefix of another
+        while self._queue and self._idle:  # no actor may idle while a job waits for another's prefix
             self._give(next(iter(self._idle.values())), self._queue.popitem(last=False)[1])
 
     def _fits(self, job: _Job, route: Route) -> bool:
@@ -353,7 +354,7 @@ class Fleet:
         return not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
 
     def _even_out(self) -> None:
-        """Let idle actors take over what no step of a busy one can have reached: the newest, beyond its rows."""
+        """Move to idle actors the newest jobs of busy ones, which exceed the rows of a step and so have not started."""
         while self._may_even_out and self._idle and not self._queue:
             idle = next(iter(self._idle.values()))
             others = (seat for seat in self._seats if seat.ready and not seat.has_suspects)
@@ -368,7 +369,7 @@ class Fleet:
             self._may_even_out = bool(idle.jobs)
 
     def _wait(self) -> Started | Served | Died:
-        """The next answer, noted; `Served` with the ends that the caller is to know."""
+        """Wait for the next answer and record it; a `Served` is returned with the caller's requests that ended."""
         index, answer = self._actors.wait()
         seat = self._seats[index]
         if isinstance(answer, Started):
@@ -381,7 +382,7 @@ class Fleet:
         ended = []
         for output in answer.ended:
             job = seat.jobs.get(output.request_id)
-            if job is not None:  # else it was aborted, or has been given to another actor since
+            if job is not None:  # None if it was aborted, or moved to another actor since
                 seat.end(job)
                 del self._jobs[job.request_id]
                 ended.append(dataclasses.replace(output, request_id=job.request_id))
@@ -389,7 +390,7 @@ class Fleet:
         return Served(ended)
 
     def _bury(self, seat: _Seat, cause: str) -> list[RequestOutput | RequestFailure]:
-        """Start an actor again that died. Returns the request that has failed by that, if any."""
+        """Restart an actor that died, and return the request that failed because of it, if any."""
         logger.warning("engine %d of the fleet died: %s", seat.index, cause)
         jobs = list(seat.jobs.values())
         seat.num_failed_starts += not seat.ready

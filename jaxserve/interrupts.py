@@ -1,10 +1,10 @@
-"""Interrupts of the command line: each ends the process with one line and exit code 130, whenever it comes.
+"""Interrupts of the command line: each ends the process at any time, with one line and exit code 130.
 
-An exception would not do: callbacks of the garbage collector swallow it, imports turn it into two tracebacks, and while
-the interpreter ends the threads of XLA crash. So the process ends where the interrupt finds it, which is safe for
-whatever survives `kill -9`, as a batch does. Only within `unwinding` it is raised.
+An exception is not sufficient: callbacks of the garbage collector swallow it, imports turn it into two tracebacks, and
+XLA's threads crash while the interpreter shuts down. Therefore the process ends at once, which is safe for whatever
+survives `kill -9`, as a batch does. The interrupt is raised as an exception only within `unwinding`.
 
-Imports next to nothing: it is to be in place before anything slow begins.
+This module imports almost nothing, so that the handler is installed before any slow import.
 """
 
 import _thread
@@ -17,9 +17,9 @@ import time
 from types import FrameType, TracebackType
 
 EXIT_CODE = 130
-STUCK_S = 1.0  # until the process is ended by a thread where the main one does not come to handle the interrupt
-UNWINDING_S = 20.0  # the same, where the main thread puts things in order
-AGAIN_S = 1.0  # after which a second interrupt means: at once
+STUCK_S = 1.0  # time after which a thread ends the process if the main thread has not handled the interrupt
+UNWINDING_S = 20.0  # the same while the main thread unwinds
+AGAIN_S = 1.0  # time after which a second interrupt ends the process at once
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -34,14 +34,14 @@ class _Interrupts:
         self.num_scopes = 0
         self.is_raised = False
         self.is_told = False
-        self.num_repeats = 0  # bytes in the pipe that no user has sent
+        self.num_repeats = 0  # bytes in the pipe that do not come from the user
 
 
 _state = _Interrupts()
 
 
 def install() -> None:
-    """Handle interrupts from now on, unless they are ignored, as in what a shell runs in the background."""
+    """Install the handler, unless interrupts are ignored, as in background jobs of a shell."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return
     signal.signal(signal.SIGINT, _on_interrupt)
@@ -53,12 +53,12 @@ def install() -> None:
 
 
 def set_hint(hint: str) -> None:
-    """Add this to the line that an interrupt shows."""
+    """Set a hint to append to the line that an interrupt prints."""
     _state.hint = hint
 
 
-class unwinding:  # noqa: N801 - used as a function; contextlib takes longer to import than all of this
-    """Within it an interrupt is a KeyboardInterrupt, raised once, since something must be put in order."""
+class unwinding:  # noqa: N801 - used as a function; importing contextlib would take longer than the rest
+    """Context in which an interrupt is raised once as a KeyboardInterrupt, for work that needs cleaning up."""
 
     def __enter__(self) -> None:
         _state.num_scopes += 1
@@ -70,15 +70,15 @@ class unwinding:  # noqa: N801 - used as a function; contextlib takes longer to 
 
 
 def tell() -> None:
-    """Show the line of an interrupt."""
+    """Print the line of an interrupt."""
     _state.is_told = True
     print(_line(), file=sys.stderr, flush=True)
 
 
 def leave() -> "NoReturn":
-    """End the process after `tell`. Python's own way out would stop threads inside XLA, which then aborts."""
+    """End the process after `tell`. Python's own shutdown would stop threads inside XLA, which then aborts."""
     if _state.is_raised:
-        atexit._run_exitfuncs()  # other processes may wait for what these say
+        atexit._run_exitfuncs()  # notify other processes, which may be waiting
     os._exit(EXIT_CODE)
 
 
@@ -102,7 +102,7 @@ def _on_interrupt(_signal: int, _frame: FrameType | None) -> None:
 
 
 def _on_swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
-    """Raise an interrupt again that came in a destructor or a callback, from where it cannot be raised."""
+    """Send an interrupt again that was swallowed in a destructor or a callback."""
     if unraisable.exc_type is not KeyboardInterrupt or not _state.is_raised:
         sys.__unraisablehook__(unraisable)
         return
@@ -111,13 +111,13 @@ def _on_swallowed(unraisable: "sys.UnraisableHookArgs") -> None:
 
 
 def _repeat() -> None:
-    time.sleep(0.01)  # until that destructor has ended
+    time.sleep(0.01)  # give the destructor time to end
     _state.num_repeats += 1
     _thread.interrupt_main()
 
 
 def _watch(pipe: int) -> None:
-    """End the process where the main thread does not do so in time: it may be in a call that takes long."""
+    """End the process if the main thread does not do so in time, for example in a long call."""
     first_s = deadline_s = 0.0
     while True:
         if not select.select([pipe], [], [], max(0.0, deadline_s - time.monotonic()) if first_s else None)[0]:

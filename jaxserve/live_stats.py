@@ -1,4 +1,4 @@
-"""What there is to say of an engine while it works, or compiles."""
+"""Live status lines of an engine while it serves or compiles."""
 
 import dataclasses
 import threading
@@ -9,11 +9,11 @@ from jaxserve.metrics import EngineStats, PeakRates
 from jaxserve.stepped import MeasuredEngine
 
 _ERASE_TO_END = "\x1b[K"
-_PATIENCE_S = 2.0  # programs that are kept are mostly loaded in less
+_PATIENCE_S = 2.0  # cached executables usually load in less
 
 
 def wait_until_warm(engine: MeasuredEngine, stream: Any) -> None:
-    """Block until every program of an engine is there; where that takes long, say so in a line to `stream`."""
+    """Block until every program of an engine is ready; if that takes long, write a line to `stream`."""
     line = "jaxserve: loading or compiling all programs first, which can take minutes where none are kept\n"
 
     def tell() -> None:
@@ -30,13 +30,13 @@ def wait_until_warm(engine: MeasuredEngine, stream: Any) -> None:
 
 
 class LiveStats:
-    """Writes a line about once a second while it is entered: rewritten on a terminal, one below the other elsewhere.
+    """Context that writes a status line about once a second: in place on a terminal, else one per line.
 
-    It reads the engine's counters from a thread of its own, so steps neither wait for it nor know of it.
+    A separate thread reads the engine's counters, so that steps do not wait for it.
 
     Args:
-        engine: engine to watch. Entering waits until it is warm: peak rates measured beside compiles would be too low,
-            and kept.
+        engine: engine to watch. Entering waits until it is warm: peak rates measured during compilation would be too
+            low, and are cached.
         stream: text stream to write to.
         interval_s: seconds between lines.
     """
@@ -86,7 +86,7 @@ class LiveStats:
 def stats_line(
     stats: EngineStats, seconds: float, peak_rates: PeakRates, *, num_rows: int, num_waiting: int, pages_share: float
 ) -> str:
-    """What happened in the last `seconds`, of which alone `stats` is, and what there is now."""
+    """Return the status line: rates over the last `seconds`, which `stats` covers, and the current state."""
     parts = (
         f"{num_rows} rows",
         f"in {stats.num_prefill_tokens / seconds:.0f} tok/s",

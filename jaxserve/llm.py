@@ -1,4 +1,4 @@
-"""LLM: the offline interface. vLLM's calls: generate and chat over lists, stream for one prompt."""
+"""LLM: offline interface with vLLM's calls `generate` and `chat` over lists, and `stream` for one prompt."""
 
 import copy
 import dataclasses
@@ -31,24 +31,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-ProgressBar = Callable[..., Any]  # tqdm, or what makes one: functools.partial(tqdm, leave=False)
+ProgressBar = Callable[..., Any]  # tqdm, or a factory such as functools.partial(tqdm, leave=False)
 
 
 class LLM:
-    """A model ready to generate.
+    """Model that is ready to generate.
 
-    In a run over many processes (`jaxserve.distributed.initialize`) the first one gets it. In the others this works for
-    the first one until that ends, and then ends the process.
+    In a run over many processes (`jaxserve.distributed.initialize`) only the first one gets an LLM. In the others the
+    constructor serves the first process until that ends, and then ends its own process.
 
     Args:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
-        options: any further field of EngineConfig, and vLLM's options where they ask for what jaxserve does anyway (see
+        options: further fields of EngineConfig, and options of vLLM whose values ask for what jaxserve does anyway (see
             `vllm_options.VLLM_OPTIONS`).
 
     Raises:
-        ConfigError: the checkpoint or an option is not usable.
+        ConfigError: the checkpoint or an option is not supported.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class LLM:
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":
-        """Return the interface of an engine that nothing else steps."""
+        """Return an LLM over an engine that nothing else steps."""
         llm = cls.__new__(cls)
         llm._drive(engine)
         return llm
@@ -86,19 +86,19 @@ class LLM:
     def close(self) -> None:
         """Free the memory of weights and KV pool and stop compiling; unfinished calls of other threads fail.
 
-        The same happens when the last reference to an LLM goes. Whatever is asked of a closed one is a RuntimeError.
+        The same happens when the last reference to an LLM is dropped. Calls of a closed LLM raise RuntimeError.
         """
         with self._threads.paused() as engine:
             engine.close()
 
     def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the tokenizer as Hugging Face has it: `transformers`' own class, interface and defaults.
+        """Return the Hugging Face tokenizer, with `transformers`' own class, interface and defaults.
 
-        It is loaded when first asked for, from the directory of the one that the engine uses, and gives the same ids.
-        Changes to it do not affect the engine.
+        It is loaded on first use, from the directory of the engine's tokenizer, and gives the same ids. Changes to it
+        do not affect the engine.
 
         Raises:
-            ConfigError: there is none, because of `skip_tokenizer_init`.
+            ConfigError: there is no tokenizer, because of `skip_tokenizer_init`.
         """
         self._engine_tokenizer()
         return self._hf_tokenizer
@@ -113,13 +113,13 @@ class LLM:
         return self.engine.tokenizer
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; returns True, as vLLM does where that succeeds."""
+        """Drop all cached pages; return True, as vLLM does on success."""
         with self._threads.paused() as engine:
             engine.reset_prefix_cache()
         return True
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """SamplingParams with what the checkpoint's generation_config.json recommends."""
+        """Return SamplingParams with the defaults of the checkpoint's generation_config.json."""
         return self.engine.default_sampling_params.clone()
 
     def generate(
@@ -129,17 +129,17 @@ class LLM:
         use_tqdm: bool | ProgressBar = True,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
-        """Complete all prompts; outputs in the order of the prompts.
+        """Complete all prompts and return their outputs in the same order.
 
         Args:
             prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
-            use_tqdm: show a progress bar with tokens per second; a callable with the arguments of `tqdm` makes it.
-            vllm_arguments: further arguments of vLLM's, where they ask for what jaxserve does anyway, as
-                lora_request=None does.
+            use_tqdm: True to show a progress bar with tokens per second, or a callable with the arguments of `tqdm`.
+            vllm_arguments: further arguments of vLLM whose values ask for what jaxserve does anyway, such as
+                lora_request=None.
 
         Raises:
-            RequestError: a prompt or its parameters cannot be served; names it, and none has been started.
+            RequestError: a prompt or its parameters cannot be served; the message names it, and no prompt is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         many = _as_list(prompts)
@@ -149,7 +149,7 @@ class LLM:
         try:
             self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
             self._wait(ended, len(groups), use_tqdm)
-        finally:  # an interrupted call must not leave requests behind
+        finally:  # an interrupted call must not leave requests in the engine
             self._cancel(groups)
         return [group.output for group in groups]
 
@@ -178,10 +178,10 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding increments: each output's text and ids hold only what is new.
 
-        The request is queued when the first increment is asked for; closing the iterator early aborts it.
+        The request is queued when the first increment is requested; closing the iterator early aborts it.
 
         Raises:
-            RequestError: with the first increment, where the prompt or its parameters cannot be served.
+            RequestError: the prompt or its parameters cannot be served; raised with the first increment.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         (group,) = self._prepare([prompt], _per_prompt(params, 1))
@@ -192,7 +192,7 @@ class LLM:
             finished = False
             while not finished:
                 news.get()
-                with self.engine.frontend.lock:  # the next tokens may be coming
+                with self.engine.frontend.lock:  # excludes concurrent updates of the outputs
                     _check_served(group)
                     if output.metrics.num_restarts:
                         raise RequestError("the request was restarted with other weights: what was streamed is void")
@@ -205,59 +205,59 @@ class LLM:
 
     @property
     def params(self) -> Params:
-        """The weights in use, in the form that programs take them: the one that `update_weights` need not copy."""
+        """Weights in use, in the form that programs take, which `update_weights` need not copy."""
         return self.engine.params
 
     def update_weights(self, weights: Weights, *, running: str = "finish") -> None:
-        """Serve with other weights of the same model from now on. Compiles nothing; the prefix cache is emptied.
+        """Replace the weights by others of the same model. Compiles nothing; the prefix cache is emptied.
 
         Args:
-            weights: one of three. A tree of the form of `params`: its arrays are used as they are, where they have the
-                same shardings, and must not be donated to anything afterwards. Arrays by the names that they have in a
-                checkpoint, or the tree that `weights.load` returns: they are converted as a checkpoint is, while the
-                old weights are still there, and stay the caller's. Or a directory; the old weights are let go before
-                it is read, so that both never need room.
-            running: what becomes of unfinished requests. "finish" completes them with the old weights first; "restart"
-                begins them again from their prompts with the new ones, and a `stream` of one ends with an error.
+            weights: one of three forms. A tree of the form of `params`: arrays with the same shardings are used without
+                a copy, and must not be donated afterwards. Arrays by their names in a checkpoint, or the tree that
+                `weights.load` returns: they are converted as a checkpoint is, while the old weights still take memory,
+                and stay the caller's. Or a directory: the old weights are freed before it is read, so that both are
+                never in memory at once.
+            running: treatment of unfinished requests. "finish" completes them with the old weights first; "restart"
+                restarts them from their prompts with the new weights, and their `stream`s end with an error.
 
         Raises:
-            ConfigError: they are not of this model, and nothing has changed; or, in a run over many processes, it is
-                not a directory.
+            ConfigError: the weights are not of this model, and nothing has changed; or, in a run over many processes,
+                `weights` is not a directory.
         """
         with self._threads.paused() as engine:
             engine.update_weights(weights, running=running)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of weights and KV pool, until `wake_up`, for others such as a trainer on the same devices.
+        """Free the memory of weights and KV pool until `wake_up`, for example for a trainer on the same devices.
 
-        Compiles nothing anew; the prefix cache is emptied.
+        Nothing is recompiled afterwards; the prefix cache is emptied.
 
         Args:
-            level: 1 keeps the weights in the host's memory; 2 forgets them, and `update_weights` must follow `wake_up`.
+            level: 1 keeps the weights in host memory; 2 drops them, and `update_weights` must follow `wake_up`.
 
         Raises:
             RequestError: there are unfinished requests.
-            ConfigError: there are several processes, or no such level.
+            ConfigError: the run has several processes, or there is no such level.
         """
         with self._threads.paused() as engine:
             engine.sleep(level)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Serve again after `sleep`.
+        """Resume serving after `sleep`.
 
         Args:
-            tags: only this part: "weights", to give others before the pool takes its room, or "kv_cache". None is both.
+            tags: parts to restore: "weights", to update them before the pool takes memory, or "kv_cache". None is both.
         """
         with self._threads.paused() as engine:
             engine.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether anything sleeps, so that requests are refused."""
+        """True if weights or KV pool are asleep, so that requests are refused."""
         return self.engine.is_sleeping
 
     def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestGroup]:
-        """Read requests; RequestError names the prompt that cannot be served, and then none is queued."""
+        """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
         self.engine.check_serves()
         groups = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
@@ -279,7 +279,7 @@ class LLM:
             seen: set[str] = set()
             while len(seen) < count:
                 group = ended.get()
-                if group.request_id in seen:  # an interrupt elsewhere has let it be told twice
+                if group.request_id in seen:  # an interrupt can lead to a second notification
                     continue
                 seen.add(group.request_id)
                 _check_served(group)
@@ -292,7 +292,7 @@ class LLM:
 
 
 def _check_served(group: RequestGroup) -> None:
-    """Raise what has ended a request before its time."""
+    """Raise the error that ended a request early, if any."""
     if isinstance(group.error, PeerLostError):
         raise group.error
     if group.error is not None:
@@ -300,7 +300,7 @@ def _check_served(group: RequestGroup) -> None:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt, which may itself be a list of ids, or many as a list."""
+    """Return the prompts as a list; a single prompt may itself be a list of ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
@@ -311,7 +311,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
-    """Return one conversation or many as a list of them."""
+    """Return the conversations as a list; the argument may be a single one."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         raise RequestError(f"messages must be a list of dicts, or a list of such lists, got {brief(messages)}")
     if _are_conversations(messages):
@@ -343,7 +343,7 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
 
 @dataclass(slots=True)
 class _Sent:
-    """How much of a completion a stream has given."""
+    """Progress of a stream in one completion."""
 
     num_chars: int = 0
     num_tokens: int = 0
@@ -354,7 +354,7 @@ def _has_news(output: RequestOutput, sent: list[_Sent]) -> bool:
 
 
 def _increment(output: RequestOutput, sent: list[_Sent]) -> RequestOutput:
-    """What `output` has beyond `sent`, which is brought up to date."""
+    """Return the part of `output` that is not in `sent`, and update `sent`."""
     new = []
     for now, before in zip(output.outputs, sent, strict=True):
         text = now.text_since(before.num_chars)

@@ -1,4 +1,4 @@
-"""Log probabilities of a completion or a prompt, kept as they come from the device until someone reads them."""
+"""Log probabilities of a completion or a prompt, kept in the device's format until they are read."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -13,21 +13,21 @@ Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 
 
 class LogprobList(Sequence[Entry], Generic[Entry]):
-    """A stand-in for vLLM's list of `dict[int, Logprob]`: one dict per token, with the token itself first.
+    """Lazy form of vLLM's list of `dict[int, Logprob]`: one dict per token, with the token itself first.
 
-    An entry is kept as bytes and becomes a dict each time it is read, which is when its tokens are decoded. A token
-    with 20 others would otherwise be 20 objects more, made and decoded on the thread that feeds the device, though most
-    readers look at one of them. One thread may append while others read. Pickled and copied, it is a plain list.
+    An entry is kept as bytes; each read builds its dict and decodes its tokens. Otherwise a token with 20 alternatives
+    would cost 20 more objects, built and decoded on the thread that feeds the device, although most readers use only
+    one of them. One thread may append while others read. Pickling and copying give a plain list.
 
     Args:
-        token_text: token id -> text of the token by itself, or None.
-        entries: first entries, ready as they are: None for the first token of a prompt, which nothing predicts.
+        token_text: function from a token id to the text of the token by itself, or None.
+        entries: initial entries, such as None for the first token of a prompt, which is not predicted.
     """
 
     def __init__(self, token_text: Callable[[int], str | None], entries: Iterable[Entry] = ()) -> None:
         self._token_text = token_text
         self._ready: tuple[Entry, ...] = tuple(entries)
-        self._rows: list[tuple[int, float, int, bytes, bytes]] = []  # tuples of these types cost no garbage collection
+        self._rows: list[tuple[int, float, int, bytes, bytes]] = []  # tuples that the garbage collector need not track
 
     def append(self, token_id: int, logprob: float, rank: int, top_ids: bytes, top_logprobs: bytes) -> None:
         """Add the entry of the next token.
@@ -70,7 +70,7 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
         own = Logprob(logprob, rank, self._token_text(token_id))
         entry = {token_id: own}
         entry.update(zip(ids, map(Logprob, values, itertools.count(1), map(self._token_text, ids)), strict=True))
-        entry[token_id] = own  # among the most likely too: there with its place for a rank
+        entry[token_id] = own  # replaces its own entry among the most likely, whose rank is its position
         return entry
 
     def __eq__(self, other: object) -> bool:
@@ -86,11 +86,11 @@ class LogprobList(Sequence[Entry], Generic[Entry]):
 
 
 def largest(values: NDArray[np.float32], count: int) -> NDArray[np.int32]:
-    """Return the places of the `count` largest values, best first, and the first of equal ones."""
+    """Return the indices of the `count` largest values, largest first; of equal values, the first ones."""
     places = np.arange(len(values))
     if count == 0:
         places = places[:0]
-    elif count < len(values):  # in a tenth of the time of sorting all
+    elif count < len(values):  # takes a tenth of the time of a full sort
         least = np.partition(values, -count)[-count]
         better, equal = np.flatnonzero(values > least), np.flatnonzero(values == least)
         places = np.concatenate([better, equal[: count - len(better)]])

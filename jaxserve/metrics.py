@@ -1,7 +1,7 @@
-"""What a step cost and what the engine has done so far. Units in the names.
+"""Statistics of a step and totals of an engine. Names end in their units.
 
-A step's wall time runs from the moment its planning began, or the step before it ended if that was later, to the moment
-its result was there. Steps share no wall time, and time without a step belongs to none.
+A step's wall time runs from the start of its planning, or from the end of the previous step if that was later, until
+its result is available. Wall times of steps do not overlap, and idle time belongs to no step.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class PeakRates:
-    """The most that a device does: rates of a large matrix product and of reading an array larger than its caches."""
+    """Peak rates of a device: those of a large matrix product and of reading an array larger than its caches."""
 
     flops_per_s: float
     bytes_per_s: float
@@ -23,8 +23,8 @@ class TimeSplit:
     Attributes:
         compute_ms: time of the floating-point operations at the peak rate.
         memory_ms: time to read weights, and to read and write keys and values, at the peak rate.
-        stall_ms: the rest of the wall time: host work, launches, operations below their peak rate. Never negative: a
-            device may compute while it reads, so that the other two can exceed the wall time together; it is 0 then.
+        stall_ms: rest of the wall time: host work, launches, operations below their peak rate. Never negative: if the
+            sum of the other two exceeds the wall time, because a device computes while it reads, this is 0.
     """
 
     compute_ms: float
@@ -33,22 +33,22 @@ class TimeSplit:
 
     @property
     def total_ms(self) -> float:
-        """The wall time, or `compute_ms + memory_ms` where these exceed it."""
+        """Wall time, or `compute_ms + memory_ms` if that is longer."""
         return self.compute_ms + self.memory_ms + self.stall_ms
 
     @property
     def efficiency(self) -> float:
-        """E = compute / (compute + memory + stall), in [0, 1]; 0 of no time at all."""
+        """E = compute / (compute + memory + stall), in [0, 1]; 0 if no time has passed."""
         return self.compute_ms / self.total_ms if self.total_ms else 0.0
 
     @property
     def roofline_share(self) -> float:
-        """(compute + memory) / (compute + memory + stall): the part of the time that the device's limits explain."""
+        """(compute + memory) / (compute + memory + stall): share of the time that the device's peak rates explain."""
         return 1 - self.stall_ms / self.total_ms if self.total_ms else 0.0
 
 
 def split_time(wall_ms: float, flops: int, num_bytes: int, peak_rates: PeakRates) -> TimeSplit:
-    """The wall time of work of `flops` and `num_bytes`."""
+    """Split the wall time of work of `flops` and `num_bytes`."""
     compute_ms = flops / peak_rates.flops_per_s * 1e3
     memory_ms = num_bytes / peak_rates.bytes_per_s * 1e3
     return TimeSplit(compute_ms, memory_ms, max(0.0, wall_ms - compute_ms - memory_ms))
@@ -56,29 +56,29 @@ def split_time(wall_ms: float, flops: int, num_bytes: int, peak_rates: PeakRates
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """One dispatch's account, of one step or of several together; bytes and FLOPs are those of each device."""
+    """Statistics of one dispatch, of one or several steps; bytes and FLOPs are per device."""
 
     step_id: int
-    num_steps: int  # that ran
+    num_steps: int  # steps that ran
     num_rows: int
     num_tokens: int  # computed for requests
-    num_padding_tokens: int  # computed in vain to fill the bucket
+    num_padding_tokens: int  # padding up to the bucket size
     num_prefill_tokens: int
     num_decode_tokens: int
     num_cached_tokens: int  # prompt tokens that admissions of this step found in the prefix cache
     num_preemptions: int
     num_pages_used: int
-    num_slack_tokens: int  # positions in used pages that hold nothing yet
+    num_slack_tokens: int  # unused positions in allocated pages
     num_waiting: int
     host_ms: float  # schedule, pack and dispatch
-    device_ms: float  # dispatch (or end of the step before) to result
-    wall_ms: float  # see above; at most host_ms + device_ms
+    device_ms: float  # time from dispatch, or the end of the previous step, to result
+    wall_ms: float  # see the module's docstring; at most host_ms + device_ms
     weight_bytes: int  # read by the step
     kv_bytes: int  # read and written by the step
-    flops: int  # of matrix products and attention, padding included
+    flops: int  # operations of matrix products and attention, padding included
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
-        """Where the step's wall time went."""
+        """Return the split of the step's wall time."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
 
@@ -87,7 +87,7 @@ class EngineStats:
     """Totals since start."""
 
     num_steps: int = 0
-    num_dispatches: int = 0  # fewer than steps where several went in one
+    num_dispatches: int = 0  # fewer than steps if a dispatch has several
     num_tokens: int = 0
     num_padding_tokens: int = 0
     num_prefill_tokens: int = 0
@@ -95,9 +95,9 @@ class EngineStats:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     num_sampled_tokens: int = 0
-    num_output_tokens: int = 0  # given to users
+    num_output_tokens: int = 0  # tokens returned to users
     num_finished: int = 0
-    num_compiles: int = 0  # after warm-up; 0 unless something is wrong
+    num_compiles: int = 0  # compilations after warm-up, normally 0
     used_page_steps: int = 0  # sum over steps of pages used
     slack_token_steps: int = 0  # sum over steps of allocated positions that held nothing
     host_ms: float = 0.0
@@ -108,7 +108,7 @@ class EngineStats:
     flops: int = 0
 
     def add(self, step: StepStats) -> None:
-        """Account for one step."""
+        """Add the statistics of one dispatch."""
         self.num_dispatches += 1
         self.used_page_steps += step.num_pages_used * step.num_steps
         self.slack_token_steps += step.num_slack_tokens * step.num_steps
@@ -116,26 +116,26 @@ class EngineStats:
             setattr(self, name, getattr(self, name) + getattr(step, name))
 
     def since(self, earlier: "EngineStats") -> "EngineStats":
-        """What has been added since `earlier`, a copy of these totals (`dataclasses.replace(stats)`)."""
+        """Return the difference to `earlier`, a copy of these totals made by `dataclasses.replace(stats)`."""
         names = [field.name for field in dataclasses.fields(self)]
         return EngineStats(**{name: getattr(self, name) - getattr(earlier, name) for name in names})
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
-        """Where the wall time of all steps went."""
+        """Return the split of the wall time of all steps."""
         return split_time(self.wall_ms, self.flops, self.weight_bytes + self.kv_bytes, peak_rates)
 
     @property
     def num_wasted_tokens(self) -> int:
-        """Tokens that were sampled and not given to users: behind a stop that was seen late, or of aborted requests."""
+        """Number of tokens that were sampled but not returned: after a stop detected late, or of aborted requests."""
         return self.num_sampled_tokens - self.num_output_tokens
 
     @property
     def padding_share(self) -> float:
-        """Share of computed tokens that were padding."""
+        """Share of padding in computed tokens."""
         return self.num_padding_tokens / max(1, self.num_tokens + self.num_padding_tokens)
 
     def page_slack_share(self, page_size: int) -> float:
-        """Share of allocated positions that held nothing, averaged over steps."""
+        """Return the share of unused positions in allocated pages, averaged over steps."""
         return self.slack_token_steps / max(1, self.used_page_steps * page_size)
 
 

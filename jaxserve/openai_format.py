@@ -1,8 +1,8 @@
-"""OpenAI's request and response bodies, for /v1/completions and /v1/chat/completions, in the engine's terms.
+"""Conversion of OpenAI's request and response bodies, for /v1/completions and /v1/chat/completions.
 
-A body may bring what OpenAI's API knows and this engine does, and vLLM's further sampling parameters. The caller's own
-labels, such as `user`, are ignored, and features that this engine lacks may be switched off. Any other field is an
-error, never ignored. A null means "not given"; what is then sampled with is what the checkpoint recommends.
+A body may have the fields of OpenAI's API that this engine supports, and vLLM's further sampling parameters. Labels of
+the caller, such as `user`, are ignored, and fields of unsupported features may have the value that switches them off.
+Any other field is an error. A null means "not given": then the checkpoint's recommended sampling parameters apply.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 Json = dict[str, Any]
 Prompt = str | TokenIds
 
-_SAMPLING_FIELDS = {  # those that SamplingParams knows by the same name and meaning
+_SAMPLING_FIELDS = {  # fields with the same name and meaning in SamplingParams
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
@@ -36,7 +36,7 @@ _TYPES = {
     "bad_words": list,
 }
 _NEUTRAL_SHARED = {"stream": ["false"], "store": ["false"], "service_tier": ['"auto"', '"default"']}
-_NEUTRAL = {  # as JSON, the values of unsupported features that ask for nothing
+_NEUTRAL = {  # values, as JSON, that switch off unsupported features
     COMPLETIONS: _NEUTRAL_SHARED | {"echo": ["false"], "suffix": ['""'], "best_of": ["1", "n"]},
     CHAT: _NEUTRAL_SHARED
     | {"response_format": ['{"type": "text"}'], "tools": ["[]"], "parallel_tool_calls": ["true", "false"]},
@@ -48,12 +48,12 @@ _FIELDS = {
     | _NEUTRAL[CHAT].keys()
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
 }
-_RESERVED = {"messages", "chat_template", "tokenize"}  # of chat_template_kwargs
+_RESERVED = {"messages", "chat_template", "tokenize"}  # names not allowed in chat_template_kwargs
 
 
 @dataclass(eq=False)
 class BadRequestError(RequestError):
-    """A body that cannot be served, with the fields of OpenAI's error object."""
+    """Error of a body that cannot be served, with the fields of OpenAI's error object."""
 
     message: str
     param: str | None = None
@@ -66,11 +66,11 @@ class BadRequestError(RequestError):
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A valid body.
+    """Request from a valid body.
 
     Attributes:
-        prompts: text or token ids; a chat has one, rendered and encoded.
-        top_logprobs: alternatives per token that a chat asked for, -1 for all; None without log probabilities.
+        prompts: prompts as text or token ids; a chat has one, rendered and encoded.
+        top_logprobs: requested alternatives per token of a chat, -1 for all; None without log probabilities.
     """
 
     url: str
@@ -89,18 +89,18 @@ def parse_body(
     tokenizer: Tokenizer | None,
     defaults: SamplingParams,
 ) -> ParsedRequest:
-    """Check a request body and put it in the engine's terms.
+    """Check a request body and convert it to prompts and sampling parameters.
 
     Args:
-        url: COMPLETIONS or CHAT.
-        body: as parsed from JSON.
-        own_name: the model's name where a request gives none.
-        model_names: what `model` may be; empty lets a request call the one model there is as it likes.
-        tokenizer: renders and encodes chats.
-        defaults: what the checkpoint recommends; for sampling fields that are not given, but for the length.
+        url: endpoint, COMPLETIONS or CHAT.
+        body: request body, parsed from JSON.
+        own_name: name of the model if a request gives none.
+        model_names: accepted values of `model`; if empty, any name is accepted.
+        tokenizer: tokenizer that renders and encodes chats.
+        defaults: recommended parameters of the checkpoint, for all fields not given except the length.
 
     Raises:
-        RequestError: what is wrong with it; a `BadRequestError` where the field is known.
+        RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
     """
     if not isinstance(body, dict):
         raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
@@ -122,7 +122,7 @@ def parse_body(
 
 
 def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
-    """BadRequestError that names every field of `given` that is not `known`."""
+    """Raise BadRequestError that names every field of `given` that is not `known`."""
     if unknown := sorted(given.keys() - known):
         message = f"unsupported fields {unknown} in the {where}; supported are {sorted(known)}"
         raise BadRequestError(message, unknown[0], "unsupported_parameter")
@@ -156,7 +156,7 @@ def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
     return dataclasses.replace(
         defaults,
         **_sampling_fields(given),
-        max_tokens=limits[0] if limits else None,  # up to the model's length, as OpenAI has it for chats
+        max_tokens=limits[0] if limits else None,  # up to the model's length, OpenAI's default for chats
         logprobs=given.get("top_logprobs", 0) if wanted else None,
     )
 
@@ -204,7 +204,7 @@ def _check_type(given: Json, name: str, wanted: type | UnionType) -> None:
 
 
 def error_body(error: RequestError) -> Json:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     known = error if isinstance(error, BadRequestError) else BadRequestError(str(error))
     kind = "invalid_request_error" if known.status_code < 500 else "server_error"
     return {"error": {"message": known.message, "type": kind, "param": known.param, "code": known.code}}
@@ -218,7 +218,7 @@ def response_body(
     response_id: str,
     created_s: int,
 ) -> Json:
-    """The completion or chat completion; `outputs` are in the order of `request.prompts`."""
+    """Return the completion or chat completion; `outputs` are in the order of `request.prompts`."""
     chat = request.url == CHAT
     completions = [(output, completion) for output in outputs for completion in output.outputs]
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
@@ -272,7 +272,7 @@ def _completion_choice(completion: CompletionOutput, token_text: _TokenText) -> 
 
 
 def _by_text(table: Mapping[int, Logprob], token_text: _TokenText) -> dict[str, float]:
-    """Text -> log probability; of tokens with one text, such as parts of a character, the likelier."""
+    """Return log probabilities by text; of tokens with equal text, such as parts of a character, the likeliest."""
     best: dict[str, float] = {}
     for token_id, entry in _ranked(table):
         best.setdefault(token_text(token_id, entry), entry.logprob)
@@ -303,7 +303,7 @@ def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
 
 
 def _prompt_logprobs(output: RequestOutput, token_text: _TokenText) -> Json:
-    """vLLM's addition: token id -> log probability, rank and text, by position; the first position has none."""
+    """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first position."""
     if output.prompt_logprobs is None:
         return {}
 

@@ -1,11 +1,12 @@
-"""The processes of one run: one leads, the others follow what it tells them, and none outlives another.
+"""Connections between the processes of one run: followers execute the leader's messages, and all end together.
 
-The leader tells every follower the same things in the same order, over a connection of its own to each. All send signs
-of life. Whoever's connection ends, or who is silent for `SILENCE_S`, is lost, and with it what its devices hold: nobody
-can go on. The leader has `GRACE_S` to raise `PeerLostError` where it is called; then it ends, and so do the others,
-which have nobody to raise anything to. All with exit code `EXIT_CODE`, and naming the one that was lost.
+The leader sends every follower the same messages in the same order, over one connection to each. All processes send
+heartbeats. A process whose connection ends, or that is silent for `SILENCE_S`, is lost together with the contents of
+its devices, so that the run cannot continue. The leader has `GRACE_S` to raise `PeerLostError` from a call; then it
+ends, and so do the followers, which have no caller. All end with exit code `EXIT_CODE` and name the lost process.
 
-A follower that ends in good order, for what it cannot load, say, is no loss if the leader does so too within `GRACE_S`.
+A follower that ends in order, for example because it cannot load the model, is not reported as lost if the leader also
+ends within `GRACE_S`.
 """
 
 import atexit
@@ -26,11 +27,11 @@ from typing import Any, NoReturn
 
 from jaxserve.errors import ConfigError, PeerLostError
 
-BEAT_S = 1.0  # between signs of life
+BEAT_S = 1.0  # interval of heartbeats
 SILENCE_S = 20.0
 GRACE_S = 5.0
 CONNECT_S = 300.0
-LOSS_SHOWS_S = 2.0  # from a collective that fails to a connection that ends
+LOSS_SHOWS_S = 2.0  # time from the failure of a collective to the end of a connection
 EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: the same command may succeed next time
 
 _BEAT = b""
@@ -39,25 +40,25 @@ Address = tuple[str, int]
 
 @dataclass(frozen=True)
 class _Closed:
-    """The leader has nothing more to tell."""
+    """Last message of the leader."""
 
 
 @dataclass(frozen=True)
 class _Left:
-    """A follower ends in good order, although the leader has not closed."""
+    """Message of a follower that ends in order although the leader has not closed."""
 
 
 @dataclass(frozen=True)
 class _Lost:
-    """A process was lost, or has failed."""
+    """Notice that a process was lost or has failed."""
 
     message: str
 
 
 class _Link:
-    """A connection to one other process. Sending is safe from several threads; one thread listens.
+    """Connection to one other process. Several threads may send; one thread listens.
 
-    Neither waits for more than `SILENCE_S` within a message: whoever takes or sends nothing for so long is gone.
+    Neither direction waits more than `SILENCE_S` within a message: a process that is silent for longer is lost.
     """
 
     def __init__(self, connection: "Connection[Any, Any]", name: str) -> None:
@@ -66,25 +67,25 @@ class _Link:
         self._sending = threading.Lock()
 
     def send(self, message: bytes) -> None:
-        """OSError if the other is gone, or takes nothing."""
+        """Send a message; OSError if the other process is gone or does not receive."""
         with self._sending:
             self._connection.send_bytes(message)
 
     def beat(self) -> None:
-        """Give signs of life until the other is gone, of which whoever listens to it knows more."""
+        """Send heartbeats until the other process is gone; the listening thread reports the loss."""
         with contextlib.suppress(OSError):
             while True:
                 self.send(_BEAT)
                 time.sleep(BEAT_S)
 
     def listen(self) -> Iterator[Any]:
-        """What the other sends; ends when it goes away, falls silent or cannot be read, with the reason as a _Lost."""
+        """Yield the other process's messages; if it ends, is silent or cannot be read, yield the reason as a _Lost."""
         try:
             while self._connection.poll(SILENCE_S):
                 if (message := self._connection.recv_bytes()) != _BEAT:
                     yield pickle.loads(message)
             reason = f"it was silent for {SILENCE_S:.0f} s"
-        except Exception as error:  # of whatever kind: a message of another version, say
+        except Exception as error:  # any error, for example in a message of another version
             reason = f"its connection ended{f' ({error})' if str(error) else ''}"
         yield _Lost(f"lost {self.name}: {reason}")
 
@@ -105,7 +106,7 @@ def _in_background(function: Any, *args: Any) -> threading.Thread:
 
 
 def _exit(message: str | None = None) -> NoReturn:
-    """End now, whatever waits for the devices and however jax would like to take leave of its peers."""
+    """End at once, without waiting for devices or for jax's own shutdown of the run."""
     with contextlib.suppress(Exception):
         if message is not None:
             print(f"jaxserve: error: {message}", file=sys.stderr)
@@ -115,15 +116,15 @@ def _exit(message: str | None = None) -> NoReturn:
 
 
 class Leader:
-    """The process that is called. Waits until all others have connected.
+    """Leading process, whose script makes the calls. The constructor waits until all others have connected.
 
     Args:
-        listener: to which they connect, made by `listen`.
-        key: that they have.
-        num_followers: how many there are.
+        listener: socket to which followers connect, made by `listen`.
+        key: shared secret of the run.
+        num_followers: number of followers.
 
     Raises:
-        ConfigError: they did not come within `CONNECT_S`.
+        ConfigError: not all followers connected within `CONNECT_S`.
     """
 
     def __init__(self, listener: socket.socket, key: bytes, num_followers: int) -> None:
@@ -132,7 +133,7 @@ class Leader:
         self._telling: list[threading.Thread] = []
         self._closing = False
         self._is_claimed = False
-        self._told = threading.Event()  # that somebody is lost
+        self._told = threading.Event()  # set when a process is lost
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._links: list[_Link] = []
         joined: queue.SimpleQueue[_Link] = queue.SimpleQueue()
@@ -154,29 +155,29 @@ class Leader:
         atexit.register(self.close)
 
     def _accept(self, listener: socket.socket, key: bytes, joined: "queue.SimpleQueue[_Link]") -> None:
-        with contextlib.suppress(OSError):  # it is closed when all have come
+        with contextlib.suppress(OSError):  # the listener is closed when all have connected
             while True:
                 _in_background(self._welcome, _connection(listener.accept()[0]), key, joined)
 
     def _welcome(self, connection: "Connection[Any, Any]", key: bytes, joined: "queue.SimpleQueue[_Link]") -> None:
-        with contextlib.suppress(OSError, EOFError, AuthenticationError):  # a stranger
+        with contextlib.suppress(OSError, EOFError, AuthenticationError):  # not a process of this run
             deliver_challenge(connection, key)
             answer_challenge(connection, key)
             joined.put(_Link(connection, connection.recv()))
 
     def claim(self) -> None:
-        """Take the followers for an engine; ConfigError if another one has them."""
+        """Reserve the followers for an engine; ConfigError if another engine has them."""
         if self._is_claimed:
             raise ConfigError("a run over many processes has one LLM; start another run for another one")
         self._is_claimed = True
 
     def tell(self, event: object) -> None:
-        """Send something to all followers, in the order of calls."""
+        """Send an event to all followers, in the order of calls."""
         self.check()
         self._send(pickle.dumps(event))
 
     def exchange(self, value: Any) -> list[Any]:
-        """What all processes bring, the leader first; every one of them calls it at the same point."""
+        """Return the values of all processes, the leader first; every process must call this at the same point."""
         values = [value, *(self._answers.get() for _ in self._links)]
         self.tell(values)
         return values
@@ -187,13 +188,13 @@ class Leader:
             raise self._lost
 
     def fail(self, reason: str) -> None:
-        """Give up, as this process has not done what it told the others; PeerLostError if one is lost, which is why."""
+        """Give up after a failure in this process; PeerLostError if a lost process is the cause."""
         self._told.wait(LOSS_SHOWS_S)
         self.check()
         self._lose(f"process 0 failed: {reason}")
 
     def close(self) -> None:
-        """Let the followers end; does nothing the second time."""
+        """Let the followers end; has no effect the second time."""
         if not self._closing and self._lost is None:
             self._closing = True
             self._send(pickle.dumps(_Closed()))
@@ -225,7 +226,7 @@ class Leader:
                 return
             self._telling = [_in_background(self._tell_of_loss, link, message) for link in self._links]
             _in_background(self._exit_after_grace, message)
-            atexit.register(self._exit_when_told)  # runs before jax waits for those that are left
+            atexit.register(self._exit_when_told)  # runs before jax waits for the remaining processes
             self._lost = PeerLostError(message)
         self._told.set()
 
@@ -234,7 +235,7 @@ class Leader:
             link.send(pickle.dumps(_Lost(message)))
 
     def _exit_when_told(self) -> NoReturn:
-        """Else the others would take the end of this process for the loss."""
+        """Exit after all followers are notified; else they would take the end of this process for the loss."""
         for thread in self._telling:
             thread.join()
         _exit()
@@ -245,13 +246,13 @@ class Leader:
 
 
 class Follower:
-    """A process that does what the leader tells it.
+    """Following process, which executes the leader's messages.
 
     Args:
-        address: of the leader's listener.
-        key: that it shares with those it knows.
-        process_id: of this one.
-        host: where it runs, for messages.
+        address: address of the leader's listener.
+        key: shared secret of the run.
+        process_id: index of this process.
+        host: name of its host, for messages.
     """
 
     def __init__(self, address: Address, key: bytes, process_id: int, host: str) -> None:
@@ -268,18 +269,18 @@ class Follower:
         atexit.register(self._leave)
 
     def claim(self) -> None:
-        """Nothing: the leader has one engine, and so has this."""
+        """Do nothing: the leader has one engine, and so has this process."""
 
     def tell(self, event: object) -> None:
-        """Nothing: the leader knows."""
+        """Do nothing: only the leader sends events."""
 
     def events(self) -> Iterator[Any]:
-        """What the leader tells, until it closes."""
+        """Yield the leader's events until it closes."""
         while not isinstance(event := self._events.get(), _Closed):
             yield event
 
     def exchange(self, value: Any) -> list[Any]:
-        """What all processes bring, the leader first; every one of them calls it at the same point."""
+        """Return the values of all processes, the leader first; every process must call this at the same point."""
         self._link.send(pickle.dumps(value))
         values = self._events.get()
         if isinstance(values, _Closed):  # the leader could not start
@@ -287,7 +288,7 @@ class Follower:
         return list(values)
 
     def fail(self, reason: str) -> NoReturn:
-        """Give up: tell the leader why, and end; or for the loss of another one, if that is why."""
+        """Give up: send the leader the reason and end; if another process was lost, report that as the reason."""
         time.sleep(LOSS_SHOWS_S)
         message = f"{self._name} failed: {reason}"
         with contextlib.suppress(OSError):
@@ -305,15 +306,15 @@ class Follower:
             self._events.put(message)
 
     def _leave(self) -> None:
-        """At the end: jax would wait for the others, and end badly if they do not come."""
+        """Leave the run at exit; jax itself would wait for the other processes and crash if they do not come."""
         if not self._is_closed.is_set():
             with contextlib.suppress(OSError):
                 self._link.send(pickle.dumps(_Left()))
-            self._is_closed.wait()  # or the listener ends this process
+            self._is_closed.wait()  # unless the listening thread ends this process
 
 
 def listen() -> socket.socket:
-    """Where followers connect: a free port of this host, over IPv4 and, where there is it, IPv6."""
+    """Open the listener for followers on a free port of this host, over IPv4 and, if available, IPv6."""
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=128, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=128)

@@ -1,4 +1,4 @@
-"""`jaxserve bench`: read what to measure, measure it, show and keep the figures."""
+"""Command `jaxserve bench`: read the flags, run the benchmark, print and save the figures."""
 
 import argparse
 import contextlib
@@ -24,7 +24,7 @@ from jaxserve.whole_file import check_writable, write_whole
 
 @dataclass(frozen=True)
 class BenchJob:
-    """What to measure, checked. `rates` holds None for the workload's own arrivals."""
+    """Benchmark to run, with checked values. `rates` holds None for the workload's own arrivals."""
 
     kind: str
     workload: Workload
@@ -39,7 +39,7 @@ class BenchJob:
     live: bool = False
 
     def arrivals(self, rate: float | None) -> list[float]:
-        """When the requests of a run are due, in seconds."""
+        """Return the arrival times of the requests of a run, in seconds."""
         if self.kind == "offline":
             return [0.0] * len(self.workload.requests)
         if rate is not None:
@@ -48,7 +48,7 @@ class BenchJob:
 
 
 def read_job(args: argparse.Namespace) -> BenchJob:
-    """The job that the flags ask for; ConfigError before anything is loaded or measured."""
+    """Return the job that the flags describe; ConfigError before anything is loaded or measured."""
     workload = load_workload(args.workload)
     if (num_requests := _at_least(1, "num_requests", args.num_requests)) is not None:
         workload = workload.resized(num_requests)
@@ -75,15 +75,15 @@ def read_job(args: argparse.Namespace) -> BenchJob:
 
 
 def run_job(engine: MeasuredEngine, job: BenchJob) -> Json:
-    """Measure with an engine that nothing else uses, print the table, write what was asked for; returns the report.
+    """Measure an engine that serves nothing else, print the table, write the requested files, and return the report.
 
-    Each run is written when it is done, and whatever breaks off a later one, those that are done are shown.
+    Each run is written when it is done, and if a later one fails, the completed ones are still shown.
 
     Raises:
-        ConfigError: the engine cannot run the workload; nothing has been measured.
+        ConfigError: the engine cannot run the workload; raised before anything is measured.
     """
     requests = _prompts(engine, job.workload)
-    _warm_up(engine, requests[0][0])  # before the peak rates are measured, which compiles would lower
+    _warm_up(engine, requests[0][0])  # first, since compilation would lower the measured peak rates
     setting = Setting(
         engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates(), job.slo, job.price_per_hour
     )
@@ -103,20 +103,20 @@ def run_job(engine: MeasuredEngine, job: BenchJob) -> Json:
 
 
 def _run(engine: MeasuredEngine, prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> LoadTrace:
-    """One run from an empty prefix cache."""
+    """Run the workload once, with an empty prefix cache."""
     engine.reset_prefix_cache()
     timed = [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, job.arrivals(rate), strict=True)]
     return run_load(engine, timed, max_concurrency=job.max_concurrency)
 
 
 def _warm_up(engine: MeasuredEngine, prompt: list[int]) -> None:
-    """Every program compiled and each part of the engine used once."""
+    """Compile every program and run one request through the engine."""
     wait_until_warm(engine, sys.stderr)
     run_load(engine, [TimedRequest(prompt, output_len=1)])
 
 
 def _prompts(engine: MeasuredEngine, workload: Workload) -> list[tuple[list[int], int]]:
-    """Prompt and output length of every request, known to fit."""
+    """Return prompt and output length of every request, after checking that they fit."""
     for index, request in enumerate(workload.requests):
         _check_fits(engine.schedule, f"request {index} of the workload {workload.name}", request)
     prompts = token_ids(workload, engine.arch.vocab_size)
@@ -124,7 +124,7 @@ def _prompts(engine: MeasuredEngine, workload: Workload) -> list[tuple[list[int]
 
 
 def _check_fits(schedule: ScheduleConfig, name: str, request: WorkloadRequest) -> None:
-    """ConfigError for a request that the engine would refuse, or end early, when its time comes."""
+    """Raise ConfigError for a request that the engine would refuse or end early."""
     num_tokens = request.prompt_len + request.output_len
     tokens = f"{request.prompt_len} prompt and {request.output_len} output tokens"
     if num_tokens > schedule.max_model_len:
@@ -186,7 +186,7 @@ def _positive(name: str, value: float | None) -> float | None:
 def _output_file(given: str | None) -> Path | None:
     if given is None:
         return None
-    path = Path(given).resolve()  # a link is followed, not replaced
+    path = Path(given).resolve()  # resolved, to write through a symbolic link instead of replacing it
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
         raise ConfigError(f"json must be a file in a directory that exists, got {given}")
     return _writable(path)

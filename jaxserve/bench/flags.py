@@ -1,4 +1,4 @@
-"""The command line of `jaxserve bench`. Imports nothing heavy: a wrong flag is told at once."""
+"""Command line of `jaxserve bench`. Imports nothing heavy, so a wrong flag fails at once."""
 
 import argparse
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""An open loop over an engine: requests arrive when they are due, whether or not earlier ones have been answered.
+"""Open-loop load: requests arrive when they are due, whether or not earlier ones have been answered.
 
-Latencies count from the moment a request is due, so that what an engine under load makes it wait before it is even
-queued counts too (otherwise a slow server would slow its own load down: coordinated omission). Where concurrency is
-limited they count from when the limit lets it pass: it stands for something before the engine that holds requests back.
+Latencies count from the moment a request is due, and so include the time before the engine queues it. Otherwise a slow
+engine would reduce its own load (coordinated omission). With limited concurrency, latencies count from the moment the
+limit admits the request: the limit stands for a client or proxy that holds requests back.
 """
 
 import dataclasses
@@ -18,20 +18,20 @@ from jaxserve.stepped import MeasuredEngine
 
 
 class Clock:
-    """The machine's time; another clock overrides both."""
+    """Clock of the machine; a simulated clock overrides both methods."""
 
     def now_s(self) -> float:
-        """Seconds since some fixed moment."""
+        """Return the seconds since a fixed moment."""
         return time.monotonic()
 
     def sleep(self, seconds: float) -> None:
-        """Let `seconds` pass."""
+        """Wait for `seconds`."""
         time.sleep(seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """A prompt, how many tokens to generate, and when it is due, in seconds after the start."""
+    """Prompt, number of tokens to generate, and arrival time in seconds after the start."""
 
     prompt: list[int]
     output_len: int
@@ -40,54 +40,54 @@ class TimedRequest:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """When a request arrived and when each of its tokens was there, in seconds after the start."""
+    """Arrival time of a request and of each of its tokens, in seconds after the start."""
 
-    arrival_s: float  # when it was due, or later where concurrency is limited
+    arrival_s: float  # due time, or later if concurrency is limited
     num_prompt_tokens: int
     num_cached_tokens: int = 0
     token_s: list[float] = field(default_factory=list)
 
     @property
     def ttft_s(self) -> float:
-        """Arrival to first token."""
+        """Time from arrival to first token."""
         return self.token_s[0] - self.arrival_s
 
     @property
     def e2e_s(self) -> float:
-        """Arrival to last token."""
+        """Time from arrival to last token."""
         return self.token_s[-1] - self.arrival_s
 
     @property
     def itls_s(self) -> list[float]:
-        """Inter-token latencies: from each arrival to the next, where tokens that come together are one arrival."""
+        """Inter-token latencies; tokens that arrive together count as one arrival."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_s) if later > earlier]
 
     @property
     def tpot_s(self) -> float | None:
-        """Time per output token after the first; None of a single token."""
+        """Time per output token after the first; None if there is only one."""
         num_later = len(self.token_s) - 1
         return (self.token_s[-1] - self.token_s[0]) / num_later if num_later else None
 
 
 @dataclass(frozen=True, slots=True)
 class StepSample:
-    """What a replica was doing up to one moment: a step that has just ended; or that the engine did nothing."""
+    """Sample of a replica at the end of a step, or of an idle engine at the end of a wait."""
 
     time_s: float
     num_rows: int = 0
     num_tokens: int = 0
     num_pages_used: int = 0
-    num_waiting: int = 0  # requests that have arrived and have never or no longer a slot
+    num_waiting: int = 0  # requests that have arrived but hold no slot: new or preempted
 
 
 @dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """All that one run of a load leaves behind: traces in the order of the requests."""
+    """Trace of one run of a load; `requests` are in the order in which they were given."""
 
     requests: list[RequestTrace]
     steps: list[StepSample]
-    stats: EngineStats  # of this run alone
-    elapsed_s: float  # start to last token
+    stats: EngineStats  # statistics of this run only
+    elapsed_s: float  # time from start to last token
 
 
 def run_load(
@@ -97,13 +97,13 @@ def run_load(
     *,
     max_concurrency: int | None = None,
 ) -> LoadTrace:
-    """Serve the requests, each from when it is due, to their last tokens; greedy, end of sequence ignored.
+    """Serve each request from its due time to its last token, with greedy sampling and end of sequence ignored.
 
     Args:
-        engine: an `Engine` without requests; left so, whatever happens.
-        requests: those due at the same time are queued in this order.
-        clock: by default the machine's.
-        max_concurrency: most unfinished requests; others arrive when one of these has ended.
+        engine: engine without requests; has none afterwards either, even if a request fails.
+        requests: requests to serve; requests due at the same time are queued in this order.
+        clock: clock to use; by default the machine's.
+        max_concurrency: limit of unfinished requests; a further request arrives when one of them has ended.
 
     Raises:
         RequestError: a request cannot be served.
@@ -112,14 +112,14 @@ def run_load(
 
 
 class _OpenLoop:
-    """One run: queue what is due, step, note which tokens are there."""
+    """One run: queue the requests that are due, step the engine, record when tokens arrive."""
 
     def __init__(
         self, engine: MeasuredEngine, requests: Sequence[TimedRequest], clock: Clock, max_concurrency: int
     ) -> None:
         self._engine, self._requests, self._clock = engine, requests, clock
         self._due = deque(sorted(range(len(requests)), key=lambda index: requests[index].arrival_s))
-        self._free_since_s = deque([0.0] * max_concurrency)  # places for further requests
+        self._free_since_s = deque([0.0] * max_concurrency)  # times at which the free places became free
         self._traces = [RequestTrace(r.arrival_s, len(r.prompt)) for r in requests]
         self._steps: list[StepSample] = []
         self._start_s = 0.0
@@ -175,7 +175,7 @@ class _OpenLoop:
             self._steps.append(StepSample(now_s, step.num_rows, step.num_tokens, step.num_pages_used, num_waiting))
 
     def _num_due(self, now_s: float) -> int:
-        """Requests that have arrived and are not queued yet."""
+        """Return the number of requests that have arrived and are not queued yet."""
         due = itertools.takewhile(lambda index: self._requests[index].arrival_s <= now_s, self._due)
         return sum(1 for _ in itertools.islice(due, len(self._free_since_s)))
 

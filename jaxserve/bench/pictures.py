@@ -1,4 +1,4 @@
-"""Pictures of a report, by matplotlib where it is installed (the extra `bench`)."""
+"""Plots of a report. Needs matplotlib (the extra `bench`)."""
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -12,24 +12,24 @@ from jaxserve.bench.summary import Json
 from jaxserve.bench.tables import number
 from jaxserve.errors import install_extra
 
-Axes = Any  # matplotlib's
+Axes = Any  # matplotlib.axes.Axes
 Numbers = Sequence[float] | Sequence[int]
 
 _INK, _WARM, _SOFT = "#1f4e79", "#c0504d", "#9dbad7"
 _PERCENTILE_STYLES = {"p50": "-", "p90": "--", "p99": ":"}
 _NUM_BINS = 40
-_LEAST_MS = 1e-3  # shown, where a latency is nothing: it has a logarithm
+_LEAST_MS = 1e-3  # smallest latency shown, since zero has no logarithm
 
 
 def reason_missing() -> str | None:
-    """Why there can be no pictures, and what to do; None if there can."""
+    """Return why plots cannot be drawn and how to change that; None if they can."""
     if find_spec("matplotlib") is not None:
         return None
     return f"there will be no pictures, because they need matplotlib; {install_extra('bench')}"
 
 
 def draw(report: Json, directory: Path) -> list[Path]:
-    """Write all pictures of a report into `directory`; returns their paths."""
+    """Write all plots of a report into `directory` and return their paths."""
     runs = report["runs"]
     shown = [median_run(runs)] if report["kind"] == "offline" else runs
     paths = []
@@ -84,7 +84,7 @@ def _draw_latency(run: Json) -> Callable[[Any], None]:
 
 
 def _histogram(axes: Axes, values: Numbers, figures: Json, xlabel: str, ylabel: str, promised: float | None) -> None:
-    """Counts, on logarithmic scales so that the few slow ones show, and the percentiles."""
+    """Draw counts, on logarithmic scales so that rare slow values are visible, and percentiles."""
     if values:
         shown = np.maximum(values, _LEAST_MS)
         axes.hist(shown, bins=np.geomspace(shown.min() / 1.2, shown.max() * 1.2, _NUM_BINS + 1), color=_SOFT)
@@ -130,7 +130,7 @@ def _draw_timeline(run: Json, report: Json) -> Callable[[Any], None]:
 
 
 def _steps(axes: Axes, times: Sequence[float], values: Numbers, ylabel: str, color: str = _INK) -> None:
-    """Each value held since the moment before: a sample is taken at the end of what it describes."""
+    """Draw a step plot in which each value holds back to the previous sample: samples are taken when a step ends."""
     times, values = [0.0, *times], [*values[:1], *values]
     axes.fill_between(times, values, step="pre", color=color, alpha=0.15, linewidth=0)
     axes.step(times, values, where="pre", color=color, linewidth=1)
@@ -143,7 +143,7 @@ def _draw_sweep(runs: Sequence[Json]) -> Callable[[Any], None]:
 
     def draw_on(figure: Any) -> None:
         for axes, key, name in zip(figure.subplots(1, 2), ("ttft_ms", "tpot_ms"), ("TTFT", "TPOT"), strict=True):
-            if runs[0][key]["p50"] is not None:  # single tokens have none after them
+            if runs[0][key]["p50"] is not None:  # None for outputs of a single token
                 _curve(axes, runs, key)
             _label(axes, "output throughput (tok/s)", f"{name} (ms)")
 
@@ -151,7 +151,7 @@ def _draw_sweep(runs: Sequence[Json]) -> Callable[[Any], None]:
 
 
 def _curve(axes: Axes, runs: Sequence[Json], key: str) -> None:
-    """A line per percentile through the rates, named at its end; the rates stand above their points."""
+    """Draw a line per percentile through the rates, labelled at its end; rates are written above their points."""
     throughput = [run["output_tok_per_s"] for run in runs]
     for name, style in _PERCENTILE_STYLES.items():
         latency = [run[key][name] for run in runs]
@@ -166,8 +166,8 @@ def _curve(axes: Axes, runs: Sequence[Json], key: str) -> None:
 
 
 def _log_ticks(axis: Any) -> None:
-    """Plain numbers, as many as there is room for."""
-    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - an extra, needed by pictures alone
+    """Label a logarithmic axis with plain numbers, as many as there is room for."""
+    from matplotlib.ticker import LogLocator, NullLocator  # noqa: PLC0415 - an extra, needed only for plots
 
     low, high = axis.get_view_interval()
     axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high < 300 * low else (1.0,)))

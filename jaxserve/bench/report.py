@@ -1,4 +1,4 @@
-"""The document of a benchmark: what was measured, on what, with which figures. Keys carry their units."""
+"""JSON report of a benchmark: setup, environment and figures. Names of keys end in their units."""
 
 import dataclasses
 import platform
@@ -18,7 +18,7 @@ FORMAT = "jaxserve-bench-2"
 
 
 def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Json) -> Json:
-    """All that `--json` writes but for the runs, to which each is added; `load` is how the requests arrive."""
+    """Return the report that `--json` writes, with no runs yet; `load` describes how the requests arrive."""
     dtype = compute_dtype(engine.config, engine.arch).name
     return {
         "format": FORMAT,
@@ -55,10 +55,10 @@ def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Js
 
 
 def offered_rate(run: Json) -> float | None:
-    """Requests per second; None where the workload's own arrivals were kept. JSON has no infinity but by its name."""
+    """Return the requests per second, None for the workload's own arrivals; infinity is a string, as JSON has none."""
     return None if run["rate_per_s"] is None else float(run["rate_per_s"])
 
 
 def median_run(runs: Sequence[Json]) -> Json:
-    """The run of median output rate; of an even number the slower of the two in the middle."""
+    """Return the run of median output rate; of an even number of runs, the slower of the middle two."""
     return sorted(runs, key=lambda run: run["output_tok_per_s"])[(len(runs) - 1) // 2]

@@ -1,4 +1,4 @@
-"""From the trace of a run to its figures: percentiles, rates, goodput, cost. Units in the names."""
+"""Figures of a run from its trace: percentiles, rates, goodput, cost. Names end in their units."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,23 +16,23 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """What a user was promised: time to first token and time per output token after it; None promises nothing.
+    """Service-level objective: limits of time to first token and of time per output token after it; None is no limit.
 
-    A request of a single token has none after it, and meets that promise.
+    A request of a single token always meets the second limit.
     """
 
     ttft_ms: float | None = None
     tpot_ms: float | None = None
 
     def is_met_by(self, request: RequestTrace) -> bool:
-        """Whether the request was served as promised."""
+        """Return whether the request met both limits."""
         in_time = self.ttft_ms is None or request.ttft_s * 1e3 <= self.ttft_ms
         return in_time and (self.tpot_ms is None or (request.tpot_s or 0.0) * 1e3 <= self.tpot_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the figures of a run are relative to."""
+    """Context of a run that its figures depend on."""
 
     page_size: int
     num_pages: int
@@ -42,7 +42,7 @@ class Setting:
 
 
 def summarize(trace: LoadTrace, setting: Setting) -> Json:
-    """The figures of one run, ready for JSON."""
+    """Return the figures of one run as a JSON object."""
     return {
         **_throughput(trace),
         **_steps(trace, setting),
@@ -58,7 +58,7 @@ def summarize(trace: LoadTrace, setting: Setting) -> Json:
 
 
 def percentiles(values: Sequence[float]) -> Json:
-    """Mean, p50, p90, p99 and maximum, between neighbours by linear interpolation; nulls where there is no value."""
+    """Return mean, p50, p90, p99 (linearly interpolated) and maximum; nulls if there are no values."""
     names = ["mean", *(f"p{q}" for q in PERCENTILES), "max"]
     if not values:
         return dict.fromkeys(names)
@@ -106,12 +106,12 @@ def _steps(trace: LoadTrace, setting: Setting) -> Json:
 
 
 def _mean_and_max(values: Sequence[float] | Sequence[int]) -> Json:
-    """Over steps."""
+    """Return mean and maximum; zeros if there are no values."""
     return {"mean": float(np.mean(values)), "max": float(max(values))} if values else {"mean": 0.0, "max": 0.0}
 
 
 def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
-    """Requests per second that met every promise (DistServe, Zhong et al., 2024); None without a promise."""
+    """Return the requests per second that met every limit (DistServe, Zhong et al., 2024); None without limits."""
     if slo == Slo():
         return None
     num_met = sum(slo.is_met_by(r) for r in trace.requests)
@@ -124,7 +124,7 @@ def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
 
 
 def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
-    """In the currency of the price, for the machine as busy as it was in this run."""
+    """Return the cost of tokens in the currency of the price, at the throughput of this run; None without a price."""
     if price_per_hour is None:
         return None
     rates = _throughput(trace)
@@ -137,7 +137,7 @@ def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
 
 
 def _timeline(trace: LoadTrace) -> Json:
-    """One list per quantity, an entry at the end of each step, of any replica, and of each time without one."""
+    """Return one list per quantity, with an entry at the end of each step of any replica and of each idle wait."""
     return {
         "time_s": [round(s.time_s, 6) for s in trace.steps],
         "num_rows": [s.num_rows for s in trace.steps],

@@ -1,4 +1,4 @@
-"""The figures of a report as text."""
+"""Tables of a report as text."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ Row = Sequence[str]
 
 
 def render(report: Json) -> str:
-    """Header and tables of a report."""
+    """Return header and tables of a report as text."""
     runs = report["runs"]
     blocks = [_header(report)]
     if report["kind"] == "offline" and len(runs) > 1:
@@ -100,7 +100,7 @@ def _latencies(run: Json) -> list[Row]:
 
 
 def _sweep(runs: Sequence[Json]) -> list[Row]:
-    """A row per rate; latencies as p50/p90/p99."""
+    """Return a row per rate, with latencies as p50/p90/p99."""
     titles = [
         "rate /s",
         "served /s",
@@ -136,14 +136,14 @@ def _spread(figures: Json) -> str:
 
 
 def number(value: Any) -> str:
-    """Three significant digits, more only before the point."""
+    """Format with three significant digits, or all digits before the point if there are more; "-" for None."""
     if value is None:
         return "-"
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def align(rows: Iterable[Row], *, header: bool = False) -> str:
-    """Columns of equal width: all but the first to the right under a header, to the left without."""
+    """Align columns; all but the first are right-aligned if there is a header, else left-aligned."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     pad = str.rjust if header else str.ljust

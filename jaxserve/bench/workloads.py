@@ -1,6 +1,6 @@
-"""Workloads: lengths and arrivals only, so that any engine and any vocabulary can run them.
+"""Workloads: lengths and arrival times only, so that they apply to any engine and vocabulary.
 
-As a file, a workload is {"name", "seed", "requests": [{"prompt_len", "output_len", "arrival_s", "prefix_id",
+The file format is {"name", "seed", "requests": [{"prompt_len", "output_len", "arrival_s", "prefix_id",
 "prefix_len"}]}. Lengths count tokens; `arrival_s` is seconds after the start. Requests with the same `prefix_id` (not
 null) share their first `prefix_len` tokens. Outputs are greedy and ignore the end of sequence: `output_len` is exact.
 """
@@ -26,17 +26,17 @@ BUILT_IN = (
     "poisson-128",
     "chat-16x4",
 )
-LOWEST_ID = 10  # ids below tend to be special ones
+LOWEST_ID = 10  # smaller ids tend to be special tokens
 
 _LENGTHS_SEED = 20261121
 _TOKENS_SEED = 1234
-_OWN, _SHARED, _ARRIVALS = 0, 1, 2  # random streams of a workload
+_OWN, _SHARED, _ARRIVALS = 0, 1, 2  # independent random streams of a workload
 
 
-@no_type_check  # it checks itself, and a wrong type must be a ConfigError in tests too
+@no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
 @dataclass(frozen=True, slots=True)
 class WorkloadRequest:
-    """One request: how many tokens, and when."""
+    """Lengths and arrival time of one request."""
 
     prompt_len: int
     output_len: int
@@ -57,7 +57,7 @@ class WorkloadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests in the order in which they are queued, and the seed of their tokens."""
+    """Requests in queueing order, and the seed of their tokens."""
 
     name: str
     seed: int
@@ -65,19 +65,19 @@ class Workload:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of all prompts."""
+        """Number of tokens of all prompts."""
         return sum(r.prompt_len for r in self.requests)
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """Number of tokens of all outputs."""
         return sum(r.output_len for r in self.requests)
 
     def resized(self, num_requests: int) -> "Workload":
-        """The first `num_requests` of the workload repeated for ever.
+        """Return the first `num_requests` requests of the workload repeated endlessly.
 
-        Each repetition has prompts and shared prefixes of its own, so that the prefix cache finds as much as in one
-        alone, and begins when the last request of the one before arrives.
+        Each repetition has its own prompts and shared prefixes, so that the hit rate of the prefix cache stays the
+        same, and begins when the last request of the previous one arrives.
         """
         period_s = max(r.arrival_s for r in self.requests)
         num_prefixes = 1 + max((r.prefix_id for r in self.requests if r.prefix_id is not None), default=-1)
@@ -91,15 +91,15 @@ class Workload:
         return replace(self, requests=tuple(map(request, range(num_requests))))
 
     def to_json(self) -> dict[str, Any]:
-        """The workload as its file has it."""
+        """Return the workload in the file format."""
         return {"name": self.name, "seed": self.seed, "requests": [asdict(r) for r in self.requests]}
 
 
 def load_workload(source: str) -> Workload:
-    """A built-in workload by its name, or one from a JSON file.
+    """Load a built-in workload by its name, or a workload from a JSON file.
 
     Raises:
-        ConfigError: there is no such workload, or the file does not hold one.
+        ConfigError: there is no such workload, or the file is malformed.
     """
     if source in BUILT_IN:
         return Workload(source, _TOKENS_SEED, tuple(_built_in_requests()[source]))
@@ -117,7 +117,7 @@ def load_workload(source: str) -> Workload:
 
 
 def parse_workload(content: object) -> Workload:
-    """Read the form of the files; ConfigError says what is wrong and where."""
+    """Parse the decoded JSON of a file; ConfigError says what is wrong and where."""
     fields = _checked_keys("a workload", content, {"name", "seed", "requests"}, optional=())
     if not isinstance(fields["name"], str) or not fields["name"]:
         raise ConfigError(f"name must be a non-empty string, got {brief(fields['name'])}")
@@ -129,7 +129,7 @@ def parse_workload(content: object) -> Workload:
 
 
 def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
-    """Prompt ids of every request: uniform in [LOWEST_ID, vocab_size), a shared prefix from a stream of its own."""
+    """Return the prompt ids of every request, uniform in [LOWEST_ID, vocab_size); each prefix has its own stream."""
     if vocab_size <= LOWEST_ID:
         raise ConfigError(f"a workload needs a vocabulary of more than {LOWEST_ID} tokens, got {vocab_size}")
 
@@ -145,9 +145,9 @@ def token_ids(workload: Workload, vocab_size: int) -> list[list[int]]:
 
 
 def poisson_arrivals(workload: Workload, rate: float, seed: int = 0) -> list[float]:
-    """Seconds at which the requests arrive at `rate` per second. The same gaps at every rate, but for their scale.
+    """Return Poisson arrival times in seconds at `rate` requests per second; the rate only scales the gaps.
 
-    At an infinite rate all arrive at once. Each seed has gaps of its own.
+    At an infinite rate all requests arrive at once. Each seed gives different gaps.
     """
     gaps = _stream(workload, _ARRIVALS, seed).exponential(1.0, len(workload.requests))
     arrivals: list[float] = (np.cumsum(gaps) / rate).tolist()
@@ -186,7 +186,7 @@ def _is_number(value: object) -> bool:
 
 
 def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
-    """All of them, because they draw from one stream, in this order."""
+    """Return all built-in workloads: their lengths are drawn from one stream, in this order."""
     rng = np.random.default_rng(_LENGTHS_SEED)
 
     def uniform(low: int, high: int, count: int) -> list[int]:
@@ -203,7 +203,7 @@ def _built_in_requests() -> dict[str, list[WorkloadRequest]]:
         "mixed-64": mixed,  # the offline batch
         "single": [WorkloadRequest(128, 128)],  # latency of one stream
         "shared-prefix-64": [WorkloadRequest(528, 16, prefix_id=0, prefix_len=512)] * 64,  # one system prompt
-        "long-tail-128": long_tail,  # most outputs short, a few long: static batches lose here
+        "long-tail-128": long_tail,  # most outputs short, a few long: worst for static batching
         "long-prompts-32": [WorkloadRequest(1500 if i % 8 == 0 else 64, 32) for i in range(32)],  # chunked prefill
         "poisson-128": poisson,  # TTFT and TPOT under load
         "chat-16x4": [_chat_turn(chat, turn) for turn in range(4) for chat in range(16)],  # reuse across turns
@@ -218,6 +218,6 @@ def _requests(
 
 
 def _chat_turn(chat: int, turn: int) -> WorkloadRequest:
-    """64 new tokens behind the history of earlier turns, which had 64 and 32 each."""
+    """Return a request with 64 new tokens after a history of earlier turns of 64 prompt and 32 output tokens each."""
     history = 96 * turn
     return WorkloadRequest(history + 64, 32, 2.0 * turn, chat, history)

@@ -1,1 +1,1 @@
-"""Model families: Hugging Face config -> ArchConfig, parameter rows, block."""
+"""Model families: ArchConfig from a Hugging Face config, parameter specs, decoder block."""

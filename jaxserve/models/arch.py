@@ -1,4 +1,4 @@
-"""ArchConfig: all that the engine needs to know of a model, whatever its family."""
+"""ArchConfig: the engine's description of a model of any family."""
 
 import dataclasses
 import math
@@ -27,9 +27,9 @@ class AttentionOptions:
 
 @dataclass(frozen=True)
 class ArchConfig:
-    """Sizes and switches of a decoder-only transformer. Letters as in einsum strings: V D L Q K H F.
+    """Sizes and switches of a decoder-only transformer, in this order: V D L Q K H F of the shape annotations.
 
-    Of a model that is split, `local` has those of one device: its V, Q, K and F.
+    For a model split over devices, `local` gives the sizes of one device: its V, Q, K and F.
     """
 
     architecture: str  # Hugging Face class name
@@ -40,10 +40,10 @@ class ArchConfig:
     num_kv_heads: int
     head_dim: int
     ffn_size: int
-    max_position: int  # that can be served, RoPE scaling included: see hf_config.max_position
+    max_position: int  # longest sequence, RoPE scaling included: see hf_config.max_position
     norm_eps: float
     rope: RopeConfig
-    windows: tuple[int | None, ...]  # per layer: sliding window in tokens, None attends to everything
+    windows: tuple[int | None, ...]  # sliding window of each layer in tokens, None for full attention
     tied_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -68,10 +68,10 @@ class ArchConfig:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     def local(self, num_devices: int) -> "ArchConfig":
-        """What each of `num_devices` has of the model; the last one's vocabulary is padded where it does not divide.
+        """Return the sizes on one of `num_devices`; the vocabulary is padded on the last device if it does not divide.
 
         Raises:
-            ConfigError: query heads or ffn do not divide.
+            ConfigError: `num_devices` does not divide the query heads or the feed-forward size.
         """
         if num_devices == 1:
             return self
@@ -91,7 +91,7 @@ class ArchConfig:
         )
 
     def times(self, factor: int) -> "ArchConfig":
-        """The same with more heads and a larger vocabulary."""
+        """Return the config with heads and vocabulary multiplied by `factor`."""
         return dataclasses.replace(
             self,
             vocab_size=self.vocab_size * factor,
@@ -117,7 +117,7 @@ class ArchConfig:
 
 
 def token_id_set(value: Any) -> frozenset[int]:
-    """Hugging Face writes end-of-sequence ids as null, a number or a list; ConfigError if they are anything else."""
+    """Parse the end-of-sequence ids of Hugging Face: null, a number or a list; ConfigError for anything else."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
         raise ConfigError(f"eos_token_id must be a token id, a list of them or null, got {value!r}")

@@ -1,4 +1,4 @@
-"""The decoder around the blocks: embedding, the two ways through the layers, final norm, logits.
+"""Decoder around the blocks: embedding, unrolled or scanned layers, final norm, logits.
 
 On CPU and GPU the layers are a list, unrolled, with the block as an inner jit; on TPU they are stacked and scanned over
 the period in which their kinds repeat.
@@ -40,13 +40,13 @@ def forward(
     attend: Attend,
     carry: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Hidden states of every token after the final norm, and the carry that attention has threaded through.
+    """Return the hidden states of every token after the final norm, and the updated carry.
 
-    Where the model is split, `params`, `arch` and `carry` are those of one device; the hidden states are whole.
+    If the model is split over devices, `params`, `arch` and `carry` are one device's; the hidden states are whole.
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
-        # in the dtype of the norms, which are never quantised
+        # The dtype is that of the norms, which are never quantised.
         x = embed(params["embed"], token_ids, params["final_norm"].dtype, axis=arch.tensor_axis)
         if arch.embed_scale != 1.0:
             x *= jnp.asarray(arch.embed_scale, x.dtype)
@@ -57,7 +57,7 @@ def forward(
     num_scanned = arch.num_layers - len(unrolled)
 
     def run(block: Block, kind: int, p: Params, x: Array, carry: Any, layer: Any) -> tuple[Array, Any]:
-        """Run a layer of the kind of another one."""
+        """Run a layer that is of the same kind as layer `kind`."""
         rope, options = ropes[arch.layer_rope(kind)], arch.attention(kind)
         return block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
 

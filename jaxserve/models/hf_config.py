@@ -1,6 +1,6 @@
-"""Reading config.json: fields are checked as they are read, and mean what transformers takes them to mean.
+"""Parser of config.json: fields are checked as they are read, and have the same meaning as in transformers.
 
-Where a default depends on the family, the family lays its defaults under the config before it reads.
+Defaults that depend on the family are merged into the config by the family before it reads fields.
 """
 
 import math
@@ -16,13 +16,13 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field must be: in words, and as a test."""
+    """Requirement of a field: its description and its predicate."""
 
     words: str
     holds: Callable[[Any], bool]
 
     def or_null(self) -> "Kind":
-        """The same, or null."""
+        """Return the kind that also accepts null."""
         return Kind(f"{self.words} or null", lambda value: value is None or self.holds(value))
 
 
@@ -35,7 +35,7 @@ def _is_integer(value: object) -> bool:
 
 
 def one_of(names: Collection[str]) -> Kind:
-    """Any of these strings."""
+    """Return the kind that accepts any of these strings."""
     return Kind(f"one of {sorted(names)}", lambda value: isinstance(value, str) and value in names)
 
 
@@ -49,7 +49,7 @@ TABLE = Kind("an object", lambda value: isinstance(value, Mapping))
 
 
 def read_fields(config: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[str, Any]:
-    """The values of the fields in `kinds`, None for absent ones; ConfigError naming each that is not of its kind."""
+    """Return the values of the fields in `kinds`, None if absent; ConfigError names every field of a wrong kind."""
     values = {name: config.get(name) for name in kinds}
     bad = [f"{name} must be {kinds[name].words}, got {v!r}" for name, v in values.items() if not kinds[name].holds(v)]
     if bad:
@@ -58,7 +58,7 @@ def read_fields(config: Mapping[str, Any], kinds: Mapping[str, Kind]) -> dict[st
 
 
 def read_dtype(config: Mapping[str, Any]) -> str:
-    """The checkpoint's dtype, float32 if it says none."""
+    """Return the checkpoint's dtype, float32 if not given."""
     name = config.get("dtype") or config.get("torch_dtype") or "float32"
     name = name.removeprefix("torch.") if isinstance(name, str) else name
     return str(read_fields({"dtype": name}, {"dtype": one_of(DTYPES)})["dtype"])
@@ -88,7 +88,7 @@ _ROPE_FIELDS = {
 
 
 def read_rope(config: Mapping[str, Any]) -> RopeConfig:
-    """RoPE in the new spelling (`rope_parameters`) and the old ones (`rope_scaling`, `rope_theta`, `type`).
+    """Read RoPE settings from the new field (`rope_parameters`) or the old ones (`rope_scaling`, `rope_theta`, `type`).
 
     Raises:
         ConfigError: the scaling is not supported, or one of its parameters is missing or malformed.
@@ -102,7 +102,7 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
     fields = read_fields({"rope_theta": 10000.0, **shared, **raw, "rope_type": kind}, _ROPE_FIELDS)
     trained = {_ORIGINAL: config.get("max_position_embeddings"), **raw}
     if _ORIGINAL in config:
-        trained[_ORIGINAL] = config[_ORIGINAL]  # transformers prefers it to the one among the parameters
+        trained[_ORIGINAL] = config[_ORIGINAL]  # takes precedence over the RoPE parameters, as in transformers
     options = {name: v for name, v in read_fields(trained, _ROPE_OPTIONS[kind]).items() if v is not None}
     if kind == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
         raise ConfigError(f"config.json: low_freq_factor must be below high_freq_factor, got {options}")
@@ -110,12 +110,12 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
 
 
 def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:
-    """Positions that the model can serve, as vLLM derives them.
+    """Return the number of positions that the model can serve, derived as in vLLM.
 
-    Linear and YaRN scaling stretch the positions of pre-training by `factor`. Those are
-    `original_max_position_embeddings` where the checkpoint says so, because then `max_position_embeddings` may be
-    stretched already; else `max_position_embeddings`. Llama 3 scaling leaves `max_position_embeddings` as it is: its
-    checkpoints give the stretched length.
+    Linear and YaRN scaling extend the pre-trained length by `factor`. That length is
+    `original_max_position_embeddings` if the checkpoint has it, because then `max_position_embeddings` may already be
+    the extended length; else `max_position_embeddings`. Llama 3 scaling leaves `max_position_embeddings` unchanged:
+    its checkpoints give the extended length.
     """
     if rope.kind not in ("linear", "yarn"):
         return max_position_embeddings

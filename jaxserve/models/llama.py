@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x, and the block that Mistral and Qwen share with it."""
+"""Llama 2, 3 and 3.x, and the decoder block, which Mistral and Qwen share."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +42,7 @@ _DEFAULTS = {
 
 
 def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
-    """Read a Llama config.json; families that differ override what differs.
+    """Parse a Llama config.json; other families pass the fields that differ as `overrides`.
 
     Raises:
         ConfigError: a field is missing, malformed or not supported.
@@ -141,7 +141,7 @@ def _layer_specs(arch: ArchConfig, layer: int, gated: bool, mlp_norm: str) -> li
 def project_qkv(
     p: Params, x: Float[Array, "T D"], arch: ArchConfig
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Queries, keys and values of every token, normed before and, where the family does so, per head."""
+    """Apply the input norm and return queries, keys and values of every token, normed per head if `arch.qk_norm`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     norm = RmsNorm(p["input_norm"], arch.norm_eps)
     qkv = linear(p["qkv_proj"], x, p.get("qkv_bias"), before=norm).reshape(T, Q + 2 * K, H)
@@ -162,10 +162,10 @@ def block(
     options: AttentionOptions,
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """One pre-norm decoder layer: x + attention, then + SwiGLU.
+    """Apply one pre-norm decoder layer: x + attention, then + SwiGLU.
 
-    `attend` rotates queries and keys by `rope`, and threads the KV pool in `carry`. Where the model is split, each
-    device has some of the heads and of the ffn, and all of x.
+    `attend` rotates queries and keys by `rope` and updates the KV pool in `carry`. If the model is split, each device
+    has a part of the heads and of the feed-forward size, and all of x.
     """
     with jax.named_scope("attention"):
         q, k, v = project_qkv(p, x, arch)

@@ -1,4 +1,4 @@
-"""Mistral: Llama's block, with a sliding window over every layer in some checkpoints."""
+"""Mistral: Llama's block, with a sliding window in every layer of some checkpoints."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +14,7 @@ _FIELDS = {"num_hidden_layers": SIZE, "sliding_window": SIZE.or_null()}
 
 
 def arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Read a Mistral config.json."""
+    """Parse a Mistral config.json."""
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     windows = (values["sliding_window"],) * values["num_hidden_layers"]

@@ -1,4 +1,4 @@
-"""ParamSpec: one row per tensor. It drives shapes, sharding, random init, Hugging Face names, storage."""
+"""ParamSpec: one spec per tensor, which determines shape, sharding, random init, Hugging Face names and storage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ __all__ = [
     "unsplit",
 ]
 
-_SLAB_SIZE = 64 << 10  # numbers of a matrix on their way to their final form, in each thread: they stay in its cache
+_SLAB_SIZE = 64 << 10  # elements that each thread converts at once: they fit in its cache
 
 # A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}.
 
@@ -42,13 +42,13 @@ class ParamSpec:
 
     Attributes:
         path: keys into the parameter tree, e.g. ("layers", 3, "qkv_proj").
-        shape: as stored here; matrices are [out, in].
-        axes: logical axis of each dimension, by which it is sharded.
+        shape: shape of the tensor in the engine; matrices are [out, in].
+        axes: logical axis of each dimension, which determines its sharding.
         hf_names: tensors of a Hugging Face checkpoint, concatenated along axis 0.
-        hf_rows: length of axis 0 of each of them.
+        hf_rows: length of axis 0 of each of `hf_names`.
         init: "normal", "ones" or "zeros", for random weights.
-        gated: whether SwiGLU follows the product: the first half of the rows is the gate, the second what it gates.
-        heads: of each of `hf_names`, where its rows are those of heads: a device takes whole ones.
+        gated: True if SwiGLU follows the product: the first half of the rows is the gate, the second the up projection.
+        heads: number of heads of each of `hf_names` whose rows belong to heads, which are not split within a head.
     """
 
     path: tuple[str | int, ...]
@@ -62,29 +62,29 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether activations are multiplied with it: all that may be quantised."""
+        """True if the tensor is a matrix; only matrices are quantised."""
         return len(self.shape) > 1
 
     @property
     def split_dimension(self) -> int | None:
-        """The dimension that devices share; None where each has all of the tensor."""
+        """Dimension that is split over devices; None if each device has the whole tensor."""
         return split_dimension(self.axes)
 
 
 def matrix_transform(
     specs: Sequence[ParamSpec], *, quantization: str | None = None, packed: bool = False
 ) -> Callable[[ParamSpec, StoredTensor], Array | QuantizedMatrix | PackedMatrix]:
-    """What `weights.load` makes of each tensor as it comes. Norms and biases stay as they are.
+    """Return the function by which `weights.load` quantises or packs each matrix; norms and biases are unchanged.
 
-    What is quantised or packed goes there slab by slab: the host never holds it in another form as well.
+    Matrices are quantised or packed slab by slab: the host never holds a whole matrix in both forms.
 
-    Where a tensor comes with a NamedSharding, each device makes its own part of it; the result is of global arrays, but
-    for static facts, which are those of one part: it is for use in a shard_map.
+    If a tensor has a NamedSharding, each device converts its own part. The result then has global arrays but the static
+    fields of one part, and is for use in a shard_map.
 
     Args:
-        specs: of all tensors; an embedding table that is not also the head is never multiplied, nor packed.
-        quantization: of EngineConfig.
-        packed: for the native CPU kernels.
+        specs: specs of all tensors; an embedding table that is not also the head is not packed.
+        quantization: `EngineConfig.quantization`.
+        packed: True to pack for the native CPU kernels.
     """
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
@@ -104,17 +104,17 @@ def matrix_transform(
 
 
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
-    """A whole tensor, of random weights say, laid out over devices as `matrix_transform` has them read it."""
+    """Lay out a whole tensor, for example of random weights, over devices in the layout of `matrix_transform`."""
     if spec.split_dimension == 0:
         array = array.at[_rows_held(spec, mesh.size)].get(mode="fill", fill_value=0)
     return jax.device_put(array, named_sharding(mesh, spec.axes))
 
 
 def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
-    """A tree that is laid out over devices as `matrix_transform` has it, as one that `weights.save` takes.
+    """Convert a tree in the layout of `matrix_transform` to one that `weights.save` accepts.
 
-    Nothing is moved before it is written: each tensor is then put together in host memory. What is quantised or packed
-    stays as it is, and is refused there.
+    Each tensor is assembled in host memory only when it is written. Quantised and packed matrices are not converted;
+    `weights.save` rejects them.
     """
 
     def leaf(spec: ParamSpec) -> Any:
@@ -127,7 +127,7 @@ def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
 
 @dataclass(frozen=True)
 class _Unsplit:
-    """A tensor whose rows come from wherever devices have them."""
+    """Tensor whose rows are read from the devices that hold them."""
 
     spec: ParamSpec
     array: Array
@@ -146,7 +146,7 @@ class _Unsplit:
 
     def __getitem__(self, rows: slice) -> NDArray[Any]:
         _, firsts = np.unique(_rows_held(self.spec, self.array.sharding.num_devices), return_index=True)
-        wanted = firsts[: len(self)][rows]  # where they lie in the array
+        wanted = firsts[: len(self)][rows]  # positions of the rows in the array
         out = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         for shard in self.array.addressable_shards:
             low, high, _ = shard.index[0].indices(len(self.array))
@@ -162,7 +162,7 @@ class _Unsplit:
 
 
 def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
-    """The rows of a tensor that each device has, one device after the other; beyond the last one where it has zeros."""
+    """Return the rows of a tensor that each device holds, device by device; the index `num_rows` is a row of zeros."""
     num_rows = spec.shape[0]
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
     shares = [np.concatenate(_share(spec, parts, index, num_devices)) for index in range(num_devices)]
@@ -170,24 +170,24 @@ def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
 
 
 def scale_block(spec: ParamSpec, num_columns: int) -> int:
-    """How many columns share a scale, where a device has so many: as in the whole matrix, if none is cut in two."""
+    """Return the block size for `num_columns` columns on a device: the whole matrix's if no block is cut in two."""
     block = block_size(spec.shape[1])
     return block_size(num_columns) if num_columns % block else block
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
-    """What each device of this process reads of a tensor; the last ones have rows of zeros where they do not divide."""
+    """Yield the part of a tensor that each device of this process reads; the last parts are padded with zeros."""
     devices = list(sharding.mesh.devices.flat)
     shares = [_share(spec, tensor.parts, index, len(devices)) for index in range(len(devices))]
     num_rows = sum(map(len, shares[0]))
     for device, parts in zip(devices, shares, strict=True):
-        if device.process_index != jax.process_index():  # another process reads what is its own
+        if device.process_index != jax.process_index():  # read by its own process
             continue
         yield tensor.with_parts(parts, SingleDeviceSharding(device), num_rows - sum(map(len, parts)))
 
 
 def _share(spec: ParamSpec, parts: Sequence[Part], index: int, num_devices: int) -> list[Part]:
-    """Slices of the parts of a tensor: those of device `index`."""
+    """Return device `index`'s slices of the parts of a tensor."""
     if spec.split_dimension == 1:
         return [part[:, _slice(part.shape[1] // num_devices, index)] for part in parts]
     if not spec.heads:
@@ -204,7 +204,7 @@ def _slice(size: int, index: int) -> slice:
 
 
 def _join(shards: Sequence[Any], spec: ParamSpec, sharding: NamedSharding) -> Any:
-    """One tree of global arrays from one of local arrays per device; its static facts stay those of a device."""
+    """Join trees of local arrays, one per device, to a tree of global arrays; static fields are one device's."""
 
     def join(*leaves: Array) -> Array:
         sizes = enumerate(leaves[0].shape)
@@ -215,7 +215,7 @@ def _join(shards: Sequence[Any], spec: ParamSpec, sharding: NamedSharding) -> An
 
 
 def _pack(tensor: StoredTensor, *, block: int | None, gated: bool) -> PackedMatrix:
-    """Quantised in blocks where `block` gives their size."""
+    """Pack a matrix, quantised in blocks of `block` columns unless that is None."""
     N, K = tensor.shape
     dtype, num_blocks = (np.dtype(np.int8), K // block) if block else (tensor.dtype, 0)
     packer = Packer(N, K, dtype, num_blocks, gated=gated)
@@ -240,7 +240,7 @@ def _quantize(tensor: StoredTensor, block: int) -> QuantizedMatrix:
 
 
 def _slab_rows(in_size: int) -> int:
-    """Whole panels."""
+    """Return the rows of a slab, a multiple of the panel size."""
     return PANEL_ROWS * max(1, _SLAB_SIZE // (PANEL_ROWS * in_size))
 
 
@@ -277,11 +277,11 @@ def stack_layers(params: Params, period: int, stack: Callable[..., Any] = lambda
 
 
 def step_bytes(params: Params) -> int:
-    """Bytes of weights that a step reads on a device: all, but for an embedding table that is not also the head."""
+    """Return the bytes of weights that a step reads on a device: all but an embedding table that is not the head."""
     read = {name: tensors for name, tensors in params.items() if name != "embed" or "lm_head" not in params}
     return device_bytes(read)
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes that one device holds of a tree of arrays."""
+    """Return the bytes of a tree of arrays on one device."""
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

@@ -27,20 +27,20 @@ _FIELDS = {
 
 
 def qwen2_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Read a Qwen2 or Qwen2.5 config.json."""
+    """Parse a Qwen2 or Qwen2.5 config.json."""
     config = {**_DEFAULTS, **config}
     return llama.arch(config, windows=_windows(config), qkv_bias=True, o_bias=False, mlp_bias=False)
 
 
 def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Read a Qwen3 config.json."""
+    """Parse a Qwen3 config.json."""
     config = {**_DEFAULTS, "head_dim": 128, **config}
-    read_fields(config, {"head_dim": SIZE})  # null has no meaning here
+    read_fields(config, {"head_dim": SIZE})  # null is not allowed
     return llama.arch(config, windows=_windows(config), qk_norm=True, mlp_bias=False)
 
 
 def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Per layer, from `layer_types` where given, else the last layers from `max_window_layers` on."""
+    """Return the window of each layer: by `layer_types` if given, else in layers from `max_window_layers` on."""
     values = read_fields(config, _FIELDS)
     window = None
     if values["use_sliding_window"]:

@@ -1,4 +1,4 @@
-"""Hugging Face architecture name -> family."""
+"""Registry of model families by Hugging Face architecture name."""
 
 from collections.abc import Mapping
 from math import prod
@@ -22,7 +22,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 
 
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
-    """ArchConfig of a parsed config.json; ConfigError when the architecture or a setting is not supported."""
+    """Return the ArchConfig of a parsed config.json; ConfigError if the architecture or a setting is not supported."""
     names = config.get("architectures")
     if not STRINGS.holds(names) or not names or names[0] not in FAMILIES:
         raise ConfigError(f"architectures must name one of {sorted(FAMILIES)}, got {names}")

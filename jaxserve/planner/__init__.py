@@ -1,1 +1,1 @@
-"""Whether a model fits on chips that are not there, and how fast they can be at best."""
+"""Planner: predict whether a model fits on given chips, and how fast it can run, without having them."""

@@ -1,4 +1,4 @@
-"""`jaxserve plan`: reads the command line, prints the plan."""
+"""Command `jaxserve plan`: read the command line and print the plan."""
 
 import argparse
 import json
@@ -20,12 +20,12 @@ from jaxserve.planner.targets import SWEPT, Target, find_target
 
 
 def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int:
-    """Print what was asked for; returns the exit code, 1 where no target of a sweep could be computed.
+    """Print the plan or the sweep; return the exit code, which is 1 if no target of a sweep could be planned.
 
     Raises:
-        ConfigError: the target, the model or an option is not one that can be planned with.
+        ConfigError: the target, the model or an option is not supported by the planner.
     """
-    jax.config.update("jax_platforms", "cpu")  # an accelerator may be serving meanwhile
+    jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
     if args.prices is not None and args.sweep is None:
         raise ConfigError("prices are compared in a sweep only; give --sweep, or drop --prices")
     if args.programs and (args.sweep is not None or args.target == "cpu"):
@@ -55,7 +55,7 @@ def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]
 
 def _sweep(args: argparse.Namespace, make: Callable[[str], Plan]) -> list[Plan]:
     prices = read_prices(args.prices) if args.prices is not None else {}
-    read_model(args.model)  # what is wrong with it is wrong on every target
+    read_model(args.model)  # an invalid model would fail on every target
 
     def make_aloud(target: Target) -> Plan:
         print(f"planning for {target.name}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The command line of `jaxserve plan`, engine options aside. Imports nothing heavy: a wrong flag is told at once."""
+"""Command line of `jaxserve plan` without the engine options. Imports nothing heavy, so a wrong flag fails at once."""
 
 import argparse
 import sys
@@ -22,7 +22,7 @@ PLANNED = {  # engine options that change what is planned
 
 
 def add_plan(plan: argparse.ArgumentParser) -> None:
-    """Add what is planned, and for what."""
+    """Add the flags for the model, the targets and the output."""
     text = "a checkpoint's directory, a config.json alone, or the name of shapes that come along, as llama-3.1-8b"
     plan.add_argument("--model", metavar="DIR|FILE|NAME", help=f"{text} (default: the model in the package)")
     where = plan.add_mutually_exclusive_group(required=True)
@@ -59,14 +59,14 @@ def find_compilers(given: str | None) -> Path:
 
 
 def use_compilers(directory: Path) -> None:
-    """Make the compilers in `directory` importable; call it before jax is imported, which looks for them then.
+    """Make the compilers in `directory` importable. Call this before importing jax, which discovers plugins on import.
 
-    They are kept out of the environment's own packages because jax loads every plugin that it finds there in each
-    process, and a CUDA plugin without a GPU prints a traceback.
+    They are kept out of the environment's own packages because every process that imports jax loads all plugins found
+    there, and a CUDA plugin without a GPU prints a traceback.
     """
     path = str(directory.absolute())
     if directory.is_dir() and path not in sys.path:
-        sys.path.append(path)  # an installed plugin comes first
+        sys.path.append(path)  # last, so that an installed plugin takes precedence
 
 
 def _default_compilers() -> Path:

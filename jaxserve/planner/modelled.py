@@ -1,4 +1,4 @@
-"""An executor whose steps take as long as a roofline says, on a clock of its own."""
+"""Executor that simulates steps: each takes the time a roofline predicts, on a simulated clock."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,12 @@ from jaxserve.engine.plan import StepPlan
 from jaxserve.models.registry import flop_counts
 from jaxserve.planner.speed import Roofline
 
-TOKEN = 0  # what every row samples
+TOKEN = 0  # token that every row samples
 
 
 @dataclass(slots=True)
 class ModelledStep:
-    """A step that ends at a time known beforehand."""
+    """Simulated step whose end is known when it is launched."""
 
     executor: "ModelledExecutor"
     launched_s: float
@@ -23,32 +23,32 @@ class ModelledStep:
     num_compiles: int = 0
 
     def is_ready(self) -> bool:
-        """Whether it has ended by the executor's clock."""
+        """Return whether the step has ended by the executor's clock."""
         return self.ended_s <= self.executor.now_s
 
     def result(self) -> StepResult:
-        """Put the clock on to the end of the step."""
+        """Advance the clock to the end of the step and return its tokens."""
         self.executor.now_s = max(self.executor.now_s, self.ended_s)
         tokens = np.full((len(self.max_new), max(*self.max_new, 1)), TOKEN, np.int32)
         return StepResult(tokens, np.array(self.max_new, np.int32), self.ended_s)
 
 
 class ModelledExecutor:
-    """An `Executor` for one replica: the scheduler is the real one, the device is its data sheet.
+    """`Executor` of one replica that runs the real scheduler on a device simulated from its data sheet.
 
     Args:
-        roofline: of the model on the device.
+        roofline: roofline of the model on the device.
 
     Attributes:
         schedule: sizes of steps and pool.
-        now_s: the clock, which stands still while the host works.
+        now_s: simulated time; host work does not advance it.
     """
 
     def __init__(self, roofline: Roofline) -> None:
         self.schedule = roofline.schedule
         self.now_s = 0.0
         self._roofline = roofline
-        self._free_s = 0.0  # when the last step launched ends
+        self._free_s = 0.0  # end of the last step launched
 
     @property
     def kv_token_bytes(self) -> int:
@@ -56,7 +56,7 @@ class ModelledExecutor:
         return self._roofline.kv_token_bytes
 
     def weight_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of weights that a step of so many tokens reads."""
+        """Return the bytes of weights that a step of `num_tokens` tokens reads."""
         return self._roofline.matrix_bytes + num_tokens * self._roofline.embedding_row_bytes
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
@@ -64,23 +64,23 @@ class ModelledExecutor:
         return flop_counts(self._roofline.arch).step(num_tokens, num_rows, num_scores)
 
     def bucket_for(self, num_tokens: int) -> int:
-        """Return the smallest bucket that holds so many tokens."""
+        """Return the smallest bucket that holds `num_tokens` tokens."""
         return min(bucket for bucket in self.schedule.buckets() if bucket >= num_tokens)
 
     def multi_step_bucket_for(self, num_rows: int) -> None:
-        """Return None: a roofline knows nothing of what several steps in one dispatch save."""
+        """Return None: the roofline does not model the time that multi-step decode saves."""
 
     def wait_for(self, bucket: int, *, multi_step: bool) -> None:
-        """Return at once: every bucket can run."""
+        """Return at once: no bucket has to be compiled."""
 
     def launch(self, plan: StepPlan, bucket: int) -> ModelledStep:
-        """Start a step when the one before it has ended."""
+        """Launch a step that starts as soon as the previous one has ended."""
         step_s = self._roofline.step_ms(plan.starts, plan.counts) / 1e3
         self._free_s = max(self._free_s, self.now_s) + step_s
         return ModelledStep(self, self.now_s, self._free_s, plan.max_new)
 
     def restore_state(self) -> bool:
-        """Return False: nothing is ever lost."""
+        """Return False: the simulated state is never lost."""
         return False
 
     def close(self) -> None:

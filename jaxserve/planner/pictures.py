@@ -1,4 +1,4 @@
-"""How many requests fit on targets, by their length: a picture by matplotlib where it is installed."""
+"""Plot of the number of requests that fit on each target, by their length. Needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from jaxserve.planner.report import capacity_curve
 
 
 def check_plot(path: str) -> None:
-    """ConfigError where no picture could be drawn there, before anything is compiled."""
+    """Check before anything is compiled that a plot can be drawn and written to `path`; ConfigError if not."""
     if (reason := pictures.reason_missing()) is not None:
         raise ConfigError(reason)
     if not Path(path).absolute().parent.is_dir():
@@ -18,7 +18,7 @@ def check_plot(path: str) -> None:
 
 
 def draw_capacity(plans: Sequence[Plan], path: str) -> None:
-    """Write the capacity curves of plans as one PNG; those that do not fit have none."""
+    """Write the capacity curves of the plans to one PNG; plans that do not fit have no curve."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - an extra; without pyplot there is no global state
 
     figure = Figure(figsize=(7.0, 4.2), layout="constrained")

@@ -1,4 +1,4 @@
-"""From a configuration and a target to what would lie on each chip, and how fast a step could be."""
+"""Plan of a model on a target: memory on each chip, and the fastest possible steps."""
 
 import dataclasses
 import json
@@ -35,23 +35,23 @@ from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
 
 _CONFIGS = Path(__file__).parent / "configs"
-_ROWS = (1, 8, 32, 64, 128, 256)  # of decode steps that are predicted, as far as they fit
-_TOKENS = 1024  # of prompts and contexts that are predicted, where the model serves as many
+_ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit
+_TOKENS = 1024  # default length of predicted prompts and contexts, at most max_model_len
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What lies on one chip, in bytes; or on a part of it that jax calls a device.
+    """Memory of one chip, or of one jax device where a chip has several; in bytes.
 
     Attributes:
-        limit: that XLA takes; on a CPU the machine's.
-        weights: all of them.
-        slots: what the device remembers of each row of a step.
-        temp: temporaries of the largest step; 0 where nothing was compiled.
-        pool_limit: that the engine gives to the pool at most; negative where not even the weights and what it keeps
-            free for temporaries fit.
+        limit: memory that XLA may allocate; on a CPU, the machine's memory.
+        weights: all weights.
+        slots: state of all decode slots.
+        temp: temporaries of the step that needs most; 0 if nothing was compiled.
+        pool_limit: largest pool that the engine would allocate; negative if the weights and the reserve for temporaries
+            do not fit.
         page: one page of the pool.
-        request: one of max_model_len in the pool: whole pages.
+        request: whole pages of one request of max_model_len tokens.
     """
 
     limit: int
@@ -64,17 +64,17 @@ class Memory:
 
     @property
     def num_pages(self) -> int:
-        """Of the pool that the engine makes."""
+        """Number of pages in the pool that the engine would allocate."""
         return max(0, self.pool_limit // self.page)
 
     @property
     def missing(self) -> int:
-        """What one request of max_model_len lacks; 0 where it fits."""
+        """Bytes missing to serve one request of max_model_len tokens; 0 if it fits."""
         return max(0, self.missing_in_pool, self._missing_in_all)
 
     @property
     def missing_in_pool(self) -> int:
-        """The same if it is the pool that is too small, rather than the whole; else 0."""
+        """Bytes missing if the pool's limit, not the total memory, is the tighter bound; else 0."""
         lacking = self.request - self.pool_limit
         return max(0, lacking) if lacking > self._missing_in_all else 0
 
@@ -84,20 +84,20 @@ class Memory:
         return self.weights + self.slots + self.temp + pool - self.limit
 
     def times(self, count: int) -> "Memory":
-        """On so many devices that are one chip."""
+        """Return the sizes multiplied by `count`, the number of devices per chip."""
         return Memory(**{name: count * size for name, size in dataclasses.asdict(self).items()})
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a data sheet allows, not measured.
+    """Speed that the data sheet allows; predicted, not measured.
 
     Attributes:
-        context_tokens: of every row in decode.
-        step_ms: of a decode step, by its rows.
-        tokens_per_s: of all rows together, by their number.
-        prompt_tokens: of a request that is alone.
-        ttft_ms: of that request.
+        context_tokens: context length of every row in decode.
+        step_ms: time of a decode step, by its number of rows.
+        tokens_per_s: decode throughput of all rows together, by their number.
+        prompt_tokens: prompt length of a request that runs alone.
+        ttft_ms: time to first token of that request.
     """
 
     context_tokens: int
@@ -109,25 +109,25 @@ class Speed:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a model would be on a target.
+    """Predicted memory and speed of a model on a target.
 
     Attributes:
-        model: as it was named.
+        model: name that the user gave.
         target: the chips.
-        num_layers: of the model.
-        dtype: of weights and activations.
-        quantization: of the weights.
-        kv_dtype: of the pool.
-        backend: of attention.
-        schedule: sizes of steps and pool; of a model that does not fit, the pool has one request of max_model_len.
-        memory: of one chip.
-        largest: the step of most tokens, on one device; None where nothing is compiled: on a CPU, and for chips on
-            which not even the weights and one request fit.
-        decode: the step of max_num_seqs rows in decode, where that is compiled.
-        compile_s: to trace and compile them here.
-        program_s: to trace and compile here each program that the engine has there, by name; None where they were not
-            asked for, or nothing is compiled.
-        speed: None on a CPU, and of what does not fit.
+        num_layers: number of layers of the model.
+        dtype: dtype of weights and activations.
+        quantization: quantisation of the weights.
+        kv_dtype: dtype of the KV pool.
+        backend: attention backend.
+        schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
+        memory: memory of one chip.
+        largest: step with the most tokens, on one device; None if nothing is compiled: on a CPU, and for chips on which
+            the weights and one request do not fit.
+        decode: step with max_num_seqs rows in decode; None if nothing is compiled.
+        compile_s: seconds to trace and compile both steps on this machine.
+        program_s: seconds to trace and compile each of the engine's programs on this machine, by name; None if not
+            requested, or nothing is compiled.
+        speed: predicted speed; None on a CPU, and if the model does not fit.
     """
 
     model: str
@@ -147,29 +147,29 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether a request of max_model_len can be served."""
+        """True if a request of max_model_len tokens can be served."""
         return not self.memory.missing
 
     @property
     def kv_tokens(self) -> int:
-        """In the pool of all chips together."""
+        """Number of tokens that the pool holds, over all chips."""
         return self.memory.num_pages * self.schedule.page_size
 
     @property
     def num_requests(self) -> int:
-        """Of max_model_len that fit in the pool at the same time."""
+        """Number of requests of max_model_len tokens that fit in the pool at the same time."""
         return self.capacity(self.schedule.max_model_len)
 
     def capacity(self, num_tokens: int) -> int:
-        """Requests of so many tokens that fit in the pool at the same time."""
+        """Return how many requests of `num_tokens` tokens fit in the pool at the same time."""
         return self.memory.num_pages // -(-num_tokens // self.schedule.page_size)
 
 
 def read_model(name: str | None) -> tuple[str, ArchConfig]:
-    """A checkpoint directory, a config.json, or shapes that come with the planner, by name; with what it is called.
+    """Read a checkpoint directory, a config.json, or one of the planner's own configs; return its name and ArchConfig.
 
     Raises:
-        ConfigError: it is none of these, or not supported.
+        ConfigError: `name` is none of these, or the model is not supported.
     """
     path = EngineConfig(model=name).model_path
     known = sorted(file.stem for file in _CONFIGS.glob("*.json"))
@@ -201,19 +201,19 @@ def make_plan(
     batch: int | None = None,
     all_programs: bool = False,
 ) -> Plan:
-    """Sizes everything as the engine does on the target, and compiles its steps for that.
+    """Size everything as the engine would on the target, and compile its steps for the target.
 
     Args:
-        config: `model` may also be what `read_model` takes; of the sizes, None is as the engine resolves it there.
-        target: the chips, over all of which the model is split.
-        prompt_tokens: of the prompt whose TTFT is predicted.
-        context_tokens: of the rows whose decode steps are predicted.
-        batch: rows of a decode step that is predicted beside the usual ones.
-        all_programs: compile all that the engine has, and take the time of each.
+        config: engine options; `model` may be anything that `read_model` takes, and sizes that are None are resolved as
+            the engine would on the target.
+        target: chips, over all of which the model is split.
+        prompt_tokens: length of the prompt whose TTFT is predicted.
+        context_tokens: context length of the rows whose decode steps are predicted.
+        batch: rows of a decode step that is predicted besides the usual ones.
+        all_programs: True to compile all of the engine's programs and time each.
 
     Raises:
-        ConfigError: the model, or a size, is not one that the engine takes on this target, or its steps cannot be
-            compiled.
+        ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
     """
     name, arch = read_model(config.model)
     sheet, local = target.sheet, arch.local(target.num_devices)
@@ -236,7 +236,7 @@ def make_plan(
     names = (name, target, arch.num_layers, dtype.name, config.quantization, kv_dtype.name, backend, schedule)
     if sheet is None or memory.missing:
         return Plan(*names, memory.times(target.devices_per_chip))
-    # Of a pool as large as the memory XLA thinks that it does not fit, and looks long for what to compute again.
+    # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
     small = dataclasses.replace(schedule, num_pages=schedule.max_pages_per_row)
     started = time.perf_counter()
     compiler = StepCompiler(target, small, dtype, kv_dtype, backend, config.quantization)
@@ -254,7 +254,7 @@ def make_plan(
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:
-    """Of a step in which as many rows as possible are in decode."""
+    """Return the bucket of a step with max_num_seqs rows in decode."""
     return min(size for size in schedule.buckets() if size >= schedule.max_num_seqs)
 
 
@@ -283,7 +283,7 @@ def _memory(
     kv_dtype: jnp.dtype,
     backend: str,
 ) -> Memory:
-    """Of a device, all but the temporaries, for which steps must be compiled."""
+    """Return the memory of one device without the temporaries, which are known only once steps are compiled."""
     page = page_bytes(local, schedule.page_size, kv_dtype, backend)
     state = abstract_state(local, schedule, kv_dtype=kv_dtype, backend=backend)
     if sheet is None:

@@ -1,4 +1,4 @@
-"""serve_step compiled for chips that are not there, and what its program tells."""
+"""Compilation of serve_step for chips that are not attached, and analysis of the compiled program."""
 
 import contextlib
 import re
@@ -38,28 +38,28 @@ _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
 )
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
-_IN_LAYER = re.compile(r'op_name="[^"]*/(attention|mlp)/')  # the scopes of a block
+_IN_LAYER = re.compile(r'op_name="[^"]*/(attention|mlp)/')  # named scopes of a block
 
 
 @dataclass(frozen=True)
 class Collective:
-    """All exchanges of one kind between devices."""
+    """All collectives of one kind."""
 
     kind: str
     count: int
-    num_bytes: int  # of their results on one device, together
+    num_bytes: int  # total size of their results on one device
 
 
 @dataclass(frozen=True)
 class StepProgram:
-    """What the program of a step takes on one device.
+    """Resources that the program of a step needs on one device.
 
     Attributes:
-        num_tokens: of its token axis.
-        temp_bytes: of temporaries, and of results other than the state.
-        collectives: of one layer.
-        estimate_ms: what the compiler itself expects it to take if each loop, that over the layers too, ran once; None
-            where it does not say.
+        num_tokens: length of the token axis.
+        temp_bytes: bytes of temporaries, and of results other than the state.
+        collectives: collectives of one layer.
+        estimate_ms: compiler's own estimate of the run time if each loop, also the one over layers, ran once; None if
+            it has none.
     """
 
     num_tokens: int
@@ -70,15 +70,15 @@ class StepProgram:
 
 @dataclass(frozen=True)
 class StepCompiler:
-    """Compiles steps for a target as the engine does there, from shapes alone.
+    """Compiler of steps for a target, from shapes alone, with the engine's own functions and options.
 
     Attributes:
-        target: that they are for.
+        target: target of the compilation.
         schedule: sizes of steps and pool.
-        dtype: of weights and activations.
-        kv_dtype: of the pool.
-        backend: of attention.
-        quantization: of the weights.
+        dtype: dtype of weights and activations.
+        kv_dtype: dtype of the KV pool.
+        backend: attention backend.
+        quantization: quantisation of the weights.
     """
 
     target: Target
@@ -89,7 +89,7 @@ class StepCompiler:
     quantization: str | None = None
 
     def step_programs(self, arch: ArchConfig, buckets: Sequence[int]) -> list[StepProgram]:
-        """What the steps of some buckets take.
+        """Compile the steps of `buckets` and return what each needs.
 
         Raises:
             ConfigError: they cannot be compiled.
@@ -104,7 +104,7 @@ class StepCompiler:
         ]
 
     def compile(self, arch: ArchConfig, buckets: Sequence[int]) -> list[jax.stages.Compiled]:
-        """The whole steps of some buckets, with the layers that `arch` has.
+        """Compile the steps of `buckets`, with all layers of `arch`.
 
         Raises:
             ConfigError: they cannot be compiled.
@@ -113,10 +113,10 @@ class StepCompiler:
             return self._chip.compile_all([self._lower(arch, num_tokens) for num_tokens in buckets])
 
     def compile_times(self, arch: ArchConfig, max_steps: int) -> dict[str, float]:
-        """Seconds here to trace, lower and compile each program of an engine that goes so many steps at once.
+        """Return the seconds to trace, lower and compile each program of an engine that runs `max_steps` steps at once.
 
         Raises:
-            ConfigError: one cannot be compiled.
+            ConfigError: a program cannot be compiled.
         """
         schedule = self.schedule
         steps = {f"step {size}": partial(self._lower, arch, size) for size in schedule.step_buckets(max_steps)}
@@ -199,7 +199,7 @@ def abstract_params(
     *,
     is_stacked: bool = False,
 ) -> Params:
-    """Shapes of the weights: of what one of several devices holds or, over a mesh of them, of all with shardings."""
+    """Return the shapes of the weights: of one device's share, or, given a mesh, of the whole with shardings."""
     whole = {spec.path: spec for spec in registry.param_specs(arch)}
 
     def tensor(spec: ParamSpec) -> jax.ShapeDtypeStruct | QuantizedMatrix:
@@ -207,7 +207,7 @@ def abstract_params(
             return _tensor(spec.shape, dtype, spec.axes, mesh)
         num_rows, in_size = spec.shape
         scales = (num_rows, in_size // scale_block(whole[spec.path], in_size))
-        dtypes = (jnp.dtype(quantization), jnp.dtype("float32"))  # a quantisation is named after its dtype
+        dtypes = (jnp.dtype(quantization), jnp.dtype("float32"))  # quantisations are named after their dtype
         matrix: Any = [_tensor(*x, spec.axes, mesh) for x in zip((spec.shape, scales), dtypes, strict=True)]
         return QuantizedMatrix(*matrix)
 
@@ -223,20 +223,20 @@ def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:
-    """Of temporaries on one device, and of results that take no argument's place."""
+    """Return the bytes of temporaries on one device, and of results that do not reuse a donated argument's buffer."""
     memory = program.memory_analysis()
     assert memory is not None, "every compiler that is used here tells it"
     return int(memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes)
 
 
 def collectives(program: str) -> tuple[Collective, ...]:
-    """Every exchange in the text of a compiled program, those in branches and loops once."""
+    """Return the collectives in the text of a compiled program; those in branches and loops count once."""
     counts: Counter[str] = Counter()
     num_bytes: Counter[str] = Counter()
     for result, kind, start in _COLLECTIVE.findall(program):
         sizes = [_array_bytes(*array) for array in _ARRAY.findall(result)]
         if start and kind != "all-reduce":
-            sizes = sizes[len(sizes) // 2 :]  # behind the operands
+            sizes = sizes[len(sizes) // 2 :]  # results, listed after the operands
         counts[kind] += 1
         num_bytes[kind] += sum(sizes)
     return tuple(Collective(kind, counts[kind], num_bytes[kind]) for kind in sorted(counts))
@@ -247,13 +247,13 @@ def _array_bytes(kind: str, bits: str, sizes: str) -> int:
 
 
 def layer_collectives(program: str, num_copies: int) -> tuple[Collective, ...]:
-    """Those of one layer in the text of a compiled program, which has so many layers one behind the other."""
+    """Return the collectives of one layer from the text of a compiled program that has `num_copies` unrolled layers."""
     in_layers = "\n".join(line for line in program.splitlines() if _IN_LAYER.search(line))
     return tuple(Collective(x.kind, x.count // num_copies, x.num_bytes // num_copies) for x in collectives(in_layers))
 
 
 def estimate_ms(program: jax.stages.Compiled) -> float | None:
-    """What the compiler expects; it has been seen to expect less than nothing."""
+    """Return the compiler's estimate of the run time, or None; some compilers give negative estimates."""
     seconds = (program.cost_analysis() or {}).get("optimal_seconds", 0)
     return seconds * 1e3 if seconds > 0 else None
 
@@ -261,7 +261,7 @@ def estimate_ms(program: jax.stages.Compiled) -> float | None:
 def _tensor(
     part: tuple[int, ...], dtype: jnp.dtype, axes: tuple[str | None, ...], mesh: Mesh | None
 ) -> jax.ShapeDtypeStruct:
-    """What one device has of it, or all of a mesh together."""
+    """Return the shape of one device's part of a tensor, or of the whole tensor with its sharding over a mesh."""
     if mesh is None:
         return jax.ShapeDtypeStruct(part, dtype)
     split = split_dimension(axes)

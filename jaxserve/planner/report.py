@@ -1,4 +1,4 @@
-"""Plans as JSON and as text. Keys carry their units."""
+"""Reports of plans as JSON and as text. Names of keys end in their units."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,7 +14,7 @@ Json = dict[str, Any]
 
 
 def build_report(plan: Plan) -> Json:
-    """All figures; null where nothing is compiled or predicted."""
+    """Return all figures of a plan; null where nothing is compiled or predicted."""
     memory, schedule, speed = plan.memory, plan.schedule, plan.speed
     programs = [program for program in (plan.largest, plan.decode) if program is not None]
     return {
@@ -56,7 +56,7 @@ def build_report(plan: Plan) -> Json:
 
 
 def capacity_curve(plan: Plan) -> dict[int, int]:
-    """Requests that fit in the pool at the same time, by their length in tokens."""
+    """Return how many requests fit in the pool at the same time, by their length in tokens."""
     longest = plan.schedule.max_model_len
     lengths = {length for power in range(7, longest.bit_length()) if (length := 1 << power) <= longest} | {longest}
     return {length: plan.capacity(length) for length in sorted(lengths)}
@@ -75,7 +75,7 @@ def _collectives(program: StepProgram) -> list[Json]:
 
 
 def render(plan: Plan) -> str:
-    """The same for people."""
+    """Return a plan as readable text."""
     blocks = [_header(plan), align(_memory(plan))]
     if plan.largest is not None and plan.decode is not None:
         blocks.append(_programs(plan, plan.largest, plan.decode))
@@ -163,7 +163,7 @@ def _steps(speed: Speed) -> list[Row]:
 
 
 def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
-    """The plans of a sweep, or why there is none, and the cheapest."""
+    """Return the plan of each target of a sweep, or the reason why it has none, and the cheapest target that fits."""
     best = cheapest(candidates)
     targets = [
         {
@@ -177,7 +177,7 @@ def build_sweep_report(candidates: Sequence[Candidate]) -> Json:
 
 
 def render_sweep(candidates: Sequence[Candidate]) -> str:
-    """The same for people."""
+    """Return a sweep as readable text."""
     header = ("target", "fits", "weights", "KV tokens", "requests", "TTFT ms", "rows", "ms a step", "tokens/s")
     blocks = [align([(*header, "$/hour", "$/M tokens"), *map(_compared, candidates)], header=True)]
     if any(x.plan and x.plan.speed for x in candidates):

@@ -1,4 +1,4 @@
-"""The roofline of a step on chips by their data sheets: what cannot be faster, not what was measured."""
+"""Roofline of a step from data sheets: a lower bound of its time, not a measurement."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,21 +15,21 @@ from jaxserve.planner.program import Collective
 
 @dataclass(frozen=True)
 class Roofline:
-    """Prediction of steps: the longer of reading and computing at the peak rates, then the exchanges between the chips.
+    """Prediction of step times: the longer of memory and compute time at the peak rates, plus the collectives.
 
-    Launches, latencies, host work and whatever a kernel leaves unused come on top.
+    Launch overhead, latencies, host work and the inefficiency of kernels are not included.
 
     Attributes:
-        arch: what one device has of the model.
-        schedule: sizes of steps.
-        peak_rates: rates of one device.
-        link_bytes_per_s: from a chip to the others, in one direction.
-        num_chips: that the model is split over.
-        matrix_bytes: of weights that every step reads, on one device.
-        embedding_row_bytes: of what each token of a step reads besides.
-        kv_token_bytes: of one token in the pool of one device, all layers.
-        collectives: of one layer.
-        collective_tokens: of the step that these were counted in.
+        arch: share of the model on one device, as by `ArchConfig.local`.
+        schedule: step sizes.
+        peak_rates: peak rates of one device.
+        link_bytes_per_s: bandwidth from a chip to the others, in one direction.
+        num_chips: number of chips that the model is split over.
+        matrix_bytes: bytes of weights that every step reads, on one device.
+        embedding_row_bytes: bytes of the embedding row that each token of a step reads.
+        kv_token_bytes: bytes of one token in the pool of one device, over all layers.
+        collectives: collectives of one layer.
+        collective_tokens: tokens of the step in which `collectives` were counted.
     """
 
     arch: ArchConfig
@@ -44,17 +44,17 @@ class Roofline:
     collective_tokens: int
 
     def decode_ms(self, num_rows: int, context_tokens: int) -> float:
-        """A step in which every row has one token, after so many others."""
+        """Return the time of a decode step whose rows have a context of `context_tokens` each."""
         return self.step_ms([context_tokens - 1] * num_rows, [1] * num_rows)
 
     def ttft_ms(self, prompt_tokens: int) -> float:
-        """All steps of a prompt that is alone."""
+        """Return the time of all prefill steps of a prompt that runs alone."""
         budget = self.schedule.max_num_batched_tokens
         starts = range(0, prompt_tokens, budget)
         return sum(self.step_ms([start], [min(budget, prompt_tokens - start)]) for start in starts)
 
     def step_ms(self, starts: Sequence[int], counts: Sequence[int]) -> float:
-        """A step whose rows compute so many tokens, after so many others."""
+        """Return the time of a step whose rows compute `counts` tokens each, after `starts` earlier ones."""
         bucket = min(size for size in self.schedule.buckets() if size >= sum(counts))
         attention = attention_cost(np.array(starts), np.array(counts), self.arch.windows)
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // self.arch.num_layers
@@ -64,9 +64,9 @@ class Roofline:
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)
 
     def _exchange_ms(self, num_tokens: int) -> float:
-        """Of rings over all links: each chip sends all parts but one, of a sum twice."""
+        """Return the time of rings over all links: a chip sends n - 1 of n shards, in an all-reduce twice."""
         if self.num_chips == 1:
-            return 0.0  # parts of a chip meet within it
+            return 0.0  # exchanges between the devices of one chip are not modelled
         share = (self.num_chips - 1) / self.num_chips
         sent = sum((2 if x.kind == "all-reduce" else 1) * share * x.num_bytes for x in self.collectives)
         return sent * self.arch.num_layers * num_tokens / self.collective_tokens / self.link_bytes_per_s * 1e3

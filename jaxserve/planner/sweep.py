@@ -1,4 +1,4 @@
-"""Several targets side by side, and what they cost."""
+"""Comparison of several targets and their prices."""
 
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -8,19 +8,19 @@ from jaxserve.errors import ConfigError
 from jaxserve.planner.plan import Plan
 from jaxserve.planner.targets import KINDS, Target, parse_target
 
-Prices = Mapping[str, float]  # in dollars per chip and hour, by kind
+Prices = Mapping[str, float]  # dollars per chip and hour, by kind
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One target of a sweep.
+    """Target of a sweep, with its plan.
 
     Attributes:
-        target: that was tried.
-        plan: of the model on it; None where it could not be planned.
-        reason: why not.
-        usd_per_hour: of all its chips; None without a price.
-        num_rows: of the decode step that is compared: as many as were asked for, or else as fit.
+        target: target that was planned for.
+        plan: plan of the model on the target; None if it could not be planned.
+        reason: error message if it could not be planned; else None.
+        usd_per_hour: price of all its chips; None if the price is not known.
+        num_rows: rows of the decode step that is compared: the requested number, or as many as fit.
     """
 
     target: Target
@@ -31,17 +31,17 @@ class Candidate:
 
     @property
     def usd_per_million_tokens(self) -> float | None:
-        """Of output, at best: while every step has `num_rows` rows."""
+        """Lowest price of a million output tokens: that of steps that all have `num_rows` rows."""
         if self.usd_per_hour is None or self.plan is None or self.plan.speed is None:
             return None
         return self.usd_per_hour / 3600 / self.plan.speed.tokens_per_s[self.num_rows] * 1e6
 
 
 def read_prices(path: str) -> Prices:
-    """Dollars per chip and hour from a TOML file of `kind = price`.
+    """Read dollars per chip and hour from a TOML file with lines `kind = price`.
 
     Raises:
-        ConfigError: it is not such a file.
+        ConfigError: the file is malformed, or has an unknown kind or an invalid price.
     """
     try:
         with open(path, "rb") as file:
@@ -60,16 +60,16 @@ def read_prices(path: str) -> Prices:
 def sweep(
     names: Iterable[str], make: Callable[[Target], Plan], *, prices: Prices, batch: int | None
 ) -> Iterable[Candidate]:
-    """Plans one target after the other; one that cannot be planned does not end it.
+    """Plan one target after the other; a target that cannot be planned does not end the sweep.
 
     Args:
-        names: of targets.
-        make: plans one.
-        prices: of those kinds that have one.
-        batch: rows to compare decode steps of, where as many fit.
+        names: names of the targets.
+        make: function that plans for one target.
+        prices: prices of the kinds for which they are known.
+        batch: rows of the decode steps to compare, as far as they fit; None for as many as fit.
 
     Raises:
-        ConfigError: a name is not that of a target.
+        ConfigError: a name is not the name of a target.
     """
     for target in [parse_target(name) for name in names]:
         price = prices.get(target.kind)
@@ -88,6 +88,6 @@ def _num_rows(plan: Plan, batch: int | None) -> int:
 
 
 def cheapest(candidates: Sequence[Candidate]) -> Candidate | None:
-    """The least dollars per hour of those that fit; None where none does, or none has a price."""
+    """Return the cheapest candidate per hour that fits; None if none fits, or none of these has a price."""
     fitting = [x for x in candidates if x.plan is not None and x.plan.fits and x.usd_per_hour is not None]
     return min(fitting, key=lambda x: x.usd_per_hour or 0, default=None)

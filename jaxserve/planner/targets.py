@@ -1,4 +1,4 @@
-"""What can be planned for: chips by their data sheets, and how they are arranged."""
+"""Targets of the planner: chips with the figures of their data sheets, and their arrangement."""
 
 import math
 import re
@@ -14,16 +14,16 @@ from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU
 
 @dataclass(frozen=True)
 class DataSheet:
-    """A chip as its maker describes it, and as the compiler knows it.
+    """Figures of a chip from its maker, and its description for the compiler.
 
     Attributes:
-        chip: that programs are compiled for.
-        memory_bytes: of one chip; of a TPU, those that its compiler says are there for programs.
-        bytes_per_s: of its memory.
-        flops_per_s: of dense matrix products, by dtype.
-        link_bytes_per_s: of a link to a neighbour, or to what connects all chips, in one direction.
-        directions: in which the chips of a shape lie side by side.
-        devices_per_chip: jax may call a part of a chip a device.
+        chip: chip that programs are compiled for.
+        memory_bytes: memory of one chip; for a TPU, the memory that its compiler leaves to programs.
+        bytes_per_s: memory bandwidth.
+        flops_per_s: rate of dense matrix products, by dtype.
+        link_bytes_per_s: bandwidth in one direction of a link to a neighbour, or to the switch between all chips.
+        directions: number of dimensions of the chips' arrangement.
+        devices_per_chip: jax devices per chip.
     """
 
     chip: Chip
@@ -40,7 +40,7 @@ class DataSheet:
         return self.memory_bytes // self.devices_per_chip
 
     def limit_bytes(self, gpu_memory_utilization: float) -> int:
-        """Memory of one device that XLA takes where the engine is told this share."""
+        """Return the memory of one device that XLA may allocate at this `gpu_memory_utilization`."""
         share = 1.0 if self.chip.platform == "tpu" else gpu_memory_fraction() or gpu_memory_utilization
         return int(self.memory_bytes * share) // self.devices_per_chip
 
@@ -50,10 +50,10 @@ class Target:
     """Chips of one kind; `sheet` is None for the CPU of this machine.
 
     Attributes:
-        name: as the user says it.
-        kind: of the chips, by which prices go.
-        sheet: of one of them.
-        shape: how many lie in each direction.
+        name: name that the user gave.
+        kind: kind of the chips, key of their price.
+        sheet: data sheet of one chip.
+        shape: number of chips in each dimension.
     """
 
     name: str
@@ -63,32 +63,32 @@ class Target:
 
     @property
     def num_chips(self) -> int:
-        """Of them all."""
+        """Number of chips."""
         return math.prod(self.shape)
 
     @property
     def num_devices(self) -> int:
-        """What jax calls devices, over which the model is split."""
+        """Number of jax devices, over which the model is split."""
         return self.num_chips * self.devices_per_chip
 
     @property
     def devices_per_chip(self) -> int:
-        """Of them."""
+        """Number of jax devices per chip."""
         return self.sheet.devices_per_chip if self.sheet else 1
 
     @property
     def platform(self) -> str:
-        """What jax calls it."""
+        """Name of the platform in jax."""
         return self.sheet.chip.platform if self.sheet else "cpu"
 
     @property
     def num_links(self) -> int:
-        """From each chip to others: one in a direction, two where four or more may be closed to a ring."""
+        """Number of links from each chip: one per dimension, or two where four or more chips can form a ring."""
         return sum(min(2, size // 2) if self.sheet and self.sheet.directions > 1 else 1 for size in self.shape)
 
     @property
     def topology(self) -> str:
-        """The shape as `Chip.devices` takes it."""
+        """Shape in the form that `Chip.devices` takes."""
         return "x".join(map(str, self.shape if len(self.shape) > 1 else (1, 1, *self.shape)))
 
 
@@ -106,7 +106,7 @@ _H200 = DataSheet(
 def _tpu(
     chip: Chip, gib: float, gb_per_s: int, tflops: int, link_gb_per_s: int, directions: int, devices_per_chip: int = 1
 ) -> DataSheet:
-    """Figures of a chip; exact float32 is six products in bfloat16."""
+    """Return the data sheet of a TPU; an exact float32 product takes six in bfloat16."""
     return DataSheet(
         chip=chip,
         memory_bytes=int(gib * 2**30),
@@ -118,9 +118,9 @@ def _tpu(
     )
 
 
-# Google Cloud's documentation of each generation, but for the memory, of which the compiler tells what is left to
-# programs: bandwidth and bfloat16 of a chip; between chips it tells the bandwidth of all links in both directions
-# together, four links of v5e and v6e, six of the others.
+# Bandwidth and bfloat16 FLOP/s of a chip are from Google Cloud's documentation of each generation. It gives the
+# bandwidth between chips as the sum over all links and both directions: four links on v5e and v6e, six on the others.
+# The memory is what the compiler leaves to programs.
 _TPUS = {
     "v4": _tpu(TPU_V4, gib=30.75, gb_per_s=1200, tflops=275, link_gb_per_s=50, directions=3),
     "v5e": _tpu(TPU_V5E, gib=15.75, gb_per_s=819, tflops=197, link_gb_per_s=50, directions=2),
@@ -142,14 +142,14 @@ SWEPT = (
     *("v6e:1x1", "v6e:2x2", "v6e:2x4", "v6e:4x4"),
     *("tpu7x:1x1x1", "tpu7x:2x2x1"),
 )
-"""Names that a sweep compares if none are given."""
+"""Names of the targets that a sweep compares by default."""
 
 
 def parse_target(name: str) -> Target:
-    """The target of this name, whether or not there is a compiler for it here.
+    """Return the target of this name, whether or not its compiler is installed.
 
     Raises:
-        ConfigError: it is not the name of one.
+        ConfigError: there is no such target.
     """
     if name == "cpu":
         return Target(name, name, None)
@@ -171,11 +171,11 @@ def find_target(name: str, compilers: Path) -> Target:
     """Return the target of this name.
 
     Args:
-        name: target as the user writes it.
-        compilers: folder where its compiler should be installed if it is missing.
+        name: name that the user gave.
+        compilers: folder for the error message to suggest if the target's compiler is not installed.
 
     Raises:
-        ConfigError: there is no such target, or nothing can be compiled for it here.
+        ConfigError: there is no such target, or its compiler is not installed.
     """
     target = parse_target(name)
     if target.sheet is not None and (reason := target.sheet.chip.unavailable()) is not None:
