@@ -1,7 +1,7 @@
-"""A fleet on Ray: each engine in an actor, a process of its own, on whichever machine of a cluster has room for it.
+"""Fleet on Ray: each engine runs in an actor, a separate process on any machine of the cluster with room for it.
 
-Ray places the actors, carries the calls and tells who died. What then becomes of the requests is the fleet's matter
-(`fleet.py`), so actors have no restarts and calls no retries of Ray's.
+Ray places the actors, transports calls and reports deaths. The fleet (`fleet.py`) recovers the requests itself, so
+Ray's restarts of actors and retries of calls are off.
 """
 
 import contextlib
@@ -15,17 +15,17 @@ from jaxserve.config import EngineConfig, ray_address
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.fleet import Died, Fleet, NewRequest, Served, Server, Started
 
-_ACCELERATORS = ("GPU", "TPU")  # as Ray calls them
-_OBJECT_STORE_BYTES = 2**28  # of a local Ray; outputs pass through and what does not fit goes to the disk
+_ACCELERATORS = ("GPU", "TPU")  # Ray's names
+_OBJECT_STORE_BYTES = 2**28  # object store of a local Ray: outputs pass through it and spill to disk if they do not fit
 
 
 @contextlib.contextmanager
 def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
-    """A fleet for `run_batch`; when it is left, its actors are gone, and so is a Ray that was started for it.
+    """Yield a fleet for `run_batch`; on exit its actors are ended, and so is Ray if it was started here.
 
     Args:
-        num_actors: engines; None has as many as the accelerators of the cluster suffice for, or one if it has none.
-        options: of each engine: fields of EngineConfig. Its directories must be there on every machine.
+        num_actors: number of engines; None is as many as the cluster's accelerators suffice for, or one if it has none.
+        options: fields of EngineConfig for each engine. Its directories must exist on every machine.
 
     Raises:
         ConfigError: Ray is missing or cannot be reached, the cluster is too small, or an engine cannot start.
@@ -50,7 +50,7 @@ def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
 
 
 def _absolute(options: Mapping[str, Any]) -> dict[str, str]:
-    """The directories among the options, which actors would look for elsewhere."""
+    """Return the directories among the options as absolute paths, since actors have another working directory."""
     given = {name: options.get(name) for name in ("model", "tokenizer", "compilation_cache_dir")}
     return {name: os.path.abspath(path) for name, path in given.items() if path not in (None, "auto")}
 
@@ -58,15 +58,15 @@ def _absolute(options: Mapping[str, Any]) -> dict[str, str]:
 def plan_actors(
     nodes: Sequence[Mapping[str, float]], num_devices: int, wanted: int | None
 ) -> tuple[int, dict[str, Any]]:
-    """How many actors there are to be, and what each is to ask of Ray.
+    """Return the number of actors and the resources that each requests from Ray.
 
     Args:
         nodes: resources of each machine, by Ray's names.
-        num_devices: that an engine takes, of one machine.
-        wanted: actors; None leaves it to the accelerators.
+        num_devices: devices of one engine, all on one machine.
+        wanted: number of actors; None for as many as the accelerators suffice for.
 
     Raises:
-        ConfigError: they have no room.
+        ConfigError: the cluster has no room for them.
     """
     kind = next((name for name in _ACCELERATORS if any(node.get(name) for node in nodes)), "CPU")
     most = sum(int(node.get(kind, 0) // num_devices) for node in nodes)
@@ -83,7 +83,7 @@ def plan_actors(
 
 @contextlib.contextmanager
 def _connected() -> Iterator[Any]:
-    """The ray module, connected: as it is, or to the cluster of the environment, or to a new one on this machine."""
+    """Yield the ray module, connected: as it is, or to the environment's cluster, or to a new one on this machine."""
     address = ray_address()
     try:
         import ray  # noqa: PLC0415 - an extra, and slow
@@ -105,15 +105,15 @@ def _connected() -> Iterator[Any]:
 
 
 class _RayActors:
-    """`Actors` on Ray."""
+    """Implementation of `Actors` on Ray."""
 
     def __init__(self, ray: Any, count: int, resources: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         self.count = count
         self._ray, self._options = ray, dict(options)
         self._actor_class = ray.remote(_EngineActor).options(scheduling_strategy="SPREAD", **resources)
-        self._actors: dict[int, Any] = {}  # those alive
-        self._calls: dict[Any, int] = {}  # not waited for yet, oldest first: the index of the actor
-        self._answered: deque[Any] = deque()  # of those calls, the ones that Ray has told to be ready
+        self._actors: dict[int, Any] = {}  # live actors by index
+        self._calls: dict[Any, int] = {}  # outstanding calls, oldest first, with the index of the actor
+        self._answered: deque[Any] = deque()  # outstanding calls that Ray has reported as ready
 
     def start(self, index: int) -> None:
         self._actors[index] = actor = self._actor_class.remote()
@@ -124,18 +124,18 @@ class _RayActors:
 
     def wait(self) -> tuple[int, Started | Served | Died]:
         while (index := self._calls.pop(call := self._next_answered(), None)) is None:
-            pass  # a call of an actor that was stopped since
+            pass  # the actor was stopped after this call
         try:
             return index, self._ray.get(call)
         except self._ray.exceptions.RayError as error:
-            self.stop(index)  # one that raised, or cannot be reached, may be alive
+            self.stop(index)  # an actor that raised or is unreachable may still be alive
             cause = getattr(error, "cause", None)
             if isinstance(cause, ConfigError):
                 raise cause from None
             return index, Died(_brief(error) if cause is None else repr(cause))
 
     def _next_answered(self) -> Any:
-        """Return a call that is ready. All calls are looked at only when those found ready before are used up."""
+        """Return a call that is ready. Ray is queried only when all calls found ready earlier have been returned."""
         if not self._answered:
             calls = list(self._calls)
             self._ray.wait(calls, num_returns=1)
@@ -151,15 +151,15 @@ class _RayActors:
 
 
 def _brief(error: Exception) -> str:
-    """What Ray knows of a death, without ids and advice."""
+    """Return Ray's message about a death, without ids and advice."""
     return str(error).splitlines()[-1].partition(" Some common causes")[0]
 
 
 class _EngineActor:
-    """What runs in an actor's process."""
+    """Ray actor that serves an engine."""
 
     def start(self, options: dict[str, Any]) -> Started:
-        from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does without
+        from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does not need
 
         self._server = Server(LLM(**options).engine)
         return self._server.started()

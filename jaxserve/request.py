@@ -1,4 +1,4 @@
-"""What a user asks for and gets back: SamplingParams, Request, RequestOutput. Host values only; no jax here."""
+"""Requests and their results: SamplingParams, Request, RequestOutput. Host values only, without jax."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxserve.errors import RequestError
 
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's
 MAX_LOGIT_BIAS = 300
-MAX_BAD_SEQUENCES = 64  # of token ids, of one request; most words are one or two
+MAX_BAD_SEQUENCES = 64  # sequences of token ids per request; most words have one or two
 MAX_BAD_SEQUENCE_TOKENS = 8
 MAX_STOP_TOKEN_IDS = 64
-# OpenAI allows 4 stop strings and prompts in common use have some 10. The bounds keep a request's automaton below a
+# OpenAI allows 4 stop strings, and common prompts have about 10. The bounds keep a request's automaton below a
 # megabyte, and the time in which it is built near that of tokenising as much text.
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 4096
@@ -24,20 +24,20 @@ TokenIds = list[int]
 
 
 class FinishReason(enum.StrEnum):
-    """Why a completion ended."""
+    """Reason for the end of a completion."""
 
     STOP = "stop"  # an end-of-sequence id, a stop id or a stop string
     LENGTH = "length"  # max_tokens or max_model_len
     ABORT = "abort"
 
 
-@no_type_check  # it checks itself, and a wrong type must be a RequestError in tests too
+@no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError
 @dataclass
 class SamplingParams:
-    """How to sample one request. Names, meanings and defaults are vLLM's.
+    """Sampling parameters of one request. Names, meanings and defaults are vLLM's.
 
     Attributes:
-        n: completions per prompt; they share the prompt's pages.
+        n: number of completions per prompt; they share the prompt's pages.
         temperature: 0 is greedy.
         top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`; in (0, 1].
         top_k: keep the `top_k` most likely tokens; 0 or -1 keeps all.
@@ -47,26 +47,26 @@ class SamplingParams:
         stop: strings that end the output; removed from the text unless `include_stop_str_in_output`. At most 64 of 4096
             characters in all.
         stop_token_ids: ids that end the output; at most 64.
-        ignore_eos: go on after the end-of-sequence token.
-        seed: the same seed and prompt give the same samples whatever else runs; None draws one from the
-            engine's seed, so that the same requests have the same samples at the next start. Sample i of `n` has the
+        ignore_eos: continue after the end-of-sequence token.
+        seed: seed of sampling; the same seed and prompt give the same samples whatever else runs. None derives a seed
+            from the engine's, so that the same requests have the same samples after a restart. Sample i of `n` has the
             seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their samples.
-        logprobs: also return the log probabilities of this many most likely tokens; at most the engine's
+        logprobs: number of most likely tokens whose log probabilities are returned too; at most the engine's
             `max_logprobs`, which is 20 by default. -1 is the whole vocabulary, and needs an engine with -1.
         prompt_logprobs: the same for every prompt token.
         presence_penalty: subtracted once from the logit of each token already in the output; in [-2, 2].
         frequency_penalty: subtracted for every occurrence in the output; in [-2, 2].
         repetition_penalty: divides (or multiplies, below zero) the logits of tokens in prompt and output; above 0.
         logit_bias: token id -> value added to its logit; at most 300 entries, values in [-100, 100].
-        allowed_token_ids: the only ids that can be sampled, those that end the output included; None allows all.
-        bad_words: texts that the output must not contain: the last token of one cannot be sampled where the output ends
-            with those before it. A word counts as the tokens that it is at the beginning of a text, and as those
-            behind a space where they are as many and begin with another. At most 64 such sequences of 8 tokens each.
+        allowed_token_ids: only ids that can be sampled, including those that end the output; None allows all.
+        bad_words: texts that the output must not contain: the last token of one cannot be sampled if the output ends
+            with its other tokens. A word stands for its tokens at the start of a text, and for those after a space if
+            they are equally many and the first differs. At most 64 such sequences of 8 tokens each.
         skip_special_tokens: leave special tokens out of the text.
         include_stop_str_in_output: keep the stop string in the text.
-        detokenize: produce text at all; must hold when `stop` is given.
-        truncate_prompt_tokens: keep only the last so many tokens of a longer prompt, and with text the special tokens
-            around it; -1 keeps as many as leave room for `max_tokens`.
+        detokenize: produce text; must be True if `stop` is given.
+        truncate_prompt_tokens: number of last tokens to keep of a longer prompt, besides the special tokens around a
+            text; -1 keeps as many as leave room for `max_tokens`.
 
     Raises:
         RequestError: a value is out of range or a parameter is unknown.
@@ -97,7 +97,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
-        """Refuse unknown names with the error that bad values get."""
+        """Raise RequestError for unknown names, as for invalid values."""
         names = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(kwargs.keys() - names):
             raise RequestError(f"unsupported sampling parameters {unknown}; supported are {sorted(names)}")
@@ -117,7 +117,7 @@ class SamplingParams:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
         if self.truncate_prompt_tokens == 0:
             raise RequestError("truncate_prompt_tokens must be positive, -1 or None, got 0")
-        if self.seed == -1:  # as in vLLM
+        if self.seed == -1:  # no seed, as in vLLM
             self.seed = None
         self._check_stop()
         self._check_logit_bias()
@@ -151,7 +151,7 @@ class SamplingParams:
             return
         if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
             raise RequestError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIAS} entries, got {brief(bias)}")
-        try:  # JSON knows only string keys
+        try:  # keys in JSON are strings
             by_id = {int(key) if isinstance(key, str) else key: value for key, value in bias.items()}
         except ValueError:
             raise RequestError(f"logit_bias keys must be token ids, got {brief(list(bias))}") from None
@@ -182,22 +182,22 @@ class SamplingParams:
         self.bad_words = list(dict.fromkeys(words))
 
     def clone(self) -> SamplingParams:
-        """An independent copy, checked anew."""
+        """Return an independent copy, checked again."""
         return dataclasses.replace(self)
 
     @property
     def has_penalties(self) -> bool:
-        """Whether sampling depends on the tokens that came before."""
+        """True if sampling depends on earlier tokens."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
     @property
     def changes_logits(self) -> bool:
-        """True where ids are biased, forbidden or the only ones allowed, whatever came before."""
+        """True if ids are biased, forbidden or restricted, whatever the earlier tokens."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
 _MAX_INT32 = 2**31 - 1
-_INTEGERS = {  # name -> least and largest value
+_INTEGERS = {  # smallest and largest value by name
     "n": (1, 1024),
     "top_k": (-1, _MAX_INT32),
     "max_tokens": (1, _MAX_INT32),
@@ -224,7 +224,7 @@ def _is_sequence(value: object) -> bool:
 
 
 def brief(value: object) -> str:
-    """The value as an error message shows it."""
+    """Return the value in a short form for error messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
@@ -243,77 +243,77 @@ def _real(name: str, value: Any, low: int, high: int, *, open_low: bool = False)
 
 
 class RequestStatus(enum.Enum):
-    """Where a request is in its life."""
+    """State of a request."""
 
-    WAITING = enum.auto()  # owns no pages and no slot; new or preempted
+    WAITING = enum.auto()  # has no pages and no slot; new or preempted
     RUNNING = enum.auto()
-    BLOCKED = enum.auto()  # runs, but computes nothing before an event: the update of a plan
+    BLOCKED = enum.auto()  # runs, but computes nothing until the update of a plan
     FINISHED = enum.auto()
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence being generated. The scheduler owns every field below `status`.
+    """Sequence that is generated. The scheduler owns every field below `status`.
 
-    A request is always in the middle of the same thing: `num_computed_tokens` of its `num_tokens` have keys and
-    values in the pool; each step computes some more until they meet, which samples one further token.
+    Prefill and decode are not distinguished: `num_computed_tokens` of the `num_tokens` have keys and values in the
+    pool; each step computes more until the numbers are equal, which samples one further token.
     """
 
     request_id: str
     prompt_token_ids: TokenIds
     params: SamplingParams
-    seed: int  # resolved; never None
+    seed: int  # resolved, never None
     max_total_tokens: int  # prompt + output limit
     stop_ids: frozenset[int] = frozenset()  # any of these ends the output
-    bad_sequences: tuple[tuple[int, ...], ...] = ()  # of token ids that the output must not contain
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
-    read_prefix_cache: bool = True  # False where every prompt position must be computed (prompt_logprobs)
-    waits_for_tokens: bool = False  # whether each token must be read before the next is computed
-    arrival: int = 0  # counts requests in the order in which they came
-    num_shared_tokens: int = 0  # of the prompt, which the router expects to be cached when the request starts
+    read_prefix_cache: bool = True  # False if every prompt position must be computed (prompt_logprobs)
+    waits_for_tokens: bool = False  # True if each token must be read before the next is computed
+    arrival: int = 0  # index of the request in order of arrival
+    num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
     status: RequestStatus = RequestStatus.WAITING
     finish_reason: FinishReason | None = None
-    output_token_ids: TokenIds = field(default_factory=list)  # those read from the device
-    num_computed_tokens: int = 0  # of plans made; 0 unless running
-    num_tokens_when_preempted: int = 0  # counts tokens that were then on the device
-    quiet_until: int = 0  # while num_computed_tokens stays below, a step of decode changes nothing but that number
-    review_at: int = 0  # output tokens with which the request ends by length or a page is full
+    output_token_ids: TokenIds = field(default_factory=list)  # ids read from the device so far
+    num_computed_tokens: int = 0  # tokens in plans made so far; 0 unless running
+    num_tokens_when_preempted: int = 0  # includes tokens that were then on the device
+    quiet_until: int = 0  # limit of num_computed_tokens below which a decode step changes only that number
+    review_at: int = 0  # number of output tokens at which the request ends by length or a page is full
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     pages: list[int] = field(default_factory=list)  # append-only while running
-    page_hashes: list[bytes] = field(default_factory=list)  # of the full pages of known tokens
+    page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
     slot: int = -1  # row of the per-request device state; -1 while not running
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Prompt length."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     @property
     def num_known_tokens(self) -> int:
-        """Prompt and output tokens whose ids the host has."""
+        """Number of prompt and output tokens whose ids the host has."""
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and those still on the device: whoever has computed n tokens has sampled one more."""
+        """Number of known tokens and of those still on the device: computing n tokens samples one more."""
         return max(self.num_known_tokens, self.num_computed_tokens + 1, self.num_tokens_when_preempted)
 
     @property
     def num_pending_tokens(self) -> int:
-        """Tokens sampled on the device and not yet read (step-ahead)."""
+        """Number of tokens sampled on the device and not yet read (step-ahead)."""
         return self.num_tokens - self.num_known_tokens
 
     def tokens(self, start: int, stop: int) -> TokenIds:
-        """Known token ids in [start, stop)."""
+        """Return the known token ids in [start, stop)."""
         split = len(self.prompt_token_ids)
         if stop <= split:
             return self.prompt_token_ids[start:stop]
         return self.prompt_token_ids[start:split] + self.output_token_ids[max(start - split, 0) : stop - split]
 
 
-@dataclass(slots=True)  # not frozen: that doubles the time to make one, and a token can come with 21
+@dataclass(slots=True)  # not frozen: that would double the construction time, and a token can have 21
 class Logprob:
     """Log probability of one token at one position, before temperature, penalties and masks.
 
@@ -339,8 +339,8 @@ class RequestMetrics:
         last_token_s: time when its last token so far was read.
         finished_s: time of its end.
         num_cached_tokens: prompt tokens found in the prefix cache.
-        num_preemptions: how often its pages were given to another request.
-        num_restarts: how often it began again from the prompt, with other weights.
+        num_preemptions: number of times that it lost its pages to another request.
+        num_restarts: number of times that it restarted from the prompt with other weights.
         num_output_tokens: tokens generated so far.
     """
 
@@ -356,12 +356,12 @@ class RequestMetrics:
 
     @property
     def queue_s(self) -> float | None:
-        """Arrival to first admission."""
+        """Time from arrival to first admission."""
         return None if self.scheduled_s is None else self.scheduled_s - self.arrival_s
 
     @property
     def prefill_s(self) -> float | None:
-        """First admission to first token."""
+        """Time from first admission to first token."""
         if self.first_token_s is None or self.scheduled_s is None:
             return None
         return self.first_token_s - self.scheduled_s
@@ -380,23 +380,23 @@ class RequestMetrics:
 
     @property
     def total_s(self) -> float | None:
-        """Arrival to finish."""
+        """Time from arrival to finish."""
         return None if self.finished_s is None else self.finished_s - self.arrival_s
 
 
 class GrowingText:
     """Text that one thread appends to while any other reads it.
 
-    The pieces are an immutable tuple that `append` replaces as a whole, so a reader sees the text as it was at one
-    moment and changes nothing. Each piece is at least twice as long as the next: the text is a logarithmic number of
-    pieces, and appending copies each character as often as that.
+    The pieces are an immutable tuple that `append` replaces as a whole, so a reader sees a consistent text. Each piece
+    is at least twice as long as the next: the number of pieces is logarithmic in the length of the text, and so is the
+    number of times that a character is copied.
     """
 
     def __init__(self, text: str = "") -> None:
         self._pieces: tuple[str, ...] = (text,) if text else ()
 
     def append(self, text: str) -> None:
-        """Add to the end. Only one thread may do so."""
+        """Append text. Only one thread may do so."""
         if not text:
             return
         pieces = self._pieces
@@ -414,7 +414,7 @@ class GrowingText:
         return "".join(self._pieces)
 
     def since(self, start: int) -> str:
-        """Return what follows the first `start` characters, at the cost of that alone."""
+        """Return the text after the first `start` characters, at a cost that depends only on its length."""
         pieces = self._pieces
         missing = sum(map(len, pieces)) - start
         new: list[str] = []
@@ -427,7 +427,7 @@ class GrowingText:
 
 
 class _TextField:
-    """A string to those who read and write it, kept as a GrowingText."""
+    """Descriptor of a string attribute that is stored as a GrowingText."""
 
     def __get__(self, output: CompletionOutput | None, owner: type[CompletionOutput]) -> str:
         return "" if output is None else str(vars(output)["text"])
@@ -438,21 +438,21 @@ class _TextField:
 
 @dataclass
 class CompletionOutput:
-    """One completion of a prompt.
+    """Completion of a prompt.
 
     Attributes:
         index: number of the completion among the `n` of its request, from 0.
         text: generated text.
         token_ids: generated token ids.
-        cumulative_logprob: sum of the log probabilities of the generated tokens; None unless `logprobs` was asked for.
-        logprobs: for each generated token, a dict from token id to Logprob; None unless asked for.
+        cumulative_logprob: sum of the log probabilities of the generated tokens; None unless `logprobs` was requested.
+        logprobs: dict from token id to Logprob for each generated token; None unless requested.
         finish_reason: "stop", "length" or "abort" once the completion has ended; None before.
         stop_reason: stop string or stop token id that ended it; None for end-of-sequence.
         metrics: times and counts.
     """
 
     index: int
-    text: str = cast("str", _TextField())  # a descriptor, to which dataclasses leave the value
+    text: str = cast("str", _TextField())  # a descriptor, which dataclasses assign to
     token_ids: TokenIds = field(default_factory=list)
     cumulative_logprob: float | None = None
     logprobs: Sequence[dict[int, Logprob]] | None = None
@@ -465,27 +465,27 @@ class CompletionOutput:
         return self.finish_reason is not None
 
     def follow(self, text: GrowingText) -> None:
-        """Have `text` read as what this one is by then."""
+        """Let the attribute `text` always read the current value of this GrowingText."""
         vars(self)["text"] = text
 
     def text_since(self, start: int) -> str:
-        """`text[start:]`, at the cost of what is new."""
+        """Return `text[start:]`, at a cost that depends only on its length."""
         text: GrowingText = vars(self)["text"]
         return text.since(start)
 
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's state so far; final when `finished`.
+    """Current result of a request; final when `finished`.
 
     Attributes:
         request_id: name of the request, unique in its engine.
-        prompt: text of the prompt; None where token ids were given.
+        prompt: text of the prompt; None if token ids were given.
         prompt_token_ids: token ids of the prompt.
-        outputs: completions, `n` of them.
-        finished: whether all completions have ended.
-        prompt_logprobs: for each prompt token, a dict from token id to Logprob, None for the first token; None unless
-            asked for.
+        outputs: `n` completions.
+        finished: True if all completions have ended.
+        prompt_logprobs: dict from token id to Logprob for each prompt token, None for the first token; None unless
+            requested.
     """
 
     request_id: str
@@ -502,13 +502,13 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Prompt tokens answered from the prefix cache."""
+        """Number of prompt tokens found in the prefix cache."""
         return self.outputs[0].metrics.num_cached_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFailure:
-    """The end of a request that turned out, after it was accepted, to be one that cannot be served."""
+    """Failure of a request that was accepted but cannot be served."""
 
     request_id: str
     error: RequestError

@@ -1,11 +1,11 @@
-"""Router: chooses the replica that serves a request, by the load of each and the prefixes that each has computed.
+"""Router: choice of the replica for a request, by load and by the prefixes that each replica has computed.
 
-The replicas may be those of one engine, the engines of a fleet, or simulated ones: the router knows numbers and hashes
-only. Its caller keeps the queue, tells it loads as they change, and binds requests late, to replicas that are open.
+The replicas may be those of one engine, the engines of a fleet, or simulated ones: the router handles only numbers and
+hashes. Its caller keeps the queue, updates loads as they change, and assigns requests late, to replicas that are open.
 
-The cost of a replica is its load and what there is to compute of the request, which a shared prefix saves. Work that
-is done twice delays the request itself and those behind it, so what is saved counts twice: siblings of one request go
-together until the difference in load exceeds that.
+The cost of a replica is its load plus the tokens of the request that it would have to compute, less for a shared
+prefix. Repeated work delays the request itself and later ones, so saved tokens count twice: requests with a common
+prefix go to the same replica until the difference in load exceeds that.
 """
 
 import sys
@@ -15,16 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
-ROW_CHARGE_TOKENS = 16  # a running row slows all others by as much as so many tokens of a prompt
-CLOSED_CHARGE_TOKENS = 64  # waiting for a closed replica costs about as much as computing so many tokens
-MAX_PASSED_OVER = 128  # requests that may wait for a replica while later ones are given to others
+ROW_CHARGE_TOKENS = 16  # tokens of a prompt that slow other rows as much as one running row
+CLOSED_CHARGE_TOKENS = 64  # cost of waiting for a closed replica, in computed tokens
+MAX_PASSED_OVER = 128  # most requests that wait for a replica while later ones are assigned
 _SAVING_WEIGHT = 2
-_MAX_HOLDERS = 8  # of a prefix that are remembered; the least loaded replica is always considered beside them
+_MAX_HOLDERS = 8  # remembered holders of a prefix; the least loaded replica is always considered too
 _MAX_PREFIXES = 2**16
 _CLOSED = sys.maxsize
 
 Job = TypeVar("Job")
-Prefix = Sequence[tuple[int, bytes]]  # number of tokens and hash of leading parts of a prompt, shortest first
+Prefix = Sequence[tuple[int, bytes]]  # number of tokens and hash of prefixes of a prompt, shortest first
 
 
 def _geometric_depths() -> list[int]:
@@ -39,20 +39,20 @@ _DEPTHS = _geometric_depths()
 
 @lru_cache(maxsize=2**16)
 def sample_depths(num_blocks: int) -> Sequence[int]:
-    """Return the numbers of leading blocks whose hashes stand for a prompt: all of few, then each a quarter more.
+    """Return the prefix lengths, in blocks, that are hashed: all small ones, then each a quarter larger.
 
-    A long prompt has some thirty, and a shared part is found to at least four fifths. The last is `num_blocks` itself.
+    A long prompt has about thirty, and at least four fifths of a shared prefix are found. The last is `num_blocks`.
     """
     depths = _DEPTHS[: bisect_right(_DEPTHS, num_blocks)]
     return depths if not num_blocks or depths[-1] == num_blocks else [*depths, num_blocks]
 
 
 class Route(NamedTuple):
-    """The replica chosen for a request.
+    """Replica chosen for a request.
 
     Attributes:
         replica: index of the replica.
-        is_open: whether the replica takes the request now; else the request should wait for it.
+        is_open: True if the replica takes the request now; else the request should wait for it.
         num_shared_tokens: tokens of the prompt that the replica is expected to have computed.
     """
 
@@ -62,10 +62,10 @@ class Route(NamedTuple):
 
 
 class Router:
-    """Loads of replicas and the prefixes that each has computed or is about to compute.
+    """Router over the loads of replicas and the prefixes that each has computed or will compute.
 
-    Choosing takes a look-up per sampled depth of the prompt, and the least of a list of numbers, one of each replica:
-    some 0.01 us each. A heap would cost more, as the loads of all change between two requests.
+    Choosing takes one look-up per sampled depth of the prompt and a minimum over the replicas, about 0.01 us each. A
+    heap would cost more, as all loads change between two requests.
 
     Args:
         num_replicas: number of replicas; all are closed until `set_load` opens them.
@@ -74,31 +74,31 @@ class Router:
     def __init__(self, num_replicas: int) -> None:
         self._loads = [0] * num_replicas
         self._is_open = [False] * num_replicas
-        self._open_loads = [_CLOSED] * num_replicas  # the same loads, of those that are open
-        # Epochs by replica, oldest first. Never changed, only replaced: prefixes with one holder share a value.
+        self._open_loads = [_CLOSED] * num_replicas  # loads of open replicas, else `_CLOSED`
+        # Epochs by replica, oldest first. Values are replaced, never modified: prefixes with one holder share a value.
         self._holders: OrderedDict[bytes, dict[int, int]] = OrderedDict()
-        self._epochs = [0] * num_replicas  # a prefix noted in an earlier epoch is lost
+        self._epochs = [0] * num_replicas  # prefixes noted in an earlier epoch are lost
 
     def set_load(self, replica: int, load: int, *, is_open: bool) -> None:
-        """Note the work of a replica, in tokens, and whether it takes requests."""
+        """Set the load of a replica, in tokens, and whether it takes requests."""
         self._loads[replica], self._is_open[replica] = load, is_open
         self._open_loads[replica] = load if is_open else _CLOSED
 
     def add_load(self, replica: int, num_tokens: int) -> None:
-        """Add to the work of a replica."""
+        """Add to the load of a replica."""
         self.set_load(replica, self._loads[replica] + num_tokens, is_open=self._is_open[replica])
 
     def close(self, replica: int) -> None:
-        """Give the replica nothing until `set_load` opens it."""
+        """Assign nothing to the replica until `set_load` opens it."""
         self._is_open[replica] = False
         self._open_loads[replica] = _CLOSED
 
     def choose(self, prefix: Prefix, *, only_open: bool = False) -> Route | None:
-        """Choose the replica that a request costs least; None where no replica is open.
+        """Return the replica of least cost for a request; None if no replica is open.
 
         Args:
-            prefix: leading parts of the prompt.
-            only_open: consider open replicas only; else a closed one is chosen where waiting for it costs less.
+            prefix: lengths and hashes of prefixes of the prompt.
+            only_open: True to consider only open replicas; else a closed one is chosen if waiting for it costs less.
         """
         best = self._least_loaded()
         if best is None:
@@ -123,17 +123,17 @@ class Router:
         load_of: Callable[[Job, Route], int],
         must_wait: Callable[[Job, Route], bool] = lambda *_: False,
     ) -> Iterator[tuple[Job, Route]]:
-        """Route a queue in its order until no replica is open.
+        """Route the jobs of a queue in order until no replica is open.
 
-        A job whose route is open is to be given to the replica, and the new load to be set, before the next is asked
-        for. One whose route is closed is passed over: until the end it counts in the load of the replica it waits for.
+        For an open route, the caller must give the job to the replica and set its new load before the next iteration. A
+        job with a closed route is skipped; until the end it counts in the load of the replica that it waits for.
 
         Args:
-            queue: jobs; not to be changed before the end.
-            prefix_of: leading parts of a job's prompt.
-            fits: whether an open replica has room for a job; one that has not is closed until its next `set_load`.
-            load_of: tokens by which a job adds to the load of a replica.
-            must_wait: whether an open replica would start others before a job; the route of the job is then closed.
+            queue: jobs in order; must not change during the iteration.
+            prefix_of: function that returns lengths and hashes of prefixes of a job's prompt.
+            fits: predicate, True if an open replica has room for a job; else it is closed until its next `set_load`.
+            load_of: function that returns the load, in tokens, that a job adds to a replica.
+            must_wait: predicate, True if an open replica would start other jobs first; the job's route is then closed.
         """
         waiting: defaultdict[int, int] = defaultdict(int)  # load by replica
         num_passed_over = 0
@@ -164,9 +164,9 @@ class Router:
                 self.add_load(replica, -load)
 
     def note(self, replica: int, prefix: Prefix) -> None:
-        """Remember that a replica has computed these prefixes, or will before it starts another request."""
+        """Record that a replica has computed these prefixes, or will before it starts another request."""
         all_holders, alone = self._holders, {replica: self._epochs[replica]}
-        for _, prefix_hash in reversed(prefix):  # so that the shortest is forgotten last
+        for _, prefix_hash in reversed(prefix):  # longest first, so that the shortest is evicted last
             holders = all_holders.setdefault(prefix_hash, alone)
             if holders is alone:
                 continue
@@ -177,7 +177,7 @@ class Router:
             self._holders.popitem(last=False)
 
     def forget(self, replica: int) -> None:
-        """Forget all prefixes of a replica, whose cache was lost."""
+        """Drop all prefixes of a replica whose cache was lost."""
         self._epochs[replica] += 1
 
     def _least_loaded(self) -> int | None:
@@ -190,7 +190,7 @@ class Router:
         held: list[tuple[int, dict[int, int]]] = []
         for num_tokens, prefix_hash in prefix:
             holders = self._holders.get(prefix_hash)
-            if holders is None:  # then nobody holds a longer one
+            if holders is None:  # no replica holds a longer one either
                 break
             held.append((num_tokens, holders))
         for num_tokens, holders in reversed(held):

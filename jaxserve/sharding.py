@@ -1,4 +1,4 @@
-"""Tensor parallelism: the mesh, and the one table from the logical axes of a tensor to the axes of the mesh.
+"""Tensor parallelism: the mesh, and the table from logical axes of tensors to mesh axes.
 
 Matrices are split as in Megatron-LM (Shoeybi et al. 2019): those before attention and SwiGLU by their rows (heads,
 ffn), those after by their columns, so that a layer sums over the devices twice; embedding and head by the vocabulary.
@@ -14,18 +14,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
-TENSOR = "tensor"  # the mesh axis
+TENSOR = "tensor"  # name of the mesh axis
 
 _MESH_AXES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "embed": None, None: None}
 
 
 def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
-    """The mesh over the first `num_devices` of `devices`, by default of all there are; None for one device.
+    """Return the mesh over the first `num_devices` of `devices`, by default of all devices; None for one device.
 
-    With many processes, over the first ones of each: all of them must take part.
+    With many processes, the mesh has the first devices of each: all processes must take part.
 
     Raises:
-        ConfigError: there are fewer, or the processes cannot have equally many.
+        ConfigError: there are fewer devices, or they cannot be divided evenly among the processes.
     """
     devices = jax.devices() if devices is None else devices
     if num_devices > len(devices):
@@ -45,10 +45,10 @@ def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -
 
 
 def replica_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh | None]:
-    """The devices of each replica, taken in their order; [None] for one replica on one device.
+    """Return the mesh of each replica, over consecutive devices; [None] for one replica on one device.
 
     Raises:
-        ConfigError: there are fewer devices, or they are those of many processes.
+        ConfigError: there are fewer devices, or they belong to several processes.
     """
     if data_parallel_size == 1:
         return [tensor_mesh(tensor_parallel_size)]
@@ -76,28 +76,28 @@ def _more_devices(devices: Sequence[jax.Device]) -> str:
 
 
 def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
-    """Where a tensor of these logical axes lies."""
+    """Return the sharding of a tensor with these logical axes."""
     return NamedSharding(mesh, PartitionSpec(*(_MESH_AXES[axis] for axis in axes)))
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Whole on every device."""
+    """Return the sharding of an array that is replicated on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def split_dimension(axes: Sequence[str | None]) -> int | None:
-    """The dimension that is split of a tensor of these logical axes; None where every device has all of it."""
+    """Return the split dimension of a tensor with these logical axes; None if every device has the whole tensor."""
     return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] == TENSOR), None)
 
 
 def joined(mesh: Mesh, part: Any, larger: Any) -> Any:
-    """What the devices of a mesh have together, each of them `part`.
+    """Return the shapes and shardings of global arrays of which each device of a mesh holds `part`.
 
     Args:
-        mesh: of the devices.
-        part: tree of shapes and dtypes.
-        larger: the same tree of a device that has more of it: the dimension in which an array of it is larger is the
-            one that is split. The others are whole on every device.
+        mesh: mesh of the devices.
+        part: tree of shapes and dtypes on one device.
+        larger: the same tree for a device with a larger share: an array is split in the dimension in which it is larger
+            here, and replicated if there is none.
     """
 
     def join(own: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -110,20 +110,20 @@ def joined(mesh: Mesh, part: Any, larger: Any) -> Any:
 
 
 def specs_of(tree: Any) -> Any:
-    """The PartitionSpec of each array of a tree."""
+    """Return the PartitionSpec of each array of a tree."""
     return jax.tree.map(lambda leaf: leaf.sharding.spec, tree)
 
 
 def over_devices(program: Callable[..., Any], mesh: Mesh, args: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
-    """A program over what one device has of `args`, as one over all of it: each device runs it on its own."""
-    # Unchecked, because native and Pallas calls do not say of their results along which axes they vary.
+    """Map a program over one device's part of `args` to one over the global arrays: each device runs it on its part."""
+    # Unchecked, because native and Pallas calls do not declare along which axes their results vary.
     return jax.shard_map(program, mesh=mesh, in_specs=specs_of(tuple(args)), out_specs=out_specs, check_vma=False)
 
 
 def held_heads(num_heads: int, index: int, num_devices: int) -> list[int]:
-    """The heads that device `index` holds: an even share of them all.
+    """Return the heads that device `index` holds: an even share of all heads.
 
-    Where they do not divide, each is held by several devices, as few as make them divide.
+    If the number of devices does not divide them, each head is held by as few devices as make them divide.
     """
     copies = math.lcm(num_heads, num_devices) // num_heads
     share = num_heads * copies // num_devices

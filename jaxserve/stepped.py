@@ -1,4 +1,4 @@
-"""Protocols of engines, by what their callers use: batches and fleets, and those who measure or watch them."""
+"""Protocols of engines for their callers: batches, fleets, and benchmarks and monitors."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class BatchEngine(Protocol):
-    """Serves requests, a step at a time, for a caller that has it for itself.
+    """Engine that serves requests step by step, for a single caller.
 
     Attributes:
-        config: what is served and how.
+        config: options of the engine.
         schedule: resolved sizes of steps and pool.
-        default_sampling_params: what the checkpoint recommends.
+        default_sampling_params: sampling parameters that the checkpoint recommends.
     """
 
     config: EngineConfig
@@ -30,7 +30,7 @@ class BatchEngine(Protocol):
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of prompts; None where they must be token ids."""
+        """Tokenizer of prompts; None if prompts must be token ids."""
 
     def add_request(
         self, request_id: str, prompt: str | TokenIds, params: SamplingParams, *, cache_salt: str | None = None
@@ -38,26 +38,26 @@ class BatchEngine(Protocol):
         """Queue a request."""
 
     def abort(self, request_id: str) -> object:
-        """End a request, if it is unfinished."""
+        """Abort a request if it is unfinished."""
 
     def has_unfinished(self) -> bool:
-        """Whether any request has not ended."""
+        """Return whether any request has not ended."""
 
     def step(self) -> Sequence[RequestOutput | RequestFailure]:
-        """Go on by a step; returns the requests that progressed or ended."""
+        """Run a step and return the requests that progressed or ended."""
 
 
 @runtime_checkable
 class SteppedEngine(BatchEngine, Protocol):
-    """One that refuses a request at once, and so has outputs alone."""
+    """Engine that refuses invalid requests in `add_request`, so that `step` returns only outputs."""
 
     def step(self) -> Sequence[RequestOutput]:
-        """Go on by a step; returns the requests that progressed."""
+        """Run a step and return the requests that progressed."""
 
 
 @runtime_checkable
 class MeasuredEngine(SteppedEngine, Protocol):
-    """An engine that counts its work.
+    """Engine that counts its work.
 
     Attributes:
         stats: totals since start.
@@ -71,7 +71,7 @@ class MeasuredEngine(SteppedEngine, Protocol):
 
     @property
     def last_steps(self) -> Sequence[StepStats]:
-        """Statistics of the steps that the last call of `step` has read."""
+        """Statistics of the steps whose results the last call of `step` read."""
 
     @property
     def num_running(self) -> int:
@@ -96,4 +96,4 @@ class MeasuredEngine(SteppedEngine, Protocol):
         """Block until every program is compiled."""
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached pages."""
+        """Drop all cached pages."""

@@ -1,4 +1,4 @@
-"""Stop strings as one automaton: a character of the text costs the same however many there are."""
+"""Stop strings as one automaton: the cost per character does not depend on their number."""
 
 import functools
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from collections.abc import Iterable
 class StopStrings:
     """Aho-Corasick automaton (Communications of the ACM 18(6), 1975) of a request's stop strings.
 
-    A state is the longest end of the text that begins some stop string; `START` is that of the empty text. The
-    automaton itself never changes, so the samples of a request share it.
+    A state is the longest suffix of the text that is a prefix of some stop string; `START` is the empty one. The
+    automaton is immutable, so the samples of a request share it.
 
     Args:
         stops: non-empty strings. Building takes time and memory in proportion to their characters.
@@ -17,8 +17,8 @@ class StopStrings:
     START = 0
 
     def __init__(self, stops: Iterable[str]) -> None:
-        self._next: list[dict[str, int]] = [{}]  # by state: character -> state one character deeper
-        self._stop: list[str | None] = [None]  # by state: the longest stop string that ends here
+        self._next: list[dict[str, int]] = [{}]  # transitions of each state: character -> state one character deeper
+        self._stop: list[str | None] = [None]  # longest stop string that ends at each state
         depths = [0]
         for stop in stops:
             state = self.START
@@ -30,10 +30,10 @@ class StopStrings:
                     depths.append(depths[state] + 1)
                 state = self._next[state][character]
             self._stop[state] = stop
-        self._fallback = [self.START] * len(depths)  # by state: the longest shorter end of the text that is a state
+        self._fallback = [self.START] * len(depths)  # longest proper suffix of each state that is a state
         self._num_held = [0] * len(depths)
         breadth_first = [self.START]
-        for state in breadth_first:  # a fallback is less deep: it is complete when a deeper state needs it
+        for state in breadth_first:  # fallbacks are less deep, and so are complete before a deeper state needs them
             for character, deeper in self._next[state].items():
                 fallback = self.START if state == self.START else self._step(self._fallback[state], character)
                 self._fallback[deeper] = fallback
@@ -42,16 +42,16 @@ class StopStrings:
                 breadth_first.append(deeper)
 
     def scan(self, state: int, text: str, may_stop: bool) -> tuple[int, int, str | None]:
-        """Read more text up to where a stop string is complete.
+        """Read more text until a stop string is complete.
 
         Args:
-            state: where the text before it led.
-            text: what is new.
-            may_stop: look for stop strings; otherwise they pass.
+            state: state after the earlier text.
+            text: new text.
+            may_stop: True to stop at stop strings; else they are ignored.
 
         Returns:
-            The state reached, the number of characters read and the stop string that ends there, of several the
-            longest; all characters and None where there is none.
+            State reached, number of characters read, and the longest stop string that ends there; all characters and
+            None if there is none.
         """
         for num_read, character in enumerate(text, start=1):
             state = self._step(state, character)
@@ -60,7 +60,7 @@ class StopStrings:
         return state, len(text), None
 
     def num_held(self, state: int) -> int:
-        """Return how many characters at the end of the text may be the beginning of a stop string."""
+        """Return the number of characters at the end of the text that may begin a stop string."""
         return self._num_held[state]
 
     def _step(self, state: int, character: str) -> int:

@@ -1,4 +1,4 @@
-"""Tokens to text as they come. Text that a stream has given never changes, whatever tokens follow."""
+"""Incremental detokenisation. Text that a stream has returned never changes, whatever tokens follow."""
 
 import codecs
 import json
@@ -14,10 +14,10 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ByteTable:
-    """The bytes each token stands for, for vocabularies whose decoder is a concatenation of bytes.
+    """Bytes of each token, for vocabularies whose decoder concatenates bytes.
 
     Attributes:
-        strip_left: leading spaces that the decoder takes off a text.
+        strip_left: number of leading spaces that the decoder removes from a text.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class ByteTable:
         self.strip_left = strip_left
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Bytes of a token; none for ids outside the vocabulary."""
+        """Return the bytes of a token; none for ids outside the vocabulary."""
         if (found := self._known.get(token_id)) is None:
             text = self._token_text(token_id)
             found = self._known[token_id] = b"" if text is None else self._to_bytes(text)
@@ -37,7 +37,7 @@ class ByteTable:
 
     @classmethod
     def of(cls, backend: tokenizers.Tokenizer) -> "ByteTable | None":
-        """The table of a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) decoder."""
+        """Return the table of a byte-level (GPT-2, Llama 3, Qwen) or byte-fallback (Llama 2, Mistral, Gemma) one."""
         match json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else None:
             case {"type": "ByteLevel"}:
                 alphabet = _byte_level_alphabet()
@@ -56,7 +56,7 @@ class ByteTable:
 
 
 def _strip_left(steps: list[dict[str, Any]]) -> int | None:
-    """Leading spaces that the last steps of a decoder take off; None if they do anything else."""
+    """Return how many leading spaces the last steps of a decoder remove; None if they do anything else."""
     match steps:
         case []:
             return 0
@@ -66,7 +66,7 @@ def _strip_left(steps: list[dict[str, Any]]) -> int | None:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of GPT-2's byte-level BPE (Radford et al. 2019, `bytes_to_unicode` in its encoder.py)."""
+    """Return bytes by character in GPT-2's byte-level BPE (Radford et al. 2019, `bytes_to_unicode` in encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = sorted(set(range(256)) - set(printable))
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -75,7 +75,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 def _byte_level_bytes(text: str, alphabet: dict[str, int]) -> bytes:
     try:
         return bytes([alphabet[c] for c in text])
-    except KeyError:  # an added token is plain text
+    except KeyError:  # added tokens are plain text
         return text.encode()
 
 
@@ -86,11 +86,11 @@ def _fallback_bytes(text: str, old: str, new: str) -> bytes:
 
 
 class ByteStream:
-    """O(1) per token, and exact: an incremental UTF-8 decoder over the tokens' bytes.
+    """Incremental UTF-8 decoder over the tokens' bytes: exact, and O(1) per token.
 
-    Byte-level vocabularies give what `decode` gives, bytes that are not UTF-8 included. A byte-fallback decoder
-    turns a whole run of byte tokens into U+FFFD if one of them is wrong; here only the wrong ones become it, because
-    the right ones may have been shown already.
+    For byte-level vocabularies the text equals that of `decode`, also for bytes that are not UTF-8. A byte-fallback
+    decoder turns a whole run of byte tokens into U+FFFD if one of them is invalid; here only the invalid ones become
+    U+FFFD, because the valid ones may have been shown already.
     """
 
     def __init__(self, table: ByteTable, hidden: frozenset[int], at_start: bool) -> None:
@@ -115,11 +115,12 @@ class ByteStream:
 
 
 class WindowStream:
-    """For any other decoder: the text of a token is what it adds behind the tokens before it.
+    """Stream for any other decoder: the text of a token is what it adds to the text of the tokens before it.
 
-    The prefix/read-offset algorithm of Hugging Face's text-generation-inference: tokens shown last are decoded again
-    before the new ones, so that a decoder sees where it is (spaces, "##" pieces). U+FFFD at the end may be a
-    character's first bytes: it is held until four tokens, the most a character can take, did not complete it.
+    This is the prefix/read-offset algorithm of Hugging Face's text-generation-inference: the tokens shown last are
+    decoded again together with the new ones, to give the decoder context (spaces, "##" pieces). U+FFFD at the end may
+    be the first bytes of a character: it is held back until four tokens, the most a character can take, have not
+    completed it.
     """
 
     def __init__(self, decode: Callable[[TokenIds], str], hidden: frozenset[int], context: TokenIds) -> None:

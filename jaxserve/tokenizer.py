@@ -1,10 +1,10 @@
-"""Text to token ids and back: tokenizer, incremental detokenizer. Imports neither jax nor torch.
+"""Tokenizer and incremental detokenizer. Imports neither jax nor torch.
 
-`tokenizer.json` is read with the `tokenizers` library alone, which imports in 0.03 s where `transformers` takes over
-2 s. What `transformers` adds to it, the special tokens of `tokenizer_config.json` and `special_tokens_map.json`, is
-added here too. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` count for nothing beside a
-`tokenizer.json`, whose post-processor says which tokens surround a prompt; that is transformers' own rule from
-version 5 on. Directories without `tokenizer.json` go through `transformers.AutoTokenizer`.
+`tokenizer.json` is read with the `tokenizers` library alone, whose import takes 0.03 s instead of over 2 s for
+`transformers`. As in `transformers`, the special tokens of `tokenizer_config.json` and `special_tokens_map.json` are
+added. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored if there is a `tokenizer.json`, whose
+post-processor defines the tokens around a prompt; transformers does the same from version 5 on. Directories without
+`tokenizer.json` are loaded by `transformers.AutoTokenizer`.
 """
 
 import itertools
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """A model's vocabulary, chat template and special tokens.
+    """Tokenizer of a model, with its chat template and special tokens.
 
     Attributes:
         vocab_size: number of ids, added tokens included; the model's embedding may have more rows.
         special_tokens: name ("bos_token", ...) -> text; the variables of the chat template.
         special_ids: ids that `decode` leaves out when it skips special tokens.
         bos_token_id: first token of a sequence, if the model has one.
-        eos_token_ids: every id that ends a sequence: the tokenizer's, then those of `generation_config.json`.
+        eos_token_ids: ids that end a sequence: the tokenizer's, then those of `generation_config.json`.
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
         token_text: token id -> its text by itself, special tokens included; decodes each id once.
     """
@@ -65,16 +65,16 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """The id that ends a sequence; the first where there are several."""
+        """Id that ends a sequence; the first if there are several."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def encode(self, text: str, add_special_tokens: bool = True, max_tokens: int | None = None) -> TokenIds:
         """Return the token ids of `text`.
 
         Args:
-            text: what to cut into tokens.
-            add_special_tokens: add what the model wants around a prompt, usually a BOS.
-            max_tokens: keep only the last tokens of the text, so that there are at most so many with those added.
+            text: text to tokenise.
+            add_special_tokens: True to add the model's special tokens around a prompt, usually a BOS.
+            max_tokens: limit of tokens, special ones included; only the last tokens of a longer text are kept.
 
         Raises:
             RequestError: `text` is not valid Unicode.
@@ -88,14 +88,14 @@ class Tokenizer:
             return token_ids
         plain = self._encode(text, False) if add_special_tokens else token_ids
         num_kept = max_tokens - (len(token_ids) - len(plain))
-        if num_kept <= 0:  # no room for text between what is added
+        if num_kept <= 0:  # no room for text between the special tokens
             return token_ids[-max_tokens:]
         starts = range(len(token_ids) - len(plain) + 1)
         start = next((i for i in starts if token_ids[i : i + len(plain)] == plain), 0)
         return token_ids[:start] + token_ids[start + len(plain) - num_kept :]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `token_ids`; bytes that are not UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Return the text of `token_ids`; invalid UTF-8 becomes U+FFFD, and ids outside the vocabulary are ignored."""
         return self._decode(token_ids, skip_special_tokens)
 
     @overload
@@ -132,13 +132,13 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str | TokenIds:
-        """Render a chat as the model was trained to read it; text, which `transformers` gives for `tokenize=False`.
+        """Render a chat with the model's template; return text, as `transformers` does with `tokenize=False`.
 
         Args:
             messages: dicts with a "role" and usually "content", a string or a list of {"type": "text"} parts,
                 which are joined by newlines.
-            add_generation_prompt: end with the header of the assistant's turn.
-            tokenize: give token ids instead, those of `encode(text, add_special_tokens=False)`.
+            add_generation_prompt: True to end with the header of the assistant's turn.
+            tokenize: True to return the token ids of `encode(text, add_special_tokens=False)` instead.
             chat_template: Jinja source, or the name of one of the tokenizer's templates.
             tools: JSON schemas of functions that the model may call.
             variables: further variables of the template, such as `enable_thinking`.
@@ -153,10 +153,10 @@ class Tokenizer:
     def render_chat(
         self, messages: Sequence[Message], variables: Mapping[str, Any], chat_template: str | None = None
     ) -> str:
-        """Render a chat, with the template's variables as a mapping: their names may come from a request.
+        """Render a chat with the template's variables as a mapping, since their names may come from a request.
 
         Args:
-            messages: as `apply_chat_template` takes them.
+            messages: messages as in `apply_chat_template`.
             variables: template variables, `tools` and `add_generation_prompt` (True by default) among them.
             chat_template: Jinja source, or the name of one of the tokenizer's templates.
 
@@ -187,7 +187,7 @@ class Tokenizer:
 
 
 class _TokenTexts(dict[int, str]):
-    """Token id -> its text, special tokens included; fills itself, so that a look-up is a dict's."""
+    """Dict from token id to its text, special tokens included; decodes missing ids on first look-up."""
 
     def __init__(self, decode: Callable[[Sequence[int], bool], str]) -> None:
         self._decode = decode
@@ -198,30 +198,30 @@ class _TokenTexts(dict[int, str]):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory. Looks at local files alone.
+    """Load the tokenizer of a Hugging Face directory, from local files only.
 
     Raises:
-        ConfigError: the directory holds no tokenizer that loads; says what was looked for.
+        ConfigError: the directory has no loadable tokenizer; the message names the expected files.
     """
     directory = Path(path)
     if not directory.is_dir():
         raise ConfigError(f"the tokenizer must be a local directory, got {str(path)!r}")
     config = _read_json(directory / "tokenizer_config.json")
-    if "added_tokens_decoder" not in config:  # special_tokens_map.json is the older place of the same facts
+    if "added_tokens_decoder" not in config:  # older checkpoints have them in special_tokens_map.json
         config |= _read_json(directory / "special_tokens_map.json")
     file = directory / "tokenizer.json"
     if not file.is_file():
         return _load_with_transformers(directory, config)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises exactly this class
+    except Exception as error:  # the library raises plain Exception
         raise ConfigError(f"{file} must be readable by tokenizers {tokenizers.__version__}, but: {error}") from error
     _add_special_tokens(backend, config)
     return _from_backend(backend, config, directory)
 
 
 def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directory: Path) -> Tokenizer:
-    # a file may carry the truncation and padding of its training run
+    # files may contain truncation and padding settings of training
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
@@ -242,13 +242,13 @@ def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directo
 
 
 def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of `load_tokenizer` as the class that `transformers` has for it.
+    """Load the same tokenizer as `load_tokenizer`, as an instance of `transformers`' class.
 
-    Where there is a `tokenizer.json`, that file says how text is cut, as it does in `load_tokenizer`. AutoTokenizer may
-    instead build a family's tokenizer anew from its vocabulary.
+    If there is a `tokenizer.json`, it defines the tokenisation, as in `load_tokenizer`. AutoTokenizer could instead
+    rebuild the tokenizer of a model family from its vocabulary.
 
     Raises:
-        ConfigError: the directory holds no tokenizer that transformers loads.
+        ConfigError: the directory has no tokenizer that transformers can load.
     """
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
 
@@ -276,7 +276,7 @@ def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenize
 
 
 def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
-    from transformers import AutoTokenizer  # noqa: PLC0415 - over two seconds, for old directories only
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes over two seconds, needed only for old directories
 
     try:
         slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -293,7 +293,7 @@ def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
-    """Make the backend know the added and special tokens of the configuration, as `transformers` does."""
+    """Add the added and special tokens of the configuration to the backend, as `transformers` does."""
     known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     declared = config.get("added_tokens_decoder", {})
     missing = [_added_token(declared[i]) for i in sorted(declared, key=int) if declared[i]["content"] not in known]
@@ -310,7 +310,7 @@ def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -
 
 
 def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
-    """`*_token` entries; anything beyond the usual seven is a model's own and a template may use it too."""
+    """Return the `*_token` entries; besides the usual seven, models may define others for their templates."""
     named = {k: v for k, v in config.items() if k.endswith("_token")}
     texts = {k: _text(v) for k, v in named.items() if isinstance(v, str) or (isinstance(v, dict) and "content" in v)}
     extra = config.get("extra_special_tokens")
@@ -337,7 +337,7 @@ def _eos_ids(tokenizer_eos: int | None, directory: Path) -> tuple[int, ...]:
 
 
 def _chat_templates(config: dict[str, Any], directory: Path) -> dict[str, str]:
-    """Template files where there are any, else those of `tokenizer_config.json`."""
+    """Return the templates in files if there are any, else those of `tokenizer_config.json`."""
     files = {p.stem: p for p in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if (main := directory / "chat_template.jinja").is_file():
         files["default"] = main
@@ -366,21 +366,22 @@ def _first_line(error: Exception) -> str:
 
 
 class Detokenizer:
-    """The text of one completion, as its tokens arrive.
+    """Incremental detokenizer of one completion.
 
-    Text is visible once it is certain: incomplete UTF-8 is held back, and so is whatever may turn out to be the
-    beginning of a stop string. The stop string that is complete first ends the text (of two complete at once, the
-    longer), however the tokens cut it. A token costs what its own text does, whatever the length of the text before it
-    and the number of stop strings.
+    Text is visible once it is final: incomplete UTF-8 is held back, and so is any text that may begin a stop string.
+    The stop string that is complete first ends the text (of two complete at once, the longer), wherever token
+    boundaries are. The cost of a token depends only on its own text, not on the length of the earlier text or the
+    number of stop strings.
 
     Args:
-        tokenizer: None, or any tokenizer with `params.detokenize=False`, gives no text.
-        params: reads stop, include_stop_str_in_output, min_tokens, skip_special_tokens and detokenize.
-        prompt_token_ids: with them the text goes on where the prompt ends, and a leading space that the decoder
-            would strip from a text's beginning stays.
+        tokenizer: tokenizer of the model; with None, or with `params.detokenize=False`, there is no text.
+        params: sampling parameters, of which stop, include_stop_str_in_output, min_tokens, skip_special_tokens and
+            detokenize are used.
+        prompt_token_ids: ids of the prompt, which the text continues: a leading space is kept that the decoder would
+            strip at the start of a text.
 
     Attributes:
-        visible: the text so far; it only ever grows.
+        visible: text so far, which only grows.
     """
 
     def __init__(
@@ -393,7 +394,7 @@ class Detokenizer:
         self._min_tokens = params.min_tokens
         self._num_tokens = 0
         self.visible = GrowingText()
-        self._held = ""  # a suffix of the text that begins some stop string
+        self._held = ""  # suffix of the text that may begin a stop string
         self._found: str | None = None
         self._finished = False
 
@@ -403,7 +404,7 @@ class Detokenizer:
         return str(self.visible)
 
     def push(self, token_ids: Sequence[int]) -> str | None:
-        """Append tokens; returns the stop string once one is complete. Later tokens change nothing.
+        """Append tokens; return the stop string once one is complete. Later tokens have no effect.
 
         Like the ids of `stop_token_ids`, a stop string counts from the token after `min_tokens` on.
         """
@@ -415,7 +416,7 @@ class Detokenizer:
         return self._found
 
     def finish(self) -> str | None:
-        """Show what was held back, the output being over; returns the stop string if that completes one."""
+        """Make held text visible at the end of the output; return the stop string if that completes one."""
         if self._stream is not None and not self._finished:
             self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
             self.visible.append(self._held)

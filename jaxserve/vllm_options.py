@@ -1,4 +1,4 @@
-"""vLLM's options that LLM accepts beside its own: those whose value asks for what jaxserve does anyway.
+"""Options of vLLM that LLM accepts besides its own, if their value asks for what jaxserve does anyway.
 
 `python -m jaxserve.vllm_options` prints the table as Markdown.
 """
@@ -15,13 +15,13 @@ from jaxserve.request import brief
 
 @dataclass(frozen=True, slots=True)
 class VllmOption:
-    """One option of vLLM that is no field of EngineConfig.
+    """Option of vLLM that is not a field of EngineConfig.
 
     Attributes:
         name: vLLM's name.
-        behaviour: what jaxserve does, as a clause.
-        accepts: values that ask for just that; None where every value does, as none changes what is served.
-        field: field of EngineConfig that takes the value; `accepts` then counts for nothing.
+        behaviour: clause that describes what jaxserve does.
+        accepts: values that ask for this behaviour; None to accept every value, as none changes what is served.
+        field: field of EngineConfig that takes the value; `accepts` is then ignored.
     """
 
     name: str
@@ -31,7 +31,7 @@ class VllmOption:
 
     @property
     def accepted(self) -> str:
-        """The accepted values, as errors and documentation show them."""
+        """Accepted values as text for errors and documentation."""
         if self.field is not None:
             return f"any value of {self.field}"
         if self.accepts is None:
@@ -142,7 +142,7 @@ CHAT_ARGUMENTS = (
 
 
 def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) -> None:
-    """RequestError unless vLLM's arguments ask for what jaxserve does anyway."""
+    """Raise RequestError unless vLLM's arguments ask for what jaxserve does anyway."""
     by_name = {option.name: option for option in accepted}
     for name, value in given.items():
         option = by_name.get(name)
@@ -153,10 +153,10 @@ def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) ->
 
 
 def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of EngineConfig for those of vLLM and EngineConfig together.
+    """Return the options of EngineConfig for a mixture of vLLM's and EngineConfig's options.
 
     Raises:
-        ConfigError: an option of vLLM asks for something else than jaxserve does, or one is given by both its names.
+        ConfigError: an option of vLLM asks for what jaxserve does not do, or an option is given by both its names.
     """
     options = {name: value for name, value in given.items() if name not in _BY_NAME}
     for option in (_BY_NAME[name] for name in given if name in _BY_NAME):
@@ -172,7 +172,7 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def markdown_table() -> str:
-    """Return the options of vLLM and what becomes of them, as a table for the documentation."""
+    """Return a Markdown table of vLLM's options and their treatment, for the documentation."""
     rows = [
         (f.name, "what EngineConfig documents", "the same option")
         for f in dataclasses.fields(EngineConfig)
@@ -183,7 +183,7 @@ def markdown_table() -> str:
     return "\n".join([*lines, *(f"| `{name}` | {accepted} | {behaviour} |" for name, accepted, behaviour in rows)])
 
 
-_SHARED = {  # fields of EngineConfig that have vLLM's names and meanings
+_SHARED = {  # fields of EngineConfig with vLLM's name and meaning
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
     *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
     *("enable_prefix_caching", "seed", "max_num_partial_prefills", "max_long_partial_prefills"),

@@ -1,4 +1,4 @@
-"""Files that appear whole: readers see the content of before or that of after, and a kill leaves the former."""
+"""Atomic replacement of files: readers see either the old or the new content, and after a kill the old one."""
 
 import contextlib
 import shutil
@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _PREFIX = ".jaxserve-"
-STALE_S = 3600.0  # no write takes as long: what is older was left by a kill
+STALE_S = 3600.0  # longer than any write: older temporary files were left by a kill
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Replace the file at once.
+    """Replace the file atomically.
 
     Raises:
-        OSError: it cannot be written; it is as it was.
+        OSError: the file cannot be written; it is unchanged.
     """
     with _beside(path) as own:
         own.write_bytes(content)
@@ -23,16 +23,16 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """OSError where `write_whole` could not write the file."""
+    """Raise OSError if `write_whole` could not write the file."""
     with _beside(path) as own:
         own.touch()
 
 
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """A place of our own on the same disk; those that kills have left there vanish."""
+    """Yield a temporary path on the same disk, and delete those that killed processes have left."""
     for left in path.parent.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # another process may be faster
+        with contextlib.suppress(OSError):  # another process may delete it first
             if time.time() - left.stat().st_mtime > STALE_S:
                 shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=path.parent) as directory:

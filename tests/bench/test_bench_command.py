@@ -1,4 +1,4 @@
-"""`jaxserve bench` over the engine without a model: what it measures, prints, writes and refuses."""
+"""Tests of `jaxserve bench` over a fake engine: what it measures, prints, writes and refuses."""
 
 import errno
 import json
@@ -41,7 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> list[fake_engine.FakeEngine]:
-    """The engines that commands have started; each step takes 2 ms."""
+    """Return the fake engines that commands have started; each step takes 2 ms."""
     started: list[fake_engine.FakeEngine] = []
 
     def load(model: str, **options: Any) -> SimpleNamespace:
@@ -61,7 +61,7 @@ def workload(tmp_path: Path) -> str:
 
 
 def bench(model: str, out: Path, *arguments: str) -> dict[str, Any]:
-    """The report of a run."""
+    """Return the report of a run."""
     assert cli.main(["bench", *arguments, "--model", model, "--json", str(out / "report.json")]) == 0
     return json.loads((out / "report.json").read_text())
 
@@ -81,14 +81,14 @@ def test_offline_report(
     assert [run.keys() for run in report["runs"]] == 3 * [RUN_KEYS]
     for run in report["runs"]:
         assert run["rate_per_s"] is None
-        assert run["num_steps"] == 9  # all at once: as many as the longest output
+        assert run["num_steps"] == 9  # all requests run at once: as many steps as the longest output
         assert [r["num_output_tokens"] for r in run["requests"]] == [3, 1, 9]
         assert {r["arrival_s"] for r in run["requests"]} == {0}
         assert run["ttft_ms"]["p50"] >= 2
         assert run["cost"]["per_million_tokens"] > 0
     (engine,) = engines
     assert engine.num_cache_resets == 3
-    assert engine.num_added == 1 + 3 * 3  # the first warms up
+    assert engine.num_added == 1 + 3 * 3  # one request for the warm-up
     shown = capsys.readouterr()
     median = sorted(run["output_tok_per_s"] for run in report["runs"])[1]
     assert f"{median:.1f} tok/s" in shown.out
@@ -151,7 +151,7 @@ def test_pictures(model: str, workload: str, tmp_path: Path, engines: list[fake_
     for path in (*places["offline"].iterdir(), *places["serve"].iterdir()):
         pixels = imread(path)
         assert pixels.shape[1] == 1200
-        assert pixels[..., :3].std() > 0.02  # something has been drawn
+        assert pixels[..., :3].std() > 0.02  # the figure is not blank
 
 
 def test_single_tokens_have_no_time_between_them(
@@ -248,7 +248,7 @@ def test_a_request_that_needs_more_than_the_whole_pool_is_refused_before_it_runs
     num_pages: int,
 ) -> None:
     path = tmp_path / "long.json"
-    requests = [{"prompt_len": 1, "output_len": 1}, {"prompt_len": 129, "output_len": 32}]  # the last is not computed
+    requests = [{"prompt_len": 1, "output_len": 1}, {"prompt_len": 129, "output_len": 32}]  # no step for the last
     path.write_text(json.dumps({"name": "long", "seed": 1, "requests": requests}))
     fits = num_pages == 10
     command = ["bench", "offline", "--workload", str(path), "--model", model, "--num-pages", str(num_pages)]

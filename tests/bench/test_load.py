@@ -1,4 +1,4 @@
-"""The open loop over a fake engine and a fake clock: every time is known beforehand."""
+"""Tests of the open loop over a fake engine and a fake clock, with times known in advance."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ STEP_S = 0.25
 
 
 class FakeClock(Clock):
-    """Passes only when someone sleeps."""
+    """Clock that advances only by `sleep`."""
 
     def __init__(self) -> None:
         self.time_s = 1000.0
@@ -34,7 +34,7 @@ class FakeClock(Clock):
 
 
 class TwoReplicas(fake_engine.FakeEngine):
-    """Requests go to both in turns, and those that have any step at the same time."""
+    """Two fake engines that get requests in turns and step at the same time."""
 
     def __init__(self, clock: FakeClock) -> None:
         super().__init__(None)
@@ -75,16 +75,16 @@ def test_all_at_once_is_the_offline_batch() -> None:
 
 
 def test_arrivals_do_not_wait_for_completions() -> None:
-    """One row at a time serves a request in 1 s; they come every 0.5 s, and the queue grows by the difference."""
+    """A single row serves a request in 1 s; requests arrive every 0.5 s, and the queue grows by the difference."""
     trace, _ = serve(*(TimedRequest([i], 4, 0.5 * i) for i in range(5)), max_num_seqs=1)
     assert [r.ttft_s for r in trace.requests] == [0.25, 0.75, 1.25, 1.75, 2.25]
     assert [r.e2e_s for r in trace.requests] == [1.0, 1.5, 2.0, 2.5, 3.0]
-    assert max(s.num_waiting for s in trace.steps) == 3  # at 2 s five are due and two are done
+    assert max(s.num_waiting for s in trace.steps) == 3  # five requests are due at 2 s and two are done
     assert [s.time_s for s in trace.steps] == [STEP_S * i for i in range(1, 21)]
 
 
 def test_latency_counts_from_when_a_request_is_due() -> None:
-    """The second is due in the middle of a step, and queued at its end: the wait is the engine's, not the load's."""
+    """The second request is due during a step and queued at its end: the wait counts in its latency."""
     trace, _ = serve(TimedRequest([1], 1), TimedRequest([2], 1, 0.1))
     assert trace.requests[1].ttft_s == pytest.approx(0.15 + STEP_S)
 
@@ -104,7 +104,7 @@ def test_requests_are_queued_in_order_of_arrival_and_traced_in_their_own() -> No
 
 
 def test_a_limit_on_concurrency_holds_requests_back() -> None:
-    """Two at a time, of 4 and 2 steps in turns: each further request arrives when one has ended."""
+    """Requests of 4 and 2 steps in turns, at most two at a time: a further request arrives when one has ended."""
     requests = [TimedRequest([i], 2 if i % 2 else 4) for i in range(4)] + [TimedRequest([4], 1, 9.1)]
     trace, _ = serve(*requests, max_concurrency=2)
     assert [r.arrival_s for r in trace.requests] == [0.0, 0.0, 0.5, 1.0, 9.1]
@@ -172,7 +172,7 @@ def test_an_itl_is_between_arrivals_and_tpot_is_per_token() -> None:
 
 @given(bursts=st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 32)), min_size=1))
 def test_bursts_lengthen_itls_and_never_make_them_zero(bursts: list[tuple[int, int]]) -> None:
-    """Of bursts that come so many ms after each other with so many tokens."""
+    """Compare with bursts given by their gaps in ms and numbers of tokens."""
     arrivals = np.cumsum([gap_ms for gap_ms, _ in bursts]).tolist()
     token_s = [float(at) for at, (_, num_tokens) in zip(arrivals, bursts, strict=True) for _ in range(num_tokens)]
     trace = RequestTrace(0.0, 1, token_s=token_s)

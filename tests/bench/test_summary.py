@@ -1,4 +1,4 @@
-"""Figures of a run against numpy and against counts made by hand."""
+"""Tests of a run's figures against numpy and against counts by hand."""
 
 import dataclasses
 import json
@@ -65,8 +65,8 @@ def test_rates_count_the_whole_run() -> None:
     assert figures["ttft_ms"]["max"] == pytest.approx(500)
     assert figures["ttft_ms"]["p50"] == pytest.approx(200)
     assert figures["e2e_ms"]["max"] == pytest.approx(600)
-    assert figures["tpot_ms"]["mean"] == pytest.approx(125)  # of requests
-    assert figures["itl_ms"]["mean"] == pytest.approx(125)  # of arrivals, here as many in each request
+    assert figures["tpot_ms"]["mean"] == pytest.approx(125)  # mean over requests
+    assert figures["itl_ms"]["mean"] == pytest.approx(125)  # mean over arrivals, here equally many per request
     assert figures["itl_ms"]["max"] == pytest.approx(300)
 
 
@@ -83,7 +83,7 @@ def test_steps_are_described_while_there_are_any() -> None:
 
 def test_goodput_counts_requests_that_met_every_promise() -> None:
     assert goodput(ttft_ms=200.5) == {"slo_ttft_ms": 200.5, "slo_tpot_ms": None, "share": 2 / 3, "requests_per_s": 1.0}
-    assert goodput(tpot_ms=60.0)["share"] == 2 / 3  # a single token has none after it
+    assert goodput(tpot_ms=60.0)["share"] == 2 / 3  # an output of a single token always meets it
     assert goodput(ttft_ms=200.5, tpot_ms=60.0)["share"] == 1 / 3
     assert goodput(ttft_ms=600.0, tpot_ms=250.0)["share"] == 1
     assert goodput(ttft_ms=50.0)["requests_per_s"] == 0

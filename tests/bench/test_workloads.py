@@ -11,7 +11,7 @@ from jaxserve.bench.workloads import BUILT_IN, Workload, WorkloadRequest, load_w
 from jaxserve.errors import ConfigError
 
 MIXED = Path(__file__).parents[2] / "scripts" / "workloads" / "mixed-64.json"
-DIGESTS = {  # of the requests as JSON: any change would make figures incomparable with earlier ones
+DIGESTS = {  # digests of the requests as JSON: a change would make figures incomparable with earlier ones
     "chat-16x4": "e7059bd28ecbd07b",
     "long-prompts-32": "2d696a58f72dc344",
     "long-tail-128": "bf680c802b8aee67",
@@ -71,7 +71,7 @@ def test_poisson_arrivals_scale_with_the_rate_and_have_its_mean() -> None:
     gaps = np.diff(slow, prepend=0)
     assert gaps.min() > 0
     assert gaps.mean() == pytest.approx(0.5, rel=0.05)
-    assert gaps.std() == pytest.approx(0.5, rel=0.05)  # of an exponential, its mean
+    assert gaps.std() == pytest.approx(0.5, rel=0.05)  # standard deviation of an exponential, equal to its mean
 
 
 def test_arrival_seeds_are_independent() -> None:
@@ -96,7 +96,7 @@ def test_a_resized_workload_repeats_with_prompts_of_its_own(name: str, share: fl
         assert (request.prompt_len, request.output_len) == (before.prompt_len, before.output_len)
         assert request.arrival_s >= before.arrival_s
     pages = [{tuple(p[:16]) for p in prompts[i : i + size] if len(p) >= 16} for i in range(0, len(prompts), size)]
-    assert sum(map(len, pages)) == len(set().union(*pages))  # no repetition finds a page of another
+    assert sum(map(len, pages)) == len(set().union(*pages))  # no repetition shares a page with another
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The scheduler over a modelled device: times are the roofline's, and short prompts do not wait for a long one."""
+"""Tests of the scheduler over a simulated device: times equal the roofline's, and short prompts overtake a long one."""
 
 import dataclasses
 

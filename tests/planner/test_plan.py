@@ -1,4 +1,4 @@
-"""The arithmetic of plans without any compiler of accelerators, whose steps are given; a CPU's against its engine."""
+"""Tests of plans: those of accelerators with stubbed compiled steps, those of a CPU against its engine."""
 
 import dataclasses
 import json
@@ -30,7 +30,7 @@ from jaxserve.planner.program import Collective, StepCompiler, StepProgram, coll
 from jaxserve.planner.report import build_report, capacity_curve, render
 from jaxserve.planner.targets import Target, find_target, parse_target
 
-PARAMS = {  # in millions, as their makers tell
+PARAMS = {  # millions of parameters, as published by the makers
     "llama-3.1-8b": 8030,
     "llama-3.1-70b": 70554,
     "llama-3.1-405b": 405853,
@@ -41,12 +41,12 @@ PARAMS = {  # in millions, as their makers tell
 }
 GPUS = [parse_target(name) for name in ("h200", "h200x2", "h200x4", "h200x8")]
 TPUS = [parse_target(name) for name in ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")]
-SUM_BYTES = 2 * 4096 * 2  # of two sums a layer, for each token
+SUM_BYTES = 2 * 4096 * 2  # bytes per token of the two all-reduces of a layer
 
 
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of 100 kB of temporaries a token, and of two sums a layer on several chips."""
+    """Stub compiled steps with 100 kB of temporaries per token and, on several chips, two all-reduces per layer."""
 
     def step_program(num_tokens: int, num_devices: int) -> StepProgram:
         sums = (Collective("all-reduce", 2, SUM_BYTES * num_tokens),) if num_devices > 1 else ()
@@ -115,7 +115,7 @@ def test_a_file_that_is_no_config(tmp_path: Path, content: str, message: str) ->
     ],
 )
 def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Programs, "warm_up", lambda *_, **__: None)  # nothing is run
+    monkeypatch.setattr(Programs, "warm_up", lambda *_, **__: None)  # no program is run
     config = EngineConfig(compile_ahead="minimal", max_num_batched_tokens=16, **{"max_num_seqs": 8, **options})
     plan, arch = make_plan(config, parse_target("cpu")), build_arch(config)
     report, runner = build_report(plan), build_runners(config, arch)[0]
@@ -136,7 +136,7 @@ def on_a_machine_of(num_bytes: int, model: str, **options: Any) -> Plan:
     "name", [pytest.param(name, marks=[] if name == "llama-3.1-8b" else pytest.mark.full) for name in PARAMS]
 )
 def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
-    """With a pool of one request, what is missing is missing beside the weights, to the byte."""
+    """With a pool of one request, the missing bytes are weights, slots and request less the machine's memory."""
     small = on_a_machine_of(16 * 10**9, name, max_model_len=4096, max_num_seqs=1)
     memory = small.memory
     assert memory.missing == memory.weights + memory.slots + memory.request - 16 * 10**9 > 10**9
@@ -151,7 +151,7 @@ def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
 
 @pytest.mark.parametrize(("gigabytes", "who"), [(16, "this machine"), (200, "the pool"), (500, None), (1000, None)])
 def test_the_pool_of_a_machine_is_a_sixteenth_of_it_at_most(gigabytes: int, who: str | None) -> None:
-    """Of requests of which 16 GB lack the weights too, 200 GB the sixteenth alone."""
+    """On 16 GB even the weights do not fit; on 200 GB only the pool, a sixteenth of it, is too small for a request."""
     plan = on_a_machine_of(gigabytes * 10**9, "llama-3.1-8b", max_model_len=65536, max_num_seqs=2)
     memory = plan.memory
     pool = min(gigabytes * 10**9 / 16 - memory.slots, 2 * memory.request)
@@ -185,7 +185,7 @@ def test_what_is_missing_is_no_more_than_it_lacks(
     fits = memory.num_pages >= num_pages and beside + memory.num_pages * page <= limit
     assert fits == (not memory.missing)
     assert fits or with_more(memory.missing - 1).missing
-    if beside + pool_limit <= limit:  # the engine keeps as much free as steps take
+    if beside + pool_limit <= limit:  # the engine's reserve suffices for the steps
         assert not with_more(memory.missing).missing
 
 
@@ -205,7 +205,7 @@ def test_what_is_missing_is_no_more_than_it_lacks(
 def test_each_chip_has_its_share(name: str, target: Target) -> None:
     plan, (_, arch) = plan_of(name, target, max_model_len=8192), read_model(name)
     memory, num_chips = plan.memory, target.num_chips
-    copies = max(1, target.num_devices // arch.num_kv_heads)  # of each kv head
+    copies = max(1, target.num_devices // arch.num_kv_heads)  # copies of each KV head
     kv_size = arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim
     num_params = registry.num_params(arch) + (copies - 1) * kv_size * arch.hidden_size
     assert memory.weights == pytest.approx(2 * num_params / num_chips, rel=0.001)
@@ -251,7 +251,7 @@ def test_the_last_missing_byte_makes_it_fit() -> None:
 def test_more_memory_is_more_pages_and_narrow_ones_are_half_as_wide() -> None:
     plain, narrow = (plan_of("llama-3.1-8b", kv_cache_dtype=kind).memory for kind in ("auto", "fp8"))
     assert narrow.pool_limit == plain.pool_limit
-    assert narrow.page == plain.page * (128 + 4) / 256  # a scale for the 128 numbers of a token and head
+    assert narrow.page == plain.page * (128 + 4) / 256  # one scale per 128 elements of a token and head
     pages = [
         plan_of("llama-3.1-8b", with_memory(parse_target("h200"), n * 10**9)).memory.num_pages for n in (100, 120, 140)
     ]
@@ -309,7 +309,7 @@ def test_a_batch_that_is_asked_for_is_predicted() -> None:
 
 
 def test_a_chip_of_several_devices_is_told_whole() -> None:
-    """Two devices of half the memory, bandwidth and FLOP/s are as one chip; links there are none."""
+    """Two devices, each with half the memory, bandwidth and FLOP/s, equal one chip; there are no links between them."""
     whole = plan_of("llama-3.1-8b", "h200x2", max_model_len=8192)
     assert whole.target.sheet is not None
     two = dataclasses.replace(
@@ -379,7 +379,7 @@ def test_exchanges_take_their_time_on_the_links() -> None:
     times = [plan_of("llama-3.1-8b", target, max_model_len=8192).speed for target in (slow, fast)]
     assert times[0] is not None
     assert times[1] is not None
-    sent = 2 * 3 / 4 * SUM_BYTES * 32 * MIN_FEW_TOKENS  # a ring of four, a layer's sums, layers, padded rows
+    sent = 2 * 3 / 4 * SUM_BYTES * 32 * MIN_FEW_TOKENS  # ring of four, all-reduces of a layer, layers, padded rows
     assert times[0].step_ms[8] - times[1].step_ms[8] == pytest.approx(sent / 1e9 * 1e3)
 
 
@@ -517,7 +517,7 @@ print(code, "nvidia.cu13" in sys.modules)
 @pytest.mark.skipif(bool(list(metadata.distributions(name="jax-cuda13-plugin"))), reason="a CUDA plugin is installed")
 @pytest.mark.parametrize("is_default", [True, False])
 def test_compilers_are_found_in_a_folder_of_their_own(is_default: bool, tmp_path: Path) -> None:
-    """A plugin of another version is named before jax sees it; what lies beside it is there when jax is imported."""
+    """A plugin of a wrong version is reported before jax loads it; compilers beside it are importable by jax."""
     folder = tmp_path / "jaxserve" / "compilers" if is_default else tmp_path / "elsewhere"
     for package in ("jax_plugins/xla_cuda13", "nvidia/cu13"):
         (folder / package).mkdir(parents=True)

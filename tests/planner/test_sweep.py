@@ -1,4 +1,4 @@
-"""Targets side by side, each of them planned from the same data sheets; what they cost by hand."""
+"""Tests of sweeps over targets that are planned from the same data sheets; costs are computed by hand."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ ROOMY = Memory(10**11, 10**10, 10**6, 10**6, 5 * 10**10, 2**21, 10**9)
 
 
 def made(num_chips_needed: int, *, broken: str = "") -> Callable[[Target], Plan]:
-    """Plans that fit on so many chips; one target cannot be planned."""
+    """Return a function that makes plans which fit on a given number of chips, and fails for one target."""
     plan = make_plan(EngineConfig(), parse_target("cpu"))
 
     def make(target: Target) -> Plan:
