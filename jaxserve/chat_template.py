@@ -86,7 +86,7 @@ def _strftime_now(form: str) -> str:
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Copy messages, dropping None values, which templates would print, and joining text parts to one string.
+    """Return copies of messages without None values, which templates would print, and with text parts joined.
 
     Raises:
         RequestError: not a list of dicts, a message without role or content, or a content that is not text.

@@ -9,7 +9,7 @@ from jaxserve.metrics import EngineStats, PeakRates
 from jaxserve.stepped import MeasuredEngine
 
 _ERASE_TO_END = "\x1b[K"
-_PATIENCE_S = 2.0  # cached executables usually load in less
+_PATIENCE_S = 2.0  # cached executables usually load faster
 
 
 def wait_until_warm(engine: MeasuredEngine, stream: Any) -> None:

@@ -90,7 +90,7 @@ class Policy:
         Args:
             num_left: tokens left to compute beyond its first share.
             num_taken: tokens of its first share.
-            budget_left: tokens of the step that nobody has.
+            budget_left: tokens of the step that are not assigned yet.
             beside_decode: True if rows in decode wait for the step.
         """
         most = min(num_left, budget_left)
@@ -102,7 +102,7 @@ class Policy:
         """Return the most tokens left to compute with which a waiting request may start now.
 
         Args:
-            budget_left: tokens of the step that nobody has.
+            budget_left: tokens of the step that are not assigned yet.
             num_unfinished: prompts between two chunks.
             num_long: long prompts among them.
         """

@@ -100,11 +100,11 @@ class ByteStream:
         self._strip = table.strip_left if at_start else 0
 
     def push(self, token_id: int) -> str:
-        """Text that is certain with this token, often none."""
+        """Return the text that is final with this token, often none."""
         return "" if token_id in self._hidden else self._stripped(self._decoder.decode(self._table[token_id]))
 
     def finish(self) -> str:
-        """The rest."""
+        """Return the remaining text."""
         return self._stripped(self._decoder.decode(b"", True))
 
     def _stripped(self, text: str) -> str:
@@ -131,7 +131,7 @@ class WindowStream:
         self._pending: TokenIds = []
 
     def push(self, token_id: int) -> str:
-        """Text that is certain with this token, often none."""
+        """Return the text that is final with this token, often none."""
         if token_id in self._hidden:
             return ""
         self._pending.append(token_id)
@@ -141,7 +141,7 @@ class WindowStream:
         return self._accept(text)
 
     def finish(self) -> str:
-        """The rest."""
+        """Return the remaining text."""
         return self._accept(self._decode(self._context + self._pending))
 
     def _accept(self, text: str) -> str:

@@ -400,7 +400,7 @@ class Detokenizer:
 
     @property
     def text(self) -> str:
-        """`visible` as a string."""
+        """Copy of `visible` as a string."""
         return str(self.visible)
 
     def push(self, token_ids: Sequence[int]) -> str | None:

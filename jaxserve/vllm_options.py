@@ -78,7 +78,7 @@ VLLM_OPTIONS = (
     VllmOption("served_model_name", "has no effect offline", None),
     VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
     VllmOption("calculate_kv_scales", "scales of a quantised KV cache are per token and head", (False,)),
-    # What is computed
+    # Tasks, adapters and other features
     VllmOption("task", "models generate text", ("auto", "generate", None)),
     VllmOption("runner", "models generate text", ("auto", "generate")),
     VllmOption("convert", "models generate text", ("auto", "none")),
@@ -91,7 +91,7 @@ VLLM_OPTIONS = (
     VllmOption("logits_processors", "there are no logits processors", (None, [])),
     VllmOption("logits_processor_pattern", "there are no logits processors", (None,)),
     VllmOption("structured_outputs_config", "there are no structured outputs", _NONE_OR_EMPTY),
-    # How it is computed
+    # Execution
     VllmOption("device", "jax chooses the device; JAX_PLATFORMS tells it which", ("auto",)),
     VllmOption(
         "enforce_eager",

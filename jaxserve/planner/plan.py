@@ -41,7 +41,7 @@ _TOKENS = 1024  # default length of predicted prompts and contexts, at most max_
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of one chip, or of one jax device where a chip has several; in bytes.
+    """Memory in bytes of one chip, or of one jax device if a chip has several.
 
     Attributes:
         limit: memory that XLA may allocate; on a CPU, the machine's memory.

@@ -136,7 +136,7 @@ def on_a_machine_of(num_bytes: int, model: str, **options: Any) -> Plan:
     "name", [pytest.param(name, marks=[] if name == "llama-3.1-8b" else pytest.mark.full) for name in PARAMS]
 )
 def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
-    """With a pool of one request, the missing bytes are weights, slots and request less the machine's memory."""
+    """The missing bytes are weights, slots and a pool of one request less the machine's memory."""
     small = on_a_machine_of(16 * 10**9, name, max_model_len=4096, max_num_seqs=1)
     memory = small.memory
     assert memory.missing == memory.weights + memory.slots + memory.request - 16 * 10**9 > 10**9
@@ -151,7 +151,7 @@ def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
 
 @pytest.mark.parametrize(("gigabytes", "who"), [(16, "this machine"), (200, "the pool"), (500, None), (1000, None)])
 def test_the_pool_of_a_machine_is_a_sixteenth_of_it_at_most(gigabytes: int, who: str | None) -> None:
-    """On 16 GB even the weights do not fit; on 200 GB only the pool, a sixteenth of it, is too small for a request."""
+    """The weights do not fit in 16 GB; of 200 GB only the pool, a sixteenth, is too small for a request."""
     plan = on_a_machine_of(gigabytes * 10**9, "llama-3.1-8b", max_model_len=65536, max_num_seqs=2)
     memory = plan.memory
     pool = min(gigabytes * 10**9 / 16 - memory.slots, 2 * memory.request)
