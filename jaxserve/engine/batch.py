@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from jaxserve.engine.plan import StepPlan
 
 MAX_EOS_IDS = 64
-MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # that end one request
+MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # most stop ids of one request
 ADMITTED_STOP_IDS = 8  # stop ids that an admission carries; a request with more takes a SlotRow
 ADMISSION_ROWS = 64  # requests per admission blob
 ADMISSION_PAGES = 2048  # pages per admission blob
@@ -51,7 +51,7 @@ RECORD_WORDS = SAMPLING_RECORD.itemsize // 4
 
 @dataclass(frozen=True)
 class BlobLayout:
-    """Where each field of a blob lies.
+    """Positions of each field in a blob.
 
     Attributes:
         fields: name and shape of each field, in order.
@@ -108,8 +108,8 @@ class StepBatch:
     Attributes:
         base_seed: seed of the engine.
         num_rows: rows of the plan.
-        wants_logprobs: whether any row asked for them.
-        wants_prompt_logprobs: whether any row asked for them.
+        wants_logprobs: True if any row asked for them.
+        wants_prompt_logprobs: True if any row asked for them.
         token_ids: ids that the host sends; -1 for those that the history has.
         cu_q_lens: tokens planned for the first round, summed up.
         slot: the slot of each row.
@@ -248,7 +248,7 @@ def _pop_pages(fields: dict[str, Any]) -> PageEntries:
 
 
 class StepUpload(NamedTuple):
-    """What the host sends for one plan, in this order. New arrays each time: the device may read them later.
+    """Host arrays of one plan, in this order; new arrays each time, as the device may read them later.
 
     Attributes:
         admissions: blobs of `Admission`; none in most steps.
@@ -273,7 +273,7 @@ class BatchPacker:
         self._base_seed = np.uint32(base_seed).view(np.int32)
         self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
         self._admission = AdmissionLayout.of(config)
-        self._num_pages = [0] * config.max_num_seqs  # of each slot, sent so far
+        self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
         self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
 
     def num_rows(self, bucket: int) -> int:
@@ -289,7 +289,7 @@ class BatchPacker:
         blob, to = layout.blob.new()
         pages = self._new_pages(plan)
         self._pack_pages(to, pages[: layout.num_new_pages])
-        slots = np.array(plan.slots, np.int64)  # in a third of the time that a found dtype takes
+        slots = np.array(plan.slots, np.int64)  # three times as fast as a dtype that numpy has to find
         counts, max_new = np.array(plan.counts, np.int64), np.array(plan.max_new, np.int64)
         num_rows = plan.num_rows
         to["base_seed"][...] = self._base_seed
@@ -359,7 +359,7 @@ class BatchPacker:
                 yield request.slot, self._slot_row(request)
 
     def _slot_row(self, request: Request) -> SlotRow:
-        """What the device must know of a request beyond its admission."""
+        """Sampling parameters and stop conditions of a request, as the device needs them."""
         p = request.params
         bias = p.logit_bias or {}
         bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)

@@ -54,7 +54,7 @@ class EngineCore:
         on_failure: called with what broke a step off; PeerLostError from it is why.
 
     Attributes:
-        replicas: as given.
+        replicas: replicas of the engine.
         inbox: events that any thread appends; `step` takes them.
         outbox: deltas in order, which `Frontend.deliver` takes; an exception stands for the loss of all requests.
         last_steps: statistics of steps, of any replica, that the last call of `step` has written.
@@ -144,9 +144,7 @@ class EngineCore:
         is_read = is_waiting = False
         try:
             launched = replica.launch(self._now_s)
-            self.last_steps += replica.step_stats.write(
-                self.num_waiting
-            )  # while the device runs what was just launched
+            self.last_steps += replica.step_stats.write(self.num_waiting)  # the device runs the launched step meanwhile
             if launched is not None:
                 self._emit_admitted(replica, launched)
             keep = 1 if launched and self._step_ahead else 0
@@ -192,7 +190,7 @@ class EngineCore:
         ids, finished = (
             set(self._load_balancer.ids_on(replica)),
             RequestStatus.FINISHED,
-        )  # by a token that nobody knows yet
+        )  # ended by a token, which nobody knows yet
         requests = [r for r in self._requests.values() if r.request_id in ids or r.status is finished]
         try:
             self._on_failure(error)

@@ -1,4 +1,4 @@
-"""What the attention of a step costs, counted from its rows."""
+"""Costs of a step's attention, counted from its rows."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class AttentionCost(NamedTuple):
 
 
 def attention_cost(start: Ints, num_tokens: Ints, windows: Sequence[int | None]) -> AttentionCost:
-    """What causal attention must do in layers of these sliding windows (None: no window).
+    """Return the work of causal attention in layers of these sliding windows (None: no window).
 
     A row's keys and values count as read once per layer, however a kernel tiles its queries, and new ones as written.
 

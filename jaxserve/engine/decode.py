@@ -12,16 +12,18 @@ class Decodes:
     """The rows in decode, and whose turn it is to miss a step for prompts.
 
     Args:
-        ledger: of all requests.
-        policy: how much of a step is for prompts, and who gives way.
+        ledger: ledger of all requests.
+        policy: policy that says how much of a step is for prompts, and which row gives way.
     """
 
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         self._ledger = ledger
         self._policy = policy
         self._num_slots = len(ledger.free_slots)
-        self._decode_limit = ledger.max_num_batched_tokens - policy.prefill_share  # while prompts wait
-        self._next_held_slot = 0  # where the turn of rows in decode begins that are held back next
+        self._decode_limit = (
+            ledger.max_num_batched_tokens - policy.prefill_share
+        )  # most rows in decode while prompts wait
+        self._next_held_slot = 0  # slot from which rows in decode are held back next
 
     def most_steps(self, limit: int) -> int:
         """Return how many steps, at most `limit`, one plan may have: all rows are in decode, and their pages are there.
@@ -109,7 +111,7 @@ class Decodes:
             self._next_held_slot = (held_back[num_missing - 1].slot + 1) % self._num_slots
 
     def _can_decode(self, request: Request, most: int, plan: StepPlan) -> bool:
-        """Whether a row in decode goes on; if so, its pages are there, and `quiet_until` says for how long."""
+        """Return whether a row in decode goes on; if so, allocate its pages and set `quiet_until`."""
         # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
         if request.num_tokens >= request.max_total_tokens:
             return False

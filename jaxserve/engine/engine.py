@@ -43,7 +43,7 @@ from jaxserve.peers import Follower, Leader
 from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.tokenizer import load_tokenizer
 
-SLEEP_TAGS = ("weights", "kv_cache")  # what can be woken apart from the rest, by vLLM's names
+SLEEP_TAGS = ("weights", "kv_cache")  # parts that can be woken separately, by vLLM's names
 _OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
 
 
@@ -51,18 +51,18 @@ class Engine:
     """One model, in one or several replicas. Not thread-safe but for its frontend: one thread steps and aborts.
 
     Args:
-        config: what to serve and how.
+        config: model and options.
         executor: the device of the only replica; compiled programs as `config` says unless given.
 
     Attributes:
-        config: as given.
+        config: configuration of the engine.
         arch: sizes of the model.
-        frontend: from prompts to requests, from deltas to outputs.
+        frontend: way from prompts to requests, and from deltas to outputs.
         core: the replicas and what comes to them.
         schedule: resolved sizes of steps and pool, of each replica.
         stats: totals since start, of all steps but those that may have ended since the last dispatch.
         tokenizer: None with `skip_tokenizer_init`.
-        default_sampling_params: what the checkpoint recommends.
+        default_sampling_params: parameters that the checkpoint recommends.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
@@ -102,7 +102,7 @@ class Engine:
         self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None
         self._peak_rates: PeakRates | None = None
         self._is_closed = False
-        self._asleep: set[str] = set()  # of SLEEP_TAGS
+        self._asleep: set[str] = set()  # subset of SLEEP_TAGS
         self._has_weights = True
 
     def _recorder(self, index: int) -> Record | None:
@@ -143,7 +143,7 @@ class Engine:
         Args:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or {"prompt": ...} or {"prompt_token_ids": [...]}, with "cache_salt" if wanted.
-            params: how to sample; default `default_sampling_params`.
+            params: sampling parameters; default `default_sampling_params`.
             cache_salt: only requests with the same salt share cached pages.
 
         Raises:
@@ -159,7 +159,7 @@ class Engine:
 
     def driven_by(self, until_idle: Callable[[], None]) -> None:
         """Have whoever adds a request by hand wait for this method, which waits until no thread steps the engine."""
-        self._until_idle = weakref.WeakMethod(until_idle)  # whose object has the engine
+        self._until_idle = weakref.WeakMethod(until_idle)  # weak, as the method's object has the engine
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request now; returns what there is of it, None if it is not unfinished."""
@@ -171,7 +171,7 @@ class Engine:
         return group.output
 
     def has_unfinished(self) -> bool:
-        """Whether any request still needs steps."""
+        """Return whether any request needs further steps."""
         return self.frontend.has_unfinished() or bool(self._progressed)
 
     def step(self) -> list[RequestOutput]:
@@ -184,7 +184,7 @@ class Engine:
         try:
             try:
                 self.core.step(time.monotonic())
-            finally:  # of an interrupted step too: it has ended its requests
+            finally:  # an interrupted step, too, has ended its requests
                 self._deliver()
             for group in self._progressed.values():
                 if group.error is not None:
@@ -334,7 +334,7 @@ class Engine:
 
     @property
     def is_follower(self) -> bool:
-        """Whether another process leads: all that there is to do then is to `follow`."""
+        """True if another process leads: this one then only has to `follow`."""
         return isinstance(self._peers, Follower)
 
     def follow(self) -> None:

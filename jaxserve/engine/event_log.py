@@ -45,7 +45,7 @@ _REQUEST_FIELDS = [
     "read_prefix_cache",
     "waits_for_tokens",
     "arrival",
-    "output_token_ids",  # of one that was preempted, and went to another replica
+    "output_token_ids",  # not empty for a preempted request that went to another replica
     "review_at",
 ]
 
@@ -54,7 +54,7 @@ class EventLog:
     """A file that events are appended to, until it is full; from then on it stays as it is.
 
     Args:
-        path: of the file, which is made anew.
+        path: file to write; an existing one is replaced.
         schedule: sizes that plans depend on.
         max_bytes: size of a full file.
 

@@ -65,8 +65,8 @@ class Scheduled(NamedTuple):
     """A plan of up to so many steps was asked for."""
 
     max_steps: int
-    bucket: int | None  # in which it runs; None where there was nothing to plan
-    digest: int  # of all plans up to this one, since the last recovery
+    bucket: int | None  # bucket that the plan runs in; None where there was nothing to plan
+    digest: int  # digest of all plans up to this one, since the last recovery
 
 
 class Updated(NamedTuple):

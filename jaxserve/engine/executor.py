@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step sent back, as numpy arrays; log probabilities only where the step computed them."""
+    """Results of a step, as numpy arrays; log probabilities only where the step computed them."""
 
     token_ids: NDArray[np.int32]  # [R, rounds]
     num_tokens: NDArray[np.int32]  # [R]: of `token_ids`, those that a row sampled
-    ended_s: float  # when it was there, by the executor's clock
+    ended_s: float  # time of the result, by the executor's clock
     logprobs: TokenLogprobs | None = None  # [R * rounds]
     prompt_logprobs: TokenLogprobs | None = None  # [T]
 
@@ -41,7 +41,7 @@ class StepHandle(Protocol):
     """A launched step.
 
     Attributes:
-        launched_s: when it was launched, by the executor's clock.
+        launched_s: time of the launch, by the executor's clock.
         num_compiles: programs that were compiled for it, which should be none.
     """
 
@@ -49,7 +49,7 @@ class StepHandle(Protocol):
     num_compiles: int
 
     def is_ready(self) -> bool:
-        """Whether `result` would return at once."""
+        """Return whether `result` would return at once."""
 
     def result(self) -> StepResult:
         """Wait for the step. Raises whatever the device reports; interrupted, it can be waited for again."""

@@ -41,7 +41,7 @@ class Frontend:
     """Requests of users, as far as they are unfinished.
 
     Args:
-        config: what to serve and how.
+        config: model and options.
         schedule: resolved sizes of steps and pool.
         tokenizer: None where prompts must be token ids.
         vocab_size: tokens of the model.
@@ -78,7 +78,7 @@ class Frontend:
         self._untold: dict[str, RequestGroup] = {}  # requests with news, whose listeners are not through
         self._seeds = random.Random(config.seed)
         self._arrivals = itertools.count()
-        self.lock = threading.Lock()  # of all outputs: a reader on another thread finds them between two deltas
+        self.lock = threading.Lock()  # guards all outputs: a reader on another thread finds them between two deltas
 
     # From users to the core
 
@@ -92,14 +92,14 @@ class Frontend:
         self._check(token_ids, params)
         requests = self._samples(request_id, token_ids, params, salt)
         _check_some_allowed(requests[0])
-        self._check_fits(requests[0])  # then its siblings fit as well, and any replica has room
+        self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic)
 
     def start(self, group: RequestGroup, listener: Listener | None = None) -> None:
         """Queue a request.
 
         Args:
-            group: from `prepare`.
+            group: request from `prepare`.
             listener: function that `deliver` calls when outputs of the request have grown or ended; twice, where an
                 interrupt comes. If it raises, the request is cancelled.
 
@@ -180,14 +180,14 @@ class Frontend:
                     if group is not None and group.has_open(request):
                         group.error = delta.error
                         self._finish(group, request, reason, delta.at_s)
-        except BaseException as error:  # which outputs it has left half written is not known
+        except BaseException as error:  # outputs may be half written
             rows = delta.step.plan.requests if delta.step is not None else [request for request, _ in delta.ended]
             abandoned = {self._group_of[request] for request in rows if request in self._group_of}
             self.abandon(abandoned, error)
             if not isinstance(error, Exception):
                 raise
             logger.exception("requests are ended: their outputs could not be assembled")
-        finally:  # those that ended before an error are waited for too
+        finally:  # callers wait for requests that ended before the error, too
             self._tell()
 
     def abandon(self, groups: Iterable[RequestGroup], error: BaseException) -> None:
@@ -234,7 +234,9 @@ class Frontend:
         for request, start, count in zip(plan.requests, plan.starts, plan.counts, strict=True):
             group = self._group_of.get(request)
             if group is not None and wants_prompt_logprobs(request, start):
-                ids = request.prompt_token_ids[start + 1 : start + 1 + count]  # what is predicted lies one further
+                ids = request.prompt_token_ids[
+                    start + 1 : start + 1 + count
+                ]  # the predicted tokens lie one position further
                 group.append_prompt_logprobs(start + 1, ids, logprobs, token)
             token += count
 
@@ -254,7 +256,7 @@ class Frontend:
             try:
                 if group.listener is not None:
                     group.listener(group)
-            except BaseException as error:  # of a client: others must be told too
+            except BaseException as error:  # a client's error: others must be told too
                 if isinstance(error, KeyboardInterrupt) and threading.current_thread() is threading.main_thread():
                     raise  # it is called again
                 logger.exception("request %s is cancelled: what listened to it has failed", request_id)
@@ -309,7 +311,7 @@ class Frontend:
         limit = self._schedule.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(token_ids) + params.max_tokens)
-        else:  # as many as there is room for; the last token is never computed, and so needs none
+        else:  # all that there is room for; the last token is never computed, and so needs none
             limit = min(limit, self._schedule.num_pages * self._schedule.page_size + 1)
         eos = frozenset() if params.ignore_eos else self._eos_ids
         bad_sequences: tuple[tuple[int, ...], ...] = ()

@@ -1,4 +1,4 @@
-"""What jax does, counted by its own monitoring events."""
+"""Counts of jax's work, by its own monitoring events."""
 
 import threading
 

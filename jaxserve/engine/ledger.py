@@ -22,17 +22,17 @@ class Ledger:
         num_pages: pages in the pool.
 
     Attributes:
-        page_size: as given.
-        max_num_batched_tokens: as given.
+        page_size: tokens per page.
+        max_num_batched_tokens: token budget of a step.
         cache: all pages.
-        waiting: by id, in the order of arrival, the preempted in front.
-        running: by id, in the order of admission.
-        free_slots: those that nobody has.
+        waiting: waiting requests by id, in the order of arrival, preempted ones in front.
+        running: running requests by id, in the order of admission.
+        free_slots: slots without a request.
         unshared: running requests that were there when the prefix cache was reset last.
-        num_prefill_tokens: that running rows have to compute beyond one each.
+        num_prefill_tokens: tokens that running rows have to compute beyond one each.
         num_growing: running rows that may need a further page.
-        num_waiting_tokens: that waiting requests have to compute, as far as is known.
-        num_waiting_pages: that the start of all waiting requests takes.
+        num_waiting_tokens: tokens that waiting requests have to compute, as far as is known.
+        num_waiting_pages: pages that the start of all waiting requests takes.
     """
 
     def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, page_size: int, num_pages: int) -> None:
@@ -152,7 +152,7 @@ class Ledger:
         return cached + new
 
     def can_grow(self, request: Request) -> bool:
-        """Whether a running request may need a further page."""
+        """Return whether a running request may need a further page."""
         return len(request.pages) < self.num_pages_for(request.max_total_tokens - 1)
 
     def num_pages_kept(self, request: Request) -> int:
@@ -210,5 +210,5 @@ def num_remaining(request: Request) -> int:
 
 
 def in_prefill(request: Request) -> bool:
-    """Whether a running request is between two chunks of its prompt."""
+    """Return whether a running request is between two chunks of its prompt."""
     return num_remaining(request) > 1

@@ -14,7 +14,7 @@ from jaxserve.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_dep
 if TYPE_CHECKING:
     from jaxserve.engine.replica import Replica
 
-_POLL_S = 5e-5  # between looks at the devices of several replicas
+_POLL_S = 5e-5  # time between two looks at the devices of several replicas
 
 
 class LoadBalancer:
@@ -37,11 +37,13 @@ class LoadBalancer:
         self._replicas = replicas
         self._router = Router(len(replicas))
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
-        self._replica_of: dict[str, Replica] = {}  # by request id
-        self._prefixes: dict[str, Prefix] = {}  # by request id, for queued requests that were routed
+        self._replica_of: dict[str, Replica] = {}  # keyed by request id
+        self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, keyed by request id
         self._idle = dict.fromkeys(range(len(replicas)))  # replicas without requests
         self._with_waiting: dict[int, None] = {}  # replicas with waiting requests
-        self._num_schedules = [0] * len(replicas)  # by replica, when its oldest waiting request was added
+        self._num_schedules = [0] * len(
+            replicas
+        )  # number of schedules of each replica when its oldest waiting request was added
         self._num_cache_resets = [0] * len(replicas)
         self._changed = set(range(len(replicas)))  # replicas whose state the router does not know
         if not self.is_lone:

@@ -1,4 +1,4 @@
-"""From sampled tokens to what the user sees: text, log probabilities, times. One group per user request."""
+"""Outputs: from sampled tokens to text, log probabilities and times. One group per user request."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class _Completion:
     request: Request
     output: CompletionOutput
     detokenizer: Detokenizer
-    logprobs: LogprobList[dict[int, Logprob]] | None  # those of `output`
+    logprobs: LogprobList[dict[int, Logprob]] | None  # log probabilities of `output`
 
 
 class RequestGroup:
     """The `n` samples of one user request and the RequestOutput that they fill.
 
     Attributes:
-        request_id: as given.
-        params: how to sample.
-        output: what the user sees.
-        listener: who wants to know when outputs have grown or ended.
-        error: what ended the request before its time.
+        request_id: name of the request.
+        params: sampling parameters.
+        output: output that the user sees.
+        listener: function called when outputs have grown or ended.
+        error: exception that ended the request before its time.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RequestGroup:
         return [c.request for c in self._completions.values()]
 
     def has_open(self, request: Request) -> bool:
-        """Whether this very request is one of the samples, and has not ended."""
+        """Return whether this very request is one of the samples, and has not ended."""
         completion = self._completions.get(request.request_id)
         return completion is not None and completion.request is request and not completion.output.finish_reason
 
@@ -125,7 +125,7 @@ class RequestGroup:
         Args:
             request: the sample.
             token_ids: its new tokens.
-            reason: why the last of them ended the sample, if it did.
+            reason: reason why the last of them ended the sample, if it did.
             now_s: the time at which they came.
             logprobs: their log probabilities, among others.
             first_row: the position of the first new token's in `logprobs`; the others follow it.
@@ -194,7 +194,7 @@ class RequestGroup:
         self.output.finished = True
 
     def _hides_stop(self, request: Request, token_id: int) -> bool:
-        """Whether an id that ended the output leaves no text: stops are not to be kept."""
+        """Return whether an id that ended the output leaves no text: stops are not to be kept."""
         return token_id in request.stop_ids and not self.params.include_stop_str_in_output
 
 

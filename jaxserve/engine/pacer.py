@@ -1,4 +1,4 @@
-"""How many decode steps go in one dispatch: measured while serving, for each bucket by itself.
+"""Pacer: chooses how many decode steps go in one dispatch, by measuring each bucket while serving.
 
 A dispatch of several steps saves the host's work between steps, and the device's start and end of a program. In
 exchange a request that comes meanwhile waits for it, and for the one planned behind it. Which of the two weighs more
@@ -14,11 +14,11 @@ from statistics import median
 
 from jaxserve.config import MAX_STEPS
 
-DISPATCH_S = 0.010  # that several steps may take; a new request may have to wait for two dispatches
+DISPATCH_S = 0.010  # time that several steps may take; a new request may have to wait for two dispatches
 STRETCH = 8  # single steps timed together: each overlaps its neighbours
-DISPATCHES = 2  # of several steps, timed together: where the host sees the end of one late, the next one looks short
-ROUNDS = 5  # that decide; a noisy moment spoils one or two
-REST_S = 2.0  # of decoding from one round to the next, which takes a fiftieth of it
+DISPATCHES = 2  # dispatches timed together: where the host sees the end of one late, the next one looks short
+ROUNDS = 5  # measurements that decide; a noisy moment spoils one or two
+REST_S = 2.0  # time of decoding between two rounds, which take a fiftieth of it
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class _Trial:
     stretch: deque[float] = field(default_factory=lambda: deque(maxlen=STRETCH))  # seconds of the latest single steps
     multi: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=DISPATCHES))  # steps, seconds
     step_s: float = math.inf  # the latest, of either way
-    rest_s: float = 0.0  # until the next round
+    rest_s: float = 0.0  # decoding time left until the next round
 
     def max_steps(self) -> int:
         """Most steps of the next dispatch."""
@@ -87,10 +87,10 @@ class Pacer:
         """Note the end of a dispatch in which all rows were in decode.
 
         Args:
-            bucket: of the dispatch; None where it has no program of several steps.
+            bucket: bucket of the dispatch; None where it has no program of several steps.
             num_planned: steps that were planned.
             num_steps: steps that ran.
-            end_s: when it ended.
+            end_s: time of the end.
 
         What counts is the time since the end before, so that whatever the host adds counts too.
         """

@@ -11,7 +11,7 @@ from jaxserve.request import Request
 
 @dataclass(slots=True)
 class StepPlan:
-    """What one step computes: rows in decode first, then those in prefill, then the newly admitted.
+    """Work of one step: rows in decode first, then those in prefill, then the newly admitted.
 
     Rows in decode that were held back for the share of prompts and got the rest of the budget come last.
 
@@ -25,11 +25,11 @@ class StepPlan:
     Attributes:
         step_id: counts plans from 0.
         requests: one per row, at least one; its `pages` hold all tokens that the row may compute.
-        slots: of each row, in the per-request device state.
-        starts: of each row: tokens computed before this step.
-        counts: of each row, at least 1: tokens computed at once. Ids are known except the last one's, if it is still
+        slots: slot of each row in the device state.
+        starts: tokens of each row computed before this step.
+        counts: tokens of each row computed at once, at least 1. Ids are known except the last one's, if it is still
             on the device.
-        max_new: of each row: tokens that it may sample. 0 where the share does not reach the request's last token; 1
+        max_new: most tokens that each row may sample. 0 where the share does not reach the request's last token; 1
             where it does; more in a plan of several steps, in which each token but the last is computed, too.
         num_decode_tokens: tokens of rows that had exactly one token left, already running before this step.
         num_prefill_tokens: all other tokens.
@@ -38,8 +38,8 @@ class StepPlan:
         admitted: requests that start with this plan; their per-request device state must be set.
         grown: requests whose pages this plan extended; one may be there twice, or admitted, or have lost them.
         num_pages_used: pages that running requests own once the plan is made.
-        wants_logprobs: whether any row does.
-        wants_prompt_logprobs: whether any row does.
+        wants_logprobs: True if any row asked for log probabilities.
+        wants_prompt_logprobs: True if any row asked for those of prompt tokens.
         num_steps: the largest of `max_new`, and 1 at least: rounds that the device goes at most.
     """
 
@@ -80,7 +80,7 @@ class StepPlan:
 
 
 def wants_prompt_logprobs(request: Request, start: int) -> bool:
-    """Whether a row predicts prompt tokens whose log probabilities were asked for. One sample does it for all."""
+    """Return whether a row predicts prompt tokens whose log probabilities are wanted. One sample does it for all."""
     return (
         request.params.prompt_logprobs is not None
         and not request.read_prefix_cache

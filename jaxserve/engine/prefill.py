@@ -36,14 +36,14 @@ class Prefills:
     """The prompts between two chunks, and the start of requests.
 
     Args:
-        ledger: of all requests.
-        policy: who may start, and how much of a step a prompt has.
+        ledger: ledger of all requests.
+        policy: policy that says who may start, and how much of a step a prompt has.
     """
 
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         self._ledger = ledger
         self._policy = policy
-        self._unfinished: list[Request] = []  # in prefill after the last plan, or already in the one being made
+        self._unfinished: list[Request] = []  # rows in prefill after the last plan, or already in the one being made
         # Waiting requests that were looked at: the prompt that each waits for, and their common tokens.
         self._seen: dict[Request, tuple[Request, int]] = {}
 
@@ -53,9 +53,9 @@ class Prefills:
         """Add rows to a plan that has those in decode.
 
         Args:
-            plan: to add to.
+            plan: plan to add to.
             in_prefill_before: running rows between two chunks, in the order of admission; some may be preempted.
-            beside_decode: whether any row in decode waits for this step.
+            beside_decode: True if any row in decode waits for this step.
         """
         rows = [request for request in in_prefill_before if request.status in RUNS]
         first_row = plan.num_rows
@@ -189,7 +189,7 @@ class Prefills:
         return cached if request.num_tokens - len(cached) * page_size <= most_left else None
 
     def _is_computing(self, other: Request, num_computed_tokens: int, request: Request) -> bool:
-        """Whether an unfinished prompt with so many tokens computed is at a page that `request` would compute next."""
+        """Return whether an unfinished prompt with so many tokens computed is at the page that `request` needs next."""
         ledger = self._ledger
         index = num_computed_tokens // ledger.page_size
         theirs, num_matchable = ledger.cache.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
@@ -231,7 +231,7 @@ class Prefills:
         return self._outlook()[0]
 
     def must_wait(self, request: Request) -> bool:
-        """Whether the next plan would pass over a request for prompts that are unfinished."""
+        """Return whether the next plan would pass over a request because of unfinished prompts."""
         if not self._unfinished:
             return False
         budget_left, unfinished = self._outlook()

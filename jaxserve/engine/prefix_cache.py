@@ -31,7 +31,7 @@ class PrefixCache:
         # The prompt hashed last: the samples of one prompt come one after the other, and need it hashed but once.
         self._last_prompt: TokenIds = []
         self._last_salt = b""
-        self._last_hashes: list[bytes] = []  # of the prompt's full pages
+        self._last_hashes: list[bytes] = []  # hashes of the prompt's full pages
 
     @property
     def num_available(self) -> int:
@@ -63,7 +63,7 @@ class PrefixCache:
             hashes.append(_page_hash(previous, request.tokens(start, start + self.page_size)))
 
     def has(self, page_hash: bytes) -> bool:
-        """Whether a page with this hash is cached."""
+        """Return whether a page with this hash is cached."""
         return page_hash in self._page_by_hash
 
     def match(self, request: Request) -> list[int]:
@@ -81,7 +81,7 @@ class PrefixCache:
         return pages
 
     def num_evictable(self, pages: Iterable[int]) -> int:
-        """How many of these cached pages nobody owns."""
+        """Return how many of these cached pages nobody owns."""
         return sum(page in self._evictable for page in pages)
 
     def register(self, page_hash: bytes, page: int) -> None:

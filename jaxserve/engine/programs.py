@@ -27,14 +27,14 @@ from jaxserve.whole_file import write_whole
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
-_SETTINGS = (  # of jax, that change what is traced
+_SETTINGS = (  # options of jax that change the traced program
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_enable_x64",
     "jax_threefry_partitionable",
 )
 compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
-_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # those that came from its own cache
+_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # entries of its own cache
 MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
 
 
@@ -42,10 +42,10 @@ class ProgramStore:
     """Programs of one engine. Safe for several processes: a file appears whole, and may vanish at any time.
 
     Args:
-        directory: of the files; None keeps nothing.
+        directory: directory of the files; None keeps nothing.
         facts: whatever the programs follow from besides our source, jax, its settings and the device; their `repr`
             must tell them apart.
-        devices: that they run on, and on no others; None is the default one.
+        devices: devices that they run on, and no others; None is the default one.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ def _environment() -> tuple[object, ...]:
 
 
 def _cpu_flags() -> str:
-    """What the processor can do: machine code for one may not run on another."""
+    """Return the features of the processor: machine code for one may not run on another."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith(("flags", "Features")):
@@ -156,10 +156,10 @@ def _cpu_flags() -> str:
 
 @cache
 def source_digest(*kinds: str) -> str:
-    """Of our files of some kinds: "py", "so" of the native kernels, "json" of sizes of blocks that were measured."""
+    """Return a digest of our files of some kinds: "py", "so" of the native kernels, "json" of measured block sizes."""
     digest = hashlib.sha256()
     root = Path(__file__).parents[1]
-    roots = (root, root / "pallas_kernels")  # in a checkout a link, which rglob does not follow
+    roots = (root, root / "pallas_kernels")  # a link in a checkout, which rglob does not follow
     for path in sorted({path for kind in kinds for top in roots for path in top.rglob(f"*.{kind}")}):
         digest.update(f"{path.relative_to(root)}".encode())
         digest.update(path.read_bytes())

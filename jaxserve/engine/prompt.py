@@ -1,4 +1,4 @@
-"""What a user may give as a prompt, and the token ids it stands for."""
+"""Prompts: the forms that users may give, and the token ids they stand for."""
 
 from collections.abc import Mapping, Sequence
 from numbers import Integral
@@ -20,7 +20,7 @@ def read_prompt(
     """Return the text if there is one, the token ids and the cache salt.
 
     Args:
-        prompt: what the user gave.
+        prompt: prompt as the user gave it.
         cache_salt: salt of a prompt that brings none.
         tokenizer: None where prompts must be token ids.
         max_tokens: keep only the last so many tokens.

@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 
 class StepTokens(NamedTuple):
-    """What a step that was read has brought.
+    """Tokens of a step that was read.
 
     Attributes:
         plan: the step.
-        token_ids: of each row, its new tokens, without those behind one that ended it.
+        token_ids: new tokens of each row, without those behind one that ended it.
         ended: requests that these tokens ended.
-        result: what came from the device.
+        result: results of the device.
     """
 
     plan: StepPlan
@@ -54,15 +54,15 @@ class Replica:
     """Scheduler and executor of one copy of the model, and the steps in flight between them.
 
     Args:
-        config: what to serve and how.
-        arch: of the whole model.
+        config: model and options.
+        arch: sizes of the whole model.
         executor: the device.
         stats: totals, to which those of this replica are added.
         record: called with every event, in order: for other processes to replay, or for a log.
 
     Attributes:
-        scheduler: who computes what next.
-        executor: as given.
+        scheduler: scheduler of the replica.
+        executor: device of the replica.
         pacer: chooses how many decode steps go in one dispatch.
         step_stats: writer of the statistics of steps.
         in_flight: steps that were launched and not read, oldest first.
@@ -86,7 +86,7 @@ class Replica:
         self._most_in_flight = 2 if config.step_ahead else 1
         self._forbid_compiles = config.forbid_compiles
         self._record = record
-        self._digest = 0  # of all plans since the last recovery
+        self._digest = 0  # digest of all plans since the last recovery
         self._is_stuck = False  # nothing can be planned before a step in flight is read
         self._has_dropped = False  # steps that may have failed without anybody having read it
 
@@ -115,13 +115,13 @@ class Replica:
         return withdrawn
 
     def has_work(self) -> bool:
-        """Whether a request is unfinished or a step was not read."""
+        """Return whether a request is unfinished or a step was not read."""
         return bool(self.in_flight) or self.scheduler.has_unfinished()
 
     # Steps
 
     def is_ready(self) -> bool:
-        """Whether a step would get on without waiting for the device."""
+        """Return whether a step would get on without waiting for the device."""
         if self.in_flight and self.in_flight[0].handle.is_ready():
             return True
         return self._may_launch() and not self._is_stuck
@@ -186,7 +186,7 @@ class Replica:
         """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
         self.in_flight.clear()
         self.pacer.pause()
-        self._has_dropped = True  # until the state is known to be sound: waiting for it may be interrupted
+        self._has_dropped = True  # the state is not known to be sound yet: waiting for it may be interrupted
         self.scheduler.restart()
         self._digest = 0
         self._note(Recovered())
@@ -201,7 +201,7 @@ class Replica:
     # Parts
 
     def _settle_dropped(self) -> None:
-        """Before the next request's first step: find out whether a step failed that was dropped unread."""
+        """Find out, ahead of the next request's first step, whether a step failed that was dropped unread."""
         if self.in_flight and all(r.status is RequestStatus.FINISHED for s in self.in_flight for r in s.plan.requests):
             self.drop_in_flight()
         if not (self._has_dropped and self.scheduler.has_unfinished()):

@@ -24,18 +24,18 @@ Call = Callable[[], jax.Array]
 logger = logging.getLogger(__name__)
 
 CALLS_IN_FLIGHT = 2  # so that dispatch hides behind the device, as it does when serving
-NUM_MEASUREMENTS = 3  # by one process each
+NUM_MEASUREMENTS = 3  # each by a process of its own
 MEASURE_S = 0.15  # per rate, after compiling and one round
 
 
 @dataclass(frozen=True)
 class Device:
-    """What the engine runs on."""
+    """Return a description of the device that the engine runs on."""
 
     platform: str
     kind: str
     count: int
-    num_cores: int  # of the host, that this process may use
+    num_cores: int  # cores of the host that this process may use
 
 
 def describe_device() -> Device:
@@ -59,9 +59,9 @@ def device_peak_rates(dtype: jnp.dtype, cache_dir: Path | None = None) -> PeakRa
     measure, and the best of them counts from then on.
 
     Args:
-        dtype: of weights and activations.
-        cache_dir: of the measurements, a file each; None is the user's. Of processes that measure at the same time,
-            the last one's file stays.
+        dtype: dtype of weights and activations.
+        cache_dir: directory of the measurements, a file each; None is the user's. Of processes that measure at the same
+            time, the last one's file stays.
     """
     path = (cache_dir or user_cache_dir() / "peak_rates") / f"{_cache_key(describe_device(), dtype)}.json"
     kept, num_measured = _read(path) or (None, 0)
@@ -96,12 +96,12 @@ def _products(weight: jax.Array, x: jax.Array) -> list[Call]:
 
 
 def _best_rate(work: int, calls: Sequence[Call]) -> float:
-    """Of the fastest call, which does `work`, per second."""
+    """Return the work per second of the fastest call, each of which does `work`."""
     return work / min(map(_seconds, calls))
 
 
 def _seconds(call: Call) -> float:
-    """What one call takes at best, several being in flight."""
+    """Return the shortest time of a call while several are in flight."""
     call().block_until_ready()  # compiles
     deadline = time.perf_counter() + MEASURE_S
     best_s = _time_calls(call)

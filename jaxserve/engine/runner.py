@@ -43,11 +43,13 @@ from jaxserve.sharding import over_devices, replicated, specs_of
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
-_Buckets = tuple[Iterable[int], Iterable[int]]  # of programs of one round and of several
+_Buckets = tuple[Iterable[int], Iterable[int]]  # programs of one round and of several
 
 
 _POLL_S = 0.01
-COMPILE_THREADS = 2  # while the caller waits: tracing is Python's, and XLA itself uses one core for much of the time
+COMPILE_THREADS = (
+    2  # compiled while the caller waits: tracing is Python's, and XLA itself uses one core for much of the time
+)
 
 
 @dataclass
@@ -62,7 +64,7 @@ class RunningStep:
     launched_s: float
 
     def is_ready(self) -> bool:
-        """Whether `result` need not wait."""
+        """Return whether `result` need not wait."""
         return bool(self.output.sampled.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
 
     def result(self) -> StepResult:
@@ -91,22 +93,22 @@ class Programs:
     They have neither weights nor state, so that a thread which compiles keeps nothing large alive.
 
     Args:
-        arch: of the whole model.
+        arch: sizes of the whole model.
         param_shapes: shapes, dtypes and places of its weights.
         schedule: sizes of steps and pool.
-        kv_dtype: of the pool.
-        backend: of attention.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention.
         max_steps: rounds that one dispatch may go.
-        directory: where compiled programs are kept; None keeps none.
-        cache_scope: what is entered while a program is compiled: XLA's cache, where whole programs are not kept.
-        mesh: of the devices that the model is split over; None where the first device has all of it.
+        directory: directory of compiled programs; None keeps none.
+        cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
+        mesh: mesh of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
         steps: the compiled steps, by bucket.
-        multi_steps: those that may go several rounds, by bucket; some are in both tables.
+        multi_steps: programs of several rounds, by bucket; some are in both tables.
         admit: the program that lets requests enter their slots.
         set_slot: the program that enters what else there is to know of a request.
-        num_devices: that the model is split over.
+        num_devices: number of devices that the model is split over.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class Programs:
         return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, blob)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """What comes from the host, to every device."""
+        """Put arrays of the host on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
     def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
@@ -197,7 +199,7 @@ class Programs:
         """
         buckets = self.schedule.buckets()
         multi_steps = self.schedule.multi_step_buckets(self._max_steps)
-        decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # of a full batch: wanted first
+        decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # bucket of a full batch: wanted first
         rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
         first, later = {
             "all": ((buckets, multi_steps), ((), ())),
@@ -307,7 +309,7 @@ class Programs:
         self.admit = self.set_slot = None
 
     def _stop(self) -> None:
-        """Before jax cleans up at exit, which ends badly while XLA compiles."""
+        """Stop compiling ahead of jax's clean-up at exit, which ends badly while XLA compiles."""
         self._closing.set()
         self._compiled.wait()
 
@@ -316,21 +318,21 @@ class Runner:
     """Compiled programs by bucket over one donated state.
 
     Args:
-        arch: of the whole model.
+        arch: sizes of the whole model.
         params: its weights, on the devices of `mesh` if there is one.
         schedule: sizes of steps and pool.
-        kv_dtype: of the pool.
-        backend: of attention.
-        seed: of requests, with which each one's own is mixed.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention.
+        seed: seed of requests, with which each one's own is mixed.
         max_steps: rounds that one dispatch may go.
-        programs_dir: where compiled programs are kept; None keeps none.
-        cache_scope: what is entered while a program is compiled: XLA's cache, where whole programs are not kept.
-        mesh: of the devices that the model is split over; None where the first device has all of it.
+        programs_dir: directory of compiled programs; None keeps none.
+        cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
+        mesh: mesh of the devices that the model is split over; None where the first device has all of it.
 
     Attributes:
         params: the weights in use.
-        programs: what it runs.
-        packer: from plans to arrays.
+        programs: model that it runs.
+        packer: packer that turns plans into arrays.
         param_shapes: shapes, dtypes and places that they must have.
     """
 
@@ -372,7 +374,7 @@ class Runner:
         self._matrix_bytes = step_bytes(params)
         self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(len(devices)).vocab_size
         self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
-        self._sleeping_params: Params | None = None  # in the host's memory
+        self._sleeping_params: Params | None = None  # copy in the host's memory
         self._kv_bytes = device_bytes(self.state.kv_pages)
         # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
         # traced.
@@ -520,7 +522,7 @@ _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 def _close_at_exit(runner: Runner) -> None:
-    """Before jax cleans up at exit, which ends badly while a step runs."""
+    """Close all runners ahead of jax's clean-up at exit, which ends badly while a step runs."""
     if not _runners:
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # anew: it must run before what jax has registered meanwhile

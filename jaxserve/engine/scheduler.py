@@ -70,7 +70,7 @@ class Scheduler:
         page_size: tokens per page.
         num_pages: pages in the pool.
         max_model_len: limit on a request's prompt and output tokens together.
-        policy: who goes first, and how much of a step a prompt has; None is the default for the budget.
+        policy: order of requests, and a prompt's share of a step; None is the default for the budget.
 
     Attributes:
         num_wasted_tokens: tokens that were sampled for requests that had ended.
@@ -144,7 +144,7 @@ class Scheduler:
         return self.num_pages - self._ledger.num_available
 
     def has_unfinished(self) -> bool:
-        """Whether any request waits or runs."""
+        """Return whether any request waits or runs."""
         return bool(self._requests)
 
     # Events
@@ -231,7 +231,7 @@ class Scheduler:
         return self._ledger.num_tokens_ahead + ROW_CHARGE_TOKENS * len(self._requests)
 
     def has_room(self, request: Request | None = None) -> bool:
-        """Whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.
+        """Return whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.
 
         That is behind those that wait here. Rows in decode that need a page in that plan already may yet take those
         that are counted as free, and the plan may pass over `request`, if it `must_wait`.
@@ -248,7 +248,7 @@ class Scheduler:
         return max(self._num_pages_taken(request), 1) <= num_left
 
     def must_wait(self, request: Request) -> bool:
-        """Whether the next plan would start those behind `request` first, as it waits for an unfinished prompt."""
+        """Return whether the next plan would pass over `request`, because it waits for an unfinished prompt."""
         return self._prefills.must_wait(request)
 
     def prefix_hashes(self, request: Request) -> list[bytes]:
@@ -256,7 +256,7 @@ class Scheduler:
         return self._ledger.cache.hashes(request)[: (request.num_known_tokens - 1) // self.page_size]
 
     def _num_pages_taken(self, request: Request) -> int:
-        """Of the free pages, by the start of a request: those it finds cached that nobody has, and new ones."""
+        """Return the free pages that the start of a request takes: new ones, and cached ones without an owner."""
         cached = self._ledger.cached_pages(request)
         num_shared = max(len(cached), request.num_shared_tokens // self.page_size)
         num_tokens = min(request.num_tokens, num_shared * self.page_size + self.max_num_batched_tokens)
@@ -270,7 +270,7 @@ class Scheduler:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether a running request does, of the tokens that it samples."""
+        """True if a running request wants log probabilities of its samples."""
         return any(request.params.logprobs is not None for request in self._ledger.running.values())
 
     def schedule(self, max_steps: int = 1) -> StepPlan | None:
@@ -385,6 +385,6 @@ class Scheduler:
 
 
 def _may_stop(request: Request) -> bool:
-    """Whether the token just appended may end the request."""
+    """Return whether the token just appended may end the request."""
     # The device masks stop ids for the first min_tokens tokens, so that the first that may end a request follows those.
     return len(request.output_token_ids) > request.params.min_tokens

@@ -68,7 +68,7 @@ class Sequences:
     Attributes:
         length: tokens computed so far, whose keys and values are in the pool.
         max_len: tokens at which the sequence ends.
-        stopped: whether it has ended.
+        stopped: True if it has ended.
         page_table: its pages, M at most.
         records: words of SAMPLING_RECORD.
     """
@@ -83,11 +83,11 @@ class Sequences:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class ServeState:
-    """What lives on the device between steps; donated to every step and returned by it."""
+    """State that lives on the device between steps; donated to every step and returned by it."""
 
-    kv_pages: Pages  # in the layout of the attention backend
+    kv_pages: Pages  # pool in the layout of the attention backend
     sequences: Sequences
-    slots: SlotTable  # what sampling looks at: tokens, their counts, biases and stop ids
+    slots: SlotTable  # inputs of sampling: tokens, their counts, biases and stop ids
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -100,7 +100,7 @@ class Rows:
         start: tokens computed before.
         q_lens: tokens to compute.
         cu_q_lens: the first token of each row, and the end of the last.
-        samples: whether the row's last token is the last of its sequence, so that a further one is sampled.
+        samples: True if the row's last token is the last of its sequence, so that a further one is sampled.
     """
 
     slot: Int[Array, " R"]
@@ -123,8 +123,8 @@ class Tokens:
     Attributes:
         row: the row of each token; clipped to a valid one for padding.
         position: the position of each token in its sequence; 0 or more for padding.
-        live: whether the token is not padding.
-        planned: where the token is on the token axis that the host packed, from which stopped rows are not missing.
+        live: True if the token is not padding.
+        planned: position of the token on the token axis that the host packed, from which stopped rows are not missing.
         token_ids: ids; any for padding.
     """
 
@@ -203,12 +203,12 @@ def abstract_state(
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class StepOutput:
-    """What a step sends back. Entries of rows that did not sample are meaningless.
+    """Results of a step. Entries of rows that did not sample are meaningless.
 
     Attributes:
-        sampled: of each row the number of tokens that it sampled, then those: one array, which is one download.
-        logprobs: of `token_ids`, as `TokenLogprobs.pack` lays them out; zeros unless the step wants logprobs. Those of
-            a whole vocabulary are of the first round alone.
+        sampled: number of tokens that each row sampled, then those tokens: one array, which is one download.
+        logprobs: log probabilities of the sampled tokens, as `TokenLogprobs.pack` lays them out; zeros unless the step wants
+            them. Those of a whole vocabulary are of the first round alone.
         prompt_logprobs: per token that the host packed for the first round, of the token after it; zeros unless wanted.
     """
 
@@ -263,11 +263,13 @@ def paged_attend(
 Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
 Admit = Callable[[ServeState, Array], ServeState]
 SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
-ReadLogprobs = Callable[[Array, Array, int], TokenLogprobs]  # of logits [N, V], ids [N] and how many of the top
+ReadLogprobs = Callable[
+    [Array, Array, int], TokenLogprobs
+]  # arguments: logits [N, V], ids [N] and the number of top tokens
 
 
 def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
-    """How logits lie on the devices of a whole model; None where one has all of them."""
+    """Return how logits lie on the devices of a whole model; None where one has all of them."""
     axis = arch.local(num_devices).tensor_axis
     return VocabSplit(axis, num_devices, arch.vocab_size) if axis else None
 
@@ -293,12 +295,12 @@ def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
 
 @dataclass(frozen=True)
 class Model:
-    """What the step runs, all of it static.
+    """Static parts of the step.
 
     Attributes:
-        arch: of the whole model, or of one device's part of it.
+        arch: sizes of the whole model, or of one device's part of it.
         attend: attention over the pool.
-        split: how the logits lie on several devices; None where they are whole.
+        split: layout of the logits on several devices; None where they are whole.
         logprobs: columns of packed log probabilities.
     """
 
@@ -309,7 +311,7 @@ class Model:
 
     @staticmethod
     def of(arch: ArchConfig, *, backend: str, num_devices: int = 1, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> Model:
-        """That of the whole `arch`; of its part on one of several devices, to be run in a shard_map over them all."""
+        """Return the model of the whole `arch`, or of its part on one of several devices, for a shard_map over them."""
         return Model(
             arch.local(num_devices),
             partial(paged_attend, backend=backend),
@@ -324,11 +326,11 @@ def make_serve_step(
     """The step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map.
 
     Args:
-        arch: of the whole model.
-        layout: of the bucket.
-        backend: of attention.
+        arch: sizes of the whole model.
+        layout: layout of the bucket's upload.
+        backend: backend of attention.
         max_steps: rounds that one dispatch may go.
-        num_devices: that the model is split over.
+        num_devices: number of devices that the model is split over.
     """
     model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
     R, num_words = layout.num_rows, model.logprobs.num_words

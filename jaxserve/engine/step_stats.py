@@ -24,7 +24,7 @@ class InFlight:
     plan: StepPlan
     handle: StepHandle
     bucket: int
-    planned_s: float  # when its planning began
+    planned_s: float  # start of its planning
 
     @property
     def host_s(self) -> float:
@@ -44,14 +44,14 @@ class StepStatsWriter:
     """Totals and the last step's account. `ended` takes the time; `write` does the sums, whenever there is time for it.
 
     Args:
-        arch: what a device has of the model.
-        executor: of the steps.
+        arch: sizes of one device's part of the model.
+        executor: executor of the steps.
         stats: totals since start, to which others may add too.
 
     Attributes:
-        stats: as given.
+        stats: totals since start.
         last_step: the account written last.
-        last_end_s: when it ended, by the executor's clock.
+        last_end_s: end of the last step, by the executor's clock.
     """
 
     def __init__(self, arch: ArchConfig, executor: Executor, stats: EngineStats) -> None:
@@ -113,7 +113,7 @@ class StepStatsWriter:
 
 
 class _Work(NamedTuple):
-    """What a step has computed."""
+    """Work of a step."""
 
     start: NDArray[np.int64]  # per row, and per row and round beyond the first: tokens before those computed
     num_tokens: NDArray[np.int64]  # computed

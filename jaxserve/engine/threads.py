@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0  # time that the end of the process, and who would step the engine by hand, wait for the threads
 MAX_DELTAS = 8  # deltas that the frontend may be behind
-POLL_S = 1e-3  # between looks at whether threads have ended
+POLL_S = 1e-3  # time between looks at whether threads have ended
 
 
 class EngineThreads:
@@ -38,19 +38,19 @@ class EngineThreads:
         engine: engine that nobody else steps while requests of these callers are unfinished.
 
     Attributes:
-        wakes: what listeners of streams tell, for whoever waits.
+        wakes: turns of the threads that stream.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._running: dict[str, int] = {}  # threads by role
-        self._lock = threading.Lock()  # of `_running`, and of the start of a pause
+        self._lock = threading.Lock()  # guards `_running`, and the start of a pause
         self._pause = threading.Lock()  # held by whoever has the engine for itself
         self._pauser = 0  # thread that did so last
-        self._news: SimpleQueue[None] = SimpleQueue()  # for the frontend: deltas, or the end of the core
+        self._news: SimpleQueue[None] = SimpleQueue()  # wakes the frontend: there are deltas, or the core has ended
         self.wakes = Wakes()
         self._is_paused = self._is_stopped = False
-        self._is_wanted = False  # by requests of these callers
+        self._is_wanted = False  # True if requests of these callers are unfinished
         engine.driven_by(self.wait_until_idle)
         _stop_at_exit(self)
 
@@ -75,7 +75,7 @@ class EngineThreads:
         try:
             for group in groups:
                 self._engine.frontend.start(group, listener)
-        finally:  # what was queued before an interrupt is there to be cancelled
+        finally:  # requests queued ahead of an interrupt are there to be cancelled
             self._is_wanted = True
             self._start()
 
@@ -157,7 +157,7 @@ class EngineThreads:
                     self._is_wanted = core.has_work()
                     del self._running["core"]
         self._news.put(None)
-        if core.has_work():  # which has come since, from who has seen this thread
+        if core.has_work():  # work has come since, from a caller who has seen this thread
             self._is_wanted = True
             self._start()
 
@@ -196,7 +196,7 @@ _threads: weakref.WeakSet[EngineThreads] = weakref.WeakSet()
 
 
 def _stop_at_exit(threads: EngineThreads) -> None:
-    """Before runners are closed at exit, which are so anew with each that is made, and before jax cleans up."""
+    """Stop threads ahead of runners, which are closed at exit, and of jax's clean-up."""
     atexit.unregister(_stop_all)
     atexit.register(_stop_all)
     _threads.add(threads)

@@ -63,7 +63,7 @@ def programs_dir(config: EngineConfig) -> Path | None:
 def _is_usable(directory: Path) -> bool:
     try:
         directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    except OSError as error:  # of which the store of whole programs warns
+    except OSError as error:  # the store of whole programs warns of it
         logger.debug("XLA's cache is not used: %s", error)
         return False
     try:
@@ -107,7 +107,7 @@ def _using(directory: str | None) -> Iterator[None]:
         with _lock:
             _num_open -= 1
             if not _num_open:
-                now = _current(_own)  # what the process has changed meanwhile stays as it is
+                now = _current(_own)  # settings that the process has changed meanwhile stay as they are
                 _set({name: value for name, value in _saved.items() if now[name] == _own[name]})
                 _saved.clear()
                 _own.clear()
