@@ -207,8 +207,8 @@ class StepOutput:
 
     Attributes:
         sampled: number of tokens that each row sampled, then those tokens: one array, which is one download.
-        logprobs: log probabilities of the sampled tokens, as `TokenLogprobs.pack` lays them out; zeros unless the step wants
-            them. Those of a whole vocabulary are of the first round alone.
+        logprobs: log probabilities of the sampled tokens, as `TokenLogprobs.pack` lays them out; zeros unless the step
+            wants them. Those of a whole vocabulary are of the first round alone.
         prompt_logprobs: per token that the host packed for the first round, of the token after it; zeros unless wanted.
     """
 
