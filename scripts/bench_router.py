@@ -74,7 +74,7 @@ def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: 
     """Medians over the routed requests, in microseconds."""
     rng = random.Random(0)
     replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
-    balancer = LoadBalancer(cast("list[Replica]", replicas))  # of whom it asks no more than these do
+    balancer = LoadBalancer(cast("list[Replica]", replicas))  # it asks no more of them than these do
     for index in range(num_replicas * num_rows):
         balancer.add([new_request(f"row {index}", 8 + index % 5, rng)])
     while balancer.num_queued:

@@ -48,9 +48,9 @@ class Block:
 
     Attributes:
         line: number of its first line of code, from 1.
-        language: what follows the fence.
+        language: text behind the fence.
         code: text between the fences.
-        reason: why it is not run; None if it is.
+        reason: text that says why it is not run; None if it is.
     """
 
     line: int

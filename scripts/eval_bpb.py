@@ -36,7 +36,7 @@ _BATCH = 4
 
 @dataclass(frozen=True)
 class Scores:
-    """Of every scored token: what it cost, and the id the model holds likeliest in its place."""
+    """Cost of every scored token, and the id that the model holds likeliest in its place."""
 
     nats: NDArray[np.float32]
     greedy_ids: NDArray[np.int32]

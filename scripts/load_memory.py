@@ -76,7 +76,7 @@ def measure(directory: str, quantization: str, num_devices: int) -> dict[str, fl
     options = {"quantization": None if quantization == "none" else quantization, "tensor_parallel_size": num_devices}
     config = EngineConfig(directory, **options)
     arch = build_arch(config)
-    jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(1)))  # what XLA takes to compile anything at all
+    jax.block_until_ready(jax.jit(jnp.sin)(jnp.ones(1)))  # takes the memory that XLA needs to compile anything at all
     before = resident_bytes("VmRSS")
     params = jax.block_until_ready(build_params(config, arch))
     peak, after = resident_bytes("VmHWM") - before, resident_bytes("VmRSS") - before

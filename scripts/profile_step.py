@@ -1,4 +1,4 @@
-"""Where the time of a decode-only stream goes: host by function, device, and the gap between two device programs.
+"""Profile of a decode-only stream: host by function, device, and the gap between two device programs.
 
     python scripts/profile_step.py                          # the embedded default model, 1 row and 8 rows
     python scripts/profile_step.py --multi-step 8 --steps 50     # eight decode steps per dispatch
@@ -88,7 +88,7 @@ def host_ms(trace: jax.profiler.ProfileData) -> dict[str, float]:
 
 
 def programs(trace: jax.profiler.ProfileData) -> list[Span]:
-    """When the device ran each program, in order."""
+    """Return the times at which the device ran each program, in order."""
     modules = [e for line in lines(trace, "/device:") if line.name == "XLA Modules" for e in line.events]
     if modules:
         return sorted(Span(e.start_ns, e.end_ns) for e in modules)

@@ -1,4 +1,4 @@
-"""How the cost of a decode step grows: over rows, context and queue, for the host and for the device.
+"""Scaling of a decode step's cost: over rows, context and queue, for the host and for the device.
 
     python scripts/scaling.py scaling            # writes scaling.json and scaling.png; needs the bench extra
 

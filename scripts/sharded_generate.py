@@ -38,7 +38,7 @@ def main() -> None:
         address, count, process_id = args.processes
         distributed.initialize(address, int(count), int(process_id))
     sizes = {name: getattr(args, name) for name in ("tensor_parallel_size", "data_parallel_size")}
-    llm = LLM(args.model, **sizes)  # in all processes but the first it works for that one, and ends here
+    llm = LLM(args.model, **sizes)  # all processes but the first work for that one here, and end
     started = time.monotonic()
     for output in llm.generate(args.prompts, SamplingParams(temperature=0, max_tokens=args.max_tokens)):
         print(json.dumps({"prompt": output.prompt, "text": output.outputs[0].text}))

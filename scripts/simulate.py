@@ -22,7 +22,7 @@ from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import parse_target
 from jaxserve.request import Request, SamplingParams
 
-BYTES = 2  # of a number in bfloat16
+BYTES = 2  # bytes of a bfloat16 value
 
 
 def modelled(model: str, target: str, schedule: ScheduleConfig) -> tuple[Any, ModelledExecutor]:

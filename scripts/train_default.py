@@ -37,13 +37,13 @@ from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.weights import save
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
-Tensors = dict[str, Array]  # by Hugging Face name: Muon is to see each projection by itself, not fused ones
+Tensors = dict[str, Array]  # keyed by Hugging Face name: Muon is to see each projection by itself, not fused ones
 Teacher = tuple[Params, ArchConfig]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is trained, and how. Sizes of batches and sequences are in tokens."""
+    """Recipe of the training. Sizes of batches and sequences are in tokens."""
 
     hidden_size: int
     num_layers: int
@@ -57,7 +57,7 @@ class Recipe:
     microbatch_size: int = 2048  # its activations stay in cache
     seq_len: int = 512
     long_seq_len: int = 1024
-    long_fraction: float = 0.15  # of the steps, at the end, have `long_seq_len`
+    long_fraction: float = 0.15  # share of the steps, at the end, with `long_seq_len`
     muon_lr: float = 0.02
     adam_lr: float = 0.004
     weight_decay: float = 0.05

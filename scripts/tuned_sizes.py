@@ -1,4 +1,4 @@
-"""From a report of a TPU to the sizes of blocks that its kernel takes from then on, where they were faster.
+"""Turn a report of a TPU into the block sizes that its kernel takes from then on, where they were faster.
 
 python scripts/tpu_report.py --part tuning && python scripts/tuned_sizes.py
 """
@@ -12,7 +12,7 @@ from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_tpu
 
 RESULTS = Path(__file__).parent / "results" / "tpu.json"
-GAIN = 0.03  # of the time that decode and prefill take together, each counted as much: less may be chance
+GAIN = 0.03  # gain in the time of decode and prefill, each counted as much: less may be chance
 TIMES = ("decode_us", "prefill_us")
 
 
@@ -31,7 +31,7 @@ def main() -> None:
 
 
 def faster(document: Document) -> dict[str, list[tuning.Entry]]:
-    """By chip, the best sizes of each class of shapes for which there are better ones than were in use."""
+    """Return, by chip, the best sizes of each class of shapes for which there are better ones than were in use."""
     found: dict[str, list[tuning.Entry]] = {}
     points = document.points("tuning")
     machine = next((content["machine"] for _, stage, content in document.stages() if stage == "tuning"), {})

@@ -60,7 +60,7 @@ class Interrupter:
     def __init__(self, line: int | None) -> None:
         self.line, self.num_lines = line, 0
         self.entered: dict[int, set[int]] = {}  # lines of `with` statements, by frame
-        self.error: KeyboardInterrupt | None = None  # with the frames that it came through, as a debugger keeps it
+        self.error: KeyboardInterrupt | None = None  # keeps the frames that it came through, as a debugger does
 
     def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
         if frame.f_code.co_filename not in FILES:
@@ -72,7 +72,7 @@ class Interrupter:
         return self._trace
 
     def _is_safe(self, frame: FrameType) -> bool:
-        """Whether no signal is looked for at a line: CPython does so after a call and at a jump.
+        """Return whether no signal is looked for at a line: CPython does so after a call and at a jump.
 
         So it does neither at a `try:` nor between the body of a `with` statement and the release of its lock, for which
         the line of the statement is come to again.
@@ -164,7 +164,7 @@ def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
     def watched(*args: Any) -> Any:
         frames, frame = [], sys._getframe(1)
-        while frame.f_code.co_name != "run":  # of the thread
+        while frame.f_code.co_name != "run":  # entry point of the thread
             if "jaxtyping" not in frame.f_code.co_filename and "beartype" not in frame.f_code.co_filename:
                 frames.append(frame.f_code.co_name)
             assert frame.f_back is not None

@@ -35,20 +35,20 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import is_quantize
 machine = machines.with_jax
 
 MAX_TABLES = 64
-POOL_SHARE = 0.65  # of the memory that XLA may use
+POOL_SHARE = 0.65  # share of the memory that XLA may use
 BLOCK_PAGES = 256  # random pages, repeated throughout the pool
 DTYPE = jnp.dtype(WIDE)
 
 
 class Shape(NamedTuple):
-    """What a program is compiled for; the length of the context is not part of it."""
+    """Sizes that a program is compiled for; the length of the context is not among them."""
 
     group: int
     page_size: int
     kv_dtype: str
     backend: str
     q_lens: tuple[int, ...]
-    sizes: tuple[tuple[str, int], ...] | None = None  # of blocks, where not those in use
+    sizes: tuple[tuple[str, int], ...] | None = None  # block sizes, where not those in use
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
@@ -63,7 +63,7 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
 
 
 def _points(bench: "Bench", grid: Grid, backends: Mapping[str, str], facts: Figures) -> Iterator[Point]:
-    """With the first page size and group first, then narrow pools of these, then the others."""
+    """Yield the points of the first page size and group, then of narrow pools of these, then the others."""
     first, *others = itertools.product(grid.page_sizes, grid.groups)
     wide, *narrow = grid.kv_dtypes
     for (page_size, group), kv_dtype in [(first, wide), *((first, x) for x in narrow), *((x, wide) for x in others)]:
@@ -94,17 +94,17 @@ class Pool:
 
     @property
     def num_bytes(self) -> int:
-        """Of all layers, scales included."""
+        """Bytes of all layers, scales included."""
         return _num_bytes(self.pages)
 
     @property
     def num_tokens(self) -> int:
-        """Of one layer."""
+        """Number of tokens in one layer."""
         return self.num_pages * self.page_size
 
     @property
     def token_bytes(self) -> int:
-        """Of one token in one layer."""
+        """Bytes of one token in one layer."""
         num_layers = jax.tree.leaves(self.pages)[0].shape[0]
         return self.num_bytes // (num_layers * self.num_tokens)
 
@@ -128,7 +128,7 @@ class Bench:
         self._programs: Latest[Shape, jax.stages.Wrapped] = Latest(self._program)
 
     def best(self, kv_dtype: str) -> str:
-        """Of all points with such a pool."""
+        """Return the backend of all points with such a pool."""
         grid = self._grid
         return self._kernel.best(self._problem(max(grid.groups), grid.page_sizes[0], kv_dtype))
 
@@ -155,7 +155,7 @@ class Bench:
         }
 
     def _seconds(self, pool: Pool, shape: Shape, context: int) -> tuple[float, int]:
-        """Of one call of the operation; and the number of tables that calls take turns with."""
+        """Return the seconds of one call of the operation, and the number of tables that calls take turns with."""
         num_rows = len(shape.q_lens)
         tables = pool.tables(num_rows, context, -(-self._grid.longest() // shape.page_size))
         program = self._programs.get(shape)

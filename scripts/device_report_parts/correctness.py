@@ -1,4 +1,4 @@
-"""Whether what is served is right: every case of the device's kernels, and the invariants of the engine in bfloat16."""
+"""Correctness of what is served: every case of the device's kernels, and the engine's invariants in bfloat16."""
 
 import math
 import secrets
@@ -69,7 +69,7 @@ def check(kernel: Kernel, case: Case, backend: str) -> Figures:
 
 
 def _pool_tolerance(case: Case) -> float:
-    """Of rotated numbers near zero float32 has many neighbours: what is stored is what the device makes of them."""
+    """Return the tolerance of stored values: near zero, float32 has many neighbours of a rotated value."""
     is_rotated_here = case.has_rope and case.kv_dtype == "float32"
     return max(case.pool_tolerance, 1e-3 if is_rotated_here else 0.0)
 
@@ -84,7 +84,7 @@ def _expected(case: Case) -> tuple[Inputs, NDArray[np.float32], Pages]:
 
 
 def _arguments(case: Case, inputs: Inputs) -> dict[str, Any]:
-    """Of the operation, which has the names of the inputs; the layer as a number of the device, as in a model."""
+    """Return the arguments of the operation by name; the layer is a value on the device, as in a model."""
     return {**inputs._asdict(), **case.options, "layer": jnp.int32(inputs.layer)}
 
 

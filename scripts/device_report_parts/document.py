@@ -40,7 +40,7 @@ class Document:
 
     @property
     def dry_run(self) -> bool:
-        """Whether nothing in it is of the device."""
+        """True if nothing in it was measured on the device."""
         return bool(self._content["dry_run"])
 
     def begin(self, part: str, stage: str, machine: Entry) -> None:
@@ -75,7 +75,7 @@ class Document:
                 yield part, stage, content
 
     def points(self, *kinds: str, stage: str | None = None) -> list[Entry]:
-        """Those of some kinds that have figures, in the order in which they were measured first."""
+        """Return the points of some kinds that have figures, in the order in which they were measured first."""
         return [
             entry
             for _, name, content in self.stages()
@@ -124,5 +124,5 @@ class Document:
 
 
 def _sizes(point: Entry) -> tuple[Any, ...]:
-    """Of a measurement of decode by a backend, whatever its pool holds."""
+    """Return the sizes of a measurement of decode by a backend, whatever its pool holds."""
     return tuple(point[name] for name in ("rows", "context", "page_size", "group", "backend"))

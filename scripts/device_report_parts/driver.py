@@ -1,4 +1,4 @@
-"""How a report is measured: parts, of stages that are processes of their own, until their time is up.
+"""Driver of a report: parts, of stages that are processes of their own, until their time is up.
 
 Each stage is started anew after a failure; every point is written when it is measured.
 """
@@ -21,8 +21,8 @@ from device_report_parts.document import Document
 
 ROOT = Path(__file__).parents[2]
 WORKER = (sys.executable, "-m", "device_report_parts.worker")
-GRACE_S = 30  # for the point that runs when the time is up
-LAST_S = 20  # for a process that only says what is left out
+GRACE_S = 30  # left to the point that runs when the time is up
+LAST_S = 20  # left to a process that only says which points it leaves out
 
 
 class Stage(NamedTuple):
@@ -36,7 +36,7 @@ Parts = Mapping[str, tuple[Stage, ...]]
 
 
 class Options(NamedTuple):
-    """What to measure of a part."""
+    """Options of the measurement of a part."""
 
     dry_run: bool
     missing: bool
@@ -169,7 +169,7 @@ def run(device: str, parts: Parts, doc: str | None) -> None:
     Args:
         device: "gpu" or "tpu".
         parts: the stages of each.
-        doc: what --help says.
+        doc: text of --help.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", choices=[*parts, "all", "report"], default="all")

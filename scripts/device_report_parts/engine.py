@@ -26,7 +26,7 @@ MAX_TRACED_LEN = 512  # tokens of a row beside the prompt, until the trace has e
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """Of each shape the start, then the rows, of several steps where there are programs; last, a whole start."""
+    """Yield the start of each shape, then the rows, of several steps where there are programs; last, a whole start."""
     load = load_of(device, dry_run)
     bench = Bench(device, load)
     for shape in load.shapes:
@@ -41,7 +41,7 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
 
 
 def _page_size(device: str, model: Mapping[str, int]) -> int:
-    """What an engine takes by itself with the kernel of the device."""
+    """Return the page size that an engine chooses for the kernel of the device."""
     head_dim = model["hidden_size"] // model["num_attention_heads"]
     sizes = {"num_kv_heads": model["num_key_value_heads"], "head_dim": head_dim}
     return default_page_size(KERNELS[device].backend, **sizes, kv_dtype="bfloat16")
@@ -53,7 +53,7 @@ class Bench:
     def __init__(self, device: str, load: Load) -> None:
         self._device, self._load = device, load
         self._served: Latest[str, Served] = Latest(self._serve)
-        self._compile_s: dict[str, float] = {}  # of all programs of a shape, as far as those that were compiled tell
+        self._compile_s: dict[str, float] = {}  # time of all programs of a shape, as far as the compiled ones tell
 
     def _serve(self, shape: str) -> Served:
         load, most, model = self._load, max(self._load.rows), self._load.shapes[shape]
@@ -89,7 +89,7 @@ class Bench:
         }
 
     def whole_start_s(self, shape: str) -> float:
-        """What compiling all programs is expected to take."""
+        """Return the time that compiling all programs is expected to take."""
         return self._compile_s.get(shape, 0.0)
 
     def whole_start(self, shape: str) -> Figures:
@@ -173,7 +173,7 @@ def _longest(outputs: list[RequestOutput]) -> int:
 
 
 def _per_step(stats: EngineStats) -> Figures:
-    """Of a stretch in which every row decoded, by its steps' wall times; means over the steps."""
+    """Return the means over the steps of a stretch in which every row decoded, by the steps' wall times."""
     num_steps, seconds = stats.num_steps, stats.wall_ms / 1e3
     return {
         "decode_tok_per_s": stats.num_decode_tokens / seconds,

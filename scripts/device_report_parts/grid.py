@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from device_report_parts.points import Figures
 
 WIDE = "bfloat16"
-ITEM_BYTES = 2  # of it
+ITEM_BYTES = 2  # bytes of a WIDE value
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Grid:
     num_kv_heads: int = 8
     head_dim: int = 128
     num_layers: int = 4
-    num_calls: int = 32  # in a program
+    num_calls: int = 32  # calls in a program
     rows: tuple[int, ...] = (1, 8, 32, 128, 256)
     contexts: tuple[int, ...] = (512, 4096, 32768)
     page_sizes: tuple[int, ...] = (16, 64)
@@ -48,7 +48,7 @@ class Grid:
         return max(*self.contexts, *self.prefill_contexts, *(context for _, _, context in self.mixes))
 
     def figures(self, seconds: float, *, q_lens: Sequence[int], context: int, group: int, token_bytes: int) -> Figures:
-        """Of a call in which each row computes its last so many tokens of a context that is as long for all, causally.
+        """Return the figures of a call whose rows compute the last tokens of equally long contexts, causally.
 
         A token's keys and values take `token_bytes` to be read.
         """
@@ -70,5 +70,5 @@ TINY_TPU = Grid(2, 32, 1, 1, (2,), (40,), (16,), (2,), (24,), (24,), (2,), (WIDE
 
 
 def grid_of(device: str, dry_run: bool) -> Grid:
-    """What is measured of a device, or what shows that it works."""
+    """Return the grid to measure of a device, or a small one that only shows that it works."""
     return {"gpu": (FULL, TINY), "tpu": (FULL_TPU, TINY_TPU)}[device][dry_run]

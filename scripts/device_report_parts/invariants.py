@@ -26,7 +26,7 @@ MODEL = {
     "tie_word_embeddings": True,
 }
 STD_FACTOR = 4  # so that logits differ by more than rounding
-TOLERANCE = 0.1  # of log probabilities: several roundings of bfloat16 at logits of some 5
+TOLERANCE = 0.1  # bound on log probabilities' errors: several roundings of bfloat16 at logits of some 5
 NUM_REQUESTS = 8
 PROMPT_LEN, OUTPUT_LEN = 150, 32
 WHOLE, CHUNK = 256, 32  # tokens of a step

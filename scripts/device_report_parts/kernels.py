@@ -20,14 +20,14 @@ FALLBACK = "xla"
 
 @dataclass(frozen=True)
 class Kernel:
-    """Those of a device, as a backend of attention.
+    """Attention kernels of a device, as a backend.
 
     Attributes:
         backend: its name.
-        module: of it.
-        cases: in which it must be right.
-        tiny_cases: those of a dry run, by name.
-        interpreter: of Pallas: module and the class of its parameters.
+        module: module of the backend.
+        cases: cases in which it must be right.
+        tiny_cases: cases of a dry run, by name.
+        interpreter: Pallas' interpreter: module and the class of its parameters.
         first_interpreter: the first jax that has it.
     """
 
@@ -71,12 +71,12 @@ class Kernel:
 
 
 def _tpu_cases() -> Iterator[Case]:
-    """In float32, as most are written; and in half precision, where that makes another of them; and its own."""
+    """Yield the cases in float32, as most are written, in half precision where that differs, and the kernel's own."""
     yield from map(widened, (*CASES, *TPU_CASES))
     yield from (widened(replace(case, name=f"{case.name}_half")) for case in GPU_CASES if case not in CASES)
 
 
-KERNELS = {  # by device
+KERNELS = {  # keyed by device
     "gpu": Kernel(
         "mosaic_gpu",
         mosaic_gpu,

@@ -1,4 +1,4 @@
-"""On what a process measures: device, driver, versions."""
+"""Facts of the machine that a process measures: device, driver, versions."""
 
 import platform
 import subprocess
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def with_jax() -> dict[str, Any]:
-    """As jax sees it."""
+    """Return the device as jax sees it."""
     import jax  # noqa: PLC0415 - takes the device's memory
 
     from jaxserve.engine.roofline import describe_device  # noqa: PLC0415 - imports jax
@@ -22,7 +22,7 @@ def with_jax() -> dict[str, Any]:
 
 
 def with_torch() -> dict[str, Any]:
-    """As torch sees it; without torch or a GPU, the reason is found by the points."""
+    """Return the device as torch sees it; without torch or a GPU, the points find the reason."""
     try:
         import torch  # noqa: PLC0415 - may be missing
     except ImportError:
@@ -37,7 +37,7 @@ def with_torch() -> dict[str, Any]:
 
 
 def driver() -> str | None:
-    """Of the NVIDIA GPU; None where there is none."""
+    """Return the driver's version of the NVIDIA GPU; None where there is none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.split()[0]
@@ -46,7 +46,7 @@ def driver() -> str | None:
 
 
 def versions(*packages: str) -> dict[str, str | None]:
-    """Of Python and of the packages; None of those that are missing."""
+    """Return the versions of Python and the packages; None for missing ones."""
     return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
 
 

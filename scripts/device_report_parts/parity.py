@@ -1,4 +1,4 @@
-"""Whether an engine here chooses the ids that transformers chooses, on the same weights, in float32."""
+"""Parity: an engine here chooses the ids that transformers chooses, on the same weights, in float32."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -20,8 +20,8 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 machine = machines.with_jax
 
 PROMPT_LEN, OUTPUT_LEN = 100, 48
-STD = 0.08  # of the weights, so that logits differ by more than rounding
-TOLERANCE = 1e-3  # by which what is chosen may lie below the likeliest: ties of float32
+STD = 0.08  # standard deviation of the weights, so that logits differ by more than rounding
+TOLERANCE = 1e-3  # margin by which a choice may lie below the likeliest id: ties of float32
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
@@ -31,7 +31,7 @@ def points(device: str, dry_run: bool) -> Iterator[Point]:
 
 
 def measure(device: str, num_requests: int, output_len: int) -> Figures:
-    """How far what was chosen lies below what transformers finds likeliest after the same ids, at worst."""
+    """Return how far the chosen ids lie, at worst, below what transformers finds likeliest after the same ids."""
     rng = random.Random(3)
     vocab_size = invariants.MODEL["vocab_size"]
     prompts = [[rng.randrange(3, vocab_size) for _ in range(PROMPT_LEN - 9 * row)] for row in range(num_requests)]
@@ -51,7 +51,7 @@ def measure(device: str, num_requests: int, output_len: int) -> Figures:
 
 
 def _transformers_model() -> Any:
-    """On the host, whose float32 is exact."""
+    """Return the model of transformers on the host, whose float32 is exact."""
     try:
         import torch  # noqa: PLC0415 - may be missing
         import transformers  # noqa: PLC0415
@@ -85,7 +85,7 @@ def _engine(device: str, directory: str) -> Engine:
 
 
 def _lead(model: Any, prompt: Sequence[int], token_ids: Sequence[int]) -> float:
-    """Of the likeliest id over the chosen one, where that is largest; 0 where `generate` gives the same ids."""
+    """Return the largest margin of the likeliest id over the chosen one; 0 where `generate` gives the same ids."""
     import torch  # noqa: PLC0415 - as above, where its absence is told
 
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What the device does at best: copying, adding in place, reading; and a matrix product."""
+"""Peak rates of the device: copying, adding in place, reading; and a matrix product."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -50,7 +50,7 @@ def _roofline(document: Document, figure: Any) -> None:
     assert copy is not None
     assert gemm is not None
     ridge = 1e3 * gemm / copy
-    series: dict[tuple[str, str], list[tuple[float, float]]] = {}  # by marker and label
+    series: dict[tuple[str, str], list[tuple[float, float]]] = {}  # keyed by marker and label
     for p in document.points(*_MARKERS):
         label = ", ".join(filter(None, (_LABELS[p["kind"]], p.get("backend"), p.get("kv_dtype"))))
         series.setdefault((_MARKERS[p["kind"]], label), []).append(_place(p))
@@ -73,7 +73,7 @@ def _place(point: Entry) -> tuple[float, float]:
 
 
 def _panels(points: list[Entry]) -> dict[Sizes, list[Entry]]:
-    """Those of each page size, group, dtype of the pool and backend."""
+    """Group points by page size, group, dtype of the pool and backend."""
     panels: dict[Sizes, list[Entry]] = {}
     for point in points:
         sizes = point["page_size"], point["group"], point["kv_dtype"], point["backend"]

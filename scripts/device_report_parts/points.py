@@ -1,4 +1,4 @@
-"""What a process measures: points, each by itself; and how a time is taken."""
+"""Points that a process measures, each by itself; and how a time is taken."""
 
 import gc
 import statistics
@@ -21,8 +21,8 @@ class Point:
     """One measurement.
 
     Attributes:
-        kind: what is measured.
-        facts: of which sizes; kind and facts together name the point.
+        kind: kind of measurement.
+        facts: sizes of the measurement; kind and facts together name the point.
         measure: gives the figures, with units in their names.
         needs_s: seconds that it takes at least; left out where there are fewer.
     """
@@ -49,21 +49,21 @@ class Latest(Generic[K, V]):
         """The value of this key, made now unless it was the last one asked for."""
         if key not in self._kept:
             self._kept.clear()
-            gc.collect()  # what refers to itself lives on until then, and arrays with it
+            gc.collect()  # reference cycles live on until then, and arrays with them
             self._kept[key] = self._make(key)
         return self._kept[key]
 
 
 class Effort(NamedTuple):
-    """How long a time is taken."""
+    """Lengths of a measurement."""
 
-    sample_s: float  # that a sample takes at least, so that waiting for its end weighs little
+    sample_s: float  # least time of a sample, so that waiting for its end weighs little
     samples: int
-    limit_s: float  # after which no further sample is begun
+    limit_s: float  # time after which no further sample is begun
 
 
 def effort(dry_run: bool) -> Effort:
-    """Of a measurement that counts, or of one that only shows that it works."""
+    """Return the lengths of a measurement that counts, or of one that only shows that it works."""
     return Effort(0.0, 1, 0.0) if dry_run else Effort(0.02, 9, 2.0)
 
 

@@ -33,7 +33,7 @@ class Served:
         shape: fields of a Llama's config.json.
         rows: numbers of rows that decode; each gets its program, and where several steps can go at once, theirs.
         std_factor: makes the weights this much larger than usual.
-        options: of EngineConfig.
+        options: options of EngineConfig.
     """
 
     def __init__(self, device: str, shape: Shape, rows: Iterable[int], std_factor: float = 1, **options: Any) -> None:
@@ -91,7 +91,7 @@ class Served:
 
     @property
     def num_programs(self) -> int:
-        """That an engine with these sizes compiles in all."""
+        """Number of programs that an engine with these sizes compiles."""
         return self.schedule.num_programs(MAX_STEPS)
 
     def engine(self, **options: Any) -> Engine:

@@ -49,14 +49,14 @@ class Load:
     output_len: int = 128
     traced_steps: int = 16
     max_num_batched_tokens: int = 2048
-    rounds: int = 3  # after one to warm up
+    rounds: int = 3  # measured after one round of warm-up
 
 
 FULL_LOAD = Load(SHAPES)
-FULL_TPU_LOAD = Load(SHAPES, rows=(1, 8, 64))  # of more, keys and values beside 8B exceed the memory of a v6e
+FULL_TPU_LOAD = Load(SHAPES, rows=(1, 8, 64))  # keys and values of more exceed a v6e beside 8B
 TINY_LOAD = Load({"tiny": TINY_SHAPE}, (1, 2), (1, 4), (), 12, 48, 4, 2, 1)
 
 
 def load_of(device: str, dry_run: bool) -> Load:
-    """What is measured of a device, or what shows that it works."""
+    """Return the load to measure on a device, or a small one that only shows that it works."""
     return TINY_LOAD if dry_run else {"gpu": FULL_LOAD, "tpu": FULL_TPU_LOAD}[device]

@@ -18,7 +18,7 @@ NUM_PROCESSES = 8  # most of the time goes to compiling
 
 
 def machine() -> dict[str, Any]:
-    """Without asking jax, whose process would keep the device's memory from the tests'."""
+    """Return the machine without asking jax, whose process would keep the device's memory from the tests."""
     return {
         "device": None,
         "platform": None,

@@ -31,7 +31,7 @@ _BRIEF = (
 
 
 def brief(entry: Entry) -> str:
-    """What matters most of a point."""
+    """Return the figures of a point that matter most."""
     return ", ".join(f"{name} {number(entry[name])}" for name in _BRIEF if name in entry)[:300]
 
 
@@ -191,7 +191,7 @@ def _serving(document: Document) -> str:
 
 
 def _gaps(document: Document) -> str:
-    """What has no figures, and why."""
+    """Return a table of the points without figures, and the reasons."""
     rows = []
     for _, stage, content in document.stages():
         for name, entry in content["points"].items():

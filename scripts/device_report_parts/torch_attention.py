@@ -15,8 +15,8 @@ from device_report_parts.points import Figures, Point, UnavailableError, effort,
 
 machine = machines.with_torch
 
-NUM_CALLS = 16  # in a graph
-CACHE_BYTES = 1 << 29  # that all copies together exceed
+NUM_CALLS = 16  # calls in a graph
+CACHE_BYTES = 1 << 29  # size that all copies together exceed
 MEMORY_SHARE = 0.8
 Call = Callable[..., Any]
 

@@ -1,4 +1,4 @@
-"""How much of the time a device computes, from a trace by jax.profiler."""
+"""Share of the time that a device computes, from a trace by jax.profiler."""
 
 import itertools
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ def busy_share(engine: Engine, num_steps: int, directory: str) -> tuple[float | 
 
 
 def _kernels(trace: jax.profiler.ProfileData) -> list[Span]:
-    """What ran on the streams of a GPU."""
+    """Return the events on the streams of a GPU."""
     streams = (line for line in profile_step.lines(trace, "/device:GPU") if line.name.startswith("Stream"))
     return sorted(Span(e.start_ns, e.end_ns) for line in streams for e in line.events)
 

@@ -31,7 +31,7 @@ CHANGES = (
 
 
 class Heads(NamedTuple):
-    """What a chip has of a model's attention."""
+    """Part of a model's attention on one chip."""
 
     num_kv_heads: int
     group: int
@@ -40,7 +40,7 @@ class Heads(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """What is timed: so many rows of one token, and a chunk of one row."""
+    """Rows that are timed: so many of one token, and a chunk of one row."""
 
     rows: int
     context: int
@@ -59,7 +59,7 @@ TINY_STEPS = Steps(2, 40, 24, 24)
 
 
 def points(device: str, dry_run: bool) -> Iterator[Point]:
-    """Of each shape as it is first, then each change."""
+    """Yield the points of each shape: with the sizes in use, then with each change."""
     grid, steps = (TINY_TPU, TINY_STEPS) if dry_run else (FULL_TPU, STEPS)
 
     def make(heads: Heads) -> Tuner:
@@ -90,7 +90,7 @@ class Tuner:
         self._bench, self._steps = bench, steps
 
     def measure(self, change: dict[str, int]) -> Figures:
-        """Of the sizes that are in use with this change."""
+        """Return the figures of the sizes in use with this change."""
         with KERNELS["tpu"].runnable():
             in_use = dataclasses.asdict(mosaic_tpu.sizes_for(self._problem))
         if change and all(in_use[name] == size for name, size in change.items()):

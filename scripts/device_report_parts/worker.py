@@ -50,7 +50,7 @@ def _answer(replies: TextIO, point: Point, task: dict[str, Any]) -> bool:
 
 
 def _take_stdout() -> TextIO:
-    """What was stdout, for messages alone: later writes to stdout, also those of native code, go to stderr."""
+    """Return stdout, for messages alone: later writes to stdout, also those of native code, go to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies

@@ -1,4 +1,4 @@
-"""How much of the machine's processors others used meanwhile."""
+"""Share of the machine's processors that others used meanwhile."""
 
 import contextlib
 import os
@@ -15,8 +15,8 @@ class CpuTimes:
 
     Attributes:
         total: all there was.
-        busy: what was not idle.
-        ours: of this process and of one process group.
+        busy: processor time that was not idle.
+        ours: processor time of this process and of one process group.
     """
 
     total: int

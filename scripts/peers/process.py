@@ -28,7 +28,7 @@ class Worker:
 
     Args:
         command: speaks the protocol of worker.py.
-        log_path: where its stderr goes.
+        log_path: file for its stderr.
         timeout_s: longest wait for one answer, or for the load.
     """
 

@@ -1,4 +1,4 @@
-"""Which engines there are, and the interpreter and command that run each."""
+"""Registry of engines, and of the interpreter and command that run each."""
 
 import json
 import os
@@ -18,7 +18,7 @@ class EngineSpec:
 
     Attributes:
         adapter: module of this package with its Engine.
-        package: what an interpreter must have to run it; also its name in `--python`.
+        package: package that an interpreter must have to run it; also its name in `--python`.
         options: keyword arguments of the Engine.
         preload: libraries of the interpreter's environment that the engine's documentation says to load first.
     """

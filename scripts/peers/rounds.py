@@ -23,7 +23,7 @@ class Contest:
 
     Attributes:
         workers: started; one that dies is taken out.
-        vocab_size: of the checkpoint.
+        vocab_size: number of tokens in the vocabulary.
         say: takes a line about each run as it ends.
         runs: one record per measured run.
         failures: {"engine", "workload", "reason"} of what could not be measured.

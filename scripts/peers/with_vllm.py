@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import vllm
 
-_KV_CACHE_GIB = "2"  # on a CPU vLLM would take a large share of all memory, and the other engines live beside it
+_KV_CACHE_GIB = "2"  # vLLM would take a large share of the host's memory, and the other engines live beside it
 
 
 class Engine:

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _take_stdout() -> TextIO:
-    """What was stdout, for messages alone: later writes to stdout, also those of native code, go to stderr."""
+    """Return stdout, for messages alone: later writes to stdout, also those of native code, go to stderr."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return replies

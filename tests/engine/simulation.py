@@ -15,7 +15,7 @@ from jaxserve.request import FinishReason, Request, RequestStatus, SamplingParam
 
 VOCAB_SIZE = 5
 PARAMS = SamplingParams(max_tokens=None)
-IGNORED = 10**6  # what the device returns for rows that do not sample
+IGNORED = 10**6  # token that the device returns for rows that do not sample
 
 
 def make_scheduler(
@@ -224,8 +224,8 @@ class SimulatedExecutor:
     """An executor over a `Device`, whose clock counts steps. It fails where it is told to.
 
     Attributes:
-        fails_at_launch: what the next launch raises, before it does anything.
-        fails_on_device: what reading the next step raises; the state is lost with it.
+        fails_at_launch: exception that the next launch raises, before it does anything.
+        fails_on_device: exception that reading the next step raises; the state is lost with it.
     """
 
     def __init__(self, schedule: ScheduleConfig, max_steps: int = 1) -> None:
@@ -262,7 +262,7 @@ class SimulatedExecutor:
         self._num_launches += 1
         error, self.fails_on_device = self.fails_on_device, None
         self._is_lost |= error is not None
-        if self._is_lost:  # what comes behind a failed step fails with it
+        if self._is_lost:  # steps behind a failed one fail with it
             sampled, error = [[0] * most for most in plan.max_new], error or RuntimeError("a step before has failed")
         else:
             sampled = self.device.run(plan)

@@ -1,4 +1,4 @@
-"""How far steps are padded, and how many programs that takes."""
+"""Padding of steps, and the number of programs that it takes."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from jaxserve.config import (
 )
 from jaxserve.policy import prefill_share
 
-MAX_PROGRAMS = 16  # on an accelerator, where each may take half a minute
+MAX_PROGRAMS = 16  # programs on an accelerator, where each may take half a minute
 
 
 def schedule(seqs: int, budget: int, *, few: bool) -> ScheduleConfig:

@@ -44,7 +44,7 @@ FAILURE = RuntimeError("the device has failed")
 
 
 def pass_on(error: BaseException) -> None:
-    """What the leader of several processes tells the others."""
+    """Stand in for the leader of several processes, which tells the others."""
 
 
 class Driven:
@@ -135,7 +135,7 @@ class CoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.driven.unfinished)
     @rule(data=st.data(), times=st.integers(1, 2))
     def cancel(self, data: st.DataObject, times: int) -> None:
-        """In whatever state it is; twice is as once."""
+        """Cancel a request in whatever state it is; twice is as once."""
         request = data.draw(st.sampled_from(list(self.driven.unfinished)))
         for _ in range(times):
             self.driven.cancel(request)
@@ -254,7 +254,7 @@ def record_log(
                         executor.fails_at_launch = FAILURE
                     case 1:
                         executor.fails_on_device = FAILURE
-                    case 2:  # in the middle of a plan, or of taking tokens
+                    case 2:  # fails in the middle of a plan, or of taking tokens
                         vars(replica.scheduler._ledger)["register_full_pages"] = break_off
             case _:
                 driven.core.step(0.0)

@@ -33,7 +33,7 @@ def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, 
 
 
 def at_start(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
-    """What the environment says when jax starts its backend."""
+    """Return the environment's setting when jax starts its backend."""
     seen: list[float | None] = []
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: False)
     monkeypatch.setattr(jax, "default_backend", lambda: seen.append(gpu_memory_fraction()))

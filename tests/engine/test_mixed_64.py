@@ -1,4 +1,4 @@
-"""What the schedule wastes on the mixed-64 workload: bucket padding and page slack, without a model."""
+"""Waste of the schedule on the mixed-64 workload: bucket padding and page slack, without a model."""
 
 import json
 from pathlib import Path

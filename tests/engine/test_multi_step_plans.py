@@ -68,7 +68,7 @@ def test_no_more_pages_are_taken_than_are_free():
 def test_a_row_that_stops_leaves_the_others_as_they_are(depth):
     loop = Loop(make_scheduler(page_size=2), depth, max_steps=8)
     output, _ = generate_alone(make_request("a", [1, 2, 3], 20))
-    stop = next(i for i in range(2, 8) if output[i] not in output[:i])  # in the middle of the first plan of several
+    stop = next(i for i in range(2, 8) if output[i] not in output[:i])  # lies within the first plan of several
     ending = make_request("a", [1, 2, 3], 20, stop_ids=frozenset([output[stop]]))
     other = make_request("b", [4, 2, 1], 20)
     loop.add(ending, other).drain()
@@ -94,7 +94,7 @@ def test_a_stop_that_the_device_missed_is_found_by_the_host():
 
 
 def test_a_row_that_got_fewer_tokens_than_planned_goes_on_from_there():
-    """As after a draft of which some tokens were rejected: what is planned behind stays an upper bound."""
+    """Some tokens are rejected, as those of a draft: plans behind them stay upper bounds."""
     scheduler, request = make_scheduler(page_size=2), make_request("a", [1], 20)
     scheduler.add(request)
     scheduler.update(scheduler.schedule(4), [[5]])

@@ -54,7 +54,7 @@ def append(group: RequestGroup, token_id: int, logprobs: TokenLogprobs, row: int
 def entry(
     tokenizer: Tokenizer | None, logprobs: TokenLogprobs, row: int, token_id: int, top: int
 ) -> dict[int, Logprob]:
-    """By definition: the token itself, then the most likely ones."""
+    """Return the entry by its definition: the token itself, then the most likely ones."""
 
     def text(token_id: int) -> str | None:
         return tokenizer and tokenizer.decode([token_id], skip_special_tokens=False)
@@ -76,7 +76,7 @@ def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, whole: 
     for step in range(4):
         row = step % NUM_ROWS
         sent, found = whole_vocabulary(step) if whole else (from_device(step),) * 2
-        token_id = int(found.top_ids[row, step]) if step < 2 else 310 + step  # among the most likely, or not
+        token_id = int(found.top_ids[row, step]) if step < 2 else 310 + step  # is among the most likely, or not
         output = append(group, token_id, sent, row)
         expected.append(entry(tokenizer if with_text else None, found, row, token_id, top))
     read = output.logprobs
@@ -96,7 +96,7 @@ def test_entries_are_those_of_the_device(tokenizer: Tokenizer, top: int, whole: 
 def test_entries_of_the_prompt_follow_none(tokenizer: Tokenizer) -> None:
     group, found = new_group(tokenizer, prompt_logprobs=2), from_device(0)
     group.append_prompt_logprobs(1, [4, 5], found, 0)
-    group.append_prompt_logprobs(2, [5, 6], found, 1)  # after a preemption: it has the first of them
+    group.append_prompt_logprobs(2, [5, 6], found, 1)  # a preempted request has the first of them
     rows = [(0, 4), (1, 5), (2, 6)]
     expected = [None, *(entry(tokenizer, found, row, token_id, 2) for row, token_id in rows)]
     assert group.output.prompt_logprobs == expected

@@ -31,7 +31,7 @@ class Clock:
 def test_several_steps_stay_where_they_are_faster():
     clock = Clock(Pacer("auto"), single_s=0.0019, multi_step_s=0.0015)
     trial = clock.run(ROUNDS * (1 + STRETCH + 1 + DISPATCHES))  # the first of each kind does not follow another
-    assert trial == ROUNDS * ((1 + STRETCH) * [1] + (1 + DISPATCHES) * [5])  # by the time of single steps
+    assert trial == ROUNDS * ((1 + STRETCH) * [1] + (1 + DISPATCHES) * [5])  # predicted by the time of single steps
     assert clock.run(50) == 50 * [6]
 
 

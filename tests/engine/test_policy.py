@@ -47,7 +47,7 @@ def prompt(first, num_tokens):
 
 
 def test_short_prompts_start_beside_a_long_one():
-    """Behind it they would get their first tokens after its 63 steps."""
+    """Short prompts behind it would get their first tokens after its 63 steps."""
     steps = Steps().add(make_request("long", prompt(0, 128_000), 4))
     steps.add(*(make_request(f"short {i}", prompt(i, 100), 4) for i in range(1, 21)))
     assert max(steps.until(f"short {i}") for i in range(1, 21)) <= 3

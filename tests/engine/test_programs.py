@@ -36,7 +36,7 @@ def xla_cache(no_xla_cache, tmp_path):
 
 @pytest.mark.usefixtures("xla_cache")
 def test_what_xla_has_cached_is_not_kept_again(tmp_path, compiler):
-    """In jax 0.10.2 such a program serialises to something that does not run."""
+    """Such a program is serialised by jax 0.10.2 to something that does not run."""
     for facts in (["a"], ["b"], ["b"]):
         program = ProgramStore(tmp_path / "programs", facts).get("x", compiler)
         assert program(jnp.ones(3)).tolist() == [2, 2, 2]
@@ -51,7 +51,7 @@ def test_what_another_program_has_loaded_from_there_is_not_kept_either(tmp_path)
     programs = []
     for facts in (["a"], ["b"], ["c"], ["c"]):
         if facts == ["b"]:
-            jax.clear_caches()  # as if the first one were of another process
+            jax.clear_caches()  # pretends that the first one is of another process
         programs.append(
             ProgramStore(tmp_path / "programs", facts).get("x", lambda: double.lower(jnp.arange(3.0)).compile())
         )

@@ -219,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.check_head_must_wait(self.waiting[0], plan)
 
     def check_prefills(self, plan, num_left, *, beside_decode):
-        """What prompts get of a plan: no long one too much beside rows in decode, and otherwise all there is."""
+        """Check the share of prompts in a plan: no long one too much beside rows in decode, otherwise all there is."""
         rows = {row.request: row for row in rows_of(plan)}
         left_before = {row.request: row.request.num_tokens - row.start - (row.max_new > 0) for row in rows.values()}
         unfinished = [r for r in self.running if r.num_tokens - r.num_computed_tokens > 1]
@@ -234,7 +234,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_kept = sum(map(self.scheduler._ledger.can_grow, in_decode))
         for request in unfinished:
             has_pages = num_free > num_kept
-            num_kept += self.scheduler._ledger.num_pages_kept(request)  # from younger prompts
+            num_kept += self.scheduler._ledger.num_pages_kept(request)  # pages kept from younger prompts
             num_tokens = rows[request].num_tokens if request in rows else 0
             long = self.policy.is_long(left_before.get(request, 0))
             assert not (long and beside_decode) or num_tokens <= self.policy.long_chunk
@@ -456,7 +456,7 @@ def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(n
     assert starts(loop.step())["b"] == (0, 13)
     loop.drain()
     loop.add(make_request("c", running.tokens(0, 13), 1)).drain()
-    assert starts(loop.plans[-1]) == {"c": (12, 1)}  # from "b", which started after the reset
+    assert starts(loop.plans[-1]) == {"c": (12, 1)}  # found in "b", which started after the reset
 
 
 # Preemption
@@ -666,7 +666,7 @@ def test_plans_must_be_updated_in_order():
 
 
 def test_the_length_of_the_queue_costs_schedule_nothing_and_aborts_little():
-    def least_s(scheduler):  # of this thread's own time, which a busy machine does not stretch
+    def least_s(scheduler):  # seconds of this thread's own time, which a busy machine does not stretch
         times = []
         for _ in range(200):
             begin = time.thread_time()

@@ -1,4 +1,4 @@
-"""What users get of several tokens that come at once: the same as of single ones."""
+"""Several tokens that come at once give users the same as single ones."""
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ def group_of(params):
 
 
 def logprobs_of_steps():
-    """Of a multi-step program: all steps of a row, then those of the next."""
+    """Return the samples of a multi-step program: all steps of a row, then those of the next."""
     rng = np.random.default_rng(0)
     num_tokens = NUM_ROWS * NUM_STEPS
     return TokenLogprobs(
