@@ -289,7 +289,7 @@ class BatchPacker:
         blob, to = layout.blob.new()
         pages = self._new_pages(plan)
         self._pack_pages(to, pages[: layout.num_new_pages])
-        slots = np.array(plan.slots, np.int64)  # three times as fast as a dtype that numpy has to find
+        slots = np.array(plan.slots, np.int64)  # naming the dtype takes a third of the time that finding it does
         counts, max_new = np.array(plan.counts, np.int64), np.array(plan.max_new, np.int64)
         num_rows = plan.num_rows
         to["base_seed"][...] = self._base_seed
@@ -359,7 +359,7 @@ class BatchPacker:
                 yield request.slot, self._slot_row(request)
 
     def _slot_row(self, request: Request) -> SlotRow:
-        """Sampling parameters and stop conditions of a request, as the device needs them."""
+        """Return what the device must know of a request beyond its admission."""
         p = request.params
         bias = p.logit_bias or {}
         bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)

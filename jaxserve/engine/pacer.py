@@ -18,7 +18,7 @@ DISPATCH_S = 0.010  # time that several steps may take; a new request may have t
 STRETCH = 8  # single steps timed together: each overlaps its neighbours
 DISPATCHES = 2  # dispatches timed together: where the host sees the end of one late, the next one looks short
 ROUNDS = 5  # measurements that decide; a noisy moment spoils one or two
-REST_S = 2.0  # time of decoding between two rounds, which take a fiftieth of it
+REST_S = 2.0  # decoding between two rounds, which takes fifty times as long as they do
 
 
 @dataclass(slots=True)

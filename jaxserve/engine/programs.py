@@ -27,14 +27,14 @@ from jaxserve.whole_file import write_whole
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
-_SETTINGS = (  # options of jax that change the traced program
+_SETTINGS = (  # jax's settings that change what is traced
     "jax_default_matmul_precision",
     "jax_default_prng_impl",
     "jax_enable_x64",
     "jax_threefry_partitionable",
 )
 compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
-_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # entries of its own cache
+_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs that came from XLA's own cache
 MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
 
 

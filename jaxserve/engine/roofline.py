@@ -30,7 +30,7 @@ MEASURE_S = 0.15  # per rate, after compiling and one round
 
 @dataclass(frozen=True)
 class Device:
-    """Return a description of the device that the engine runs on."""
+    """Device that the engine runs on."""
 
     platform: str
     kind: str

@@ -47,9 +47,7 @@ _Buckets = tuple[Iterable[int], Iterable[int]]  # programs of one round and of s
 
 
 _POLL_S = 0.01
-COMPILE_THREADS = (
-    2  # compiled while the caller waits: tracing is Python's, and XLA itself uses one core for much of the time
-)
+COMPILE_THREADS = 2  # threads while the caller waits: Python traces, and XLA mostly uses one core
 
 
 @dataclass
@@ -186,7 +184,7 @@ class Programs:
         return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, blob)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
-        """Put arrays of the host on every device."""
+        """Return the shape of an array of the host on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
 
     def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
@@ -522,7 +520,7 @@ _runners: weakref.WeakSet[Runner] = weakref.WeakSet()
 
 
 def _close_at_exit(runner: Runner) -> None:
-    """Close all runners ahead of jax's clean-up at exit, which ends badly while a step runs."""
+    """Have a runner closed ahead of jax's clean-up at exit, which ends badly while a step runs."""
     if not _runners:
         atexit.unregister(_close_all)
         atexit.register(_close_all)  # anew: it must run before what jax has registered meanwhile
