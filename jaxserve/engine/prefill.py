@@ -159,8 +159,16 @@ class Prefills:
     def _is_held(self, request: Request) -> bool:
         """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
         prompt, num_common = self._seen.get(request, (request, 0))
-        is_prefill = prompt.status in RUNS and prompt.num_computed_tokens < num_common
-        return is_prefill and prompt not in self._ledger.unshared
+        runs_here = self._ledger.running.get(prompt.request_id) is prompt
+        return runs_here and prompt.num_computed_tokens < num_common and prompt not in self._ledger.unshared
+
+    def forget(self, request: Request) -> None:
+        """Forget what was seen of a request that leaves the queue; should it come back, plans take it for a new one."""
+        self._seen.pop(request, None)
+
+    def check_integrity(self) -> None:
+        """Assert that only waiting requests are remembered."""
+        assert self._seen.keys() <= set(self._ledger.waiting.values()), "a request that left the queue is remembered"
 
     def _num_long(self) -> int:
         return sum(self._policy.is_long(num_remaining(request)) for request in self._unfinished)

@@ -183,6 +183,7 @@ class Scheduler:
         withdrawn = [request for request in self._ledger.waiting.values() if not request.num_pending_tokens]
         for request in withdrawn:
             self._ledger.dequeue(request)
+            self._prefills.forget(request)
             del self._requests[request.request_id]
         self._tell()
         return withdrawn
@@ -336,6 +337,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved and that every request is where its status says."""
         self._ledger.check_integrity()
+        self._prefills.check_integrity()
         assert self._requests.keys() == self._ledger.running.keys() | self._ledger.waiting.keys()
 
     # Parts of update()
@@ -378,6 +380,7 @@ class Scheduler:
             self._ledger.stop(request)
         else:
             self._ledger.dequeue(request)
+            self._prefills.forget(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason

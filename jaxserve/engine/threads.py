@@ -93,6 +93,7 @@ class EngineThreads:
                 self._engine.settle()
                 yield self._engine
             finally:
+                self._pauser = 0
                 self._is_paused = self._is_stopped
                 self._start()
 
