@@ -18,9 +18,10 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from jaxserve import __version__, interrupts, peers
+from jaxserve import __version__, interrupts
 from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
+from jaxserve.distributed import peers
 from jaxserve.errors import ConfigError, PeerLostError, RequestError
 from jaxserve.live_stats import LiveStats, wait_until_warm
 from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
@@ -267,7 +268,7 @@ def _stats(output: "RequestOutput") -> str:
 
 
 def _batch(args: argparse.Namespace) -> int:
-    from jaxserve.batch_files import find_finished, run_batch  # noqa: PLC0415 - fcntl, which not every system has
+    from jaxserve.openai.batch_files import find_finished, run_batch  # noqa: PLC0415 - fcntl, which not every system has
 
     if args.ray_actors is not None and not args.ray:
         raise ConfigError("--ray-actors needs --ray")
@@ -299,7 +300,7 @@ def _batch_engine(args: argparse.Namespace) -> Iterator[Any]:
         with _live_stats(args.stats, llm):
             yield llm
         return
-    from jaxserve.ray_fleet import ray_fleet  # noqa: PLC0415 - as in _load
+    from jaxserve.fleet.ray_fleet import ray_fleet  # noqa: PLC0415 - as in _load
 
     with interrupts.unwinding(), ray_fleet(args.ray_actors, **_engine_options(args)) as fleet:
         yield fleet

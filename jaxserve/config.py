@@ -8,26 +8,32 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, no_type_check
 
 from jaxserve.errors import ConfigError
-from jaxserve.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
+from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import DEFAULT_MAX_LOGPROBS
+from jaxserve.scheduling.pacer import MAX_STEPS
+from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
+from jaxserve.speculation_config import SpeculationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
-QUANTIZATIONS = ("int8",)
+# Module of each weight format by its name in `quantization`; not imported here, as host files never import jax.
+WEIGHT_FORMATS: dict[str | None, str] = {None: "jaxserve.quant.plain", "int8": "jaxserve.quant.int8"}
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 LARGEST_MAX_LOGPROBS = 1024  # a TPU selects them one by one; a whole vocabulary needs no selection
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
-MAX_STEPS = 64  # most steps in one dispatch with multi_step="auto"
+DEFAULT_DRAFT_MODEL = "default-draft"  # its draft, with the same tokenizer
 MAX_FIXED_STEPS = 1024
 MAX_STEP_TOKENS = 1024  # most tokens sampled in one dispatch, over all rows: the program holds their log probabilities
 MULTI_STEP_ROWS = 16  # largest bucket of the only multi-step program on accelerators
+SPECULATIVE_ROWS = 64  # most rows of a step with drafted tokens
 MIN_FEW_TOKENS = 16  # smallest bucket on accelerators: the rows of a bfloat16 tile
 FREE_TOKENS = 256  # smaller steps are hardly faster on an accelerator, as they are bound by reading weights
 
@@ -92,6 +98,8 @@ class EngineConfig:
         compilation_cache_dir: directory of cached executables; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Executables take at most 1 GiB there, and each start trims XLA's own cache files to
             1 GiB, except in a directory that the user gave. With many processes "auto" is off.
+        speculative_config: how tokens are drafted for speculative decoding: a SpeculationConfig, or its fields, which
+            have vLLM's names, as a dict or as JSON; None drafts none. Outputs stay those of the model alone.
         event_log: file in which the scheduler's inputs are recorded, prompts included: at most 1 GiB of JSON lines,
             with one further file per further replica. `python -m jaxserve.engine.event_log FILE` replays the plans.
             None records nothing.
@@ -126,6 +134,7 @@ class EngineConfig:
     compile_ahead: str = "background"
     forbid_compiles: bool = False
     compilation_cache_dir: str | None = "auto"
+    speculative_config: str | Mapping[str, Any] | SpeculationConfig | None = None
     event_log: str | None = None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> EngineConfig:
@@ -147,9 +156,10 @@ class EngineConfig:
         ):
             object.__setattr__(self, name, aliases.get(getattr(self, name), getattr(self, name)))
             _check_choice(name, getattr(self, name), ("auto", *dtypes))
-        _check_choice("quantization", self.quantization, (None, *QUANTIZATIONS))
+        _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
+        object.__setattr__(self, "speculative_config", SpeculationConfig.of(self.speculative_config))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
             if getattr(self, name) is not None:
                 _check_positive(name, getattr(self, name))
@@ -178,6 +188,11 @@ class EngineConfig:
         if self.multi_step == "auto":
             return 1 if self.compile_ahead == "minimal" else MAX_STEPS
         return int(self.multi_step)
+
+    @property
+    def speculation(self) -> SpeculationConfig | None:
+        """How tokens are drafted; None if none are."""
+        return SpeculationConfig.of(self.speculative_config)
 
     @property
     def model_path(self) -> Path:
@@ -285,6 +300,9 @@ class ScheduleConfig:
     max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS
     max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
     long_prefill_token_threshold: int = 0
+    windows: tuple[int | None, ...] = (None,)  # sliding window of each KV group
+    max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
+    max_nodes: int = 0  # most tokens drafted for a row in a round: more than it may accept if they are a tree
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -303,10 +321,15 @@ class ScheduleConfig:
             self.long_prefill_token_threshold,
         )
 
+    @cached_property
+    def kv_groups(self) -> KVGroups:
+        """Groups of layers with pages of their own."""
+        return KVGroups(self.page_size, self.windows)
+
     @property
     def max_pages_per_row(self) -> int:
-        """M, width of the page table."""
-        return -(-self.max_model_len // self.page_size)
+        """M, width of the page table of a KV group."""
+        return self.kv_groups.num_columns(self.max_model_len)
 
     def num_rows(self, num_tokens: int) -> int:
         """Return R, the rows of a step whose token bucket is `num_tokens`: every row has at least one token."""
@@ -350,9 +373,27 @@ class ScheduleConfig:
         shared = () if self.few_programs else self.multi_step_buckets(max_steps)
         return tuple(size for size in self.buckets() if size not in shared)
 
+    def speculative_buckets(self) -> tuple[int, ...]:
+        """Return the numbers of rows with a speculative program, ascending; none without speculative decoding.
+
+        Above SPECULATIVE_ROWS rows a step computes so many tokens that drafts do not pay.
+        """
+        if not self.max_drafts:
+            return ()
+        most = min(self.max_num_seqs, SPECULATIVE_ROWS)
+        sizes = [MIN_FEW_TOKENS if self.few_programs else 1]
+        while sizes[-1] < most:
+            sizes.append(sizes[-1] * (4 if self.few_programs else 2))
+        return tuple(min(size, most) for size in sizes)
+
+    def max_rounds(self, bucket: int, max_steps: int) -> int:
+        """Return the most rounds in one dispatch of a speculative program, which yield up to `max_steps` tokens."""
+        return max(1, self.max_steps(bucket, max_steps) // (self.max_drafts + 1))
+
     def num_programs(self, max_steps: int) -> int:
         """Return the number of programs: those of steps, and the two that admit requests and set a slot."""
-        return 2 + len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
+        num_plain = len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
+        return 2 + num_plain + len(self.speculative_buckets())
 
 
 def _next_of_many(size: int) -> int:
@@ -369,7 +410,13 @@ def _next_of_few(size: int) -> int:
 
 
 def resolve_schedule(
-    config: EngineConfig, *, max_position: int, platform: str, page_size: int, num_pages: int
+    config: EngineConfig,
+    *,
+    max_position: int,
+    platform: str,
+    page_size: int,
+    num_pages: int,
+    windows: tuple[int | None, ...] = (None,),
 ) -> ScheduleConfig:
     """Resolve all defaults for a jax platform; ConfigError if the model does not support the options."""
     max_model_len = config.max_model_len or max_position
@@ -386,6 +433,9 @@ def resolve_schedule(
         max_num_partial_prefills=config.max_num_partial_prefills,
         max_long_partial_prefills=config.max_long_partial_prefills,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
+        windows=windows,
+        max_drafts=config.speculation.num_speculative_tokens if config.speculation else 0,
+        max_nodes=config.speculation.max_nodes if config.speculation else 0,
     )
 
 

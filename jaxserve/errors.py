@@ -9,8 +9,18 @@ class RequestError(ValueError):
     """Error of one request, which is refused; the engine and all other requests continue."""
 
 
+class EngineDiedError(RequestError):
+    """Error of a request during which engines died, one after the other, each while it served this one alone."""
+
+
 class PeerLostError(RuntimeError):
     """Loss of a process of this run with its devices; the run must be restarted."""
+
+
+def brief(value: object) -> str:
+    """Return the value in a short form for error messages."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def install_extra(extra: str) -> str:

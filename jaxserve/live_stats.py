@@ -5,8 +5,8 @@ import threading
 import time
 from typing import Any
 
-from jaxserve.metrics import EngineStats, PeakRates
-from jaxserve.stepped import MeasuredEngine
+from jaxserve.engine.stepped import MeasuredEngine
+from jaxserve.metrics import EngineStats, Occupancy, PeakRates
 
 _ERASE_TO_END = "\x1b[K"
 _PATIENCE_S = 2.0  # cached executables usually load faster
@@ -64,17 +64,7 @@ class LiveStats:
         before, before_s = dataclasses.replace(self._engine.stats), time.monotonic()
         while not self._stop.wait(self._interval_s):
             now, now_s = dataclasses.replace(self._engine.stats), time.monotonic()
-            engine = self._engine
-            self._write(
-                stats_line(
-                    now.since(before),
-                    now_s - before_s,
-                    self._peak_rates,
-                    num_rows=engine.num_running,
-                    num_waiting=engine.num_waiting,
-                    pages_share=engine.num_pages_used / engine.num_pages,
-                )
-            )
+            self._write(stats_line(now.since(before), now_s - before_s, self._peak_rates, self._engine.occupancy))
             before, before_s = now, now_s
 
     def _write(self, line: str) -> None:
@@ -83,16 +73,14 @@ class LiveStats:
         self._num_lines += 1
 
 
-def stats_line(
-    stats: EngineStats, seconds: float, peak_rates: PeakRates, *, num_rows: int, num_waiting: int, pages_share: float
-) -> str:
-    """Return the status line: rates over the last `seconds`, which `stats` covers, and the current state."""
+def stats_line(stats: EngineStats, seconds: float, peak_rates: PeakRates, now: Occupancy) -> str:
+    """Return the status line: rates over the last `seconds`, which `stats` covers, and the current occupancy."""
     parts = (
-        f"{num_rows} rows",
+        f"{now.num_running} rows",
         f"in {stats.num_prefill_tokens / seconds:.0f} tok/s",
         f"out {stats.num_output_tokens / seconds:.0f} tok/s",
-        f"{num_waiting} waiting",
-        f"pages {pages_share:.0%}",
+        f"{now.num_waiting} waiting",
+        f"pages {now.num_pages_used / now.num_pages:.0%}",
         f"E {stats.split(peak_rates).efficiency:.0%}",
     )
     return ", ".join(parts)

@@ -16,15 +16,18 @@ import numpy as np
 from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
+from jaxserve.distributed.peers import Follower
 from jaxserve.engine.build import Weights
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.lock_step import follow
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.threads import EngineThreads
-from jaxserve.errors import ConfigError, PeerLostError, RequestError
+from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
+from jaxserve.metrics import Metric, vllm_metrics
 from jaxserve.models.params import Params
-from jaxserve.request import RequestOutput, SamplingParams, brief
-from jaxserve.tokenizer import Tokenizer, load_hf_tokenizer
+from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.text.tokenizer import Tokenizer, load_hf_tokenizer
 from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_arguments, engine_options
 
 if TYPE_CHECKING:
@@ -69,8 +72,9 @@ class LLM:
 
     def _drive(self, engine: Engine) -> None:
         self.engine = engine
-        if engine.is_follower:
-            engine.follow()
+        if isinstance(engine.peers, Follower):
+            replica = engine.replicas[0]
+            follow(engine.peers, replica.scheduler, replica.executor, engine.devices)
             raise SystemExit(0)
         self._threads = EngineThreads(engine)
         self._ids = itertools.count()
@@ -188,7 +192,7 @@ class LLM:
         output, sent = group.output, [_Sent() for _ in group.output.outputs]
         news: SimpleQueue[None] = SimpleQueue()
         try:
-            self._threads.submit([group], partial(self._threads.wakes.note, news))
+            self._threads.submit([group], self._threads.wakes.listener(news))
             finished = False
             while not finished:
                 news.get()
@@ -203,10 +207,14 @@ class LLM:
         finally:
             self._cancel([group])
 
+    def get_metrics(self) -> list[Metric]:
+        """Return counters and gauges under vLLM's names, those of speculative decoding among them."""
+        return vllm_metrics(self.engine.stats, self.engine.occupancy)
+
     @property
     def params(self) -> Params:
         """Weights in use, in the form that programs take, which `update_weights` need not copy."""
-        return self.engine.params
+        return self.engine.devices.params
 
     def update_weights(self, weights: Weights, *, running: str = "finish") -> None:
         """Replace the weights by others of the same model. Compiles nothing; the prefix cache is emptied.
@@ -249,16 +257,16 @@ class LLM:
             tags: parts to restore: "weights", to update them before the pool takes memory, or "kv_cache". None is both.
         """
         with self._threads.paused() as engine:
-            engine.wake_up(tags)
+            engine.devices.wake_up(tags)
 
     @property
     def is_sleeping(self) -> bool:
         """True if weights or KV pool are asleep, so that requests are refused."""
-        return self.engine.is_sleeping
+        return self.engine.devices.is_sleeping
 
     def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestGroup]:
         """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
-        self.engine.check_serves()
+        self.engine.devices.check_serve()
         groups = []
         for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:

@@ -6,6 +6,8 @@ its result is available. Wall times of steps do not overlap, and idle time belon
 
 import dataclasses
 from dataclasses import dataclass
+from itertools import zip_longest
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,35 @@ def split_time(wall_ms: float, flops: int, num_bytes: int, peak_rates: PeakRates
     return TimeSplit(compute_ms, memory_ms, max(0.0, wall_ms - compute_ms - memory_ms))
 
 
+class Occupancy(NamedTuple):
+    """Requests and pages of an engine at one time.
+
+    Attributes:
+        num_running: requests with pages and a slot.
+        num_waiting: requests without pages and slot, new or preempted.
+        num_pages_used: pages of running requests.
+        num_pages: pages in all pools.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_pages_used: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Counts by position; missing ones are zero."""
+
+    values: tuple[int, ...] = ()
+
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(tuple(a + b for a, b in zip_longest(self.values, other.values, fillvalue=0)))
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(tuple(a - b for a, b in zip_longest(self.values, other.values, fillvalue=0)))
+
+
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """Statistics of one dispatch, of one or several steps; bytes and FLOPs are per device."""
@@ -76,6 +107,10 @@ class StepStats:
     weight_bytes: int  # read by the step
     kv_bytes: int  # read and written by the step
     flops: int  # operations of matrix products and attention, padding included
+    num_draft_rounds: int = 0  # rounds of rows for which tokens were drafted
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafted tokens that were accepted
+    accepted_per_position: Counts = Counts()  # of these, the first drafted ones of a round, the second, and so on
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
         """Return the split of the step's wall time."""
@@ -106,6 +141,10 @@ class EngineStats:
     weight_bytes: int = 0
     kv_bytes: int = 0
     flops: int = 0
+    num_draft_rounds: int = 0  # rounds of rows for which tokens were drafted
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0  # drafted tokens that were accepted
+    accepted_per_position: Counts = Counts()  # of these, the first drafted ones of a round, the second, and so on
 
     def add(self, step: StepStats) -> None:
         """Add the statistics of one dispatch."""
@@ -130,6 +169,11 @@ class EngineStats:
         return self.num_sampled_tokens - self.num_output_tokens
 
     @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted tokens that were accepted."""
+        return self.num_accepted_tokens / max(1, self.num_drafted_tokens)
+
+    @property
     def padding_share(self) -> float:
         """Share of padding in computed tokens."""
         return self.num_padding_tokens / max(1, self.num_tokens + self.num_padding_tokens)
@@ -140,3 +184,48 @@ class EngineStats:
 
 
 _SUMMED = tuple({f.name for f in dataclasses.fields(StepStats)} & {f.name for f in dataclasses.fields(EngineStats)})
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A number under the name that vLLM's metrics have."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counter(Metric):
+    """Total since start."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gauge(Metric):
+    """Value now."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class Vector(Metric):
+    """Totals since start by position."""
+
+    values: list[int]
+
+
+def vllm_metrics(stats: EngineStats, occupancy: Occupancy) -> list[Metric]:
+    """Return metrics of an engine under vLLM's names."""
+    return [
+        Gauge("vllm:num_requests_running", float(occupancy.num_running)),
+        Gauge("vllm:num_requests_waiting", float(occupancy.num_waiting)),
+        Gauge("vllm:kv_cache_usage_perc", occupancy.num_pages_used / max(occupancy.num_pages, 1)),
+        Counter("vllm:num_preemptions", stats.num_preemptions),
+        Counter("vllm:prompt_tokens", stats.num_prefill_tokens + stats.num_cached_tokens),
+        Counter("vllm:generation_tokens", stats.num_output_tokens),
+        Counter("vllm:prefix_cache_hits", stats.num_cached_tokens),
+        Counter("vllm:spec_decode_num_drafts", stats.num_draft_rounds),
+        Counter("vllm:spec_decode_num_draft_tokens", stats.num_drafted_tokens),
+        Counter("vllm:spec_decode_num_accepted_tokens", stats.num_accepted_tokens),
+        Vector("vllm:spec_decode_num_accepted_tokens_per_pos", list(stats.accepted_per_position.values)),
+    ]

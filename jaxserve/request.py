@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from numbers import Integral, Real
 from typing import Any, cast, no_type_check
 
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, brief
+from jaxserve.vllm_options import SAMPLING_ARGUMENTS, check_arguments
 
 DEFAULT_MAX_LOGPROBS = 20  # vLLM's
 MAX_LOGIT_BIAS = 300
@@ -68,6 +69,9 @@ class SamplingParams:
         truncate_prompt_tokens: number of last tokens to keep of a longer prompt, besides the special tokens around a
             text; -1 keeps as many as leave room for `max_tokens`.
 
+    Of vLLM's structured_outputs, guided_decoding, logits_processors, extra_args, best_of, flat_logprobs and
+    spaces_between_special_tokens, only the defaults are accepted, and `n` for best_of.
+
     Raises:
         RequestError: a value is out of range or a parameter is unknown.
     """
@@ -95,15 +99,29 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     truncate_prompt_tokens: int | None = None
+    _: KW_ONLY  # vLLM's others, which must ask for what jaxserve does anyway
+    structured_outputs: InitVar[Any] = None
+    guided_decoding: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
+    extra_args: InitVar[Any] = None
+    best_of: InitVar[Any] = None
+    flat_logprobs: InitVar[Any] = False
+    spaces_between_special_tokens: InitVar[Any] = True
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Raise RequestError for unknown names, as for invalid values."""
         names = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(kwargs.keys() - names):
+        defaults = vars(cls)
+        others = {n: kwargs[n] for n in kwargs.keys() - names if n not in defaults or kwargs[n] is not defaults[n]}
+        if unknown := sorted(others.keys() - defaults.keys()):
             raise RequestError(f"unsupported sampling parameters {unknown}; supported are {sorted(names)}")
+        if "best_of" in others and others["best_of"] == kwargs.get("n", 1):
+            del others["best_of"]
+        if others:
+            check_arguments(others, SAMPLING_ARGUMENTS)
         return super().__new__(cls)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, *_others: object) -> None:
         for name, (low, high) in _INTEGERS.items():
             value = getattr(self, name)
             if value is not None or name not in _OPTIONAL:
@@ -223,12 +241,6 @@ def _is_sequence(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
-def brief(value: object) -> str:
-    """Return the value in a short form for error messages."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _integer(name: str, value: object, low: int, high: int) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
         raise RequestError(f"{name} must be an integer in [{low}, {high}], got {brief(value)}")
@@ -281,7 +293,8 @@ class Request:
     review_at: int = 0  # number of output tokens at which the request ends by length or a page is full
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
-    pages: list[int] = field(default_factory=list)  # append-only while running
+    pages: list[int] = field(default_factory=list)  # of all KV groups, column by column; append-only while running
+    num_released_columns: int = 0  # first columns whose pages in sliding groups were released
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
     slot: int = -1  # row of the per-request device state; -1 while not running
 
@@ -304,6 +317,17 @@ class Request:
     def num_pending_tokens(self) -> int:
         """Number of tokens sampled on the device and not yet read (step-ahead)."""
         return self.num_tokens - self.num_known_tokens
+
+    @property
+    def min_position(self) -> int:
+        """First position at which a token may end the output."""
+        min_tokens = self.params.min_tokens
+        return min(self.num_prompt_tokens + min_tokens, self.max_total_tokens) if min_tokens else 0
+
+    @property
+    def seed_words(self) -> tuple[int, int]:
+        """Low and high word of the 64-bit seed."""
+        return self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF
 
     def tokens(self, start: int, stop: int) -> TokenIds:
         """Return the known token ids in [start, stop)."""
@@ -342,6 +366,10 @@ class RequestMetrics:
         num_preemptions: number of times that it lost its pages to another request.
         num_restarts: number of times that it restarted from the prompt with other weights.
         num_output_tokens: tokens generated so far.
+        num_draft_rounds: rounds in which tokens were drafted for it.
+        num_drafted_tokens: drafted tokens.
+        num_accepted_tokens: drafted tokens that were accepted.
+        num_accepted_per_position: how many of these were the first drafted token of a round, the second, and so on.
     """
 
     arrival_s: float = 0.0
@@ -353,6 +381,10 @@ class RequestMetrics:
     num_preemptions: int = 0
     num_restarts: int = 0
     num_output_tokens: int = 0
+    num_draft_rounds: int = 0
+    num_drafted_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_per_position: list[int] = field(default_factory=list)
 
     @property
     def queue_s(self) -> float | None:

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
-TENSOR = "tensor"  # name of the mesh axis
+TENSOR = "tensor"  # name of the mesh axis over which models are split
+MESH_AXES = ("data", TENSOR, "expert", "pipeline")  # the others have size 1
 
 _MESH_AXES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "embed": None, None: None}
 
@@ -41,7 +42,7 @@ def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -
         )
     share = num_devices // len(processes)
     taken = [d for process in processes for d in [d for d in devices if d.process_index == process][:share]]
-    return _mesh(taken) if num_devices > 1 else None
+    return make_mesh(taken) if num_devices > 1 else None
 
 
 def replica_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh | None]:
@@ -63,11 +64,17 @@ def replica_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[M
             f"tensor_parallel_size x data_parallel_size must be at most the number of devices, got {size} x "
             f"{data_parallel_size} and {len(devices)}; lower one{_more_devices(devices)}"
         )
-    return [_mesh(devices[first : first + size]) for first in range(0, size * data_parallel_size, size)]
+    return [make_mesh(devices[first : first + size]) for first in range(0, size * data_parallel_size, size)]
 
 
-def _mesh(devices: Sequence[jax.Device]) -> Mesh:
-    return Mesh(np.array(devices), (TENSOR,))
+def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
+    """Return the mesh over the devices of one replica, all of them along the tensor axis."""
+    return Mesh(np.array(devices).reshape(1, -1, 1, 1), MESH_AXES)
+
+
+def tensor_size(mesh: Mesh | None) -> int:
+    """Return the number of devices that a model is split over; 1 without a mesh."""
+    return 1 if mesh is None else mesh.shape[TENSOR]
 
 
 def _more_devices(devices: Sequence[jax.Device]) -> str:
@@ -75,7 +82,7 @@ def _more_devices(devices: Sequence[jax.Device]) -> str:
     return ", or set XLA_FLAGS=--xla_force_host_platform_device_count for more virtual ones" if on_cpu else ""
 
 
-def named_sharding(mesh: Mesh, axes: Sequence[str | None]) -> NamedSharding:
+def named_sharding(mesh: Mesh | AbstractMesh, axes: Sequence[str | None]) -> NamedSharding:
     """Return the sharding of a tensor with these logical axes."""
     return NamedSharding(mesh, PartitionSpec(*(_MESH_AXES[axis] for axis in axes)))
 
@@ -102,7 +109,7 @@ def joined(mesh: Mesh, part: Any, larger: Any) -> Any:
 
     def join(own: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         is_split = [a < b for a, b in zip(own.shape, more.shape, strict=True)]
-        shape = [size * mesh.size if split else size for size, split in zip(own.shape, is_split, strict=True)]
+        shape = [size * mesh.shape[TENSOR] if split else size for size, split in zip(own.shape, is_split, strict=True)]
         spec = PartitionSpec(*(TENSOR if split else None for split in is_split))
         return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=NamedSharding(mesh, spec))
 

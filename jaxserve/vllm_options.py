@@ -1,16 +1,13 @@
-"""Options of vLLM that LLM accepts besides its own, if their value asks for what jaxserve does anyway.
+"""Options and sampling parameters of vLLM that jaxserve accepts besides its own, for what it does anyway.
 
 `python -m jaxserve.vllm_options` prints the table as Markdown.
 """
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxserve.config import EngineConfig
-from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import brief
+from jaxserve.errors import ConfigError, RequestError, brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,6 @@ VLLM_OPTIONS = (
     VllmOption("runner", "models generate text", ("auto", "generate")),
     VllmOption("convert", "models generate text", ("auto", "none")),
     VllmOption("enable_lora", "there are no LoRA adapters", (False,)),
-    VllmOption("speculative_config", "there is no speculative decoding", (None,)),
     VllmOption("enable_prompt_embeds", "prompts are text or token ids", (False,)),
     VllmOption("limit_mm_per_prompt", "prompts are text or token ids", _NONE_OR_EMPTY),
     VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
@@ -139,6 +135,15 @@ CHAT_ARGUMENTS = (
     VllmOption("chat_template_content_format", "a message's text parts are joined", ("auto", "string")),
     VllmOption("continue_final_message", "every answer is a message of its own", (False,)),
 )
+SAMPLING_ARGUMENTS = (  # of SamplingParams; best_of may be `n`, too
+    VllmOption("structured_outputs", "there are no structured outputs", (None,)),
+    VllmOption("guided_decoding", "there are no structured outputs", (None,)),
+    VllmOption("logits_processors", "there are no logits processors", (None, [])),
+    VllmOption("extra_args", "there are no plug-ins to read them", _NONE_OR_EMPTY),
+    VllmOption("best_of", "as many completions are sampled as returned, n", (None,)),
+    VllmOption("flat_logprobs", "log probabilities are a dict per token", (False,)),
+    VllmOption("spaces_between_special_tokens", "the tokenizer's own spaces are kept", (True,)),
+)
 
 
 def check_arguments(given: Mapping[str, Any], accepted: Sequence[VllmOption]) -> None:
@@ -173,22 +178,18 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def markdown_table() -> str:
     """Return a Markdown table of vLLM's options and their treatment, for the documentation."""
-    rows = [
-        (f.name, "what EngineConfig documents", "the same option")
-        for f in dataclasses.fields(EngineConfig)
-        if f.name in _SHARED
-    ]
+    rows = [(name, "what EngineConfig documents", "the same option") for name in _SHARED]
     rows += [(option.name, option.accepted, option.behaviour) for option in VLLM_OPTIONS]
     lines = ["| vLLM's option | accepted | jaxserve |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| `{name}` | {accepted} | {behaviour} |" for name, accepted, behaviour in rows)])
 
 
-_SHARED = {  # fields of EngineConfig with vLLM's name and meaning
+_SHARED = (  # fields of EngineConfig with vLLM's name and meaning
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
-    *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-    *("enable_prefix_caching", "seed", "max_num_partial_prefills", "max_long_partial_prefills"),
-    "long_prefill_token_threshold",
-}
+    *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
+    *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
+    "seed",
+)
 
 if __name__ == "__main__":
     print(markdown_table())

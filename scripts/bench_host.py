@@ -5,7 +5,7 @@
 
 Every row decodes in every measured step; with --prefill, one more row prefills that many tokens of a long prompt beside
 them. `step` is the whole of Engine.step, and `step_cpu` its CPU time: what it would take if nothing else ran on the
-machine. `planning` is schedule + pack + update; `outputs` is what is left of a step beside planning and account:
+machine. `planning` is schedule + pack + update; `outputs` is what is left of a step beside planning and statistics:
 dispatch and output assembly (no tokenizer is loaded). `collections` counts what the garbage collector did meanwhile, by
 generation. Prints one JSON line per case.
 """
@@ -16,7 +16,7 @@ import itertools
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +25,8 @@ from numpy.typing import NDArray
 
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
-from null_device import null_engine
+from synthetic.null_device import null_engine
+from synthetic.prompts import prompts
 
 WARM_UP_STEPS = 40
 PROMPT_LEN = 64
@@ -34,7 +35,7 @@ PARTS = {
     "schedule": "scheduler.schedule",
     "pack": "executor.packer.pack",
     "update": "scheduler.update",
-    "account": "step_stats.write",
+    "statistics": "step_stats.write",
 }
 
 
@@ -82,13 +83,6 @@ def output_len(num_rows: int, num_steps: int) -> int:
     return num_rows + WARM_UP_STEPS + num_steps + 3
 
 
-def prompts(length: int, seed: int) -> Iterator[list[int]]:
-    """Random prompts without end; no two share a page."""
-    rng = np.random.default_rng(seed)
-    while True:
-        yield from rng.integers(0, 32_000, (64, length)).tolist()
-
-
 def num_collections() -> list[int]:
     """Runs of the garbage collector so far, by generation."""
     return [generation["collections"] for generation in gc.get_stats()]
@@ -122,7 +116,7 @@ def measure(
     collections = [after - n for after, n in zip(num_collections(), before, strict=True)]
     parts = {name: np.array([s[name] / 1e3 for s in samples[WARM_UP_STEPS:]]) for name in samples[0]}
     parts["planning"] = parts["schedule"] + parts["pack"] + parts["update"]
-    parts["outputs"] = parts["step"] - parts["planning"] - parts["account"]
+    parts["outputs"] = parts["step"] - parts["planning"] - parts["statistics"]
     return parts, collections
 
 

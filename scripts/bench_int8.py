@@ -18,7 +18,7 @@ import jax
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
-from random_model import write_random_model
+from synthetic.random_model import write_random_model
 
 NUM_PROMPT_TOKENS = 8
 

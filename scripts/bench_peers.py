@@ -28,11 +28,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from baselines.checkpoint import SHAPES, make_checkpoint
+from baselines.process import Worker
+from baselines.registry import ENGINES, find_python, worker_command, worker_environment
+from baselines.rounds import Contest, Record, summarise
 from jaxserve.bench.workloads import load_workload
-from peers.checkpoint import SHAPES, make_checkpoint
-from peers.process import Worker
-from peers.registry import ENGINES, find_python, worker_command, worker_environment
-from peers.rounds import Contest, Record, summarise
 
 _COLUMNS = (
     *("workload", "engine", "unit", "min", "median", "max"),

@@ -23,8 +23,9 @@ from typing import cast
 
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.scheduler import Scheduler
 
 PAGE_SIZE = 16
 MAX_MODEL_LEN = 4096
@@ -34,11 +35,14 @@ ROUND = 8  # requests between two steps of all replicas
 class SchedulerReplica:
     """A replica whose steps take no time."""
 
+    failure: BaseException | None = None
+    changing = Replica.changing
+
     def __init__(self, num_rows: int) -> None:
         self.scheduler = Scheduler(
             max_num_seqs=num_rows + 8,
             max_num_batched_tokens=2048,
-            page_size=PAGE_SIZE,
+            groups=KVGroups(PAGE_SIZE),
             num_pages=(num_rows + 8) * MAX_MODEL_LEN // PAGE_SIZE,
             max_model_len=MAX_MODEL_LEN,
         )
@@ -88,7 +92,7 @@ def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: 
             replica.step()
         requests = [new_request(f"new {index}.{i}", prompt_tokens, rng) for i in range(ROUND)]
         for request in requests:
-            replicas[0].scheduler.prefix_hashes(request)
+            replicas[0].scheduler.admission.prefix_hashes(request)
         note_ns.append(time_place(balancer) / num_replicas)
         route_ns.append([])
         for request in requests:

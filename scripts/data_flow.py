@@ -5,6 +5,7 @@ There is one SVG for GitHub's light theme and one for its dark theme. Neither ha
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -126,6 +127,7 @@ def _arrow(theme: Theme, *points: tuple[int, int]) -> str:
 
 def main() -> None:
     """Write both files."""
+    argparse.ArgumentParser(description=__doc__).parse_args()
     for name, theme in THEMES.items():
         (RESULTS / f"data-flow-{name}.svg").write_text(draw(theme))
 

@@ -23,12 +23,12 @@ from jax import Array
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-import stdlib_corpus
-from dense_model import load_model, logits, token_nats
-from jaxserve.config import QUANTIZATIONS
+from jaxserve.config import WEIGHT_FORMATS
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, step_bytes
+from training import stdlib_corpus
+from training.dense_model import load_model, logits, token_nats
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 _BATCH = 4
@@ -96,12 +96,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=WEIGHTS / "default")
     parser.add_argument("--draft", type=Path, default=WEIGHTS / "default-draft")
-    parser.add_argument("--limit", type=int, help="bytes to score; all by default")
+    parser.add_argument("--limit", type=int, metavar="BYTES", help="bytes to score; all by default")
     parser.add_argument("--window", type=int, default=1024, help="tokens the model sees at once")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, help="score the model quantised as well")
+    parser.add_argument(
+        "--quantization", choices=list(filter(None, WEIGHT_FORMATS)), help="score the model quantised as well"
+    )
     args = parser.parse_args()
 
     documents = take(stdlib_corpus.read(held_out=True), args.limit)
+    if not any(documents):
+        parser.error(f"--limit must have room for the first line of the corpus, got {args.limit} bytes")
     tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
     ids = [tokenizer.encode(stdlib_corpus.as_text(document)).ids for document in documents]
     num_bytes, num_tokens = sum(map(len, documents)), sum(map(len, ids)) - len(ids)

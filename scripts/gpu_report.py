@@ -3,7 +3,7 @@
     python scripts/gpu_report.py --part peak_rates                 # also correctness, attention, engine; or all
     python scripts/gpu_report.py --part engine --only shape=8B   # points whose name contains this
     python scripts/gpu_report.py --part attention --missing      # what an earlier run had no time for
-    python scripts/gpu_report.py --part report --pictures DIR    # the table and pictures of what is there
+    python scripts/gpu_report.py --part report --plots DIR       # the table and plots of what is there
     python scripts/gpu_report.py --part all --dry-run            # the same code with tiny sizes on a CPU
 
 Run it from anywhere; the project need not be installed. Every point is written when it is measured, beside what the
@@ -11,8 +11,8 @@ file holds of other parts and runs. A part begins no point after `--minutes`, an
 stage of a part is a process of its own, started anew after a failure; what they print is in FILE.log.
 """
 
-from device_report_parts import driver
-from device_report_parts.driver import Stage
+from device_report import driver
+from device_report.driver import Stage
 
 PARTS = {
     "peak_rates": (Stage("peak_rates", 1),),

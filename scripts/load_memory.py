@@ -27,11 +27,11 @@ import jax.numpy as jnp
 import tensorstore  # noqa: F401 - for its code to be there before
 
 from jaxserve import weights
-from jaxserve.config import QUANTIZATIONS, EngineConfig
+from jaxserve.config import WEIGHT_FORMATS, EngineConfig
 from jaxserve.engine.build import build_arch, build_params
 from jaxserve.models.params import device_bytes
 from jaxserve.models.registry import from_hf_config, param_specs
-from random_model import SMALL, write_random_model
+from synthetic.random_model import SMALL, write_random_model
 
 
 def main() -> None:
@@ -47,7 +47,7 @@ def main() -> None:
     print(json.dumps({"python": platform.python_version(), "jax": jax.__version__, "machine": platform.machine()}))
     with TemporaryDirectory() as scratch:
         directories = [args.model] if args.model else random_models(Path(scratch))
-        for case in product(directories, ("none", *QUANTIZATIONS), args.devices):
+        for case in product(directories, ("none", *filter(None, WEIGHT_FORMATS)), args.devices):
             directory, quantization, num_devices = case
             row = {"model": directory.name, "quantization": quantization, "devices": num_devices, **load_apart(*case)}
             print(json.dumps(row), flush=True)

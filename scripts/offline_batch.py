@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 
 from jaxserve import LLM
-from jaxserve.batch_files import run_batch
+from jaxserve.openai.batch_files import run_batch
 
 
 def main() -> None:

@@ -17,26 +17,20 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
+from device_report.trace import Span, lines, programs, record
 from jaxserve import LLM, SamplingParams
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.runner import RunningStep
+from jaxserve.execution.runner import RunningStep
 
 WARM_UP_STEPS = 20
 PROMPT = "def function_{}(arguments):\n    "
-
-
-class Span(NamedTuple):
-    """Something that ran, in nanoseconds on the trace's clock."""
-
-    start: float
-    end: float
 
 
 def annotate(owner: Any, method: str, label: str) -> None:
@@ -56,18 +50,7 @@ def annotate_engine(engine: Engine) -> None:
     annotate(engine.replicas[0].executor.packer, "pack", "host:pack")
     annotate(engine.replicas[0].executor, "launch", "host:dispatch")
     annotate(engine.replicas[0].scheduler, "update", "host:update")
-    annotate(engine.replicas[0].step_stats, "write", "host:account")
-
-
-def record(engine: Engine, num_steps: int, directory: str) -> jax.profiler.ProfileData:
-    """The trace of so many steps."""
-    options = jax.profiler.ProfileOptions()
-    options.python_tracer_level = 0  # it would cost more than what it looks at
-    with jax.profiler.trace(directory, profiler_options=options):
-        for _ in range(num_steps):
-            engine.step()
-    (path,) = Path(directory).rglob("*.xplane.pb")
-    return jax.profiler.ProfileData.from_file(str(path))
+    annotate(engine.replicas[0].step_stats, "write", "host:statistics")
 
 
 def host_ms(trace: jax.profiler.ProfileData) -> dict[str, float]:
@@ -85,36 +68,6 @@ def host_ms(trace: jax.profiler.ProfileData) -> dict[str, float]:
         for name, calls in spans.items()
     }
     return {name: ns / 1e6 for name, ns in inside.items()}
-
-
-def programs(trace: jax.profiler.ProfileData) -> list[Span]:
-    """Return the times at which the device ran each program, in order."""
-    modules = [e for line in lines(trace, "/device:") if line.name == "XLA Modules" for e in line.events]
-    if modules:
-        return sorted(Span(e.start_ns, e.end_ns) for e in modules)
-    return cpu_programs(trace)
-
-
-def cpu_programs(trace: jax.profiler.ProfileData) -> list[Span]:
-    """A thread of the CPU client begins a program, hands what is parallel to the Eigen pool and waits for its end.
-
-    The executor's nested calls (loops, branches) have the same name, but only the outermost one is waited for.
-    """
-    found = []
-    for line in lines(trace, "/host:CPU"):
-        if line.name.startswith("tf_XLAPjRtCpuClient"):
-            start = None
-            for event in sorted(line.events, key=lambda e: e.start_ns):
-                if event.name == "ThunkExecutor::Execute" and start is None:
-                    start = event.start_ns
-                elif event.name == "ThunkExecutor::Execute (wait for completion)" and start is not None:
-                    found.append(Span(start, event.end_ns))
-                    start = None
-    return sorted(found)
-
-
-def lines(trace: jax.profiler.ProfileData, plane: str) -> Iterable[Any]:
-    return (line for p in trace.planes if p.name.startswith(plane) for line in p.lines)
 
 
 def profile(llm: LLM, num_rows: int, num_steps: int) -> dict[str, Any]:
@@ -182,7 +135,7 @@ def main() -> None:
         max_num_batched_tokens=max(64, *args.rows),
     )
     annotate_engine(llm.engine)
-    annotate(RunningStep, "fetch", "host:fetch")
+    annotate(RunningStep, "result", "host:fetch")
     annotate(RequestGroup, "append", "host:detokenise")
     versions = {"jax": jax.__version__, "python": platform.python_version(), "device": jax.devices()[0].device_kind}
     results = [

@@ -24,11 +24,11 @@ import numpy as np
 import psutil
 from matplotlib.figure import Figure
 
-from bench_host import prompts
 from jaxserve.config import EngineConfig, embedded_model
 from jaxserve.engine.engine import Engine
 from jaxserve.request import SamplingParams
-from null_device import null_engine
+from synthetic.null_device import null_engine
+from synthetic.prompts import prompts
 
 mpl.use("Agg")
 

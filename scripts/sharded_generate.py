@@ -17,7 +17,8 @@ import time
 
 import jax
 
-from jaxserve import LLM, SamplingParams, distributed
+from jaxserve import LLM, SamplingParams
+from jaxserve.distributed import processes
 
 
 def main() -> None:
@@ -31,12 +32,12 @@ def main() -> None:
     args = parser.parse_args()
 
     if args.processes == ["auto"]:
-        distributed.initialize()
+        processes.initialize()
     elif args.processes is not None:
         if len(args.processes) != 3:
             parser.error("--processes takes HOST:PORT COUNT ID, or auto")
         address, count, process_id = args.processes
-        distributed.initialize(address, int(count), int(process_id))
+        processes.initialize(address, int(count), int(process_id))
     sizes = {name: getattr(args, name) for name in ("tensor_parallel_size", "data_parallel_size")}
     llm = LLM(args.model, **sizes)  # all processes but the first work for that one here, and end
     started = time.monotonic()

@@ -17,7 +17,7 @@ from statistics import median
 
 import jax
 
-from jaxserve.engine.roofline import num_cores
+from jaxserve.execution.roofline import num_cores
 
 PROGRAM = """
 import sys, time

@@ -3,15 +3,15 @@
     python scripts/tpu_report.py --part peak_rates                 # also correctness, attention, engine, tuning; or all
     python scripts/tpu_report.py --part engine --only shape=8B   # points whose name contains this
     python scripts/tpu_report.py --part attention --missing      # what an earlier run had no time for
-    python scripts/tpu_report.py --part report --pictures DIR    # the table and pictures of what is there
+    python scripts/tpu_report.py --part report --plots DIR       # the table and plots of what is there
     python scripts/tpu_report.py --part all --dry-run            # the same code with tiny sizes on a CPU
 
 What tuning finds becomes the kernel's sizes of blocks by tuned_sizes.py. Needs the extra tpu and, to compare ids with
 those of transformers, the extra test. All else is as in gpu_report.py.
 """
 
-from device_report_parts import driver
-from device_report_parts.driver import Stage
+from device_report import driver
+from device_report.driver import Stage
 
 PARTS = {
     "peak_rates": (Stage("peak_rates", 1),),

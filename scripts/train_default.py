@@ -6,8 +6,8 @@
 Everything follows from the seed and the number of steps: the tokenizer, the order of the documents, the weights. The
 learning rate is `peak * min((step + 1) / warmup_steps, 1, (steps - step) / (decay_fraction * steps))`: warm-up,
 constant, linear decay to zero. It is constant until the decay, so a run that turns out slow can end early: interrupt
-it, and give fewer `--steps` with `--resume`. The draft learns the target's whole next-token distribution (Hinton et
-al. 2015).
+it, and give fewer `--steps` with `--resume` and `--out`. The draft learns the target's whole next-token distribution
+(Hinton et al. 2015).
 """
 
 import argparse
@@ -28,13 +28,12 @@ from jax import Array
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-import bpe_tokenizer
-import stdlib_corpus
-from dense_model import load_model, logits, token_nats
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.weights import save
+from training import bpe_tokenizer, stdlib_corpus
+from training.dense_model import load_model, logits, token_nats
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 Tensors = dict[str, Array]  # keyed by Hugging Face name: Muon is to see each projection by itself, not fused ones
@@ -251,14 +250,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draft", action="store_true", help="train the draft of the checkpoint in weights/default")
     parser.add_argument("--target", type=Path, default=WEIGHTS / "default", help="what the draft learns from")
-    parser.add_argument("--out", type=Path, help="default: weights/default or weights/default-draft")
+    parser.add_argument("--out", type=Path, help="default without --steps: weights/default or weights/default-draft")
     parser.add_argument(
         "--checkpoints", type=Path, default=Path("checkpoints"), help="one folder per run is made below"
     )
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
-    parser.add_argument("--steps", type=int, help="in place of the recipe's")
+    parser.add_argument("--steps", type=int, help="in place of the recipe's; needs --out")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.steps and not args.out:
+        parser.error("--steps must come with --out: without it the embedded model would be replaced")
 
     name = "default-draft" if args.draft else "default"
     recipe = DRAFT if args.draft else TARGET

@@ -7,7 +7,7 @@ import argparse
 import json
 from pathlib import Path
 
-from device_report_parts.document import Document, Entry
+from device_report.document import Document, Entry
 from jaxserve.pallas_kernels import tuning
 from jaxserve.pallas_kernels.ragged_paged_attention import mosaic_tpu
 

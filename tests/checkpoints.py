@@ -20,8 +20,33 @@ CONFIGS = {
     "qwen3": transformers.Qwen3Config,
     "gemma2": transformers.Gemma2Config,
     "gemma3": transformers.Gemma3TextConfig,
+    "gpt2": transformers.GPT2Config,
+    "gpt_neo": transformers.GPTNeoConfig,
 }
 FAMILIES = tuple(CONFIGS)
+_NOT_IN_GPT = (
+    *("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads"),
+    *("rope_parameters", "rope_scaling", "rope_theta"),
+)
+_GPT_NAMES: dict[str, str | None] = {
+    **dict.fromkeys(_NOT_IN_GPT),
+    "hidden_act": "activation_function",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
+# Names of fields in families that do not have Llama's; a family has none of those that it maps to None.
+FIELD_NAMES: dict[str, dict[str, str | None]] = {
+    "gemma2": {"hidden_act": "hidden_activation"},
+    "gemma3": {"hidden_act": "hidden_activation"},
+    "gpt2": {
+        **_GPT_NAMES,
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+    },
+    "gpt_neo": {**_GPT_NAMES, "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
+}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
@@ -54,20 +79,28 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 2.0},
     "gemma3": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "layer_types": _LAYER_TYPES},
+    "gpt2": {},
+    "gpt_neo": {"attention_types": [[["local", "global"], 1]], "window_size": 9},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
 
 def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
-    """Return a tiny config of `family`: two layers, 131 tokens."""
-    return CONFIGS[family](**{**_SIZES, **_FAMILY_SIZES[family], **overrides})
+    """Return a tiny config of `family`: two layers, 131 tokens; `overrides` by Llama's names of fields, or its own."""
+    return CONFIGS[family](**renamed(family, {**_SIZES, **_FAMILY_SIZES[family], **overrides}))
+
+
+def renamed(family: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return fields of Llama by their names in `family`, without those that it does not have."""
+    names = {name: FIELD_NAMES.get(family, {}).get(name, name) for name in fields}
+    return {own: fields[name] for name, own in names.items() if own is not None}
 
 
 def hf_dict(family: str, **overrides: Any) -> dict[str, Any]:
     """Return `build_config` as the content of a config.json."""
     config = build_config(family, **overrides)
-    name = type(config).__name__.removesuffix("Config").removesuffix("Text")
-    return {**config.to_dict(), "architectures": [f"{name}ForCausalLM"]}
+    name = transformers.AutoModelForCausalLM._model_mapping[type(config)].__name__
+    return {**config.to_dict(), "architectures": [name]}
 
 
 def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
@@ -77,7 +110,7 @@ def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pr
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * _WEIGHT_STD
-            parameter.copy_(noise + (1.0 if "norm" in name else 0.0))
+            parameter.copy_(noise + (1.0 if "norm" in name or ".ln_" in name else 0.0))
     return model
 
 
@@ -134,6 +167,11 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         if family == "gemma2":
             caps = [None, 1.5, 30.0]
             overrides |= {"attn_logit_softcapping": rng.choice(caps), "final_logit_softcapping": rng.choice(caps)}
+        if family == "gpt2":
+            overrides |= {"intermediate_size": rng.choice([None, 50]), "scale_attn_weights": rng.random() < 0.5}
+        if family == "gpt_neo":
+            kinds = [rng.choice(["global", "local"]) for _ in range(layers)]
+            overrides |= {"attention_types": [[kinds, 1]], "window_size": rng.choice([3, 8])}
         if family == "gemma3":
             local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}
             overrides["rope_parameters"] = {_LAYER_TYPES[0]: local, _LAYER_TYPES[1]: overrides["rope_parameters"]}

@@ -16,9 +16,9 @@ from typing import Any
 from jaxserve import __main__ as command
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import RequestError
-from jaxserve.metrics import EngineStats, PeakRates, StepStats
+from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
-from jaxserve.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 STEP_S = "FAKE_STEP_S"
 
@@ -48,20 +48,9 @@ class FakeEngine:
         )
 
     @property
-    def num_pages(self) -> int:
-        return self.schedule.num_pages
-
-    @property
-    def num_running(self) -> int:
-        return min(len(self.waiting), self.max_num_seqs)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting) - self.num_running
-
-    @property
-    def num_pages_used(self) -> int:
-        return self.num_running
+    def occupancy(self) -> Occupancy:
+        num_running = min(len(self.waiting), self.max_num_seqs)
+        return Occupancy(num_running, len(self.waiting) - num_running, num_running, self.schedule.num_pages)
 
     @property
     def arch(self) -> Any:

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from jaxserve.engine import runner
+from jaxserve.execution import programs
 
-step_options = runner.step_options
+step_options = programs.step_options
 
 
 def unoptimized(device_kind: str) -> dict[str, str | bool]:
@@ -20,5 +20,5 @@ def unoptimized(device_kind: str) -> dict[str, str | bool]:
 def soon_compiled() -> Iterator[None]:
     """Make all engines that start meanwhile compile so."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "step_options", unoptimized)
+        patch.setattr(programs, "step_options", unoptimized)
         yield

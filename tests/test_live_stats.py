@@ -10,7 +10,7 @@ import fake_engine
 import pytest
 
 from jaxserve.live_stats import LiveStats, stats_line, wait_until_warm
-from jaxserve.metrics import EngineStats, PeakRates
+from jaxserve.metrics import EngineStats, Occupancy, PeakRates
 from jaxserve.request import SamplingParams
 
 PEAK_RATES = PeakRates(flops_per_s=1e9, bytes_per_s=1e9)
@@ -40,7 +40,7 @@ def test_the_line_is_of_the_interval() -> None:
     stats = EngineStats(
         num_steps=1, num_prefill_tokens=50, num_output_tokens=20, wall_ms=10.0, flops=2_000_000, kv_bytes=1_000_000
     )
-    line = stats_line(stats, 0.5, PEAK_RATES, num_rows=2, num_waiting=1, pages_share=0.25)
+    line = stats_line(stats, 0.5, PEAK_RATES, Occupancy(num_running=2, num_waiting=1, num_pages_used=1, num_pages=4))
     assert line == "2 rows, in 100 tok/s, out 40 tok/s, 1 waiting, pages 25%, E 20%"
 
 

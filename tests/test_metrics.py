@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.metrics import EngineStats, PeakRates, StepStats, TimeSplit, split_time
+from jaxserve.metrics import Counts, EngineStats, PeakRates, StepStats, TimeSplit, split_time
 
 PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 
@@ -14,7 +14,9 @@ PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 def a_step(step_id: int, **fields: float) -> StepStats:
     """Return a step whose numbers all differ."""
     kinds = {field.name: float if field.name.endswith("_ms") else int for field in dataclasses.fields(StepStats)}
-    return StepStats(**{name: kind(step_id + index) for index, (name, kind) in enumerate(kinds.items())} | fields)
+    del kinds["accepted_per_position"]
+    numbers = {name: kind(step_id + index) for index, (name, kind) in enumerate(kinds.items())}
+    return StepStats(**numbers | fields, accepted_per_position=Counts((step_id + 3, 2, step_id)))
 
 
 def test_time_is_split_by_the_peak_rates() -> None:

@@ -7,9 +7,11 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.request import SamplingParams
 from jaxserve.vllm_options import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
+    SAMPLING_ARGUMENTS,
     VLLM_OPTIONS,
     check_arguments,
     engine_options,
@@ -40,7 +42,6 @@ REFUSED = {
     "revision": ("main", "must be None, got 'main': models are local directories"),
     "enable_chunked_prefill": (False, "must be True or None, got False"),
     "pipeline_parallel_size": (True, "must be 1, got True"),
-    "speculative_config": ({"method": "ngram"}, "there is no speculative decoding"),
     "cpu_offload_gb": (4, "all weights stay on the device"),
 }
 
@@ -87,12 +88,35 @@ def test_arguments_of_calls() -> None:
         check_arguments(neutral, GENERATE_ARGUMENTS)
 
 
+NEUTRAL_SAMPLING: dict[str, Any] = {  # vLLM's defaults
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors", "extra_args", "best_of")),
+    "flat_logprobs": False,
+    "spaces_between_special_tokens": True,
+}
+
+
+def test_neutral_sampling_parameters_are_accepted() -> None:
+    params = SamplingParams(n=3, top_k=5, **NEUTRAL_SAMPLING)
+    assert params == SamplingParams(n=3, top_k=5) == params.clone() == SamplingParams(n=3, top_k=5, best_of=3)
+    assert {name: getattr(params, name) for name in NEUTRAL_SAMPLING} == NEUTRAL_SAMPLING
+    assert {option.name for option in SAMPLING_ARGUMENTS} == NEUTRAL_SAMPLING.keys()
+
+
+@pytest.mark.parametrize(("name", "default"), NEUTRAL_SAMPLING.items())
+def test_other_values_of_them_are_refused_by_name(name: str, default: object) -> None:
+    for value in (not default, 5, "json"):
+        with pytest.raises(RequestError, match=rf"^{name} must be {default}.*, got {value!r}: "):
+            SamplingParams(n=2, **{name: value})
+
+
 def test_the_table_has_every_option_once() -> None:
     names = [option.name for option in VLLM_OPTIONS]
     own = {field.name for field in dataclasses.fields(EngineConfig)}
     assert len(names) == len(set(names))
     assert not own & set(names)
     assert {option.field for option in VLLM_OPTIONS} - {None} <= own
+    shared = [name for name in own if any(row.startswith(f"| `{name}` |") for row in markdown_table().splitlines())]
+    assert len(shared) + len(names) == len(markdown_table().splitlines()) - 2
     rows = markdown_table().splitlines()
     for name in names:
         assert sum(row.startswith(f"| `{name}` |") for row in rows) == 1

@@ -1,10 +1,11 @@
 """Parameter trees from checkpoint directories of either form, or from tensors in memory."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path as FilePath
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,10 @@ from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tenso
 from jaxserve.weights.tree import tensors_of
 
 _NUM_READERS = 8
+_MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attn.attention") for mask in ("bias", "masked_bias"))
+_COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
 
+TensorT = TypeVar("TensorT", bound=Tensor)
 Transform = Callable[[Any, StoredTensor], Any]  # function of a row, of the caller's own type, and its tensor
 
 
@@ -35,7 +39,8 @@ def load(
     """Read a checkpoint directory into the parameter tree that `specs` describe.
 
     Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of them
-    besides the result. Rotary inverse frequencies are ignored, as is `lm_head.weight` if embeddings are tied.
+    besides the result. Names may lack their first part, as in files of a model without its head. Rotary inverse
+    frequencies and causal masks are ignored, as is `lm_head.weight` if embeddings are tied.
 
     Args:
         path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or in the
@@ -50,12 +55,8 @@ def load(
         CheckpointError: files are absent or damaged; tensors are missing, unexpected, of another shape or dtype (all
             named).
     """
-    tensors = open_tensors(FilePath(path), specs)
-
-    def parts_of(row: TensorRow) -> list[Part]:
-        return [tensors[name] for name in row.hf_names]
-
-    return _build(specs, parts_of, dtype, shardings, transform, use_tqdm=use_tqdm)
+    tensors = _with_full_names(specs, open_tensors(FilePath(path), specs))
+    return _build(specs, tensors.__getitem__, dtype, shardings, transform, use_tqdm=use_tqdm)
 
 
 def assemble(
@@ -82,17 +83,17 @@ def assemble(
         tensors: Mapping[str, Tensor] = tensors_of(specs, dict(tree), advice)
     else:
         _check("the weights", specs, tree, advice)
-        tensors = tree
+        tensors = _with_full_names(specs, tree)
 
-    def parts_of(row: TensorRow) -> list[Part]:
-        return [HeldTensor(_on_host(tensors[name])) for name in row.hf_names]
+    def read(name: str) -> HeldTensor:
+        return HeldTensor(_on_host(tensors[name]))
 
-    return _build(specs, parts_of, dtype, shardings, transform)
+    return _build(specs, read, dtype, shardings, transform)
 
 
 def _build(
     specs: Sequence[TensorRow],
-    parts_of: Callable[[TensorRow], list[Part]],
+    open_tensor: Callable[[str], Part],
     dtype: jax.typing.DTypeLike | None,
     shardings: Shardings | None,
     transform: Transform | None,
@@ -102,7 +103,7 @@ def _build(
     previous: list[Any] = []
 
     def leaf(row: TensorRow) -> Any:
-        parts = parts_of(row)
+        parts = _parts(row, open_tensor)
         tensor = StoredTensor(parts, _dtype_of(parts, dtype), sharding_at(shardings, row.path), readers)
         array = tensor.place() if transform is None else transform(row, tensor)
         # Transfers to a device are asynchronous: unless awaited, they keep host buffers alive.
@@ -111,9 +112,22 @@ def _build(
         bar.update(sum(part.nbytes for part in parts))
         return array
 
-    total_bytes = sum(part.nbytes for row in specs for part in parts_of(row)) if use_tqdm else 0
+    total_bytes = sum(part.nbytes for row in specs for part in _parts(row, open_tensor)) if use_tqdm else 0
     with ThreadPoolExecutor(_NUM_READERS) as readers, progress_bar(total_bytes, "Loading", use_tqdm) as bar:
         return build_tree(specs, leaf)
+
+
+def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
+    """Return the rows of a parameter, from one checkpoint tensor after the other."""
+    tensors = {
+        name: open_tensor(name).T if row.transposed else open_tensor(name) for name in dict.fromkeys(row.hf_names)
+    }
+    starts: Counter[str] = Counter()
+    parts = []
+    for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
+        parts.append(tensors[name][starts[name] : starts[name] + num_rows])
+        starts[name] += num_rows
+    return parts
 
 
 def _on_host(tensor: Tensor) -> NDArray[Any]:
@@ -138,7 +152,14 @@ def is_orbax(directory: FilePath) -> bool:
     return orbax_store.has_weights(directory) and not safetensors_store.has_weights(directory)
 
 
+def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
+    """Return tensors by the names in `specs`; files of a model without its head lack the first part, as GPT-2's do."""
+    names = {name.partition(".")[2]: name for row in specs for name in row.hf_names if name not in tensors}
+    return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
 def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tensor], advice: str) -> None:
+    tensors = _with_full_names(specs, tensors)
     expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
     shared = [name for name in expected if name in tensors]
     Mismatch(
@@ -155,7 +176,7 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
 
 def _is_ignored(name: str) -> bool:
     """Return whether a tensor is computed or replaced by tied embeddings; transformers ignores such tensors too."""
-    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
+    return name == "lm_head.weight" or name.endswith(_COMPUTED)
 
 
 def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:

@@ -54,6 +54,11 @@ class ChunkedTensor:
         """Size in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def T(self) -> "ChunkedTensor":  # noqa: N802 (numpy's name)
+        """Transpose, not read either."""
+        return ChunkedTensor(self.store.T, self.source)
+
     def __len__(self) -> int:
         return self.shape[0]
 

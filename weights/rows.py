@@ -1,5 +1,6 @@
 """Description of each tensor by the caller, and the parameter tree built from it."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -27,11 +28,18 @@ class TensorRow(Protocol):
 
     @property
     def hf_names(self) -> tuple[str, ...]:
-        """Names of the Hugging Face tensors that are concatenated along axis 0 to make it."""
+        """Names of the Hugging Face tensors that are concatenated along axis 0 to make it.
+
+        A name that is repeated stands for consecutive rows of that tensor.
+        """
 
     @property
     def hf_rows(self) -> tuple[int, ...]:
-        """Length of axis 0 of each of those tensors."""
+        """Rows from each of those tensors."""
+
+    @property
+    def transposed(self) -> bool:
+        """True if the Hugging Face tensors are matrices [in, out], to be transposed."""
 
     @property
     def init(self) -> str:
@@ -76,4 +84,13 @@ def sharding_at(shardings: Shardings | None, path: Path) -> Sharding | None:
 
 def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the checkpoint tensors of a row."""
-    return {name: (rows, *row.shape[1:]) for name, rows in zip(row.hf_names, row.hf_rows, strict=True)}
+    shapes = {name: (num_rows, *row.shape[1:]) for name, num_rows in hf_row_counts(row).items()}
+    return {name: shape[::-1] for name, shape in shapes.items()} if row.transposed else shapes
+
+
+def hf_row_counts(row: TensorRow) -> Counter[str]:
+    """Return how many rows of a parameter each of its checkpoint tensors has, in their order."""
+    counts: Counter[str] = Counter()
+    for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
+        counts[name] += num_rows
+    return counts

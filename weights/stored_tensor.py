@@ -44,6 +44,10 @@ class Tensor(Protocol):
 class Part(Tensor, Protocol):
     """A tensor of a checkpoint, or a slice of one, read when it is copied, such as a view of a mapped file."""
 
+    @property
+    def T(self) -> Any:  # noqa: N802 (numpy's name)
+        """Transpose, not read either."""
+
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: Any, /) -> Any: ...
@@ -69,6 +73,11 @@ class HeldTensor:
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.array.nbytes
+
+    @property
+    def T(self) -> "HeldTensor":  # noqa: N802
+        """Transpose, a view of the same memory."""
+        return HeldTensor(self.array.T)
 
     def __len__(self) -> int:
         return len(self.array)

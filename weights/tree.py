@@ -10,21 +10,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.weights.errors import CheckpointError, Mismatch
-from jaxserve.weights.rows import FLOATS, Params, Path, TensorRow, leaf_at
+from jaxserve.weights.rows import FLOATS, Params, Path, TensorRow, hf_row_counts, leaf_at
 from jaxserve.weights.stored_tensor import Tensor, host_rows
 
 
 @dataclass(frozen=True)
 class _ParamRows:
-    """Rows `begin` to `end` of a parameter: one tensor of the checkpoint."""
+    """Rows `begin` to `end` of a parameter, transposed if the checkpoint has them so: one tensor of the checkpoint."""
 
     array: Any
     begin: int
     end: int
+    transposed: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return (self.end - self.begin, *self.array.shape[1:])
+        shape = (self.end - self.begin, *self.array.shape[1:])
+        return shape[::-1] if self.transposed else shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -35,7 +37,8 @@ class _ParamRows:
         return prod(self.shape) * self.dtype.itemsize
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.asarray(host_rows(self.array, slice(self.begin, self.end)), dtype)
+        rows = np.asarray(host_rows(self.array, slice(self.begin, self.end)), dtype)
+        return np.ascontiguousarray(rows.T) if self.transposed else rows
 
 
 def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[str, Tensor]:
@@ -57,9 +60,11 @@ def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[
         elif array.shape != row.shape:
             found.misshapen.append(f"{name} {array.shape} instead of {row.shape}")
         else:
-            ends = list(accumulate(row.hf_rows))
-            parts = zip(row.hf_names, row.hf_rows, ends, strict=True)
-            tensors |= {hf_name: _ParamRows(array, end - rows, end) for hf_name, rows, end in parts}
+            counts = hf_row_counts(row)
+            parts = zip(counts.items(), accumulate(counts.values()), strict=True)
+            tensors |= {
+                hf_name: _ParamRows(array, end - num_rows, end, row.transposed) for (hf_name, num_rows), end in parts
+            }
     found.raise_if_any("params", advice)
     return tensors
 

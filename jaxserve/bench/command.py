@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxserve.bench import pictures
+from jaxserve.bench import plots
 from jaxserve.bench.load import LoadTrace, TimedRequest, run_load
 from jaxserve.bench.report import build_report
 from jaxserve.bench.summary import Json, Setting, Slo, summarize
 from jaxserve.bench.tables import render
 from jaxserve.bench.workloads import Workload, WorkloadRequest, load_workload, poisson_arrivals, token_ids
 from jaxserve.config import ScheduleConfig
+from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.errors import ConfigError
+from jaxserve.figures import plotting
 from jaxserve.live_stats import LiveStats, wait_until_warm
-from jaxserve.stepped import MeasuredEngine
 from jaxserve.whole_file import check_writable, write_whole
 
 
@@ -35,7 +36,7 @@ class BenchJob:
     slo: Slo = field(default_factory=Slo)
     price_per_hour: float | None = None
     json_path: Path | None = None
-    pictures_dir: Path | None = None
+    plots_dir: Path | None = None
     live: bool = False
 
     def arrivals(self, rate: float | None) -> list[float]:
@@ -68,7 +69,7 @@ def read_job(args: argparse.Namespace) -> BenchJob:
         rates=rates,
         price_per_hour=_positive("price_per_hour", args.price_per_hour),
         json_path=_output_file(args.json),
-        pictures_dir=_output_dir(args.pictures),
+        plots_dir=_output_dir(args.plots),
         live=args.stats,
         **options,
     )
@@ -131,7 +132,7 @@ def _check_fits(schedule: ScheduleConfig, name: str, request: WorkloadRequest) -
         raise ConfigError(
             f"{name} has {tokens}, but max_model_len is {schedule.max_model_len}; raise it, or choose another workload"
         )
-    num_pages = -(-(num_tokens - 1) // schedule.page_size)  # the last token is never computed
+    num_pages = schedule.kv_groups.num_pages(num_tokens - 1)  # the last token is never computed
     if num_pages > schedule.num_pages:
         raise ConfigError(
             f"{name} has {tokens}, which need {num_pages} pages of {schedule.page_size} tokens, but num_pages is "
@@ -148,9 +149,9 @@ def _show(report: Json, job: BenchJob) -> None:
     print(render(report))
     if job.json_path is not None:
         _say(f"figures: {job.json_path}")
-    if job.pictures_dir is not None and pictures.reason_missing() is None:
-        for path in pictures.draw(report, job.pictures_dir):
-            _say(f"picture: {path}")
+    if job.plots_dir is not None and plotting.reason_missing() is None:
+        for path in plots.draw(report, job.plots_dir):
+            _say(f"plot: {path}")
 
 
 def _read_rates(args: argparse.Namespace, workload: Workload) -> tuple[float | None, ...]:
@@ -195,14 +196,14 @@ def _output_file(given: str | None) -> Path | None:
 def _output_dir(given: str | None) -> Path | None:
     if given is None:
         return None
-    if (reason := pictures.reason_missing()) is not None:
+    if (reason := plotting.reason_missing()) is not None:
         _say(reason)
     path = Path(given)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot make the directory of pictures {given}: {error.strerror}") from error
-    _writable(path / "picture.png")
+        raise ConfigError(f"cannot make the directory of plots {given}: {error.strerror}") from error
+    _writable(path / "plot.png")
     return path
 
 

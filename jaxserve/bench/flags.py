@@ -48,6 +48,6 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
 def _add_results(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--price-per-hour", type=float, metavar="PRICE", help="of the machine: adds the cost of tokens")
     parser.add_argument("--json", metavar="FILE", help="write all figures, with versions, device and configuration")
-    text = "write pictures there: latencies, batch and pages over time, throughput against latency (extra: bench)"
-    parser.add_argument("--pictures", metavar="DIR", help=text)
+    text = "write plots there: latencies, batch and pages over time, throughput against latency (extra: bench)"
+    parser.add_argument("--plots", metavar="DIR", help=text)
     parser.add_argument("--stats", action="store_true", help="write a live line to stderr about once a second")

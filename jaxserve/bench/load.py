@@ -12,9 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.metrics import EngineStats
 from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.stepped import MeasuredEngine
 
 
 class Clock:

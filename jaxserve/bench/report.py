@@ -10,9 +10,9 @@ from jaxserve import __version__
 from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
 from jaxserve.engine.build import compute_dtype
-from jaxserve.engine.roofline import describe_device
+from jaxserve.engine.stepped import MeasuredEngine
+from jaxserve.execution.roofline import describe_device
 from jaxserve.models import registry
-from jaxserve.stepped import MeasuredEngine
 
 FORMAT = "jaxserve-bench-2"
 

@@ -1,10 +1,10 @@
 """Tables of a report as text."""
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from jaxserve.bench.report import median_run, offered_rate
 from jaxserve.bench.summary import Json
+from jaxserve.figures.tables import Row, align, number
 
 _LATENCIES = (
     ("TTFT (ms)", "ttft_ms"),
@@ -13,8 +13,6 @@ _LATENCIES = (
     ("end to end (ms)", "e2e_ms"),
 )
 _STATISTICS = ("mean", "p50", "p90", "p99", "max")
-
-Row = Sequence[str]
 
 
 def render(report: Json) -> str:
@@ -133,24 +131,3 @@ def _append_column(rows: list[list[str]], title: str, values: Sequence[str]) -> 
 
 def _spread(figures: Json) -> str:
     return "/".join(number(figures[name]) for name in ("p50", "p90", "p99"))
-
-
-def number(value: Any) -> str:
-    """Format with three significant digits, or all digits before the point if there are more; "-" for None."""
-    if value is None:
-        return "-"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def align(rows: Iterable[Row], *, header: bool = False) -> str:
-    """Align columns; all but the first are right-aligned if there is a header, else left-aligned."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    pad = str.rjust if header else str.ljust
-    lines = [
-        "  ".join(
-            [row[0].ljust(widths[0]), *(pad(cell, width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)

@@ -14,8 +14,7 @@ from typing import Any, no_type_check
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.errors import ConfigError
-from jaxserve.request import brief
+from jaxserve.errors import ConfigError, brief
 
 BUILT_IN = (
     "mixed-64",

@@ -3,9 +3,11 @@
 import contextlib
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,30 +18,44 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve import weights
 from jaxserve.config import (
+    DEFAULT_DRAFT_MODEL,
     DEFAULT_GPU_MEMORY_FRACTION,
+    FREE_TOKENS,
     MAX_STEP_TOKENS,
     MULTI_STEP_ROWS,
+    SPECULATIVE_ROWS,
     EngineConfig,
     ScheduleConfig,
     claiming_gpu_memory,
     default_batch,
+    embedded_model,
     gpu_memory_fraction,
     resolve_schedule,
 )
-from jaxserve.engine.runner import Runner
-from jaxserve.engine.step import new_pool, new_slots
-from jaxserve.engine.xla_cache import programs_dir, scope_of
+from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.execution.runner import Runner
+from jaxserve.execution.state import new_pool, new_slots
+from jaxserve.execution.verification import Proposer
+from jaxserve.execution.xla_cache import programs_dir, scope_of
+from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
-from jaxserve.pallas_kernels import native, packed_linear
+from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels import ragged_paged_attention as attention
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
-from jaxserve.peers import Follower, Leader
+from jaxserve.quant import packed, weight_format
 from jaxserve.request import SamplingParams
 from jaxserve.sampling import LogprobLayout
-from jaxserve.sharding import named_sharding, replica_meshes
+from jaxserve.sharding import named_sharding, replica_meshes, replicated
+from jaxserve.spec_decode.draft_model import DraftModel
+from jaxserve.spec_decode.head_files import load_medusa
+from jaxserve.spec_decode.medusa import Medusa
+from jaxserve.spec_decode.ngram import NGram
+from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.text.common_tokens import NONE, common_tokens
+from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.weights.rows import Shardings
 
 logger = logging.getLogger(__name__)
@@ -59,6 +75,7 @@ SCRATCH_BYTES = (
     64_000_000  # temporaries of a step that do not grow with the model: partial results of attention above all
 )
 _claimed: dict[str, float] = {}  # share of each device's memory that XLA took when an engine started jax, by platform
+MIN_COMMON_SHARE = 0.01  # of a draft model's tokens that the model must have too
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
 
@@ -123,11 +140,13 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     """
     warn_without_native_kernels()
     params, meshes = build_params(config, arch), _meshes(config)
+    draft = load_draft(config, arch)
     replicas = copies(params, meshes)
     dtype, local_arch = compute_dtype(config, arch), arch.local(config.tensor_parallel_size)
     kv_dtype = pool_dtype(config, dtype)
     backend = select_backend(config, local_arch, kv_dtype)
-    schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes))
+    draft_page = partial(draft.page_bytes, kv_dtype)
+    schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes), draft_page)
     if peers is not None:
         schedule = dataclasses.replace(schedule, num_pages=min(peers.exchange(schedule.num_pages)))
     logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
@@ -144,6 +163,8 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
             programs_dir=directory,
             cache_scope=scope_of(config) if directory is None else contextlib.nullcontext,
             mesh=mesh,
+            proposer=build_proposer(config, arch, schedule, kv_dtype, draft),
+            draft_params=on_every_device(draft.params, mesh),
         )
         for replica, mesh in zip(replicas, meshes, strict=True)
     ]
@@ -151,6 +172,135 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     for own, before in zip(programs, [None, *programs], strict=False):
         own.warm_up(config.compile_ahead, before)
     return runners
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """What was loaded for a proposer.
+
+    Attributes:
+        params: its weights, on one device; empty for look-ups.
+        arch: sizes of a draft model; None for look-ups and heads.
+        backend: backend of its attention.
+    """
+
+    params: Params
+    arch: ArchConfig | None = None
+    backend: str = ""
+
+    def page_bytes(self, kv_dtype: jnp.dtype, page_size: int) -> int:
+        """Return the bytes of one page of its pool."""
+        return 0 if self.arch is None else page_bytes(self.arch, page_size, kv_dtype, self.backend)
+
+
+def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
+    """Load what the proposer of an engine for the model `arch` needs; ConfigError if the two do not go together."""
+    speculation = config.speculation
+    if speculation is None or speculation.method == "ngram":
+        return Draft({})
+    if speculation.method == "medusa":
+        return _load_heads(config, speculation, arch)
+    if speculation.model is None and config.model is not None:
+        raise ConfigError("the speculative_config of a model must name its draft model, got no model")
+    own = dataclasses.replace(
+        config,
+        model=speculation.model or str(embedded_model(DEFAULT_DRAFT_MODEL)),
+        quantization=speculation.quantization,
+        tensor_parallel_size=1,
+        data_parallel_size=1,
+        attention_backend="auto",
+        speculative_config=None,
+    )
+    draft_arch = build_arch(own)
+    common = _common_tokens(config, own, arch.vocab_size)
+    group = arch.kv_windows[_widest_group(arch)]
+    windows = tuple(_narrower(window, group) for window in draft_arch.windows)
+    draft_arch = dataclasses.replace(draft_arch, windows=windows, one_kv_group=True)
+    backend = select_backend(own, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
+    return Draft(build_params(own, draft_arch) | common, draft_arch, backend)
+
+
+def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig) -> Draft:
+    """Load Medusa heads; ConfigError if they are fewer than the tokens to draft."""
+    if speculation.model is None:
+        raise ConfigError("the speculative_config of a model must name its heads, got no model")
+    params = load_medusa(Path(speculation.model), arch, compute_dtype(config, arch))
+    num_heads = len(params["blocks"])
+    if speculation.num_speculative_tokens > num_heads:
+        raise ConfigError(
+            f"num_speculative_tokens must be at most the number of heads in {speculation.model}, got "
+            f"{speculation.num_speculative_tokens} and {num_heads}"
+        )
+    return Draft(params)
+
+
+def _narrower(window: int | None, other: int | None) -> int | None:
+    return min((each for each in (window, other) if each is not None), default=None)
+
+
+def _common_tokens(config: EngineConfig, draft: EngineConfig, vocab_size: int) -> Params:
+    """Return the tokens of a draft model by those of the model, as arrays; nothing if both have the same tokenizer.
+
+    Padding of the vocabulary does not count. ConfigError if too few tokens are the same.
+    """
+    if config.skip_tokenizer_init:
+        return {}
+    paths = config.tokenizer_path, draft.model_path
+    model, other = map(load_tokenizer, paths)
+    if model.vocabulary() == other.vocabulary():
+        return {}
+    found = common_tokens(model, other)
+    logger.info(
+        "the draft model has another tokenizer: %d tokens of %d are in both", found.num_common, model.vocab_size
+    )
+    if found.num_common < MIN_COMMON_SHARE * other.vocab_size:
+        raise ConfigError(
+            f"a draft model must have at least {MIN_COMMON_SHARE:.0%} of its tokens in common with the model, got "
+            f"{found.num_common} of {other.vocab_size} in {draft.model_path}; take another draft model"
+        )
+    padding = max(vocab_size - model.vocab_size, 0)
+    columns = {"inputs": found.inputs + [0] * padding, "outputs": found.outputs + [NONE] * padding}
+    return {name: jnp.array(ids[:vocab_size], jnp.int32) for name, ids in columns.items()}
+
+
+def _widest_group(arch: ArchConfig) -> int:
+    """Return the KV group whose pages go back the furthest."""
+    windows = [math.inf if window is None else window for window in arch.kv_windows]
+    return windows.index(max(windows))
+
+
+def build_proposer(
+    config: EngineConfig, arch: ArchConfig, schedule: ScheduleConfig, kv_dtype: jnp.dtype, draft: Draft
+) -> Proposer | None:
+    """Return the proposer of speculative decoding; None without it."""
+    speculation = config.speculation
+    if speculation is None:
+        return None
+    num_tokens = speculation.num_speculative_tokens
+    if speculation.method == "ngram":
+        return NGram(num_tokens, speculation.prompt_lookup_max, speculation.prompt_lookup_min or 1)
+    if speculation.method == "medusa":
+        local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
+        return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
+    assert draft.arch is not None, "there is a draft model"
+    return DraftModel(
+        num_tokens,
+        draft.arch,
+        arch.vocab_size,
+        schedule,
+        kv_dtype.name,
+        draft.backend,
+        kv_group=_widest_group(arch),
+        chunk=max(FREE_TOKENS if schedule.few_programs else 64, SPECULATIVE_ROWS),
+        tree=speculation.tree,
+        is_mapped="outputs" in draft.params,
+    )
+
+
+def on_every_device(params: Params, mesh: Mesh | None) -> Params:
+    """Return parameters that each device of a mesh has whole."""
+    placed: Params = params if mesh is None else jax.device_put(params, replicated(mesh))
+    return placed
 
 
 def warn_without_native_kernels() -> None:
@@ -236,10 +386,10 @@ def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
 
 def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Params]) -> Params:
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
-    stored = config.quantization or dtype  # a quantisation is named after its dtype
-    if (reason := packed_linear.unsupported(stored, jax.default_backend())) is not None:
+    form = weight_format(config.quantization)
+    if (reason := packed.unsupported(form, dtype)) is not None:
         logger.info("matrices are multiplied by XLA: %s", reason)
-    transform = matrix_transform(specs, quantization=config.quantization, packed=reason is None)
+    transform = matrix_transform(specs, form, native=reason is None)
     try:
         with scope_of(config)():  # quantising is compiled too
             params = make(specs, dtype, _shardings(_meshes(config)[0], specs), transform)
@@ -314,7 +464,12 @@ def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype
 
 
 def build_schedule(
-    config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str, devices: Sequence[Memory]
+    config: EngineConfig,
+    arch: ArchConfig,
+    kv_dtype: jnp.dtype,
+    backend: str,
+    devices: Sequence[Memory],
+    draft_page: Callable[[int], int] = lambda page_size: 0,
 ) -> ScheduleConfig:
     """The resolved sizes; each pool from `num_pages`, else from free memory.
 
@@ -324,9 +479,10 @@ def build_schedule(
         kv_dtype: of the pool.
         backend: of attention, whose layout it has.
         devices: of all replicas; the one with the least free memory decides.
+        draft_page: bytes of a page of a draft model's pool, by tokens per page.
     """
     page_size = choose_page_size(config, arch, kv_dtype, backend)
-    num_bytes = page_bytes(arch, page_size, kv_dtype, backend)
+    num_bytes = page_bytes(arch, page_size, kv_dtype, backend) + draft_page(page_size)
     num_pages = config.num_pages or _num_pages_that_fit(config, arch, page_size, num_bytes, devices)
     return resolve_schedule(
         config,
@@ -334,6 +490,7 @@ def build_schedule(
         platform=jax.default_backend(),
         page_size=page_size,
         num_pages=num_pages,
+        windows=arch.kv_windows,
     )
 
 
@@ -371,7 +528,7 @@ def _num_pages_that_fit(
 
 def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int) -> float:
     """What the pool may take on a CPU: a share of the memory, no more than the requests of a step can use."""
-    row_pages = -(-(config.max_model_len or arch.max_position) // page_size)
+    row_pages = KVGroups(page_size, arch.kv_windows).num_pages(config.max_model_len or arch.max_position)
     max_num_seqs, _ = default_batch(config, on_cpu=True)
     share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
     return float(min(share - slot_bytes(config, arch, on_cpu=True), max_num_seqs * row_pages * page_bytes))

@@ -20,10 +20,10 @@ from jaxserve.errors import PeerLostError
 from jaxserve.request import FinishReason, Request, RequestStatus
 
 if TYPE_CHECKING:
-    from jaxserve.engine.executor import StepResult
-    from jaxserve.engine.plan import StepPlan
     from jaxserve.engine.replica import StepTokens
+    from jaxserve.execution.executor import StepResult
     from jaxserve.metrics import StepStats
+    from jaxserve.scheduling.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,9 @@ class EngineCore:
 
     def take_events(self) -> None:
         """Do what the inbox says, without a step."""
+        for replica in self.replicas:
+            if replica.failure is not None:
+                self._fail(replica, replica.failure)
         while self.inbox:
             match self.inbox[0]:
                 case Submitted(requests):
@@ -125,6 +128,14 @@ class EngineCore:
         """End all requests."""
         self.take_events()
         self._finish(list(self._requests.values()), FinishReason.ABORT, error)
+
+    def recover(self, error: BaseException) -> None:
+        """End all requests, wherever an error has broken off what was done with them, and go on without."""
+        for replica in self.replicas:
+            replica.forget_all()
+        self.abort_all(error)
+        for replica in self.replicas:
+            replica.recover()
 
     def lose_all(self, error: BaseException) -> None:
         """Forget all requests and events, where an error has left no way to end requests."""
@@ -187,15 +198,14 @@ class EngineCore:
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
         """End a replica's requests when a step breaks off: plans, pages and device then differ in what was computed."""
-        ids, finished = (
-            set(self._load_balancer.ids_on(replica)),
-            RequestStatus.FINISHED,
-        )  # ended by a token, which nobody knows yet
-        requests = [r for r in self._requests.values() if r.request_id in ids or r.status is finished]
+        ids = set(self._load_balancer.ids_on(replica))
+        # Of those that a token has ended, nobody may know yet.
+        requests = [r for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
         try:
             self._on_failure(error)
         except PeerLostError as lost:
             error = lost
+        replica.forget_all()  # first: its scheduler may be left half-changed, and need not end them
         self._finish(requests, FinishReason.ABORT, error)
         replica.recover()
 

@@ -1,18 +1,15 @@
 """Engine: frontend, core and devices put together, driven by hand: submit, step, abort."""
 
-import dataclasses
 import os
 import time
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.metadata import version
 
-from jaxserve import distributed
-from jaxserve.config import EngineConfig
-from jaxserve.engine.batch import MAX_EOS_IDS
+from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.distributed import processes
+from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.build import (
     Weights,
     build_arch,
@@ -20,31 +17,23 @@ from jaxserve.engine.build import (
     build_sampling_params,
     check_sizes,
     claim_memory,
-    compute_dtype,
-    copies,
-    prepare_params,
 )
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.devices import Devices
 from jaxserve.engine.event_log import EventLog
-from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead, replay
-from jaxserve.engine.executor import Executor
+from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead
 from jaxserve.engine.frontend import Frontend
+from jaxserve.engine.lock_step import fail_others, require_same_options
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.programs import source_digest
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.replica import Replica
-from jaxserve.engine.roofline import device_peak_rates
-from jaxserve.engine.runner import Runner
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.metrics import EngineStats, PeakRates, StepStats
-from jaxserve.models.params import Params
-from jaxserve.peers import Follower, Leader
+from jaxserve.execution.batch import MAX_EOS_IDS
+from jaxserve.execution.executor import Executor
+from jaxserve.execution.runner import Runner
+from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.tokenizer import load_tokenizer
-
-SLEEP_TAGS = ("weights", "kv_cache")  # parts that can be woken separately, by vLLM's names
-_OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
+from jaxserve.text.tokenizer import load_tokenizer
 
 
 class Engine:
@@ -59,6 +48,8 @@ class Engine:
         arch: sizes of the model.
         frontend: way from prompts to requests, and from deltas to outputs.
         core: the replicas and what comes to them.
+        devices: weights and memory of all replicas.
+        peers: the other processes of the run; None if there are none.
         schedule: resolved sizes of steps and pool, of each replica.
         stats: totals since start, of all steps but those that may have ended since the last dispatch.
         tokenizer: None with `skip_tokenizer_init`.
@@ -76,16 +67,20 @@ class Engine:
         if len(eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(eos_ids)}")
         self.stats = EngineStats()
-        self._peers = distributed.peers() if executor is None else None
-        if self._peers is not None:
-            self._peers.claim()
-            self._require_same_options(self._peers)
-        executors: Sequence[Executor] = [executor] if executor else build_runners(config, self.arch, self._peers)
-        self._runners = [executor for executor in executors if isinstance(executor, Runner)]
+        self.peers = processes.own_role() if executor is None else None
+        if self.peers is not None:
+            self.peers.claim()
+            require_same_options(config, self.peers)
+        executors: Sequence[Executor] = [executor] if executor else build_runners(config, self.arch, self.peers)
+        self.devices = Devices(config, self.arch, [e for e in executors if isinstance(e, Runner)])
         self.schedule = executors[0].schedule
-        self._logs: list[EventLog] = []
-        replicas = [Replica(config, self.arch, e, self.stats, self._recorder(i)) for i, e in enumerate(executors)]
-        self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(_tell_others, self._peers))
+        self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))
+        records = [_recorder(self.peers, self._logs[i : i + 1]) for i in range(len(executors))]
+        replicas = [
+            Replica(config, self.arch, each, self.stats, record)
+            for each, record in zip(executors, records, strict=True)
+        ]
+        self.core = EngineCore(replicas, step_ahead=config.step_ahead, on_failure=partial(fail_others, self.peers))
         self.frontend = Frontend(
             config,
             self.schedule,
@@ -100,38 +95,6 @@ class Engine:
         )
         self._progressed: dict[str, RequestGroup] = {}  # requests that were added by hand
         self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None
-        self._peak_rates: PeakRates | None = None
-        self._is_closed = False
-        self._asleep: set[str] = set()  # subset of SLEEP_TAGS
-        self._has_weights = True
-
-    def _recorder(self, index: int) -> Record | None:
-        """Return what is to be called with the events of a replica; None where nobody wants them."""
-        sinks: list[Record] = [] if self._peers is None else [self._peers.tell]
-        if self.config.event_log is not None:
-            path = f"{self.config.event_log}.{index}" if index else self.config.event_log
-            self._logs.append(EventLog(path, self.schedule))
-            sinks.append(self._logs[-1].record)
-
-        def record(event: ReplicaEvent) -> None:
-            for sink in sinks:
-                sink(event)
-
-        return record if sinks else None
-
-    def _require_same_options(self, peers: Leader | Follower) -> None:
-        """ConfigError, in all processes, unless they have the same options and versions."""
-        own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config) if f.name not in _OWN}
-        own["versions of jaxserve and jax"] = version("jaxserve"), version("jax")
-        own["files of jaxserve"] = source_digest("py", "json")
-        first, *others = peers.exchange(own)
-        for index, other in enumerate(others, start=1):
-            for name, value in first.items():
-                if other[name] != value:
-                    raise ConfigError(
-                        f"all processes must have the same {name}, got {value!r} in process 0 and {other[name]!r} in "
-                        f"another ({index} of those that came)"
-                    )
 
     # Requests
 
@@ -152,7 +115,7 @@ class Engine:
         """
         if (until_idle := self._until_idle()) is not None:
             until_idle()
-        self.check_serves()
+        self.devices.check_serve()
         group = self.frontend.prepare(request_id, prompt, params or self.default_sampling_params, cache_salt)
         self.frontend.start(group, self._note_progress)
         return group.output
@@ -181,6 +144,11 @@ class Engine:
         cumulative outputs, final where `finished`. Raises what broke a step off, whose requests it has ended; the next
         call returns the others.
         """
+        self._advance()
+        return self._collect()
+
+    def _advance(self) -> None:
+        """Do one step, and raise what broke one off, to those whose requests it has ended."""
         try:
             try:
                 self.core.step(time.monotonic())
@@ -190,8 +158,15 @@ class Engine:
                 if group.error is not None:
                     raise group.error
         except BaseException as error:
-            self._progressed = {name: g for name, g in self._progressed.items() if g.error is not error}
+            self._drop_failed(error)
             raise
+
+    def _drop_failed(self, error: BaseException) -> None:
+        """Drop the requests that an error has ended, which is raised."""
+        self._progressed = {name: g for name, g in self._progressed.items() if g.error is not error}
+
+    def _collect(self) -> list[RequestOutput]:
+        """Return the requests that have progressed since the last call."""
         outputs = [group.output for group in self._progressed.values()]
         self._progressed.clear()
         return outputs
@@ -209,79 +184,47 @@ class Engine:
     def _note_progress(self, group: RequestGroup) -> None:
         self._progressed[group.request_id] = group
 
-    def check_serves(self) -> None:
-        """Raise RequestError, or RuntimeError of a closed engine, where no request can be served now."""
-        self._check_open()
-        if self._asleep:
-            raise RequestError("the engine must be awake to serve requests; call wake_up first")
-        if not self._has_weights:
-            raise RequestError(
-                "the engine has no weights: the last could not be read, or sleep(level=2) let them go; update_weights"
-            )
-
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
-        self._check_open()
+        self.devices.check_open()
         self.core.inbox.append(CacheReset())
         self.core.take_events()
 
     # Weights and memory
 
-    @property
-    def params(self) -> Params:
-        """The weights in use, of the first replica, in the form that its programs take."""
-        self._check_open()
-        return self._runners[0].params
-
     def update_weights(self, given: Weights, *, running: str = "finish") -> list[RequestOutput]:
         """Serve with other weights from now on; see `LLM.update_weights`. Returns the requests that progressed."""
-        self._check_open()
-        if "weights" in self._asleep:
-            raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
+        self.devices.check_open()
         if running not in ("finish", "restart"):
             raise ConfigError(f"running must be 'finish' or 'restart', got {running!r}")
         path = os.fspath(given) if isinstance(given, str | os.PathLike) else None
-        if self._peers is not None and path is None:
+        if self.peers is not None and path is None:
             raise ConfigError("weights must be a directory that all processes can read, got arrays of one; save them")
-        make = prepare_params(self.config, self.arch, given, self._runners[0].param_shapes)
-        progressed: dict[str, RequestOutput] = {}
-        while running == "finish" and self.has_unfinished():
-            progressed |= {output.request_id: output for output in self.step()}
+        make = self.devices.prepare(given)
+        while running == "finish" and self.frontend.has_unfinished():
+            self._advance()
         self.frontend.restart()
         self.core.take_events()
-        if self._peers is not None and path is not None:
-            self._peers.tell(WeightsRead(path))
-        self._replace_weights(make)
-        for replica in self.replicas:
-            replica.reset_prefix_cache()
-        return list(progressed.values())
-
-    def _read_weights(self, path: str) -> None:
-        self._replace_weights(prepare_params(self.config, self.arch, path, self._runners[0].param_shapes))
-
-    def _replace_weights(self, make: Callable[[], Params]) -> None:
-        self._has_weights = False
+        if self.peers is not None and path is not None:
+            self.peers.tell(WeightsRead(path))
         try:
-            for runner in self._runners:
-                runner.params = {}  # there may not be room for both
-            replicas = copies(make(), [runner.mesh for runner in self._runners])
+            self.devices.replace(make)
         except BaseException as error:
             self.core.abort_all(error)
             self._deliver()
-            self._progressed.clear()
+            self._drop_failed(error)
             raise
-        for runner, params in zip(self._runners, replicas, strict=True):
-            runner.params = params
-        self._has_weights = True
+        for replica in self.replicas:
+            replica.reset_prefix_cache()
+        return self._collect()
 
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""
-        for runner in self._runners:
-            runner.programs.wait_until_warm()
+        self.devices.wait_until_warm()
 
     def close(self) -> None:
         """Abort all requests, stop compiling, and free weights and pools. Nothing can be served any more."""
-        self._is_closed = True
+        self.devices.close()
         with ExitStack() as stack:  # an error leaves nothing unfreed
             for log in self._logs:
                 stack.callback(log.close)
@@ -292,65 +235,17 @@ class Engine:
 
     def sleep(self, level: int = 1) -> None:
         """Free the devices' memory until `wake_up`; see `LLM.sleep`."""
-        self._check_open()
+        self.devices.check_open()
         if level not in (1, 2):
             raise ConfigError(f"level must be 1 or 2, got {level!r}")
-        if self._peers is not None:
+        if self.peers is not None:
             raise ConfigError("an engine of several processes cannot sleep; close it")
         if unfinished := self.frontend.num_unfinished:
             raise RequestError(f"all requests must have ended before sleep, got {unfinished} unfinished")
         for replica in self.replicas:
             replica.drop_in_flight()
             replica.reset_prefix_cache()
-        for runner in self._runners:
-            runner.sleep(keep_weights=level == 1 and self._has_weights)
-        self._has_weights = self._has_weights and level == 1
-        self._asleep = set(SLEEP_TAGS)
-
-    def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the devices' memory again; see `LLM.wake_up`."""
-        self._check_open()
-        wanted = set(SLEEP_TAGS if tags is None else tags)
-        if isinstance(tags, str) or not wanted <= set(SLEEP_TAGS):
-            raise ConfigError(f"tags must be a list of some of {list(SLEEP_TAGS)}, got {tags!r}")
-        for runner in self._runners:
-            if "weights" in wanted & self._asleep:
-                runner.wake_weights()
-            if "kv_cache" in wanted & self._asleep:
-                runner.wake_state()
-        self._asleep -= wanted
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Return True while memory that `sleep` has freed is not all taken again."""
-        self._check_open()
-        return bool(self._asleep)
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
-
-    # Several processes
-
-    @property
-    def is_follower(self) -> bool:
-        """True if another process leads: this one then only has to `follow`."""
-        return isinstance(self._peers, Follower)
-
-    def follow(self) -> None:
-        """Do what the leading process does, until that ends. Ends the process where that cannot go on."""
-        assert isinstance(self._peers, Follower), "the first process leads"
-        runner = self._runners[0]
-
-        def launch(plan: StepPlan, bucket: int) -> None:
-            runner.wait_for(bucket, multi_step=plan.num_steps > 1)
-            runner.launch(plan, bucket)
-
-        try:
-            replay(self._peers.events(), self.replicas[0].scheduler, launch, self._read_weights)
-        except Exception as error:
-            traceback.print_exc()
-            self._peers.fail(repr(error))
+        self.devices.sleep(keep_weights=level == 1)
 
     # What there is to see
 
@@ -369,10 +264,7 @@ class Engine:
 
         They are measured by the first call, unless the user's cache has them: after all compiling, in under a second.
         """
-        if self._peak_rates is None:
-            self.wait_until_warm()  # compiling beside it would make the device look slower
-            self._peak_rates = device_peak_rates(compute_dtype(self.config, self.arch))
-        return self._peak_rates
+        return self.devices.peak_rates()
 
     @property
     def last_steps(self) -> list[StepStats]:
@@ -385,27 +277,29 @@ class Engine:
         return max(self.replicas, key=lambda replica: replica.step_stats.last_end_s).step_stats.last_step
 
     @property
-    def num_running(self) -> int:
-        """Requests that have pages and a slot."""
-        return sum(replica.scheduler.num_running for replica in self.replicas)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests that have no pages and no slot, new or preempted."""
-        return self.core.num_waiting
-
-    @property
-    def num_pages_used(self) -> int:
-        """Pages that running requests hold."""
-        return sum(replica.scheduler.num_pages_used for replica in self.replicas)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages in the pools of all replicas."""
-        return sum(replica.scheduler.num_pages for replica in self.replicas)
+    def occupancy(self) -> Occupancy:
+        """Requests and pages of all replicas now."""
+        schedulers = [replica.scheduler for replica in self.replicas]
+        return Occupancy(
+            num_running=sum(scheduler.num_running for scheduler in schedulers),
+            num_waiting=self.core.num_waiting,
+            num_pages_used=sum(scheduler.num_pages_used for scheduler in schedulers),
+            num_pages=sum(scheduler.num_pages for scheduler in schedulers),
+        )
 
 
-def _tell_others(peers: Leader | Follower | None, error: BaseException) -> None:
-    """The other processes have done what this one broke off, and cannot go on; PeerLostError if one is lost."""
-    if isinstance(peers, Leader):
-        peers.fail(repr(error))
+def _open_logs(path: str, schedule: ScheduleConfig, num_replicas: int) -> list[EventLog]:
+    """Return the event log of each replica; all but the first have their number behind the name."""
+    return [EventLog(f"{path}.{index}" if index else path, schedule) for index in range(num_replicas)]
+
+
+def _recorder(peers: Leader | Follower | None, logs: Sequence[EventLog]) -> Record | None:
+    """Return a function to call with the events of a replica; None where nobody wants them."""
+    sinks: list[Record] = [] if peers is None else [peers.tell]
+    sinks += [log.record for log in logs]
+
+    def record(event: ReplicaEvent) -> None:
+        for sink in sinks:
+            sink(event)
+
+    return record if sinks else None

@@ -26,9 +26,9 @@ from jaxserve.engine.events import (
     Withdrawn,
     replay,
 )
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ class EventLog:
 def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
     """Return the sizes and the events of a log; one torn line at its end is left out."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
-    schedule = ScheduleConfig(**json.loads(lines[0]))
+    sizes = json.loads(lines[0])
+    schedule = ScheduleConfig(**{**sizes, "windows": tuple(sizes["windows"])})
     return schedule, (_from_json(*json.loads(line)) for line in lines[1:] if line.endswith("\n"))
 
 

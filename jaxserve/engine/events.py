@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from jaxserve.request import FinishReason, Request
 
 if TYPE_CHECKING:
-    from jaxserve.engine.plan import StepPlan
-    from jaxserve.engine.scheduler import Scheduler
+    from jaxserve.scheduling.plan import StepPlan
+    from jaxserve.scheduling.scheduler import Scheduler
 
 
 # To the core
@@ -67,6 +67,7 @@ class Scheduled(NamedTuple):
     max_steps: int
     bucket: int | None  # bucket that the plan runs in; None where there was nothing to plan
     digest: int  # digest of all plans up to this one, since the last recovery
+    num_drafts: Sequence[int] = ()  # tokens to draft by slot, if all rows are in decode
 
 
 class Updated(NamedTuple):
@@ -118,8 +119,8 @@ def replay(
                 scheduler.withdraw()
             case CacheReset():
                 scheduler.reset_prefix_cache()
-            case Scheduled(max_steps, bucket, wanted):
-                plan = scheduler.schedule(max_steps)
+            case Scheduled(max_steps, bucket, wanted, num_drafts):
+                plan = scheduler.schedule(max_steps, num_drafts)
                 digest = digest if plan is None else plan.digest(digest)
                 if digest != wanted or (plan is None) != (bucket is None):
                     raise RuntimeError(

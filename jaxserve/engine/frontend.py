@@ -16,18 +16,18 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxserve.bad_words import encode_bad_words
 from jaxserve.config import LARGEST_MAX_LOGPROBS, EngineConfig, ScheduleConfig
 from jaxserve.engine.core import Delta
 from jaxserve.engine.events import Cancelled, Event, Submitted
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
 from jaxserve.engine.replica import StepTokens
-from jaxserve.errors import RequestError
+from jaxserve.errors import RequestError, brief
 from jaxserve.metrics import EngineStats
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenIds, brief
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.request import FinishReason, Request, SamplingParams, TokenIds
+from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.text.bad_words import encode_bad_words
+from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.sampling import TokenLogprobs
@@ -90,7 +90,7 @@ class Frontend:
         limit = prompt_limit(params, self._schedule.max_model_len)
         text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
         self._check(token_ids, params)
-        requests = self._samples(request_id, token_ids, params, salt)
+        requests = self._expand(request_id, token_ids, params, salt)
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic)
@@ -220,6 +220,8 @@ class Frontend:
                 continue
             reason = request.finish_reason if request in ended else None
             self._untold[group.request_id] = group
+            if result.rounds is not None:
+                group.count_drafts(request, result.rounds.drafted[row].tolist(), result.rounds.accepted[row].tolist())
             num_kept, stop = group.append(request, token_ids, reason, at_s, logprobs, row * width)
             num_output_tokens += num_kept
             if stop is not None:
@@ -305,14 +307,15 @@ class Frontend:
         most = self._max_position
         return f" or raise max_model_len, {most} at most" if self._schedule.max_model_len < most else ""
 
-    def _samples(self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> list[Request]:
-        """The `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache like any others."""
+    def _expand(self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> list[Request]:
+        """Return the `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache."""
         seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
         limit = self._schedule.max_model_len
         if params.max_tokens is not None:
             limit = min(limit, len(token_ids) + params.max_tokens)
         else:  # all that there is room for; the last token is never computed, and so needs none
-            limit = min(limit, self._schedule.num_pages * self._schedule.page_size + 1)
+            most = self._schedule.kv_groups.most_tokens(self._schedule.num_pages)
+            limit = limit if most is None else min(limit, most + 1)
         eos = frozenset() if params.ignore_eos else self._eos_ids
         bad_sequences: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self._tokenizer:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from jaxserve.request import FinishReason, Request, RequestStatus
-from jaxserve.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 
 if TYPE_CHECKING:
     from jaxserve.engine.replica import Replica
 
 _POLL_S = 5e-5  # time between two looks at the devices of several replicas
+_CHUNK = 64  # queued requests that are looked up at a time
 
 
 class LoadBalancer:
@@ -67,16 +69,15 @@ class LoadBalancer:
             self.place()
 
     def finish(self, request: Request, reason: FinishReason | None = None) -> None:
-        """Forget a request that has ended, or end it for `reason`."""
+        """Forget a request that has ended, or end it for `reason`. An interrupted call can be repeated."""
+        self._queue.pop(request.request_id, None)
+        self._prefixes.pop(request.request_id, None)
         replica = self._replica_of.get(request.request_id)
-        if replica is None:
-            self._queue.pop(request.request_id, None)  # an interrupted call may have done so
-            self._prefixes.pop(request.request_id, None)
-            request.status, request.finish_reason = RequestStatus.FINISHED, reason
-            return
-        if reason is not None:
+        if replica is not None and reason is not None:
             replica.finish(request.request_id, reason)
-        del self._replica_of[request.request_id]
+        if request.status is not RequestStatus.FINISHED:  # no scheduler knows it
+            request.status, request.finish_reason = RequestStatus.FINISHED, reason
+        self._replica_of.pop(request.request_id, None)
 
     def ids_on(self, replica: Replica) -> list[str]:
         """Return the ids of the requests in a replica."""
@@ -85,8 +86,7 @@ class LoadBalancer:
     def place(self) -> None:
         """Give requests, in their order, to replicas that have room for them."""
         if self.is_lone:
-            while self._queue:
-                _, request = self._queue.popitem(last=False)
+            for request in self._in_turn():
                 self._bind(request, 0)
             return
         self._note_changes()
@@ -98,13 +98,13 @@ class LoadBalancer:
     def _note_changes(self) -> None:
         """Note the state of the replicas that have changed."""
         for index in self._changed:
-            self._note_state(index, is_open=self._replicas[index].scheduler.has_room())
+            self._note_state(index, is_open=self._replicas[index].scheduler.admission.has_room())
         self._changed.clear()  # not one by one: an interrupted call is repeated
 
     def _note_state(self, index: int, *, is_open: bool) -> None:
         """Report the load of a replica to the router, and note whether it has requests and whether any waits."""
         scheduler = self._replicas[index].scheduler
-        self._router.set_load(index, scheduler.load, is_open=is_open)
+        self._router.set_load(index, scheduler.admission.load, is_open=is_open)
         if scheduler.has_unfinished():
             self._idle.pop(index, None)
         else:
@@ -121,51 +121,57 @@ class LoadBalancer:
     def _route_queue(self) -> list[Request]:
         """Bind requests to open replicas until none is; return those that wait for a closed one."""
         passed_over: list[Request] = []
-        bound: list[str] = []
         for request, route in self._router.assign(
-            self._queue.values(), self._usable_prefix, self._fits, _load, self._must_wait
+            self._in_turn(), self._usable_prefix, self._fits, _load, self._must_wait
         ):
             if route.is_open:
                 self._bind(request, route.replica)
-                bound.append(request.request_id)
             else:
                 passed_over.append(request)
-        for request_id in bound:
-            del self._queue[request_id]
         return passed_over
+
+    def _in_turn(self) -> Iterator[Request]:
+        """Yield the queued requests in their order; those that were yielded may leave the queue."""
+        num_left = 0  # requests yielded that are still queued
+        while chunk := list(islice(self._queue.values(), num_left, num_left + _CHUNK)):
+            for request in chunk:
+                yield request
+                num_left += request.request_id in self._queue
 
     def _fits(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
-        has_room = self._replicas[route.replica].scheduler.has_room(request)
+        has_room = self._replicas[route.replica].scheduler.admission.has_room(request)
         if not has_room:
             self._changed.add(route.replica)  # it may have room for another request when the next call looks again
         return has_room
 
     def _must_wait(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
-        return self._replicas[route.replica].scheduler.must_wait(request)
+        return self._replicas[route.replica].scheduler.admission.must_wait(request)
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
         """Bind queued requests to idle replicas, one to each, wherever their prefixes are."""
         for index, request in zip(list(self._idle) if requests else (), requests, strict=False):
             request.num_shared_tokens = 0
             self._bind(request, index)
-            del self._queue[request.request_id]
 
     def _bind(self, request: Request, index: int) -> None:
+        """Give a queued request to a replica."""
         replica = self._replicas[index]
-        self._replica_of[request.request_id] = replica  # first: an interrupted call ends the request wherever it is
-        replica.add(request)
-        if not self.is_lone:
-            self._router.note(index, self._prefix(request))
-            del self._prefixes[request.request_id]
-            self._note_state(index, is_open=True)  # `_fits` finds out whether it still is
+        with replica.changing():
+            self._replica_of[request.request_id] = replica  # first: what breaks off ends the requests of the replica
+            del self._queue[request.request_id]
+            replica.add(request)
+            if not self.is_lone:
+                self._router.note(index, self._prefix(request))
+                del self._prefixes[request.request_id]
+                self._note_state(index, is_open=True)  # `_fits` finds out whether it still is
 
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
             scheduler = self._replicas[0].scheduler
-            hashes, page_size = scheduler.prefix_hashes(request), scheduler.page_size
+            hashes, page_size = scheduler.admission.prefix_hashes(request), scheduler.page_size
             prefix = [(depth * page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
             self._prefixes[request.request_id] = prefix
         return prefix
@@ -179,12 +185,15 @@ class LoadBalancer:
         for index in list(self._with_waiting):
             replica = self._replicas[index]
             if self._idle or replica.scheduler.num_schedules != self._num_schedules[index]:
-                returned += replica.withdraw()
+                with replica.changing():
+                    withdrawn = replica.withdraw()
+                    self._queue.update({request.request_id: request for request in withdrawn})
+                    for request in withdrawn:
+                        del self._replica_of[request.request_id]
+                returned += withdrawn
                 self._note_changes()  # it may be idle now
         returned.sort(key=lambda request: request.arrival)
         for request in reversed(returned):
-            del self._replica_of[request.request_id]
-            self._queue[request.request_id] = request
             self._queue.move_to_end(request.request_id, last=False)
         return returned
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.logprobs import LogprobList, largest
 from jaxserve.request import (
     CompletionOutput,
     FinishReason,
@@ -18,7 +17,8 @@ from jaxserve.request import (
     SamplingParams,
     TokenIds,
 )
-from jaxserve.tokenizer import Detokenizer, Tokenizer
+from jaxserve.text.logprobs import LogprobList, largest
+from jaxserve.text.tokenizer import Detokenizer, Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.sampling import TokenLogprobs
@@ -144,6 +144,20 @@ class RequestGroup:
                 logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
         return num_kept, stop_string
+
+    def count_drafts(self, request: Request, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+        """Count the tokens that were drafted and accepted for a sample in each of some rounds."""
+        metrics = self._completions[request.request_id].output.metrics
+        for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
+            if not num_drafted:
+                continue
+            metrics.num_draft_rounds += 1
+            metrics.num_drafted_tokens += num_drafted
+            metrics.num_accepted_tokens += num_accepted
+            counts = metrics.num_accepted_per_position
+            counts += [0] * (num_drafted - len(counts))
+            for position in range(num_accepted):
+                counts[position] += 1
 
     def _extend_text(
         self, completion: _Completion, token_ids: TokenIds, reason: FinishReason | None

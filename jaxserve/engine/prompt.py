@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxserve.errors import RequestError
 from jaxserve.request import SamplingParams, TokenIds
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]
 

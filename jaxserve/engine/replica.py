@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -19,17 +22,19 @@ from jaxserve.engine.events import (
     Updated,
     Withdrawn,
 )
-from jaxserve.engine.executor import Executor, StepResult
-from jaxserve.engine.pacer import Pacer
-from jaxserve.engine.scheduler import Scheduler
 from jaxserve.engine.step_stats import InFlight, StepStatsWriter
+from jaxserve.execution.executor import Executor, StepResult
 from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.draft_pacer import DISPATCH_S, DraftPacer
+from jaxserve.scheduling.pacer import Pacer
+from jaxserve.scheduling.plan import PlanKind
+from jaxserve.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
-    from jaxserve.engine.plan import StepPlan
     from jaxserve.metrics import EngineStats
     from jaxserve.models.arch import ArchConfig
+    from jaxserve.scheduling.plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +69,10 @@ class Replica:
         scheduler: scheduler of the replica.
         executor: device of the replica.
         pacer: chooses how many decode steps go in one dispatch.
+        draft_pacer: chooses how many tokens are drafted.
         step_stats: writer of the statistics of steps.
         in_flight: steps that were launched and not read, oldest first.
+        failure: what broke off a change of the scheduler half-way; `forget_all` and `recover` are due.
     """
 
     def __init__(
@@ -82,8 +89,18 @@ class Replica:
         self.pacer = Pacer(config.multi_step, lambda bucket: s.max_steps(bucket, config.max_steps))
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.in_flight: deque[InFlight] = deque()
+        self.failure: BaseException | None = None
         self._stats = stats
         self._most_in_flight = 2 if config.step_ahead else 1
+        speculation, is_timed = config.speculation, config.multi_step == "auto"
+        self.draft_pacer = DraftPacer(
+            s.max_drafts,
+            s.max_num_seqs,
+            adaptive=speculation is not None and speculation.adaptive,
+            has_multi_step=is_timed and config.max_steps > 1,
+            max_rounds=lambda bucket: s.max_rounds(bucket, config.max_steps),
+            dispatch_s=DISPATCH_S if is_timed else math.inf,
+        )
         self._forbid_compiles = config.forbid_compiles
         self._record = record
         self._digest = 0  # digest of all plans since the last recovery
@@ -92,26 +109,42 @@ class Replica:
 
     # Requests
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Have the scheduler, the record of its events and what their owner notes of it change together or not at all.
+
+        What breaks the block off, an interrupt too, is kept as `failure`.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self.failure = self.failure or error
+            raise
+
     def add(self, request: Request) -> None:
         """Queue a request; RequestError where it could not run to its end even alone."""
-        self.scheduler.add(request)
-        self._note(Added(request))
+        with self.changing():
+            self.scheduler.add(request)
+            self._note(Added(request))
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request if it has not ended already."""
-        if self.scheduler.finish(request_id, reason) is not None:
-            self._note(Finished(request_id, reason))
+        with self.changing():
+            if self.scheduler.finish(request_id, reason) is not None:
+                self._note(Finished(request_id, reason))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
-        self.scheduler.reset_prefix_cache()
-        self._note(CacheReset())
+        with self.changing():
+            self.scheduler.reset_prefix_cache()
+            self._note(CacheReset())
 
     def withdraw(self) -> list[Request]:
         """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
-        withdrawn = self.scheduler.withdraw()
-        if withdrawn:
-            self._note(Withdrawn())
+        with self.changing():
+            withdrawn = self.scheduler.withdraw()
+            if withdrawn:
+                self._note(Withdrawn())
         return withdrawn
 
     def has_work(self) -> bool:
@@ -131,13 +164,14 @@ class Replica:
         self._settle_dropped()
         if not self._may_launch():
             return None
-        max_steps = self._max_steps()
-        plan = self.scheduler.schedule(max_steps)
+        num_drafts, max_rounds = self._choose_drafts()
+        max_steps = max_rounds if num_drafts else self._max_steps()
+        plan = self.scheduler.schedule(max_steps, num_drafts)
         self._is_stuck = plan is None
         bucket = None if plan is None else self._bucket(plan)
         if plan is not None and self._record is not None:
             self._digest = plan.digest(self._digest)
-        self._note(Scheduled(max_steps, bucket, self._digest))
+        self._note(Scheduled(max_steps, bucket, self._digest, num_drafts))
         if plan is not None and bucket is not None:
             handle = self.executor.launch(plan, bucket)
             self.in_flight.append(InFlight(plan, handle, bucket, now_s))
@@ -158,8 +192,9 @@ class Replica:
         step = self.in_flight[0]
         plan = step.plan
         sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
-        self.step_stats.ended(step, num_tokens, result.ended_s)
-        if plan.num_prefill_tokens:
+        self.step_stats.ended(step, num_tokens, result.ended_s, result.rounds)
+        self._pace_drafts(plan, result)
+        if plan.num_prefill_tokens or plan.num_drafts:
             self.pacer.pause()
         else:
             bucket = self.executor.multi_step_bucket_for(plan.num_rows)
@@ -182,14 +217,18 @@ class Replica:
             self._has_dropped = True
         self.pacer.pause()
 
-    def recover(self) -> None:
-        """Go on after a step that broke off, whose requests have all been ended, with nothing cached."""
+    def forget_all(self) -> None:
+        """Forget requests, pages and steps, whatever a failure has left of them; `recover` is due."""
         self.in_flight.clear()
         self.pacer.pause()
-        self._has_dropped = True  # the state is not known to be sound yet: waiting for it may be interrupted
         self.scheduler.restart()
+
+    def recover(self) -> None:
+        """Go on after `forget_all`, with nothing cached."""
+        self._has_dropped = True  # the state is not known to be sound yet: waiting for it may be interrupted
         self._digest = 0
         self._note(Recovered())
+        self.failure = None
         self.executor.restore_state()
         self._has_dropped = False
 
@@ -224,11 +263,51 @@ class Replica:
             return 1
         return self.pacer.max_steps(bucket)
 
+    def _choose_drafts(self) -> tuple[Sequence[int], int]:
+        """Return the tokens to draft by slot, and the most rounds; nothing where no program drafts for these rows."""
+        schedule, scheduler = self.executor.schedule, self.scheduler
+        if not (schedule.max_drafts and scheduler.num_running):
+            return (), 0
+        bucket = self.executor.speculative_bucket_for(scheduler.num_running)
+        if bucket is None or (schedule.max_logprobs < 0 and scheduler.wants_logprobs):
+            return (), 0
+        slots = scheduler.running_slots
+        wanted, max_rounds = self.draft_pacer.choose(bucket, slots)
+        if not wanted.any():
+            return (), 0
+        by_slot = np.zeros(schedule.max_num_seqs, np.int64)
+        by_slot[slots] = wanted
+        return by_slot.tolist(), max_rounds
+
+    def _pace_drafts(self, plan: StepPlan, result: StepResult) -> None:
+        """Let the pacer of drafts know how long a dispatch took, and what was accepted."""
+        if not self.executor.schedule.max_drafts:
+            return
+        bucket, rounds = self.executor.speculative_bucket_for(plan.num_rows), result.rounds
+        if plan.admitted:
+            self.draft_pacer.admit([r.slot for r in plan.admitted if r.slot >= 0])
+        if plan.num_prefill_tokens or bucket is None:
+            self.draft_pacer.pause()
+            return
+        num_rows, num_drafts = plan.num_rows, max(plan.num_drafts, default=0)
+        num_rounds = int(result.num_tokens[:num_rows].max())
+        if rounds is not None:
+            num_rounds = int(rounds.sampled[:num_rows].any(axis=0).sum())
+            own = [row for row, request in enumerate(plan.requests) if request.slot == plan.slots[row]]
+            slots = [plan.slots[row] for row in own]
+            self.draft_pacer.accepted(slots, rounds.wanted[own], rounds.accepted[own])
+        num_tokens = float(result.num_tokens[:num_rows].mean())
+        self.draft_pacer.ended(bucket, num_drafts, num_rounds, num_tokens, result.ended_s)
+
     def _bucket(self, plan: StepPlan) -> int:
-        if plan.num_steps == 1:
-            return self.executor.bucket_for(plan.num_tokens)
-        bucket = self.executor.multi_step_bucket_for(plan.num_rows)
-        assert bucket is not None, "several steps are planned where there is a program for them"
+        match plan.kind:
+            case PlanKind.STEP:
+                return self.executor.bucket_for(plan.num_tokens)
+            case PlanKind.MULTI_STEP:
+                bucket = self.executor.multi_step_bucket_for(plan.num_rows)
+            case PlanKind.SPECULATIVE:
+                bucket = self.executor.speculative_bucket_for(plan.num_rows)
+        assert bucket is not None, "what is planned has a program"
         return bucket
 
     def _count_compiles(self, count: int) -> None:

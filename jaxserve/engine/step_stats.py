@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.engine.costs import attention_cost
-from jaxserve.engine.executor import Executor, StepHandle
-from jaxserve.engine.plan import StepPlan
-from jaxserve.metrics import EngineStats, StepStats
+from jaxserve.execution.costs import attention_cost
+from jaxserve.execution.executor import Executor, RoundCounts, StepHandle
+from jaxserve.metrics import Counts, EngineStats, StepStats
+from jaxserve.scheduling.plan import StepPlan
 
 if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig
@@ -38,10 +38,11 @@ class _Ended(NamedTuple):
     device_s: float
     wall_s: float
     end_s: float
+    rounds: RoundCounts | None
 
 
 class StepStatsWriter:
-    """Totals and the last step's account. `ended` takes the time; `write` does the sums, whenever there is time for it.
+    """Totals and statistics of each step: `ended` takes the time, `write` does the sums when there is time for it.
 
     Args:
         arch: sizes of one device's part of the model.
@@ -50,7 +51,7 @@ class StepStatsWriter:
 
     Attributes:
         stats: totals since start.
-        last_step: the account written last.
+        last_step: statistics written last.
         last_end_s: end of the last step, by the executor's clock.
     """
 
@@ -62,7 +63,7 @@ class StepStatsWriter:
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
 
-    def ended(self, step: InFlight, num_sampled: NDArray[Any], now_s: float) -> None:
+    def ended(self, step: InFlight, num_sampled: NDArray[Any], now_s: float, rounds: RoundCounts | None = None) -> None:
         """Note that the result of a step is there, and the number of tokens that each row sampled.
 
         Device time is from dispatch, or from the end of the step before, to result.
@@ -70,23 +71,28 @@ class StepStatsWriter:
         free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
         device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
         wall_s = max(now_s - max(step.planned_s, free_s), 0.0)
-        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s))
+        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds))
 
     def write(self, num_waiting: int) -> list[StepStats]:
         """Add all steps that have ended to the totals; return their statistics."""
         ended, self._unwritten = self._unwritten, []
         written = []
         for step in ended:
-            account = self._account(step, num_waiting)
-            self.stats.add(account)
-            self.last_step, self.last_end_s = account, step.end_s
-            written.append(account)
+            statistics = self._statistics(step, num_waiting)
+            self.stats.add(statistics)
+            self.last_step, self.last_end_s = statistics, step.end_s
+            written.append(statistics)
         return written
 
-    def _account(self, ended: _Ended, num_waiting: int) -> StepStats:
-        step, num_sampled, device_s, wall_s, _ = ended
+    def _statistics(self, ended: _Ended, num_waiting: int) -> StepStats:
+        step, num_sampled, device_s, wall_s, _, rounds = ended
         plan, bucket, arch = step.plan, step.bucket, self._arch
-        work = _work(plan, num_sampled, self._executor.schedule.page_size)
+        page_size, num_axis_tokens = self._executor.schedule.page_size, bucket
+        if rounds is None:
+            work = _work(plan, num_sampled, page_size)
+        else:
+            work = _speculative_work(plan, rounds, page_size)
+            num_axis_tokens *= self._executor.schedule.max_nodes + 1
         attention = attention_cost(work.start, work.num_tokens, arch.windows)
         num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
         num_tokens = int(work.num_tokens.sum())
@@ -95,21 +101,31 @@ class StepStatsWriter:
             num_steps=num_steps,
             num_rows=plan.num_rows,
             num_tokens=num_tokens,
-            num_padding_tokens=bucket * num_steps - num_tokens,
+            num_padding_tokens=num_axis_tokens * num_steps - num_tokens,
             num_prefill_tokens=plan.num_prefill_tokens,
             num_decode_tokens=num_tokens - plan.num_prefill_tokens,
             num_cached_tokens=plan.num_cached_tokens,
             num_preemptions=len(plan.preempted),
             num_pages_used=plan.num_pages_used,
-            num_slack_tokens=work.num_slack_tokens,
+            num_slack_tokens=work.num_slack_tokens * self._executor.schedule.kv_groups.size,
             num_waiting=num_waiting,
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
-            weight_bytes=self._executor.weight_bytes(bucket) * num_steps,
+            weight_bytes=self._executor.weight_bytes(num_axis_tokens) * num_steps,
             kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // arch.num_layers,
-            flops=self._executor.step_flops(bucket * num_steps, num_rows * num_steps, attention.num_scores),
+            flops=self._executor.step_flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
+            num_drafted_tokens=0 if rounds is None else int(rounds.drafted.sum()),
+            num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),
+            num_draft_rounds=0 if rounds is None else int((rounds.drafted > 0).sum()),
+            accepted_per_position=Counts() if rounds is None else _by_position(rounds.accepted),
         )
+
+
+def _by_position(accepted: NDArray[np.int32]) -> Counts:
+    """Return in how many rounds the first drafted token was accepted, the second, and so on."""
+    most = int(accepted.max(initial=0))
+    return Counts(tuple(int((accepted > position).sum()) for position in range(most)))
 
 
 class _Work(NamedTuple):
@@ -119,6 +135,19 @@ class _Work(NamedTuple):
     num_tokens: NDArray[np.int64]  # computed
     num_steps: int  # rounds
     num_slack_tokens: int  # positions of all rows' last pages that nothing is in afterwards
+
+
+def _speculative_work(plan: StepPlan, rounds: RoundCounts, page_size: int) -> _Work:
+    """Work of the model in rounds with drafts; that of the proposer does not count."""
+    num_rows = plan.num_rows
+    drafted, sampled = rounds.drafted[:num_rows], rounds.sampled[:num_rows]
+    before = np.cumsum(sampled, axis=1) - sampled
+    takes_part = sampled > 0
+    starts = np.array(plan.starts, np.int64)[:, None] + before  # an upper bound, as the plan's is
+    end = np.array(plan.starts, np.int64) + sampled.sum(axis=1)
+    slack = int((-end % page_size).sum())
+    num_rounds = max(int(takes_part.any(axis=0).sum()), 1)
+    return _Work(starts[takes_part], (drafted + 1)[takes_part].astype(np.int64), num_rounds, slack)
 
 
 def _work(plan: StepPlan, num_sampled: NDArray[Any], page_size: int) -> _Work:

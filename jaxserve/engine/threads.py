@@ -67,11 +67,11 @@ class EngineThreads:
         if self._is_stopped:
             raise RuntimeError("the process is ending: no requests are served any more")
         with self._pause:
-            self._is_paused = self._is_stopped  # an interrupt may have come at the end of a pause
+            self._is_paused, self._pauser = self._is_stopped, 0  # an interrupt may have come at the end of a pause
             self._queue(groups, listener)
 
     def _queue(self, groups: Sequence[RequestGroup], listener: Listener) -> None:
-        self._engine.check_serves()
+        self._engine.devices.check_serve()
         try:
             for group in groups:
                 self._engine.frontend.start(group, listener)
@@ -183,9 +183,7 @@ class EngineThreads:
         """End all requests, whatever the core knows of them; where that does not help, nobody is served any more."""
         core = self._engine.core
         try:
-            core.abort_all(error)
-            for replica in core.replicas:
-                replica.recover()
+            core.recover(error)
         except BaseException:
             logger.exception("the engine is closed: it cannot go on")
             with contextlib.suppress(BaseException):

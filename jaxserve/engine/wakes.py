@@ -3,6 +3,7 @@
 import time
 from queue import SimpleQueue
 
+from jaxserve.engine.frontend import Listener
 from jaxserve.engine.outputs import RequestGroup
 
 WAKE_S = 2e-3  # time between two wakes, some twenty times as long as one takes
@@ -10,7 +11,7 @@ MAX_BURST = 8  # threads woken at once; more would keep the engine's own threads
 
 
 class Wakes:
-    """Wakes threads that stream, one each WAKE_S on average, but for the first tokens and the last of a request.
+    """Wakes threads that stream, one each WAKE_S on average, but for the first news and the last of a request.
 
     To wake a thread for a token takes longer than all else that the host does for it, and while other threads of the
     process run Python the engine's own cannot. So the more threads stream, the more tokens each gets at once.
@@ -20,13 +21,21 @@ class Wakes:
         self._asleep: dict[SimpleQueue[None], None] = {}  # queues of threads with news, longest wait first
         self._due_s = 0.0  # time of the next wake
 
-    def note(self, news: SimpleQueue[None], group: RequestGroup) -> None:
-        """Have the thread that waits for `news` of a request woken: now, or by `wake`."""
-        if group.output.finished or len(group.output.outputs[0].token_ids) <= 1:
+    def listener(self, news: SimpleQueue[None]) -> Listener:
+        """Return a listener of one request that has the thread that waits for `news` woken: now, or by `wake`."""
+        is_told = False
+
+        def listener(group: RequestGroup) -> None:
+            nonlocal is_told
+            if is_told and not group.output.finished:
+                self._asleep.setdefault(news)
+                return
+            is_told = True
             self._asleep.pop(news, None)
-            news.put(None)
-        else:
-            self._asleep.setdefault(news)
+            if news.empty():
+                news.put(None)
+
+        return listener
 
     def wake(self, *, is_last: bool = False) -> float | None:
         """Wake the threads whose turn it is, or all for the last time.

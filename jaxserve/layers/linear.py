@@ -1,94 +1,137 @@
-"""Matrix products with weights stored [out, in], as Hugging Face has them: in float, quantised, or packed."""
+"""Matrix products with weights stored [out, in], as Hugging Face has them, in any weight format."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve import quant
-from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm
-from jaxserve.pallas_kernels import packed_linear
-from jaxserve.pallas_kernels.packed_linear import PackedMatrix
-from jaxserve.quant import QuantizedMatrix
 
-Matrix = Float[Array, "out in"] | QuantizedMatrix | PackedMatrix
+
+@dataclass(frozen=True)
+class LinearContext:
+    """What a product needs to know beside its operands; hashable.
+
+    Attributes:
+        activation: function of the sums and the bias; gated matrices, and only they, must have `swiglu`.
+        dtype: dtype of the result; None for that of x, or of the rows of a table.
+        axis: mesh axis along which each device has some columns of the matrix and of x, and the products are summed
+            before the bias; in a look-up, along which each device has as many rows of the table, in order.
+    """
+
+    activation: Callable[[Array], Array] | None = None
+    dtype: jax.typing.DTypeLike | None = None
+    axis: str | None = None
+
+
+class Operands(NamedTuple):
+    """Arrays around the product of x and a matrix: `activation(norm(x) @ W.T + bias) + residual`. Kernels may fuse it.
+
+    Whatever else is added to a product becomes a field here and a term of `finish`.
+    """
+
+    norm: RmsNorm | None = None
+    bias: Float[Array, " out"] | None = None
+    residual: Float[Array, "T outputs"] | None = None
+
+    def finish(self, product: Float[Array, "T out"], context: LinearContext) -> Float[Array, "T outputs"]:
+        """Sum a product over the devices and apply what follows it."""
+        y = product.astype(context.dtype)
+        y = y if context.axis is None else lax.psum(y, context.axis)
+        if self.bias is not None:
+            y += self.bias[None, :].astype(y.dtype)
+        y = context.activation(y) if context.activation else y
+        return y if self.residual is None else self.residual + y
+
+
+class Matrix(ABC):
+    """A matrix [out, in] in the form in which a device holds it: a pytree with its own product and look-up."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """Shape [out, in], whatever the arrays that hold it."""
+
+    @abstractmethod
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Return `x @ W.T`, accumulated in float32; a format of quantised activations quantises `x` here."""
+
+    @abstractmethod
+    def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+
+    def linear(self, x: Float[Array, "T in"], context: LinearContext, operands: Operands) -> Float[Array, "T outputs"]:
+        """Return the product with all that surrounds it; matrices whose kernel fuses these override this."""
+        y = self.multiply(operands.norm(x) if operands.norm else x, context)
+        return operands.finish(y, context)
+
+
+@dataclass(frozen=True)
+class FloatMatrix(Matrix):
+    """A matrix that is held as it is, in an array of floats."""
+
+    array: Float[Array, "out in"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+        return self.array.shape
+
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Multiply; one token from the other side, as XLA:CPU reads a row-major matrix up to eight times faster as W·x.
+
+        Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators use by default.
+        """
+        precision = lax.Precision.HIGHEST if x.dtype == self.array.dtype == jnp.float32 else None
+        dot = partial(
+            lax.dot_general,
+            dimension_numbers=(((1,), (1,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+        return dot(self.array, x).T if x.shape[0] == 1 else dot(x, self.array)
+
+    def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        return self.array.at[ids].get(mode="clip")
+
+
+Weight = Float[Array, "out in"] | Matrix
 
 
 def linear(
-    weight: Matrix,
     x: Float[Array, "T in"],
-    bias: Float[Array, " out"] | None = None,
+    weight: Weight,
+    context: LinearContext = LinearContext(),
     *,
-    before: RmsNorm | None = None,
-    after: Callable[[Array], Array] | None = None,
+    norm: RmsNorm | None = None,
+    bias: Float[Array, " out"] | None = None,
     residual: Float[Array, "T outputs"] | None = None,
-    dtype: jax.typing.DTypeLike | None = None,
-    axis: str | None = None,
 ) -> Float[Array, "T outputs"]:
-    """Return `after(before(x) @ weight.T + bias) + residual`, accumulated in float32, in `dtype` (default: that of x).
-
-    Products of float32 are exact float32, not the TF32 or bfloat16 that accelerators use by default. Packed matrices go
-    to the native kernels, which do all of this in one call. Gated matrices, and only they, must have `swiglu` after.
-    Along the mesh axis `axis`, if one is given, each device has some columns of the matrix and of x: the products are
-    summed over them before the bias.
-    """
-    dtype = dtype or x.dtype
-    if axis is not None:
-        y = lax.psum(linear(weight, x, before=before, dtype=dtype), axis)
-        return _finish(y, bias, after, residual)
-    if isinstance(weight, PackedMatrix):
-        assert after is (swiglu if weight.gated else None), "a matrix is packed for what comes after its product"
-        norm = None if before is None else (before.weight, before.eps)
-        return packed_linear.multiply(weight, x, rms_norm=norm, bias=bias, residual=residual).astype(dtype)
-    y = _multiply(weight, before(x) if before else x).astype(dtype)
-    return _finish(y, bias, after, residual)
+    """Return `activation(norm(x) @ weight.T + bias) + residual`, accumulated in float32; see `LinearContext`."""
+    context = replace(context, dtype=context.dtype or x.dtype)
+    return _matrix(weight).linear(x, context, Operands(norm, bias, residual))
 
 
-def embed(
-    table: Matrix, token_ids: Int[Array, " T"], dtype: jax.typing.DTypeLike, *, axis: str | None = None
-) -> Float[Array, "T D"]:
-    """Return rows of the embedding in `dtype`; token ids are clipped to the range.
-
-    Along the mesh axis `axis`, if one is given, each device has as many rows of the table, in order; ids beyond the
-    last row get zeros.
-    """
-    if axis is not None:
-        num_rows = table.shape[0]
-        local_ids = token_ids - lax.axis_index(axis) * num_rows
-        is_here = (local_ids >= 0) & (local_ids < num_rows)
-        return lax.psum(jnp.where(is_here[:, None], embed(table, local_ids, dtype), 0), axis)
-    if isinstance(table, QuantizedMatrix):
-        return table.rows(token_ids).astype(dtype)
-    if isinstance(table, PackedMatrix):
-        return packed_linear.rows(table, token_ids).astype(dtype)
-    return table.at[token_ids].get(mode="clip").astype(dtype)
+def embed(token_ids: Int[Array, " T"], table: Weight, context: LinearContext = LinearContext()) -> Float[Array, "T D"]:
+    """Return rows of the embedding; ids are clipped to the range, and those beyond a table that is split get zeros."""
+    matrix = _matrix(table)
+    if context.axis is None:
+        rows = matrix.rows(token_ids)
+        return rows.astype(context.dtype or rows.dtype)
+    num_rows = matrix.shape[0]
+    local_ids = token_ids - lax.axis_index(context.axis) * num_rows
+    is_here = (local_ids >= 0) & (local_ids < num_rows)
+    local = replace(context, axis=None)
+    return lax.psum(jnp.where(is_here[:, None], embed(local_ids, table, local), 0), context.axis)
 
 
-def _finish(
-    y: Float[Array, "T out"],
-    bias: Float[Array, " out"] | None,
-    after: Callable[[Array], Array] | None,
-    residual: Float[Array, "T outputs"] | None,
-) -> Float[Array, "T outputs"]:
-    if bias is not None:
-        y += bias[None, :].astype(y.dtype)
-    y = after(y) if after else y
-    return y if residual is None else residual + y
-
-
-def _multiply(weight: Float[Array, "out in"] | QuantizedMatrix, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
-    """Multiply; one token from the other side, as XLA:CPU reads a row-major matrix up to eight times faster as W·x."""
-    if isinstance(weight, QuantizedMatrix):
-        return quant.multiply(weight, x)
-    precision = lax.Precision.HIGHEST if x.dtype == weight.dtype == jnp.float32 else None
-    dot = partial(
-        lax.dot_general,
-        dimension_numbers=(((1,), (1,)), ((), ())),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return dot(weight, x).T if x.shape[0] == 1 else dot(x, weight)
+def _matrix(weight: Weight) -> Matrix:
+    """Return a weight as a matrix; those in float are bare arrays in parameter trees, as checkpoints have them."""
+    return weight if isinstance(weight, Matrix) else FloatMatrix(weight)

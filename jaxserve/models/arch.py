@@ -2,27 +2,42 @@
 
 import dataclasses
 import math
+from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.sharding import TENSOR, held_heads
 
+MAX_KV_GROUPS = 8  # most groups of layers whose kinds do not repeat
 
-@dataclass(frozen=True)
-class AttentionOptions:
-    """What attention computes beside its arguments; see `ragged_paged_attention`.
+
+class LayerOptions(NamedTuple):
+    """Static facts of a layer that its attention needs.
 
     Attributes:
-        scale: factor on the scores.
-        window: number of latest positions that a query sees; None for all up to its own.
-        soft_cap: bound of the scores; None for none.
+        attention: how it attends.
+        kv_group: KV group of its keys and values.
     """
 
-    scale: float
-    window: int | None = None
-    soft_cap: float | None = None
+    attention: AttentionOptions
+    kv_group: int
+
+
+class KVPlace(NamedTuple):
+    """Place of a layer's keys and values.
+
+    Attributes:
+        group: KV group of the layer.
+        layer: number of the layer in the group.
+    """
+
+    group: int
+    layer: int
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class ArchConfig:
     ffn_size: int
     max_position: int  # longest sequence, RoPE scaling included: see hf_config.max_position
     norm_eps: float
-    rope: RopeConfig
+    rope: RopeConfig | None  # None for learned positions
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens, None for full attention
     tied_embeddings: bool = False
     qkv_bias: bool = False
@@ -57,14 +72,16 @@ class ArchConfig:
     embed_scale: float = 1.0  # factor on embeddings
     local_rope: RopeConfig | None = None  # rotation in layers with a window; None is that of all others
     tensor_axis: str | None = None  # of the mesh, where these are the sizes of one device
+    one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
 
     def __post_init__(self) -> None:
+        assert len(self.windows) == self.num_layers, "each layer has a window or None"
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.head_dim % 2:
+        if self.rope and self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     def local(self, num_devices: int) -> "ArchConfig":
@@ -104,15 +121,54 @@ class ArchConfig:
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         return AttentionOptions(scale, self.windows[layer], self.soft_cap)
 
-    @property
+    def layer_options(self, layer: int) -> LayerOptions:
+        """Return what the attention of a layer needs to know."""
+        return LayerOptions(self.attention(layer), self.kv_places[layer].group)
+
+    @cached_property
     def period(self) -> int:
         """Number of layers after which their kinds repeat."""
         kinds = [(self.attention(layer), self.layer_rope(layer)) for layer in range(self.num_layers)]
         periods = range(1, self.num_layers)
         return next((p for p in periods if kinds[p:] == kinds[:-p]), self.num_layers)
 
-    def layer_rope(self, layer: int) -> RopeConfig:
-        """Return the rotation of a layer's queries and keys."""
+    @cached_property
+    def kv_places(self) -> tuple[KVPlace, ...]:
+        """Place of each layer in the KV groups: equally many layers of one window in each, in every period.
+
+        Where the layers do not repeat, a group has as many as there are of the rarer window, or more, lest there be
+        more than MAX_KV_GROUPS; the last group of a window may have fewer.
+        """
+        if self.one_kv_group:
+            return tuple(KVPlace(0, layer) for layer in range(self.num_layers))
+        period = self.period if 2 * self.period <= self.num_layers else self.num_layers
+        counts = Counter(self.windows[:period])
+        group_size = math.gcd(*counts.values())
+        if period == self.num_layers:
+            group_size = max(min(counts.values()), -(-self.num_layers // MAX_KV_GROUPS))
+        first_groups = dict(
+            zip(counts, accumulate((-(-n // group_size) for n in counts.values()), initial=0), strict=False)
+        )
+        places: list[KVPlace] = []
+        for layer, window in enumerate(self.windows):
+            start = layer // period * period
+            group, number = divmod(self.windows[start:layer].count(window), group_size)
+            places.append(KVPlace(first_groups[window] + group, start // period * group_size + number))
+        return tuple(places)
+
+    @property
+    def kv_windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each KV group; None for full attention."""
+        windows = {place.group: window for place, window in zip(self.kv_places, self.windows, strict=True)}
+        return tuple(windows[group] for group in sorted(windows))
+
+    @property
+    def kv_group_layers(self) -> int:
+        """Layers of the largest KV group, whose keys and values every page has room for."""
+        return 1 + max(place.layer for place in self.kv_places)
+
+    def layer_rope(self, layer: int) -> RopeConfig | None:
+        """Return the rotation of a layer's queries and keys; None if it has none."""
         return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
 
 

@@ -5,6 +5,7 @@ the period in which their kinds repeat.
 The KV pool and whatever else attention needs travel in `carry`, so both forms update one stacked pool in place.
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,16 +15,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxserve.layers.linear import embed, linear
+from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.rope import rope_table
 from jaxserve.models import registry
-from jaxserve.models.arch import ArchConfig, AttentionOptions
+from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.family import Block
-from jaxserve.models.params import Params, ScannedLayers
+from jaxserve.models.params import POSITION_EMBED, Params, ScannedLayers
 
-# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2], carry, layer, options) -> (out[T,Q,H], carry); it rotates q and k
-# first. Hashable, closes over no arrays.
-Attend = Callable[[Array, Array, Array, Array, Any, Any, AttentionOptions], tuple[Array, Any]]
+# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options) -> (out[T,Q,H], carry); it rotates
+# q and k first, by `rope` if that is given. `layer` is the layer's number in its KV group. Hashable, closes over no
+# arrays.
+Attend = Callable[[Array, Array, Array, Array | None, Any, Any, LayerOptions], tuple[Array, Any]]
 
 
 @cache
@@ -47,31 +49,37 @@ def forward(
     family = registry.family(arch)
     with jax.named_scope("embed"):
         # The dtype is that of the norms, which are never quantised.
-        x = embed(params["embed"], token_ids, params["final_norm"].dtype, axis=arch.tensor_axis)
+        context = LinearContext(dtype=jax.tree.leaves(params["final_norm"])[0].dtype, axis=arch.tensor_axis)
+        x = embed(token_ids, params["embed"], context)
         if arch.embed_scale != 1.0:
             x *= jnp.asarray(arch.embed_scale, x.dtype)
+        if POSITION_EMBED in params:
+            x += embed(positions, params[POSITION_EMBED], dataclasses.replace(context, axis=None))
         configs = dict.fromkeys(map(arch.layer_rope, range(arch.num_layers)))
-        ropes = {config: rope_table(positions, config, arch.head_dim) for config in configs}
+        ropes = {config: config and rope_table(positions, config, arch.head_dim) for config in configs}
     layers = params["layers"]
     scanned, unrolled = (layers.periodic, layers.rest) if isinstance(layers, ScannedLayers) else ((), layers)
     num_scanned = arch.num_layers - len(unrolled)
 
-    def run(block: Block, kind: int, p: Params, x: Array, carry: Any, layer: Any) -> tuple[Array, Any]:
+    places = arch.kv_places
+
+    def run(block: Block, kind: int, p: Params, x: Array, carry: Any, kv_layer: Any) -> tuple[Array, Any]:
         """Run a layer that is of the same kind as layer `kind`."""
-        rope, options = ropes[arch.layer_rope(kind)], arch.attention(kind)
-        return block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+        rope, options = ropes[arch.layer_rope(kind)], arch.layer_options(kind)
+        return block(p, x, rope, carry, kv_layer, arch=arch, options=options, attend=attend)
 
     def run_period(state: tuple[Array, Any], xs: tuple[tuple[Params, ...], Array]) -> tuple[tuple[Array, Any], None]:
         x, carry = state
         period, first = xs
-        for place, p in enumerate(period):
-            x, carry = run(family.block, place, p, x, carry, first + place)
+        for kind, p in enumerate(period):
+            x, carry = run(family.block, kind, p, x, carry, first + places[kind].layer)
         return (x, carry), None
 
     if scanned:
-        (x, carry), _ = lax.scan(run_period, (x, carry), (scanned, jnp.arange(0, num_scanned, len(scanned))))
+        firsts = jnp.array([places[layer].layer for layer in range(0, num_scanned, len(scanned))])
+        (x, carry), _ = lax.scan(run_period, (x, carry), (scanned, firsts))
     for layer, p in enumerate(unrolled, start=num_scanned):
-        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(layer))
+        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))
     return family.final_norm(x, params["final_norm"], arch.norm_eps), carry
 
 
@@ -84,5 +92,5 @@ def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]
     """Return next-token logits in float32, of a device's own part of the vocabulary where that is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
-        logits = linear(head, hidden, dtype=jnp.float32)
+        logits = linear(hidden, head, LinearContext(dtype=jnp.float32))
         return logits if (cap := arch.logit_soft_cap) is None else cap * jnp.tanh(logits / cap)

@@ -10,7 +10,7 @@ from jax import Array
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import ParamSpec
 
-# block(params of the layer, x[T,D], rope[2,T,H/2], carry, layer, arch=, options=, attend=) -> (x[T,D], carry)
+# block(params of the layer, x[T,D], rope[2,T,H/2] or None, carry, layer, arch=, options=, attend=) -> (x[T,D], carry)
 Block = Callable[..., tuple[Array, Any]]
 
 
@@ -20,15 +20,17 @@ class ModelFamily:
 
     Attributes:
         read_arch: function that reads a config.json; raises ConfigError for settings that are not supported.
-        param_specs: function that returns one row per tensor of a model.
-        block: one decoder layer, a pure function.
-        final_norm: last norm, a function of x[T, D], its weight[D] and epsilon.
+        param_specs: function that returns one row per tensor of a model. The decoder reads `embed`, `final_norm` and,
+            unless tied, `lm_head`; the block reads what is under `("layers", layer)`, by names of its own.
+        block: one decoder layer, a pure function. `attend` rotates dimension i of a head with i + H / 2.
+        final_norm: last norm, a function of x[T, D], the parameters under `final_norm` (a vector, or a dict of weight
+            and bias) and epsilon.
     """
 
     read_arch: Callable[[Mapping[str, Any]], ArchConfig]
     param_specs: Callable[[ArchConfig], list[ParamSpec]]
     block: Block
-    final_norm: Callable[[Array, Array, float], Array]
+    final_norm: Callable[[Array, Any, float], Array]
 
 
 @dataclass(frozen=True)

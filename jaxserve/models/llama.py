@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.linear import linear
+from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
-from jaxserve.models.arch import ArchConfig, AttentionOptions, token_id_set
+from jaxserve.models.arch import ArchConfig, LayerOptions, token_id_set
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
 from jaxserve.models.params import Params, ParamSpec
@@ -144,7 +144,7 @@ def project_qkv(
     """Apply the input norm and return queries, keys and values of every token, normed per head if `arch.qk_norm`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
     norm = RmsNorm(p["input_norm"], arch.norm_eps)
-    qkv = linear(p["qkv_proj"], x, p.get("qkv_bias"), before=norm).reshape(T, Q + 2 * K, H)
+    qkv = linear(x, p["qkv_proj"], norm=norm, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
     q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
     if arch.qk_norm:
         q, k = rms_norm(q, p["q_norm"], arch.norm_eps), rms_norm(k, p["k_norm"], arch.norm_eps)
@@ -159,7 +159,7 @@ def block(
     layer: Any,
     *,
     arch: ArchConfig,
-    options: AttentionOptions,
+    options: LayerOptions,
     attend: Any,
 ) -> tuple[Float[Array, "T D"], Any]:
     """Apply one pre-norm decoder layer: x + attention, then + SwiGLU.
@@ -167,14 +167,15 @@ def block(
     `attend` rotates queries and keys by `rope` and updates the KV pool in `carry`. If the model is split, each device
     has a part of the heads and of the feed-forward size, and all of x.
     """
+    summed = LinearContext(axis=arch.tensor_axis)
     with jax.named_scope("attention"):
         q, k, v = project_qkv(p, x, arch)
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        x = linear(p["o_proj"], out.reshape(out.shape[0], -1), p.get("o_bias"), residual=x, axis=arch.tensor_axis)
+        x = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=x)
     with jax.named_scope("mlp"):
         norm = RmsNorm(p["mlp_norm"], arch.norm_eps)
-        inner = linear(p["gate_up_proj"], x, p.get("gate_up_bias"), before=norm, after=swiglu)
-        x = linear(p["down_proj"], inner, p.get("down_bias"), residual=x, axis=arch.tensor_axis)
+        inner = linear(x, p["gate_up_proj"], LinearContext(activation=swiglu), norm=norm, bias=p.get("gate_up_bias"))
+        x = linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=x)
     return x, carry
 
 

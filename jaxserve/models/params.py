@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -9,17 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
-from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS, PackedMatrix, Packer
-from jaxserve.quant import QuantizedMatrix, block_size, quantize
-from jaxserve.sharding import held_heads, named_sharding, split_dimension
-from jaxserve.weights import StoredTensor, host_buffer
+from jaxserve.quant import packed, plain
+from jaxserve.quant.weight_format import WeightFormat
+from jaxserve.sharding import TENSOR, held_heads, named_sharding, split_dimension
+from jaxserve.weights import StoredTensor
 from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
 
 __all__ = [
+    "POSITION_EMBED",
     "ParamSpec",
     "Params",
     "ScannedLayers",
@@ -31,9 +33,9 @@ __all__ = [
     "unsplit",
 ]
 
-_SLAB_SIZE = 64 << 10  # elements that each thread converts at once: they fit in its cache
-
-# A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}.
+# A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}, with the table
+# of learned positions where a model has one. A norm is an array, or a tree of its weight and bias.
+POSITION_EMBED = "position_embed"
 
 
 @dataclass(frozen=True)
@@ -44,11 +46,13 @@ class ParamSpec:
         path: keys into the parameter tree, e.g. ("layers", 3, "qkv_proj").
         shape: shape of the tensor in the engine; matrices are [out, in].
         axes: logical axis of each dimension, which determines its sharding.
-        hf_names: tensors of a Hugging Face checkpoint, concatenated along axis 0.
-        hf_rows: length of axis 0 of each of `hf_names`.
+        hf_names: tensors of a Hugging Face checkpoint, concatenated along axis 0; a fused tensor is named once for each
+            of its parts.
+        hf_rows: rows from each of `hf_names`.
         init: "normal", "ones" or "zeros", for random weights.
         gated: True if SwiGLU follows the product: the first half of the rows is the gate, the second the up projection.
         heads: number of heads of each of `hf_names` whose rows belong to heads, which are not split within a head.
+        transposed: True if checkpoints have the matrix as [in, out].
     """
 
     path: tuple[str | int, ...]
@@ -59,11 +63,12 @@ class ParamSpec:
     init: str = "normal"
     gated: bool = False
     heads: tuple[int, ...] = ()
+    transposed: bool = False
 
     @property
     def is_matrix(self) -> bool:
-        """True if the tensor is a matrix; only matrices are quantised."""
-        return len(self.shape) > 1
+        """True if the tensor is a matrix; only matrices are quantised. A table of positions is a list of vectors."""
+        return len(self.shape) > 1 and self.path != (POSITION_EMBED,)
 
     @property
     def split_dimension(self) -> int | None:
@@ -72,33 +77,32 @@ class ParamSpec:
 
 
 def matrix_transform(
-    specs: Sequence[ParamSpec], *, quantization: str | None = None, packed: bool = False
-) -> Callable[[ParamSpec, StoredTensor], Array | QuantizedMatrix | PackedMatrix]:
-    """Return the function by which `weights.load` quantises or packs each matrix; norms and biases are unchanged.
-
-    Matrices are quantised or packed slab by slab: the host never holds a whole matrix in both forms.
+    specs: Sequence[ParamSpec], form: WeightFormat = plain.FORMAT, *, native: bool = False
+) -> Callable[[ParamSpec, StoredTensor], Any]:
+    """Return the function by which `weights.load` converts each tensor to a weight format.
 
     If a tensor has a NamedSharding, each device converts its own part. The result then has global arrays but the static
     fields of one part, and is for use in a shard_map.
 
     Args:
         specs: specs of all tensors; an embedding table that is not also the head is not packed.
-        quantization: `EngineConfig.quantization`.
-        packed: True to pack for the native CPU kernels.
+        form: format of the tensors that it applies to; norms and biases, among others, are plain.
+        native: True to pack matrices for the native CPU kernels.
     """
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
-    def place(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
-        block = scale_block(spec, tensor.shape[1]) if spec.is_matrix and quantization == "int8" else None
-        if spec.is_matrix and packed and (tied or spec.path != ("embed",)):
-            return _pack(tensor, block=block, gated=spec.gated)
-        return _quantize(tensor, block) if block else tensor.place()
-
-    def transform(spec: ParamSpec, tensor: StoredTensor) -> Array | QuantizedMatrix | PackedMatrix:
+    def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
+        own = form if form.applies_to(spec) else plain.FORMAT
+        is_packed = native and spec.is_matrix and (tied or spec.path != ("embed",))
+        convert = partial(packed.pack, own) if is_packed else own.convert
         sharding = tensor.sharding
         if not isinstance(sharding, NamedSharding) or spec.split_dimension is None:
-            return place(spec, tensor)
-        return _join([place(spec, shard) for shard in _shards(spec, tensor, sharding)], spec, sharding)
+            return convert(spec, tensor)
+        shards = list(_shards(spec, tensor, sharding))
+        axes = [leaf.axes for leaf in own.leaves(spec, shards[0].shape, tensor.dtype)]
+        if is_packed and len(axes) == 1:
+            axes *= 2  # panels without scales have an empty array of them
+        return _join([convert(spec, shard) for shard in shards], axes, sharding.mesh)
 
     return transform
 
@@ -106,7 +110,7 @@ def matrix_transform(
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
     """Lay out a whole tensor, for example of random weights, over devices in the layout of `matrix_transform`."""
     if spec.split_dimension == 0:
-        array = array.at[_rows_held(spec, mesh.size)].get(mode="fill", fill_value=0)
+        array = array.at[_rows_held(spec, mesh.shape[TENSOR])].get(mode="fill", fill_value=0)
     return jax.device_put(array, named_sharding(mesh, spec.axes))
 
 
@@ -119,8 +123,9 @@ def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
 
     def leaf(spec: ParamSpec) -> Any:
         array = leaf_at(params, spec.path)
-        is_laid_out = isinstance(array, Array) and isinstance(array.sharding, NamedSharding)
-        return _Unsplit(spec, array) if is_laid_out and spec.split_dimension == 0 else array
+        if isinstance(array, Array) and isinstance(array.sharding, NamedSharding) and spec.split_dimension == 0:
+            return _Unsplit(spec, array, array.sharding.mesh.shape[TENSOR])
+        return array
 
     return build_tree(specs, leaf)
 
@@ -131,6 +136,7 @@ class _Unsplit:
 
     spec: ParamSpec
     array: Array
+    num_devices: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -145,7 +151,7 @@ class _Unsplit:
         return self.array.is_fully_addressable
 
     def __getitem__(self, rows: slice) -> NDArray[Any]:
-        _, firsts = np.unique(_rows_held(self.spec, self.array.sharding.num_devices), return_index=True)
+        _, firsts = np.unique(_rows_held(self.spec, self.num_devices), return_index=True)
         wanted = firsts[: len(self)][rows]  # positions of the rows in the array
         out = np.empty((len(wanted), *self.shape[1:]), self.dtype)
         for shard in self.array.addressable_shards:
@@ -167,12 +173,6 @@ def _rows_held(spec: ParamSpec, num_devices: int) -> NDArray[np.int64]:
     parts = np.split(np.arange(num_rows), np.cumsum(spec.hf_rows)[:-1])
     shares = [np.concatenate(_share(spec, parts, index, num_devices)) for index in range(num_devices)]
     return np.concatenate([np.pad(s, (0, len(shares[0]) - len(s)), constant_values=num_rows) for s in shares])
-
-
-def scale_block(spec: ParamSpec, num_columns: int) -> int:
-    """Return the block size for `num_columns` columns on a device: the whole matrix's if no block is cut in two."""
-    block = block_size(spec.shape[1])
-    return block_size(num_columns) if num_columns % block else block
 
 
 def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> Iterator[StoredTensor]:
@@ -203,45 +203,16 @@ def _slice(size: int, index: int) -> slice:
     return slice(index * size, (index + 1) * size)
 
 
-def _join(shards: Sequence[Any], spec: ParamSpec, sharding: NamedSharding) -> Any:
+def _join(shards: Sequence[Any], axes: Sequence[tuple[str | None, ...]], mesh: Mesh | AbstractMesh) -> Any:
     """Join trees of local arrays, one per device, to a tree of global arrays; static fields are one device's."""
 
-    def join(*leaves: Array) -> Array:
-        sizes = enumerate(leaves[0].shape)
-        shape = tuple(size * sharding.mesh.size if dim == spec.split_dimension else size for dim, size in sizes)
-        return jax.make_array_from_single_device_arrays(shape, sharding, leaves)
+    def join(parts: Sequence[Array], axes: tuple[str | None, ...]) -> Array:
+        split = split_dimension(axes)
+        shape = tuple(size * mesh.shape[TENSOR] if dim == split else size for dim, size in enumerate(parts[0].shape))
+        return jax.make_array_from_single_device_arrays(shape, named_sharding(mesh, axes), parts)
 
-    return jax.tree.map(join, *shards)
-
-
-def _pack(tensor: StoredTensor, *, block: int | None, gated: bool) -> PackedMatrix:
-    """Pack a matrix, quantised in blocks of `block` columns unless that is None."""
-    N, K = tensor.shape
-    dtype, num_blocks = (np.dtype(np.int8), K // block) if block else (tensor.dtype, 0)
-    packer = Packer(N, K, dtype, num_blocks, gated=gated)
-
-    def add(start: int, rows: NDArray[Any]) -> None:
-        packer.write(start, *(quantize(rows, block) if block else (rows,)))
-
-    tensor.each_slab(_slab_rows(K), add)
-    return packer.matrix(tensor.sharding)
-
-
-def _quantize(tensor: StoredTensor, block: int) -> QuantizedMatrix:
-    N, K = tensor.shape
-    q, scale = host_buffer((N, K), np.dtype(np.int8)), host_buffer((N, K // block), np.dtype(np.float32))
-
-    def add(start: int, rows: NDArray[Any]) -> None:
-        end = start + len(rows)
-        q[start:end], scale[start:end] = quantize(rows, block)
-
-    tensor.each_slab(_slab_rows(K), add)
-    return QuantizedMatrix(*(jax.device_put(array, tensor.sharding) for array in (q, scale)))
-
-
-def _slab_rows(in_size: int) -> int:
-    """Return the rows of a slab, a multiple of the panel size."""
-    return PANEL_ROWS * max(1, _SLAB_SIZE // (PANEL_ROWS * in_size))
+    parts = zip(*map(jax.tree.leaves, shards), strict=True)
+    return jax.tree.unflatten(jax.tree.structure(shards[0]), map(join, parts, axes))
 
 
 class ScannedLayers(NamedTuple):

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.engine.executor import StepResult
-from jaxserve.engine.plan import StepPlan
+from jaxserve.execution.executor import StepResult
 from jaxserve.models.registry import flop_counts
 from jaxserve.planner.speed import Roofline
+from jaxserve.scheduling.plan import PlanKind, StepPlan
 
 TOKEN = 0  # token that every row samples
 
@@ -70,7 +70,10 @@ class ModelledExecutor:
     def multi_step_bucket_for(self, num_rows: int) -> None:
         """Return None: the roofline does not model the time that multi-step decode saves."""
 
-    def wait_for(self, bucket: int, *, multi_step: bool) -> None:
+    def speculative_bucket_for(self, num_rows: int) -> None:
+        """Return None: there is no program with drafts."""
+
+    def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Return at once: no bucket has to be compiled."""
 
     def launch(self, plan: StepPlan, bucket: int) -> ModelledStep:

@@ -24,8 +24,8 @@ from jaxserve.engine.build import (
     select_backend,
     tree_bytes,
 )
-from jaxserve.engine.step import abstract_state
 from jaxserve.errors import ConfigError
+from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
@@ -152,8 +152,9 @@ class Plan:
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens that the pool holds, over all chips."""
-        return self.memory.num_pages * self.schedule.page_size
+        """Number of tokens of requests of max_model_len tokens that the pool holds, over all chips."""
+        num_tokens = self.schedule.max_model_len
+        return self.memory.num_pages * num_tokens // self.schedule.kv_groups.num_pages(num_tokens)
 
     @property
     def num_requests(self) -> int:
@@ -162,7 +163,7 @@ class Plan:
 
     def capacity(self, num_tokens: int) -> int:
         """Return how many requests of `num_tokens` tokens fit in the pool at the same time."""
-        return self.memory.num_pages // -(-num_tokens // self.schedule.page_size)
+        return self.memory.num_pages // self.schedule.kv_groups.num_pages(num_tokens)
 
 
 def read_model(name: str | None) -> tuple[str, ArchConfig]:
@@ -226,18 +227,20 @@ def make_plan(
         platform=target.platform,
         page_size=choose_page_size(config, local, kv_dtype, backend),
         num_pages=1,
+        windows=arch.kv_windows,
     )
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
     batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
     params = abstract_params(arch, dtype, config.quantization, target.num_devices)
     memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
-    schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or schedule.max_pages_per_row)
+    request_pages = schedule.kv_groups.num_pages(schedule.max_model_len)
+    schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or request_pages)
     names = (name, target, arch.num_layers, dtype.name, config.quantization, kv_dtype.name, backend, schedule)
     if sheet is None or memory.missing:
         return Plan(*names, memory.times(target.devices_per_chip))
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
-    small = dataclasses.replace(schedule, num_pages=schedule.max_pages_per_row)
+    small = dataclasses.replace(schedule, num_pages=request_pages)
     started = time.perf_counter()
     compiler = StepCompiler(target, small, dtype, kv_dtype, backend, config.quantization)
     buckets = (schedule.max_num_batched_tokens, decode_bucket(schedule))
@@ -299,7 +302,7 @@ def _memory(
         temp=0,
         pool_limit=math.floor(pool_limit),
         page=page,
-        request=schedule.max_pages_per_row * page,
+        request=schedule.kv_groups.num_pages(schedule.max_model_len) * page,
     )
 
 
@@ -323,7 +326,7 @@ def _roofline(
         num_chips=target.num_chips,
         matrix_bytes=memory.weights - (0 if local.tied_embeddings else embedding_bytes),
         embedding_row_bytes=embedding_bytes // local.vocab_size,
-        kv_token_bytes=memory.page // schedule.page_size,
+        kv_token_bytes=memory.page * local.num_layers // (schedule.page_size * local.kv_group_layers),
         collectives=program.collectives,
         collective_tokens=program.num_tokens,
     )
@@ -331,7 +334,7 @@ def _roofline(
 
 def _speed(roofline: Roofline, num_pages: int, prompt_tokens: int, context_tokens: int, batch: int) -> Speed:
     schedule = roofline.schedule
-    most = min(schedule.max_num_seqs, num_pages // -(-context_tokens // schedule.page_size))
+    most = min(schedule.max_num_seqs, num_pages // schedule.kv_groups.num_pages(context_tokens))
     rows = sorted({count for count in (*_ROWS, batch, most) if count <= most})
     step_ms = {count: roofline.decode_ms(count, context_tokens) for count in rows}
     return Speed(

@@ -15,24 +15,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig, leave_tpus_alone
-from jaxserve.engine.batch import AdmissionLayout, BatchLayout
-from jaxserve.engine.step import (
-    ServeState,
-    abstract_slot_row,
-    abstract_state,
-    make_admit,
-    make_serve_step,
-    make_set_slot,
-    step_options,
-)
 from jaxserve.errors import ConfigError
+from jaxserve.execution.batch import AdmissionLayout, BatchLayout
+from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state
+from jaxserve.execution.step import make_admit, make_serve_step, make_set_slot, step_options
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, ParamSpec, build_tree, scale_block, stack_layers
+from jaxserve.models.params import Params, ParamSpec, build_tree, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.planner.targets import Target
-from jaxserve.quant import QuantizedMatrix
-from jaxserve.sharding import named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
+from jaxserve.quant import plain, weight_format
+from jaxserve.sharding import TENSOR, named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
@@ -200,16 +193,12 @@ def abstract_params(
     is_stacked: bool = False,
 ) -> Params:
     """Return the shapes of the weights: of one device's share, or, given a mesh, of the whole with shardings."""
-    whole = {spec.path: spec for spec in registry.param_specs(arch)}
+    form, whole = weight_format(quantization), {spec.path: spec for spec in registry.param_specs(arch)}
 
-    def tensor(spec: ParamSpec) -> jax.ShapeDtypeStruct | QuantizedMatrix:
-        if quantization is None or not spec.is_matrix:
-            return _tensor(spec.shape, dtype, spec.axes, mesh)
-        num_rows, in_size = spec.shape
-        scales = (num_rows, in_size // scale_block(whole[spec.path], in_size))
-        dtypes = (jnp.dtype(quantization), jnp.dtype("float32"))  # quantisations are named after their dtype
-        matrix: Any = [_tensor(*x, spec.axes, mesh) for x in zip((spec.shape, scales), dtypes, strict=True)]
-        return QuantizedMatrix(*matrix)
+    def tensor(spec: ParamSpec) -> Any:
+        own = form if form.applies_to(spec) else plain.FORMAT
+        leaves = own.leaves(whole[spec.path], spec.shape, dtype)
+        return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
     return stack_layers(params, arch.period, _stacked) if is_stacked else params
@@ -265,5 +254,5 @@ def _tensor(
     if mesh is None:
         return jax.ShapeDtypeStruct(part, dtype)
     split = split_dimension(axes)
-    shape = tuple(size * mesh.size if dim == split else size for dim, size in enumerate(part))
+    shape = tuple(size * mesh.shape[TENSOR] if dim == split else size for dim, size in enumerate(part))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes))

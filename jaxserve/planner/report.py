@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jaxserve.bench.tables import Row, align, number
 from jaxserve.engine.build import CPU_POOL_SHARE
+from jaxserve.figures.tables import Row, align, number
 from jaxserve.planner.plan import Plan, Speed
 from jaxserve.planner.program import StepProgram
 from jaxserve.planner.sweep import Candidate, cheapest

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.costs import attention_cost
+from jaxserve.execution.costs import attention_cost
 from jaxserve.metrics import PeakRates, split_time
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.registry import flop_counts

@@ -1,5 +1,12 @@
-"""Quantisation of weights."""
+"""Weight formats: how matrices are stored on devices, by the name that `quantization` takes."""
 
-from jaxserve.quant.int8 import QuantizedMatrix, block_size, multiply, quantize
+from importlib import import_module
 
-__all__ = ["QuantizedMatrix", "block_size", "multiply", "quantize"]
+from jaxserve.config import WEIGHT_FORMATS
+from jaxserve.quant.weight_format import WeightFormat
+
+
+def weight_format(name: str | None) -> WeightFormat:
+    """Return the format that `quantization` calls `name`."""
+    found: WeightFormat = import_module(WEIGHT_FORMATS[name]).FORMAT
+    return found

@@ -3,14 +3,20 @@
 The format is llama.cpp's Q8_0 with longer blocks: at B = 64 a matrix takes 0.266 of its float32 bytes.
 """
 
+from collections.abc import Sequence
 from functools import partial
-from typing import no_type_check
+from typing import Any, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8
+from numpy.typing import NDArray
+
+from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
@@ -22,7 +28,7 @@ _SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
 @struct.dataclass
-class QuantizedMatrix:
+class QuantizedMatrix(Matrix):
     """A matrix [out, in] in int8, or a stack of them: w[o, i] is q[o, i] * scale[o, i // B], in = blocks * B."""
 
     q: Int8[Array, "*stack out in"]
@@ -38,10 +44,45 @@ class QuantizedMatrix:
         """Dtype of the stored elements, int8."""
         return self.q.dtype
 
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
+        """Multiply in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
+        return lax.platform_dependent(self.q, self.scale, x, cpu=_multiply_by_slabs, default=_multiply_whole)
+
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
         q, scale = (x.at[ids].get(mode="clip") for x in (self.q, self.scale))
         return _dequantize(q, scale)
+
+
+class Int8Blocks(WeightFormat):
+    """`QuantizedMatrix` for every matrix."""
+
+    name = "int8"
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Return int8, with a scale per block."""
+        return jnp.int8
+
+    def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
+        """Return q and scale, in the blocks of the whole matrix if none of them is cut in two."""
+        num_rows, in_size = shape
+        block = block_size(row.shape[1])
+        if in_size % block:
+            block = block_size(in_size)
+        scale = Leaf((num_rows, in_size // block), np.dtype(np.float32), row.axes)
+        return Leaf(shape, np.dtype(np.int8), row.axes), scale
+
+    def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Quantise in as many blocks as there are scales."""
+        q, scale = leaves
+        return quantize(rows, q.shape[1] // scale.shape[1])
+
+    def weight(self, *leaves: Any) -> QuantizedMatrix:
+        """Return the pytree of q and scale."""
+        return QuantizedMatrix(*leaves)
+
+
+FORMAT = Int8Blocks()
 
 
 def block_size(in_size: int) -> int:
@@ -66,11 +107,6 @@ def quantize(
     np.divide(blocks, np.where(scale == 0, 1, scale)[..., None], out=q)
     np.clip(np.round(q, out=q), -_INT8_MAX, _INT8_MAX, out=q)  # the smallest scales are rounded coarsely
     return q.astype(np.int8).reshape(matrix.shape), scale
-
-
-def multiply(weight: QuantizedMatrix, x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
-    """Return `x @ w.T`, computed in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
-    return lax.platform_dependent(weight.q, weight.scale, x, cpu=_multiply_by_slabs, default=_multiply_whole)
 
 
 def _multiply_whole(

@@ -25,16 +25,45 @@ def threefry2x32(key: tuple[Array, Array], counter: tuple[Array, Array]) -> tupl
     return x, y
 
 
-def gumbel_noise(
-    seed: UInt32[Array, "R 2"], position: Int[Array, " R"], base_seed: UInt32[Array, ""], num_draws: int
+# Streams of independent draws at one position of a sequence
+TARGET, DRAFT, RESIDUAL, ACCEPT = range(4)
+
+
+def uniform_noise(
+    seed: UInt32[Array, "R 2"],
+    position: Int[Array, " R"],
+    base_seed: UInt32[Array, ""],
+    num_draws: int,
+    stream: UInt32[Array, " R"] | int = TARGET,
 ) -> Float[Array, "R N"]:
-    """Return standard Gumbel noise f32[R, num_draws], a function of the base seed and each row's seed and position."""
+    """Return uniform noise f32[R, num_draws] in (0, 1), a function of base seed and each row's seed and position.
+
+    Args:
+        seed: low and high word of each row's seed.
+        position: position of the token to draw.
+        base_seed: seed of the engine.
+        num_draws: numbers per row, N.
+        stream: stream of each row, or of all; draws of different streams are independent.
+    """
     position = lax.bitcast_convert_type(position, jnp.uint32)
     row_key = threefry2x32((seed[:, 0], seed[:, 1]), (position, jnp.broadcast_to(base_seed, position.shape)))
     half = -(-num_draws // 2)
     index = lax.broadcasted_iota(jnp.uint32, (position.shape[0], half), 1)
-    first, second = threefry2x32((row_key[0][:, None], row_key[1][:, None]), (index, jnp.zeros_like(index)))
+    streams = (
+        jnp.full_like(index, stream) if isinstance(stream, int) else jnp.broadcast_to(stream[:, None], index.shape)
+    )
+    first, second = threefry2x32((row_key[0][:, None], row_key[1][:, None]), (index, streams))
     bits = jnp.concatenate([first, second], axis=1)[:, :num_draws]
     # 23 random bits and a half bit: exact in float32, and neither 0 nor 1.
-    uniform = ((bits >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
-    return -jnp.log(-jnp.log(uniform))
+    return ((bits >> jnp.uint32(9)).astype(jnp.float32) + 0.5) * jnp.float32(2.0**-23)
+
+
+def gumbel_noise(
+    seed: UInt32[Array, "R 2"],
+    position: Int[Array, " R"],
+    base_seed: UInt32[Array, ""],
+    num_draws: int,
+    stream: UInt32[Array, " R"] | int = TARGET,
+) -> Float[Array, "R N"]:
+    """Return standard Gumbel noise f32[R, num_draws]; arguments as of `uniform_noise`."""
+    return -jnp.log(-jnp.log(uniform_noise(seed, position, base_seed, num_draws, stream)))

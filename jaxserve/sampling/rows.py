@@ -1,7 +1,8 @@
 """Inputs of sampling besides the logits: one entry per row of the step, and one table by slot that outlives steps."""
 
-from collections.abc import Callable
-from typing import Any, no_type_check
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any, no_type_check, overload
 
 import jax
 import jax.numpy as jnp
@@ -9,35 +10,40 @@ import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
+from numpy.typing import DTypeLike, NDArray
+
+from jaxserve.request import Request
 
 GREEDY_TEMPERATURE = 1e-5  # below this a row is greedy, as in vLLM
-_INT, _UINT, _FLOAT = np.dtype(np.int32), np.dtype(np.uint32), np.dtype(np.float32)
-
-# Parameters of one row, as the host writes them, in 4-byte words.
-SAMPLING_FIELDS: list[Any] = [
-    ("slot", _INT),
-    ("top_k", _INT),
-    ("min_position", _INT),
-    ("use_bias", _INT),
-    ("seed", _UINT, (2,)),
-    ("temperature", _FLOAT),
-    ("top_p", _FLOAT),
-    ("min_p", _FLOAT),
-    ("presence_penalty", _FLOAT),
-    ("frequency_penalty", _FLOAT),
-    ("repetition_penalty", _FLOAT),
-]
-SAMPLING_RECORD = np.dtype(SAMPLING_FIELDS)
 
 
-def record_column(records: Int[Array, "R words"], record: np.dtype[Any], name: str) -> Array:
-    """Return one field of all records, [R] or [R, n]; floats keep their bits."""
-    assert record.fields is not None, "a record has fields"
-    dtype, offset = record.fields[name][:2]
-    base, shape = dtype.subdtype or (dtype, ())
-    words = records[:, offset // 4 : offset // 4 + dtype.itemsize // 4]
-    column = words if base == _INT else lax.bitcast_convert_type(words, base)
-    return column if shape else column[:, 0]
+class RowParameter:
+    """Parameter of each row of SamplingRows: a column of its records, which the host packs from requests.
+
+    Args:
+        dtype: dtype of one entry; whole words of 4 bytes.
+        source: attribute of Request that has the entry; by default the sampling parameter of the same name.
+    """
+
+    def __init__(self, dtype: DTypeLike, source: str = "") -> None:
+        self.dtype, self.source = np.dtype(dtype), source
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name, self.source = name, self.source or f"params.{name}"
+
+    @overload
+    def __get__(self, rows: None, owner: type) -> "RowParameter": ...
+    @overload
+    def __get__(self, rows: "SamplingRows", owner: type) -> Array: ...
+    def __get__(self, rows: "SamplingRows | None", owner: type) -> "Array | RowParameter":
+        """Return the entries of all rows, [R] or [R, n], floats by their bits; of the class, return the parameter."""
+        if rows is None:
+            return self
+        assert SAMPLING_RECORD.fields is not None, "a record has fields"
+        first = SAMPLING_RECORD.fields[self.name][1] // 4
+        words = rows.records[:, first : first + self.dtype.itemsize // 4]
+        column = words if self.dtype.base == np.int32 else lax.bitcast_convert_type(words, self.dtype.base)
+        return column if self.dtype.shape else column[:, 0]
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -45,8 +51,8 @@ def record_column(records: Int[Array, "R words"], record: np.dtype[Any], name: s
 class SamplingRows:
     """Rows of one step as sampling sees them, R entries each. Rows that are not `live` may hold garbage.
 
-    Parameters are read from the records where they are used. As separate arrays each would be an operand of a branch,
-    for which XLA compiles and runs a kernel even if the branch is not taken.
+    Parameters are columns of the records, read where they are used. As separate arrays each would be an operand of a
+    branch, for which XLA compiles and runs a kernel even if the branch is not taken.
 
     Attributes:
         records: words of SAMPLING_RECORD, possibly followed by others.
@@ -58,60 +64,19 @@ class SamplingRows:
     position: Int[Array, " R"]
     live: Bool[Array, " R"]
 
-    @property
-    def temperature(self) -> Float[Array, " R"]:
-        """Divisor of the logits; below 1e-5 the row is greedy."""
-        return record_column(self.records, SAMPLING_RECORD, "temperature")
-
-    @property
-    def top_k(self) -> Int[Array, " R"]:
-        """Number of largest logits to keep; 0 or less keeps all."""
-        return record_column(self.records, SAMPLING_RECORD, "top_k")
-
-    @property
-    def top_p(self) -> Float[Array, " R"]:
-        """Probability mass that the kept most likely tokens must reach; 1 keeps all."""
-        return record_column(self.records, SAMPLING_RECORD, "top_p")
-
-    @property
-    def min_p(self) -> Float[Array, " R"]:
-        """Least probability to keep, as a share of the most likely token's; 0 keeps all."""
-        return record_column(self.records, SAMPLING_RECORD, "min_p")
-
-    @property
-    def seed(self) -> UInt32[Array, "R 2"]:
-        """Low and high word of the request's 64-bit seed."""
-        return record_column(self.records, SAMPLING_RECORD, "seed")
-
-    @property
-    def min_position(self) -> Int[Array, " R"]:
-        """First position at which stop ids are not masked."""
-        return record_column(self.records, SAMPLING_RECORD, "min_position")
-
-    @property
-    def presence_penalty(self) -> Float[Array, " R"]:
-        """Number subtracted once from the logits of tokens in the output."""
-        return record_column(self.records, SAMPLING_RECORD, "presence_penalty")
-
-    @property
-    def frequency_penalty(self) -> Float[Array, " R"]:
-        """Number subtracted for every occurrence in the output."""
-        return record_column(self.records, SAMPLING_RECORD, "frequency_penalty")
-
-    @property
-    def repetition_penalty(self) -> Float[Array, " R"]:
-        """Divisor of positive and factor of negative logits of tokens in prompt or output."""
-        return record_column(self.records, SAMPLING_RECORD, "repetition_penalty")
-
-    @property
-    def slot(self) -> Int[Array, " R"]:
-        """Slot of the row in `SlotTable`."""
-        return record_column(self.records, SAMPLING_RECORD, "slot")
-
-    @property
-    def use_bias(self) -> Bool[Array, " R"]:
-        """Mask of rows to which the bias, the allowed tokens and the bad words of their slot apply."""
-        return record_column(self.records, SAMPLING_RECORD, "use_bias") > 0
+    slot = RowParameter(np.int32, "slot")  # slot of the row in `SlotTable`
+    top_k = RowParameter(np.int32)  # number of largest logits to keep; 0 or less keeps all
+    min_position = RowParameter(np.int32, "min_position")  # first position at which stop ids are not masked
+    # 1 for rows to which the bias, the allowed tokens and the bad words of their slot apply
+    use_bias = RowParameter(np.int32, "params.changes_logits")
+    seed = RowParameter((np.uint32, 2), "seed_words")  # low and high word of the request's 64-bit seed
+    temperature = RowParameter(np.float32)  # divisor of the logits; below 1e-5 the row is greedy
+    top_p = RowParameter(np.float32)  # probability mass that the kept most likely tokens must reach; 1 keeps all
+    min_p = RowParameter(np.float32)  # least probability to keep, as a share of the most likely token's; 0 keeps all
+    presence_penalty = RowParameter(np.float32)  # number subtracted once from the logits of tokens in the output
+    frequency_penalty = RowParameter(np.float32)  # number subtracted for every occurrence in the output
+    # divisor of positive and factor of negative logits of tokens in prompt or output
+    repetition_penalty = RowParameter(np.float32)
 
     @property
     def is_sampled(self) -> Bool[Array, " R"]:
@@ -121,7 +86,7 @@ class SamplingRows:
     @property
     def is_biased(self) -> Bool[Array, " R"]:
         """Mask of live rows with a logit bias, allowed tokens or bad words."""
-        return self.live & self.use_bias
+        return self.live & (self.use_bias > 0)
 
     @property
     def is_masked(self) -> Bool[Array, " R"]:
@@ -133,6 +98,18 @@ class SamplingRows:
         """Mask of live rows that ask for any penalty."""
         asked = (self.presence_penalty != 0) | (self.frequency_penalty != 0) | (self.repetition_penalty != 1)
         return self.live & asked
+
+
+_PARAMETERS = [value for value in vars(SamplingRows).values() if isinstance(value, RowParameter)]
+SAMPLING_RECORD = np.dtype([(parameter.name, parameter.dtype) for parameter in _PARAMETERS])
+RECORD_WORDS = SAMPLING_RECORD.itemsize // 4
+_read_record = attrgetter(*(parameter.source for parameter in _PARAMETERS))
+
+
+def pack_records(requests: Sequence[Request]) -> NDArray[np.int32]:
+    """Return the words of SAMPLING_RECORD of each request, [R, words]."""
+    records = np.array(list(map(_read_record, requests)), SAMPLING_RECORD)
+    return records.view(np.int32).reshape(len(requests), RECORD_WORDS)
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders

@@ -5,16 +5,18 @@ milliseconds to compile for each size of step, so there is one of everything, wi
 """
 
 from collections.abc import Callable
+from typing import no_type_check
 
 import jax.numpy as jnp
 import numpy as np
+from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxserve.pallas_kernels.dispatch import target_platform
 from jaxserve.sampling.by_token import add_at, first_argmax, plain_argmax
 from jaxserve.sampling.penalties import apply_penalties
-from jaxserve.sampling.random_bits import gumbel_noise
+from jaxserve.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, gumbel_noise, uniform_noise
 from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
 from jaxserve.sampling.token_mask import bad_word_ends, unpack_mask
 
@@ -25,24 +27,46 @@ _FORBIDDEN = -(2.0**126)  # added to logits of masked ids; finite, as `add_at` r
 _GREEDY_DIVISOR = 1e-30  # divisor of greedy rows' logits: the largest keep their weight of 1, all others have none
 
 
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class DraftedTokens:
+    """Tokens that were drawn as proposals for the position that is sampled, one per row at most.
+
+    Attributes:
+        token_ids: proposed ids; any where there is none.
+        is_there: True for rows with a proposal.
+        weights: weights that the proposals were drawn by, up to a factor per row.
+    """
+
+    token_ids: Int[Array, " R"]
+    is_there: Bool[Array, " R"]
+    weights: Float[Array, "R V"]
+
+
 def sample(
-    logits: Float[Array, "R V"], rows: SamplingRows, table: SlotTable, base_seed: UInt32[Array, ""]
+    logits: Float[Array, "R V"],
+    rows: SamplingRows,
+    table: SlotTable,
+    base_seed: UInt32[Array, ""],
+    drafted: DraftedTokens | None = None,
 ) -> Int[Array, " R"]:
     """Return token ids i32[R] drawn from `logits` [R, V] as each row asks; also in [0, V) for rows not live.
 
     The order is vLLM's: logit bias, stop ids before `min_position`, penalties; then greedy rows take the most likely
     token, the others go through temperature, min_p, top_k and top_p. A row's draw depends only on its logits, its seed
     and position, and the base seed, whatever its neighbours.
+
+    A row with a drafted token returns it if it accepts it; the distribution of the row's token does not depend on it.
     """
 
-    def adjust_and_draw(block: tuple[Array, SamplingRows]) -> Int[Array, " R"]:
-        logits, rows = block
-        return draw_tokens(adjust_logits(logits, rows, table), rows, base_seed)
+    def adjust_and_draw(block: tuple[Array, SamplingRows, DraftedTokens | None]) -> Int[Array, " R"]:
+        logits, rows, drafted = block
+        return draw_tokens(adjust_logits(logits, rows, table), rows, base_seed, drafted)
 
     token_ids: Array = lax.cond(
         takes_most_likely(rows),
         lambda: first_argmax(logits.astype(jnp.float32)),
-        lambda: by_blocks(adjust_and_draw, (logits, rows), rows_at_a_time(logits.shape[0])),
+        lambda: by_blocks(adjust_and_draw, (logits, rows, drafted), rows_at_a_time(logits.shape[0])),
     )
     return token_ids
 
@@ -109,14 +133,46 @@ def _recent_output(rows: SamplingRows, table: SlotTable, count: int) -> Int[Arra
     return jnp.where(position >= table.prompt_len.at[slot].get(mode="clip"), token_ids, -2)
 
 
-def draw_tokens(logits: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""]) -> Int[Array, " R"]:
+def draw_tokens(
+    logits: Float[Array, "R V"],
+    rows: SamplingRows,
+    base_seed: UInt32[Array, ""],
+    drafted: DraftedTokens | None = None,
+) -> Int[Array, " R"]:
     """Return token ids i32[R] from adjusted logits: the most likely one of greedy rows, a drawn one of the others."""
-    token_ids: Array = lax.cond(
-        jnp.any(rows.is_sampled),
-        lambda: draw_by_weight(token_weights(logits, rows), rows, base_seed),
-        lambda: plain_argmax(logits),
-    )
+
+    def draw() -> Int[Array, " R"]:
+        weights = token_weights(logits, rows)
+        if drafted is None:
+            return draw_by_weight(weights, rows, base_seed)
+        return accept_or_draw(weights, rows, base_seed, drafted)
+
+    token_ids: Array = lax.cond(jnp.any(rows.is_sampled), draw, lambda: plain_argmax(logits))
     return token_ids
+
+
+def accept_or_draw(
+    weights: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""], drafted: DraftedTokens
+) -> Int[Array, " R"]:
+    """Return token ids i32[R] in proportion to `weights` [R, V], the drafted ones if they are accepted.
+
+    Modified rejection sampling (Leviathan et al. 2023; Chen et al. 2023): with p and q the distributions of target and
+    draft, a drafted token is accepted with probability min(1, p / q); otherwise the token is drawn by the positive part
+    of p - q. Greedy rows and those without a draft take what they would without.
+    """
+    vocab_size = weights.shape[1]
+    has_draft = drafted.is_there & rows.is_sampled
+    p = weights / jnp.sum(weights, axis=1, keepdims=True)
+    q = drafted.weights / jnp.maximum(jnp.sum(drafted.weights, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    residual = jnp.maximum(p - q, 0.0)
+    own = jnp.clip(drafted.token_ids, 0, vocab_size - 1)[:, None]
+    p_own, q_own = (jnp.take_along_axis(x, own, axis=1)[:, 0] for x in (p, q))
+    uniform = uniform_noise(rows.seed, rows.position, base_seed, 1, ACCEPT)[:, 0]
+    # Where p and q differ by rounding alone, nothing is left to draw from.
+    accepted = has_draft & ((uniform * q_own < p_own) | (jnp.max(residual, axis=1) <= 0))
+    stream = jnp.where(has_draft, RESIDUAL, TARGET).astype(jnp.uint32)
+    drawn = draw_by_weight(jnp.where(has_draft[:, None], residual, weights), rows, base_seed, stream)
+    return jnp.where(accepted, drafted.token_ids, drawn)
 
 
 def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Array, "R V"]:
@@ -152,7 +208,12 @@ def token_weights(logits: Float[Array, "R V"], rows: SamplingRows) -> Float[Arra
     return jnp.where(weights >= threshold[:, None], weights, 0.0)
 
 
-def draw_by_weight(weights: Float[Array, "R V"], rows: SamplingRows, base_seed: UInt32[Array, ""]) -> Int[Array, " R"]:
+def draw_by_weight(
+    weights: Float[Array, "R V"],
+    rows: SamplingRows,
+    base_seed: UInt32[Array, ""],
+    stream: UInt32[Array, " R"] | int = TARGET,
+) -> Int[Array, " R"]:
     """Draw token ids i32[R] in proportion to `weights` [R, V] by the Gumbel-max trick (Maddison et al. 2014).
 
     The draw has two stages, first a block of tokens by its total weight, then a token in it: the same distribution with
@@ -161,7 +222,7 @@ def draw_by_weight(weights: Float[Array, "R V"], rows: SamplingRows, base_seed: 
     num_rows, vocab_size = weights.shape
     num_blocks = -(-vocab_size // DRAW_BLOCK)
     sampled = rows.is_sampled[:, None]
-    noise = gumbel_noise(rows.seed, rows.position, base_seed, num_blocks + DRAW_BLOCK)
+    noise = gumbel_noise(rows.seed, rows.position, base_seed, num_blocks + DRAW_BLOCK, stream)
     noise = jnp.where(sampled, noise, 0.0)
 
     padded = jnp.pad(weights, ((0, 0), (0, num_blocks * DRAW_BLOCK - vocab_size)))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, UInt32
 from jaxserve.sampling.by_token import first_argmax
 from jaxserve.sampling.logprobs import TokenLogprobs, token_logprobs
 from jaxserve.sampling.rows import SamplingRows, SlotTable, by_blocks
-from jaxserve.sampling.sampler import adjust_logits, draw_tokens, rows_at_a_time, takes_most_likely
+from jaxserve.sampling.sampler import DraftedTokens, adjust_logits, draw_tokens, rows_at_a_time, takes_most_likely
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class VocabSplit:
         rows: SamplingRows,
         table: SlotTable,
         base_seed: UInt32[Array, ""],
+        drafted: DraftedTokens | None = None,
     ) -> Int[Array, " R"]:
         """Return `sampling.sample` of all the logits, the same on every device.
 
@@ -53,9 +54,10 @@ class VocabSplit:
         of its part, then draws for its share of the rows.
         """
 
-        def draw(logits: Array, rows: SamplingRows) -> Int[Array, " R"]:
-            def one_block(block: tuple[Array, SamplingRows]) -> Array:
-                return draw_tokens(block[0], block[1], base_seed)
+        def draw(logits: Array, rows: tuple[SamplingRows, DraftedTokens | None]) -> Int[Array, " R"]:
+            def one_block(block: tuple[Array, tuple[SamplingRows, DraftedTokens | None]]) -> Array:
+                logits, (rows, drafted) = block
+                return draw_tokens(logits, rows, base_seed, drafted)
 
             token_ids: Array = by_blocks(one_block, (logits, rows), rows_at_a_time(logits.shape[0]))
             return token_ids
@@ -63,7 +65,7 @@ class VocabSplit:
         token_ids: Array = lax.cond(
             takes_most_likely(rows),
             lambda: self._most_likely(logits),
-            lambda: self._by_rows(draw, adjust_logits(logits, rows, table, self.first_id), rows),
+            lambda: self._by_rows(draw, adjust_logits(logits, rows, table, self.first_id), (rows, drafted)),
         )
         return token_ids
 

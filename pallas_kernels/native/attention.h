@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bitset>
 #include <limits>
 #include <utility>
 #include <vector>
@@ -26,17 +27,20 @@ using native::Executor;
 using native::parallel_for;
 
 constexpr int64_t kBlockTokens = 64;
+constexpr int64_t kTreeNodes = 32;    // bits of a word of a tree mask
 constexpr int64_t kTileVectors = 32;
 constexpr int64_t kMinPageTokens = 4;  // width of the narrowest vectors in use
 constexpr int64_t kTilesPerThread = 4;  // minimum when rows would be joined to share pages
 constexpr int kGroup = 6;  // query vectors that the registers hold at once
 constexpr int kChunk = NATIVE_WIDTH == 16 ? 4 : 2;  // vectors of keys or values beside each query vector
 constexpr int64_t kSerialWrites = 16 << 10;               // elements; below, waking a thread costs more than it saves
+constexpr uint64_t kAllTokens = ~uint64_t{0};  // word of kBlockTokens bits
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
 // Consecutive queries of one row.
 struct Part {
   int64_t row, first_token, num_queries, first_position;
+  int64_t tree_start;  // position from which the row's tokens are nodes; the row's end without trees
 };
 
 // Parts [first_part, end_part) of rows whose first `num_shared` tokens are on the same pages.
@@ -200,16 +204,21 @@ class Attention {
   void find_parts() {
     const int64_t part_queries = std::max<int64_t>(1, kTileVectors / group_);
     for (int64_t row = 0; row < p_.num_rows; ++row) {
-      const int64_t end = p_.cu_q_lens[row + 1];
-      for (int64_t token = p_.cu_q_lens[row]; token < end; token += part_queries) {
-        parts_.push_back({row, token, std::min(part_queries, end - token), token + p_.kv_lens[row] - end});
+      const int64_t first = p_.cu_q_lens[row], end = p_.cu_q_lens[row + 1];
+      const int64_t tree_start = p_.kv_lens[row] - (p_.tree_mask ? std::min(kTreeNodes, end - first) : 0);
+      for (int64_t token = first; token < end; token += part_queries) {
+        const int64_t num_queries = std::min(part_queries, end - token);
+        parts_.push_back({row, token, num_queries, token + p_.kv_lens[row] - end, tree_start});
       }
     }
     end_token_ = p_.num_rows > 0 ? p_.cu_q_lens[p_.num_rows] : 0;
   }
 
   const int32_t* pages_of(const Part& part) const { return p_.page_table + part.row * p_.table_width; }
-  int64_t num_full_pages(const Part& part) const { return (part.first_position + 1) / p_.page_size; }
+  // Return the number of pages that all queries of a part see in full.
+  int64_t num_full_pages(const Part& part) const {
+    return std::min(part.first_position + 1, part.tree_start) / p_.page_size;
+  }
 
   // Make tiles of parts: neighbours in the order of their pages are joined while they share a block and fit.
   void join_parts(int64_t num_threads) {
@@ -255,7 +264,7 @@ class Attention {
     for (int64_t block = 0; block < tile.num_shared; block += kBlockTokens) {
       const auto keys = find_block(parts_[tile.first_part].row, kv_head, block, block, block + kBlockTokens);
       score_block(keys, kBlockTokens, 0, num_vectors, scratch);
-      for (int64_t v = 0; v < num_vectors; ++v) absorb(0, kBlockTokens, v, scratch);
+      for (int64_t v = 0; v < num_vectors; ++v) absorb(kAllTokens, v, scratch);
       add_values(keys, 0, num_vectors, scratch);
     }
     vector = 0;
@@ -269,22 +278,35 @@ class Attention {
   // Attend with the queries of one part, whose vectors begin at `vector`, over its row's tokens from `done` on.
   void attend_alone(const Part& part, int64_t kv_head, int64_t done, int64_t vector, Scratch& s) const {
     const int64_t num_vectors = part.num_queries * group_, end = part.first_position + part.num_queries;
-    const int64_t first = first_key(part.first_position);
+    const int64_t first = first_key(std::min(part.first_position, part.tree_start));
     for (int64_t start = std::max(done, first / kBlockTokens * kBlockTokens); start < end; start += kBlockTokens) {
       const int64_t stop = std::min(end, start + kBlockTokens);
       const auto block = find_block(part.row, kv_head, start, std::max(start, first), stop);
       score_block(block, stop - start, vector, num_vectors, s);
-      for (int64_t v = 0; v < num_vectors; ++v) {
-        const int64_t position = part.first_position + v / group_;
-        absorb(std::max<int64_t>(0, first_key(position) - start), std::min(kBlockTokens, position + 1 - start),
-               vector + v, s);
-      }
+      for (int64_t v = 0; v < num_vectors; ++v) absorb(visible_tokens(part, v / group_, start), vector + v, s);
       add_values(block, vector, num_vectors, s);
     }
   }
 
   int64_t first_key(int64_t position) const {
     return p_.window > 0 ? std::max<int64_t>(0, position - p_.window + 1) : 0;
+  }
+
+  // Return a word with a bit for each token of the block at `start`, set if the query of a part sees the token.
+  uint64_t visible_tokens(const Part& part, int64_t query, int64_t start) const {
+    const int64_t position = part.first_position + query, node = position - part.tree_start;
+    if (node < 0) return tokens_before(position + 1 - start) & ~tokens_before(first_key(position) - start);
+    const uint64_t own = uint64_t{1} << node;
+    uint64_t nodes = (static_cast<uint32_t>(p_.tree_mask[part.first_token + query]) & (own - 1)) | own;
+    const int64_t num_nodes = std::bitset<kTreeNodes>(nodes).count();
+    const int64_t first = first_key(part.tree_start + num_nodes - 1), shift = part.tree_start - start;
+    for (int64_t seen = num_nodes; p_.window > 0 && seen > p_.window; --seen) nodes &= nodes - 1;  // drop the oldest
+    nodes = shift >= kBlockTokens || shift <= -kTreeNodes ? 0 : shift >= 0 ? nodes << shift : nodes >> -shift;
+    return nodes | (tokens_before(shift) & ~tokens_before(first - start));
+  }
+
+  static uint64_t tokens_before(int64_t end) {
+    return end <= 0 ? 0 : end >= kBlockTokens ? kAllTokens : (uint64_t{1} << end) - 1;
   }
 
   // Return the keys of the tokens [start, end) and the values of [first, end): stale ones outside might be NaN.
@@ -335,10 +357,10 @@ class Attention {
     }
   }
 
-  // Turn one vector's scores of a block into weights and add them to its softmax; it sees the tokens [first, end).
-  void absorb(int64_t first, int64_t end, int64_t vector, Scratch& s) const {
+  // Turn one vector's scores of a block into weights and add them to its softmax; `tokens` has the bits of those seen.
+  void absorb(uint64_t tokens, int64_t vector, Scratch& s) const {
     float* scores = &s.scores[vector * kBlockTokens];
-    if (first >= end) {
+    if (tokens == 0) {
       std::fill(scores, scores + kBlockTokens, 0.0f);
       return;
     }
@@ -348,10 +370,9 @@ class Attention {
     if (p_.soft_cap > 0) {
       for (int c = 0; c < kColumns; ++c) score[c] = capped(score[c]);
     }
-    if (first > 0 || end < kBlockTokens) {
+    if (tokens != kAllTokens) {
       for (int c = 0; c < kColumns; ++c) {
-        const I<W> token = lanes() + c * W;
-        const I<W> visible = (token >= static_cast<int32_t>(first)) & (token < static_cast<int32_t>(end));
+        const I<W> visible = (lane_bits() & static_cast<int32_t>(tokens >> (c * W) & 0xffff)) != 0;
         score[c] = visible ? score[c] : all<W>(kMinusInfinity);
       }
     }
@@ -372,10 +393,10 @@ class Attention {
     }
   }
 
-  static I<W> lanes() {
-    I<W> index;
-    for (int i = 0; i < W; ++i) index[i] = i;
-    return index;
+  static I<W> lane_bits() {
+    I<W> bits;
+    for (int i = 0; i < W; ++i) bits[i] = 1 << i;
+    return bits;
   }
 
   F<W> capped(const F<W>& score) const {  // soft_cap * tanh(score / soft_cap)

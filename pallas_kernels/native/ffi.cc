@@ -107,12 +107,13 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
   return ffi::Error::Success();
 }
 
-// `sinks` and `rope` are empty if left out.
+// `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, ffi::Buffer<ffi::F32> qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> kv_lens,
                          ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> cu_q_lens,
                          ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> rope,
-                         ffi::ResultBuffer<ffi::F32> out, ffi::Result<ffi::AnyBuffer> updated) {
+                         ffi::RemainingArgs tree_mask, ffi::ResultBuffer<ffi::F32> out,
+                         ffi::Result<ffi::AnyBuffer> updated) {
   if (updated->untyped_data() != kv_pages.untyped_data()) {
     return ffi::Error::InvalidArgument("the pool must be updated in place; donate it to the jitted function");
   }
@@ -136,6 +137,13 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.page_table = page_table.typed_data();
   p.cu_q_lens = cu_q_lens.typed_data();
   p.sinks = data_or_null(sinks);
+  if (tree_mask.size() > 0) {
+    const auto words = tree_mask.get<ffi::Buffer<ffi::S32>>(0);
+    if (!words.has_value() || static_cast<int64_t>(words->element_count()) != heads[0]) {
+      return ffi::Error::InvalidArgument("tree_mask must be int32 [T]");
+    }
+    p.tree_mask = words->typed_data();
+  }
   p.out = out->typed_data();
   p.num_tokens = heads[0];
   p.num_query_heads = of_q[1];
@@ -157,7 +165,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 3; }
+extern "C" int jaxserve_native_abi() { return 4; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -183,6 +191,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::AnyBuffer>());
 

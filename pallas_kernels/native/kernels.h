@@ -40,6 +40,7 @@ struct AttentionProblem {
   const int32_t* page_table;  // [R, M]
   const int32_t* cu_q_lens;
   const float* sinks;  // [Q] or null
+  const int32_t* tree_mask;  // [T], a word of visible nodes per token; null for no trees
   float* out;          // [T, Q, H]
   int64_t num_tokens, num_rows, table_width;
   int64_t layer, num_pages, page_size;

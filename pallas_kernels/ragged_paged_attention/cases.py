@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Int32
 
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QUANTIZED_MAX,
     Pages,
@@ -24,21 +26,22 @@ STEPS = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7, "int8": 1 / 12
 """Relative distance of neighbouring values of a dtype; of quantised values relative to the vector's largest element."""
 
 
-class Inputs(NamedTuple):
-    """Arguments of one call; `kv_pages` in the canonical layout `[L, N, P, 2K, H]`."""
+class Arguments(NamedTuple):
+    """Arrays of one call; `kv_pages` in the canonical layout `[L, N, P, 2K, H]`."""
 
-    q: Float[Array, "T Q H"]
-    k: Float[Array, "T K H"]
-    v: Float[Array, "T K H"]
+    inputs: AttentionInputs
     kv_pages: Pages
-    layer: int
-    kv_lens: Int32[Array, "R"]
-    page_table: Int32[Array, "R M"]
-    cu_q_lens: Int32[Array, "R+1"]
-    num_rows: Int32[Array, ""]
-    sinks: Float[Array, "Q"] | None
-    rope: Float32[Array, "2 T half"] | None
-    tree_mask: Int32[Array, "T words"] | None
+    layer: int | Int32[Array, ""]
+
+    def changed(self, **changes: Any) -> Arguments:
+        """Return the arguments with some fields replaced, those of the inputs and of their rows included."""
+        rows = self.inputs.rows._replace(**_popped(changes, RaggedRows._fields))
+        inputs = self.inputs._replace(rows=rows, **_popped(changes, AttentionInputs._fields))
+        return self._replace(**{"inputs": inputs, **changes})
+
+
+def _popped(changes: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: changes.pop(name) for name in names if name in changes}
 
 
 @dataclass(frozen=True)
@@ -68,21 +71,16 @@ class Case:
     soft_cap: float | None = None
     has_sinks: bool = False
     has_rope: bool = False
-    tree_words: int = 0
-    """Words per token of a random tree mask; 0 for no mask."""
+    tree: Literal["chain", "binary", "random"] | None = None
+    """Shape of the trees of rows that have up to 32 new tokens, or of all rows if random; None for no tree mask."""
     dtype: str = "float32"
     kv_dtype: str = "float32"
     stale: float = 1e4
 
     @property
-    def scale(self) -> float:
-        """Factor on the scores."""
-        return float(self.head_dim**-0.5)
-
-    @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> AttentionOptions:
         """Static options of the call."""
-        return {"scale": self.scale, "window": self.window, "soft_cap": self.soft_cap}
+        return AttentionOptions(float(self.head_dim**-0.5), self.window, self.soft_cap)
 
     @property
     def pool_tolerance(self) -> float:
@@ -107,35 +105,47 @@ class Case:
         own = sum(max(0, pages - self.shared_pages) for pages in self.pages_per_row)
         return self.shared_pages + own + 3
 
-    def inputs(self, seed: int = 0) -> Inputs:
+    def arguments(self, seed: int = 0) -> Arguments:
         """Return random arguments, the same for the same seed."""
         rng = np.random.default_rng(seed)
         T, Q, K, H = self.num_tokens, self.num_query_heads, self.num_kv_heads, self.head_dim
         page_table = self._page_table(rng)
         sinks = rng.normal(size=Q) if self.has_sinks else None
-        return Inputs(
-            q=_array(rng.normal(size=(T, Q, H)), self.dtype),
-            k=_array(rng.normal(size=(T, K, H)), self.dtype),
-            v=_array(rng.normal(size=(T, K, H)), self.dtype),
-            kv_pages=self._stored(self._pool(rng, page_table)),
-            layer=self.layer,
+        q, k, v = (_array(rng.normal(size=(T, heads, H)), self.dtype) for heads in (Q, K, K))
+        kv_pages = self._stored(self._pool(rng, page_table))
+        rows = RaggedRows(
             kv_lens=self._pad_rows(rng, np.array(self.kv_lens)),
             page_table=_array(page_table, jnp.int32),
             cu_q_lens=self._pad_rows(rng, np.concatenate([[0], np.cumsum(self.q_lens)])),
             num_rows=_array(len(self.q_lens), jnp.int32),
-            sinks=None if sinks is None else _array(sinks, jnp.float32),
-            rope=_array(self._rope(rng), jnp.float32) if self.has_rope else None,
-            tree_mask=_array(self._tree_mask(rng), jnp.int32) if self.tree_words else None,
         )
+        inputs = AttentionInputs(
+            q,
+            k,
+            v,
+            rows,
+            rope=_array(self._rope(rng), jnp.float32) if self.has_rope else None,
+            sinks=None if sinks is None else _array(sinks, jnp.float32),
+            tree_mask=_array(self._tree_mask(rng), jnp.int32) if self.tree else None,
+        )
+        return Arguments(inputs, kv_pages, self.layer)
 
     def _tree_mask(self, rng: np.random.Generator) -> np.ndarray:
-        """Return words by which every live token sees itself and random others; garbage for padding tokens."""
-        q_len = np.repeat(self.q_lens, self.q_lens)
-        own = np.concatenate([np.arange(n) for n in self.q_lens] + [np.zeros(self.padding_tokens, int)])
-        mask = rng.integers(-(2**31), 2**31, size=(len(q_len) + self.padding_tokens, self.tree_words))
-        word, bit = own // 32, own % 32
-        inside = word < self.tree_words
-        mask[np.flatnonzero(inside), word[inside]] |= np.where(bit[inside] == 31, -(2**31), 1 << bit[inside])
+        """Return words of ancestors, with random bits from a token's own on; garbage for padding tokens."""
+        mask = rng.integers(-(2**31), 2**31, size=self.num_tokens)
+        for q_len, end in zip(self.q_lens, np.cumsum(self.q_lens), strict=True):
+            num_nodes = min(q_len, 32)
+            if q_len > num_nodes and self.tree != "random":
+                mask[end - q_len : end] = -1
+                continue
+            parents = {
+                "chain": np.arange(num_nodes) - 1,
+                "binary": (np.arange(num_nodes) - 1) // 2,
+                "random": rng.integers(-1, np.arange(num_nodes)),
+            }
+            words = ancestors(parents[self.tree or ""])
+            later = -1 << np.arange(num_nodes)
+            mask[end - num_nodes : end] = words | (mask[end - num_nodes : end] & later)
         return mask
 
     def _rope(self, rng: np.random.Generator) -> np.ndarray:
@@ -190,6 +200,14 @@ def _array(x: np.ndarray | int, dtype: DTypeLike) -> Array:
     return jax.device_put(np.asarray(x, dtype))
 
 
+def ancestors(parents: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Return a word per node that has the bits of its ancestors; roots have a parent below zero."""
+    words = np.zeros(len(parents), np.int64)
+    for node, parent in enumerate(parents):
+        words[node] = words[parent] | 1 << parent if parent >= 0 else 0
+    return words
+
+
 def pool_error(found: Pages, expected: Pages) -> float:
     """Return the largest relative error in a pool `[L, N, P, 2K, H]`; infinite if stale infinities or NaN changed.
 
@@ -215,6 +233,9 @@ _RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
 _SHARING = ((1,) * 9 + (7, 1, 20, 1), (129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 135, 170, 131))
 
 _WRITTEN_NOW = ((150, *(1,) * 9, 7, 20), (150, 129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 170))
+
+_TREES = (32, 1, 33, 150, 5, 2), (77, 90, 33, 210, 300, 2)
+_SHARED_TREES = ((3,) * 9 + (7, 1, 20, 32), tuple(kv_len + 40 for kv_len in _SHARING[1]))
 
 _QUANTIZED = tuple(
     replace(case, name=f"{dtype}_{case.name}", kv_dtype=dtype)
@@ -278,10 +299,16 @@ CASES: tuple[Case, ...] = (
     Case("rope_no_live_rows", (), (), has_rope=True, padding_rows=2, padding_tokens=4),
     Case("rope_shared_prefix", *_SHARING, has_rope=True, shared_pages=8),
     Case("rope_sinks_window_soft_cap", *_RAGGED, has_rope=True, has_sinks=True, window=20, soft_cap=10.0),
-    Case("tree", *_RAGGED, tree_words=1, padding_rows=2, padding_tokens=3),
-    Case("tree_of_two_words", (50, 1, 64, 33), (80, 20, 64, 200), tree_words=2),
-    Case("tree_smaller_than_rows", (150, 1, 40), (210, 9, 300), tree_words=1, has_rope=True),
-    Case("tree_sinks_soft_cap", *_RAGGED, tree_words=1, has_sinks=True, soft_cap=5.0),
+    Case("tree_chain", *_RAGGED, tree="chain", padding_rows=2, padding_tokens=3),
+    Case("tree_binary", (1, 31, 1, 70, 7), (300, 40, 1, 100, 7), tree="binary", has_rope=True),
+    Case("tree_random", *_TREES, tree="random", padding_rows=2, padding_tokens=3),
+    Case("tree_across_pages_of_8", *_TREES, tree="random", page_size=8, has_rope=True),
+    Case("tree_sinks_soft_cap", *_RAGGED, tree="random", has_sinks=True, soft_cap=5.0),
+    Case("tree_window", *_TREES, tree="random", window=40),
+    Case("tree_window_inside", *_TREES, tree="random", window=3, has_sinks=True, stale=float("nan")),
+    Case("tree_window_of_one_token", *_RAGGED, tree="binary", window=1),
+    Case("tree_shared_prefix", *_SHARED_TREES, tree="random", shared_pages=8),
+    Case("tree_int8", *_TREES, tree="random", page_size=32, kv_dtype="int8"),
     Case("rope_head_dim_12", *_RAGGED, has_rope=True, head_dim=12),
     Case("rope_head_dim_96", *_RAGGED, has_rope=True, head_dim=96),
     Case("rope_head_dim_128", *_RAGGED, has_rope=True, head_dim=128, num_query_heads=8, num_kv_heads=1),
@@ -305,7 +332,6 @@ GPU_CASES: tuple[Case, ...] = (
     Case("parts_of_wide_heads", (1, 3, 1), (1500, 20, 1), 4, 2, 256, dtype="bfloat16", kv_dtype="bfloat16"),
     Case("int8_group_of_16", *_RAGGED, 16, 1, page_size=32, dtype="bfloat16", kv_dtype="int8"),
     Case("int8_pages_of_64", *_RAGGED, 14, 2, 96, 64, dtype="bfloat16", kv_dtype="int8"),
-    Case("int8_tree", *_RAGGED, tree_words=1, dtype="bfloat16", kv_dtype="int8"),
     Case("int8_tall_tiles", (1, 300, 1, 230), (70, 300, 17, 260), padding_tokens=9, dtype="bfloat16", kv_dtype="int8"),
     Case("fp8_pages_of_128", (1, 1, 90), (63, 200, 270), 16, 1, 128, 128, dtype="bfloat16", kv_dtype="float8_e4m3fn"),
     Case("fp8_float16_soft_cap", *_RAGGED, soft_cap=5.0, dtype="float16", kv_dtype="float8_e4m3fn"),

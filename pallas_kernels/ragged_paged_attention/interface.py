@@ -8,17 +8,33 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 
-class PoolDims(NamedTuple):
-    """Sizes of a page pool, whatever the order of its axes."""
+@dataclass(frozen=True)
+class AttentionOptions:
+    """Static options of attention; a value to hash and compare, since each has a program of its own.
 
-    num_layers: int
-    num_pages: int
-    page_size: int
-    num_kv_heads: int
-    head_dim: int
+    Attributes:
+        scale: factor on the scores, usually `H ** -0.5`.
+        window: number of tokens that a query sees: at position p the keys in `(p - window, p]`; None for all up to p.
+        soft_cap: bound of the scores, which become `soft_cap * tanh(scores / soft_cap)`; None to leave them.
+
+    Raises:
+        ValueError: an option has no meaning.
+    """
+
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1 token, got {self.window}; pass None to see the whole sequence")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap must be positive, got {self.soft_cap}; pass None to leave the scores uncapped")
 
 
 class RaggedRows(NamedTuple):
@@ -45,6 +61,11 @@ class RaggedRows(NamedTuple):
         """Return the tokens of each row in this step, zero for padding rows."""
         return jnp.where(self.is_live(), self.cu_q_lens[1:] - self.cu_q_lens[:-1], 0)
 
+    def row_ids(self, token_id: Int32[Array, "T"]) -> Int32[Array, "T"]:
+        """Return the row of each of some tokens of the step; padding tokens get any row."""
+        starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
+        return jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), self.kv_lens.shape[0] - 1)
+
     def place(self, num_tokens: int, *, num_pages: int, page_size: int) -> tuple[Int32[Array, "T"], Int32[Array, "T"]]:
         """Return the page of each token of the step and its offset there; padding tokens get pages that do not exist.
 
@@ -52,12 +73,42 @@ class RaggedRows(NamedTuple):
         free of collisions.
         """
         token_id = jnp.arange(num_tokens, dtype=jnp.int32)
-        starts_by = (self.cu_q_lens[None, 1:] <= token_id[:, None]) & self.is_live()[None, :]  # [T, R]
-        row_id = jnp.minimum(jnp.sum(starts_by, axis=1, dtype=jnp.int32), self.kv_lens.shape[0] - 1)
+        row_id = self.row_ids(token_id)
         position = token_id + (self.kv_lens - self.cu_q_lens[1:])[row_id]
         page_id = self.page_table.at[row_id, position // page_size].get(mode="clip")
         is_live = token_id < self.cu_q_lens[self.num_rows]
         return jnp.where(is_live, page_id, num_pages + token_id), position % page_size
+
+
+class AttentionInputs(NamedTuple):
+    """Arrays of one call, except the pool."""
+
+    q: Float[Array, "T Q H"]
+    """Queries; Q is a multiple of K, query head h reads KV head h // (Q / K)."""
+    k: Float[Array, "T K H"]
+    """New keys, cast or quantised to the dtype of the pool."""
+    v: Float[Array, "T K H"]
+    """New values, cast or quantised to the dtype of the pool."""
+    rows: RaggedRows
+    rope: Float32[Array, "2 T half"] | None = None
+    """Cosines and sines of every token's angles, which rotate `q` and `k` in float32 before use, as `apply_rope` does;
+    None to use them as they are."""
+    sinks: Float[Array, "Q"] | None = None
+    """Extra logit per query head that takes part in the softmax and carries no value."""
+    tree_mask: Int32[Array, "T"] | None = None
+    """Tree of drafts of each row, a word per token; None if the new tokens of every row follow each other.
+
+    The nodes of a row are its last new tokens, up to 32, parents before children, and bit j of a token's word stands
+    for node j: it is set if node j is an ancestor of the token, which then sees it. Whatever the bits say, a token sees
+    itself, none after itself, and all tokens of its row before the nodes. A word of ones (-1) makes a row without a
+    tree. A window shows the last `window` of the tokens that are seen: it compares the depth of nodes, not their order
+    in the pool. `rope` must have the angles of each node's depth."""
+
+    def rotated(self) -> AttentionInputs:
+        """Return the inputs with rotated queries and keys."""
+        if self.rope is None:
+            return self
+        return self._replace(q=apply_rope(self.q, self.rope), k=apply_rope(self.k, self.rope), rope=None)
 
 
 @dataclass(frozen=True)
@@ -70,51 +121,21 @@ class Problem:
     page_size: int
     kv_dtype: jnp.dtype
     platform: str
-    has_tree_mask: bool = False
 
 
 @runtime_checkable
 class Backend(Protocol):
     """Module that stores pages, writes to them and attends over them in one particular way."""
 
+    @property
+    def LAYOUT(self) -> Layout:  # noqa: N802 (a constant of a module)
+        """Layout of its pool."""
+
     def supports(self, problem: Problem) -> str | None:
         """Return the reason why this backend cannot run the problem, or None if it can."""
 
-    def default_page_size(self, num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-        """Return the default page size in tokens."""
-
-    def kv_shape(
-        self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
-    ) -> tuple[int, ...]:
-        """Return the shape of the pool's values in this backend's layout."""
-
-    def scale_shape(self, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, ...]:
-        """Return the shape of the scales of a quantised pool; called only if `supports` accepts such a pool."""
-
-    def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
-        """Invert `kv_shape`; raise ValueError for a shape that is not in this layout."""
-
-    def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool as `[L, N, P, 2K, H]`, K of head h at 2h and V at 2h + 1; its scales as `[L, N, P, 2K]`."""
-
-    def from_canonical(self, kv_pages: Pages) -> Pages:
-        """Invert `to_canonical`."""
-
     def write_and_attend(
-        self,
-        q: Float[Array, "T Q H"],
-        k: Float[Array, "T K H"],
-        v: Float[Array, "T K H"],
-        kv_pages: Pages,
-        layer: int | Int32[Array, ""],
-        rows: RaggedRows,
-        *,
-        scale: float,
-        window: int | None,
-        soft_cap: float | None,
-        sinks: Float[Array, "Q"] | None,
-        rope: Float32[Array, "2 T half"] | None,
-        tree_mask: Int32[Array, "T words"] | None,
+        self, inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
     ) -> tuple[Float[Array, "T Q H"], Pages]:
         """Return the outputs of all rows in the dtype of `q`, and the pool with this step's keys and values.
 

@@ -1,6 +1,7 @@
 """Ragged paged attention by its definition: float32, one row and one query at a time, in NumPy.
 
-The oracle for all other backends. It runs only outside jit and copies the pool that it is given.
+The oracle for all backends, which only tests and checks on devices import. It runs outside jit alone and copies the
+pool that it is given, in the canonical layout.
 """
 
 from __future__ import annotations
@@ -11,87 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, QuantizedPages, is_quantized
-
-PAGE_TOKENS = 16
-
-
-def supports(problem: Problem) -> str | None:
-    """Return the reason why this backend cannot run the problem, or None if it can."""
-    return unsupported_dtype(problem.kv_dtype)
-
-
-def unsupported_dtype(dtype: jnp.dtype) -> str | None:
-    """Return the reason why a pool cannot have this dtype, or None if it can."""
-    if is_quantized(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
-        return None
-    return (
-        f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(QUANTIZED_MAX)}, not {dtype}"
-    )
-
-
-def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
-    """Return a small default page size, which leaves little of a row's last page empty."""
-    return PAGE_TOKENS
-
-
-def kv_shape(
-    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
-) -> tuple[int, int, int, int, int]:
-    """Return the shape of the pool, the canonical `[L, N, P, 2K, H]`."""
-    return (num_layers, num_pages, page_size, 2 * num_kv_heads, head_dim)
-
-
-def pool_dims(shape: tuple[int, ...]) -> PoolDims:
-    """Invert `kv_shape`."""
-    if len(shape) != 5 or shape[3] % 2:
-        raise ValueError(
-            f"the pool of backend 'reference' must be [L, N, P, 2K, H], got shape {shape}; make it with new_pages"
-        )
-    num_layers, num_pages, page_size, num_heads, head_dim = shape
-    return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)
-
-
-def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
-    """Return the shape of the scales, the canonical `[L, N, P, 2K]`."""
-    return (num_layers, num_pages, page_size, 2 * num_kv_heads)
-
-
-def to_canonical(kv_pages: Pages) -> Pages:
-    """Return the pool as it is."""
-    return kv_pages
-
-
-def from_canonical(kv_pages: Pages) -> Pages:
-    """Return the pool as it is."""
-    return kv_pages
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, QuantizedPages
 
 
 def write_and_attend(
-    q: Float[Array, "T Q H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_pages: Pages,
-    layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, "Q"] | None,
-    rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None,
+    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
 ) -> tuple[Float[Array, "T Q H"], Pages]:
-    """Rotate, write to a copy of the pool and attend."""
-    dtype = q.dtype
-    if rope is not None:
-        q, k = _rotate(q, rope), _rotate(k, rope)
-    kv_pages = _write_kv(kv_pages, k, v, layer, rows)
-    out = _attend(
-        q, kv_pages, layer, rows, scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, tree_mask=tree_mask
-    )
-    return out.astype(dtype), kv_pages
+    """Rotate, write to a copy of the canonical pool and attend."""
+    dtype = inputs.q.dtype
+    if inputs.rope is not None:
+        inputs = inputs._replace(q=_rotate(inputs.q, inputs.rope), k=_rotate(inputs.k, inputs.rope))
+    kv_pages = _write_kv(kv_pages, inputs.k, inputs.v, layer, inputs.rows)
+    return _attend(inputs, kv_pages, layer, options).astype(dtype), kv_pages
 
 
 def _rotate(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
@@ -133,32 +66,25 @@ def _write(
 
 
 def _attend(
-    q: Float[Array, "T Q H"],
-    kv_pages: Pages,
-    layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, "Q"] | None,
-    tree_mask: Int32[Array, "T words"] | None,
+    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
 ) -> Float[Array, "T Q H"]:
     """Attend with every query over the keys that it sees; zeros for padding tokens."""
-    queries = np.asarray(q).astype(np.float32)
+    queries, rows = np.asarray(inputs.q).astype(np.float32), inputs.rows
     pages = _numbers(kv_pages, int(layer))
     page_table = np.asarray(rows.page_table)
-    sink_logits = None if sinks is None else np.asarray(sinks).astype(np.float32)
+    sinks = None if inputs.sinks is None else np.asarray(inputs.sinks).astype(np.float32)
     out = np.zeros_like(queries)
     for row_id, token_id, position in _tokens(rows):
-        first = 0 if window is None else max(0, position - window + 1)
-        positions = np.arange(first, position + 1)
-        if tree_mask is not None:
-            past_len = position - (token_id - int(rows.cu_q_lens[row_id]))
-            positions = positions[_in_tree(np.asarray(tree_mask)[token_id], positions - past_len)]
+        positions = np.arange(position + 1)
+        if inputs.tree_mask is not None:
+            q_len = int(rows.cu_q_lens[row_id + 1]) - int(rows.cu_q_lens[row_id])
+            node = positions - (int(rows.kv_lens[row_id]) - min(q_len, 32))
+            is_ancestor = (int(inputs.tree_mask[token_id]) >> np.clip(node, 0, 31)) & 1 == 1
+            positions = positions[(node < 0) | is_ancestor | (positions == position)]
+        positions = positions[-(options.window or len(positions)) :]
         k, v = _read(pages, page_table[row_id], positions)
-        out[token_id] = _attend_one(queries[token_id], k, v, scale, soft_cap, sink_logits)
-    return jnp.asarray(out.astype(q.dtype))
+        out[token_id] = _attend_one(queries[token_id], k, v, options, sinks)
+    return jnp.asarray(out.astype(inputs.q.dtype))
 
 
 def _numbers(kv_pages: Pages, layer: int) -> np.ndarray:
@@ -177,11 +103,6 @@ def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:
             yield row_id, token_id, int(kv_lens[row_id]) - int(cu_q_lens[row_id + 1]) + token_id
 
 
-def _in_tree(words: np.ndarray, new_ids: np.ndarray) -> np.ndarray:
-    """Return the mask of keys that a token sees; `new_ids` count from the row's first new token, negative if past."""
-    return np.array([i < 0 or i >= 32 * len(words) or bool(words[i // 32] >> (i % 32) & 1) for i in new_ids], bool)
-
-
 def _read(pages: np.ndarray, page_ids: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return keys and values at some positions of one sequence, each `f32[S, K, H]`."""
     page_size = pages.shape[1]
@@ -190,14 +111,14 @@ def _read(pages: np.ndarray, page_ids: np.ndarray, positions: np.ndarray) -> tup
 
 
 def _attend_one(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, scale: float, soft_cap: float | None, sinks: np.ndarray | None
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, options: AttentionOptions, sinks: np.ndarray | None
 ) -> np.ndarray:
     """Attend with one query `f32[Q, H]` over the keys that it sees."""
     group = q.shape[0] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)  # [S, Q, H]
-    scores = np.einsum("qh,sqh->qs", q, k) * scale
-    if soft_cap is not None:
-        scores = soft_cap * np.tanh(scores / soft_cap)
+    scores = np.einsum("qh,sqh->qs", q, k) * options.scale
+    if options.soft_cap is not None:
+        scores = options.soft_cap * np.tanh(scores / options.soft_cap)
     if sinks is not None:
         scores = np.concatenate([scores, sinks[:, None]], axis=1)
     weights = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -19,16 +19,23 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
-from jaxserve.pallas_kernels.ragged_paged_attention import reference
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import PoolDims, Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
+    AttentionInputs,
+    AttentionOptions,
+    Problem,
+    RaggedRows,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    QUANTIZED_MAX,
     Pages,
     QuantizedPages,
     dequantize,
     encode,
+    is_quantized,
     values_of,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, seen_nodes, tree_starts
 
 DECODE_GROUP_ROWS = 16
 DECODE_BLOCK_TOKENS = 64
@@ -38,69 +45,29 @@ PREFILL_BLOCK_TOKENS = 128
 # Finite stand-in for minus infinity: the difference of two of them must be 0, not NaN.
 _LOWEST = float(np.finfo(np.float32).min)
 
-
-default_page_size = reference.default_page_size
+LAYOUT = HeadMajor()
 
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
-    return reference.unsupported_dtype(problem.kv_dtype)
-
-
-def kv_shape(
-    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
-) -> tuple[int, int, int, int, int]:
-    """Return the shape of the pool, `[L, N, 2K, P, H]`."""
-    return (num_layers, num_pages, 2 * num_kv_heads, page_size, head_dim)
-
-
-def pool_dims(shape: tuple[int, ...]) -> PoolDims:
-    """Invert `kv_shape`."""
-    if len(shape) != 5 or shape[2] % 2:
-        raise ValueError(
-            f"the pool of backend 'xla' must be [L, N, 2K, P, H], got shape {shape}; make it with new_pages"
-        )
-    num_layers, num_pages, num_heads, page_size, head_dim = shape
-    return PoolDims(num_layers, num_pages, page_size, num_heads // 2, head_dim)
-
-
-def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
-    """Return the shape of the scales, `[L, N, 2K, P]`."""
-    return (num_layers, num_pages, 2 * num_kv_heads, page_size)
-
-
-def to_canonical(kv_pages: Pages) -> Pages:
-    """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
-    return jax.tree.map(lambda x: jnp.swapaxes(x, 2, 3), kv_pages)
-
-
-def from_canonical(kv_pages: Pages) -> Pages:
-    """Invert `to_canonical`."""
-    return to_canonical(kv_pages)
+    dtype = problem.kv_dtype
+    if is_quantized(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
+        return None
+    return (
+        f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(QUANTIZED_MAX)}, not {dtype}"
+    )
 
 
 def write_and_attend(
-    q: Float[Array, "T Q H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_pages: Pages,
-    layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, "Q"] | None,
-    rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None,
+    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
 ) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotate, write and attend; the pool is donated."""
-    dtype = q.dtype
-    if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-    kv_pages = _write_kv(kv_pages, k, v, layer, rows)
-    attention = _Attention(kv_pages, layer, scale, window, soft_cap, sinks, tree_mask)
-    return _attend(attention, q, rows).astype(dtype), kv_pages
+    dtype, inputs = inputs.q.dtype, inputs.rotated()
+    kv_pages = _write_kv(kv_pages, inputs.k, inputs.v, layer, inputs.rows)
+    mask, rows = inputs.tree_mask, inputs.rows
+    nodes = None if mask is None else seen_nodes(mask, rows, options.window)
+    attention = _Attention(kv_pages, layer, options, inputs.sinks, nodes)
+    return _attend(attention, inputs.q, rows).astype(dtype), kv_pages
 
 
 def _write_kv(
@@ -136,25 +103,24 @@ class _Attention(NamedTuple):
 
     kv_pages: Pages
     layer: int | Int32[Array, ""]
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    options: AttentionOptions
     sinks: Float[Array, "Q"] | None
-    tree_mask: Int32[Array, "T words"] | None
+    nodes: Int32[Array, "T columns"] | None  # see `seen_nodes`
 
 
 class _Tree(NamedTuple):
-    """Tree mask of a tile's queries over the new tokens of their row."""
+    """Nodes that a tile's queries see, and the position of the first node."""
 
-    words: Int32[Array, "X words"]
-    past_len: Int32[Array, ""]
+    nodes: Int32[Array, "X columns"]
+    start: Int32[Array, ""]
 
-    def shows(self, key_position: Int32[Array, "B S"]) -> Bool[Array, "B X S"]:
-        new_id = (key_position - self.past_len)[:, None, :]  # [B, 1, S]
-        num_words = self.words.shape[1]
-        word = self.words[:, jnp.clip(new_id[0, 0] // 32, 0, num_words - 1)][None]  # [1, X, S]
-        bit = lax.shift_right_logical(word, jnp.broadcast_to(new_id % 32, word.shape)) & 1
-        return (new_id < 0) | (new_id >= 32 * num_words) | (bit == 1)
+    def shows(self, key_position: Int32[Array, "1 S"], window: int | None) -> Bool[Array, "1 X S"]:
+        """Return the mask of keys that each query sees if they do not come after it."""
+        key_position = key_position[:, None, :]
+        node = key_position - self.start
+        word, bit = jnp.broadcast_arrays(self.nodes[None, :, :1], jnp.clip(node, 0, MAX_NODES - 1))
+        in_window = window is None or self.nodes[None, :, 1:] - key_position < window
+        return jnp.where(node < 0, in_window, lax.shift_right_logical(word, bit) & 1 == 1)
 
 
 class _Softmax(NamedTuple):
@@ -211,9 +177,9 @@ def _attend_prefill_rows(
         page_table = rows.page_table[row_id][None]
         tile_q = lax.dynamic_slice_in_dim(q, start, tile_size)[None]  # [1, X, Q, H]
         tree = None
-        if attention.tree_mask is not None:
-            words = lax.dynamic_slice_in_dim(attention.tree_mask, start, tile_size)
-            tree = _Tree(words, rows.kv_lens[row_id] - q_lens[row_id])
+        if attention.nodes is not None:
+            nodes = lax.dynamic_slice_in_dim(attention.nodes, start, tile_size)
+            tree = _Tree(nodes, tree_starts(rows)[row_id])
         tile_out = _attend_blocks(attention, tile_q, position[None], page_table, PREFILL_BLOCK_TOKENS, tree)
         kept = lax.dynamic_slice_in_dim(out, start, tile_size)
         merged = jnp.where(is_own[:, None, None], tile_out[0], kept)
@@ -235,9 +201,11 @@ def _attend_blocks(
     _, _, num_heads, page_size, _ = values_of(attention.kv_pages).shape
     K = num_heads // 2
     block_pages = max(1, block_tokens // page_size)
-    heads_q = q.astype(jnp.float32) * attention.scale
+    heads_q = q.astype(jnp.float32) * attention.options.scale
     heads_q = heads_q.reshape(B, X, K, Q // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, X, H]
-    first_key, end_key = _key_range(position, attention.window)
+    window = attention.options.window
+    by_depth = position if tree is None or window is None else tree.nodes[None, :, 1]
+    first_key, end_key = _key_range(position, by_depth, window)
     first_page = first_key // page_size
     num_blocks = _ceil_div(jnp.max(_ceil_div(end_key, page_size) - first_page), block_pages)
 
@@ -250,9 +218,9 @@ def _attend_blocks(
         # Zero weights alone would let stale NaN or Inf through.
         in_range = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])
         v = jnp.where(in_range[:, None, :, None], v, 0)
-        visible = _visible(position, key_position, attention.window)
+        visible = _visible(position, key_position, window if tree is None else None)
         if tree is not None:
-            visible &= tree.shows(key_position)
+            visible &= tree.shows(key_position, window)
         return _absorb(attention, state, heads_q, k, v, visible)
 
     state = lax.fori_loop(0, num_blocks, absorb_block, _start(attention.sinks, heads_q.shape))
@@ -260,12 +228,14 @@ def _attend_blocks(
     return out.transpose(0, 3, 1, 2, 4).reshape(B, X, Q, H).astype(q.dtype)
 
 
-def _key_range(position: Int32[Array, "B X"], window: int | None) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
-    """Return the first key that any query of each sequence sees, and the end of the last."""
+def _key_range(
+    position: Int32[Array, "B X"], by_depth: Int32[Array, "B X"], window: int | None
+) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+    """Return the first key that any query of each sequence sees, and the end of the last; windows go by depth."""
     last = jnp.max(position, axis=1)
     if window is None:
         return jnp.zeros_like(last), last + 1
-    first = jnp.min(jnp.where(position >= 0, position, last[:, None]), axis=1)
+    first = jnp.min(jnp.where(position >= 0, by_depth, last[:, None]), axis=1)
     return jnp.maximum(first - window + 1, 0), last + 1
 
 
@@ -318,8 +288,8 @@ def _absorb(
     """Return the softmax after one more block of keys."""
     visible = visible[:, None, None]  # [B, 1, 1, X, S]
     scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
-    if attention.soft_cap is not None:
-        scores = attention.soft_cap * jnp.tanh(scores / attention.soft_cap)
+    if (soft_cap := attention.options.soft_cap) is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
     scores = jnp.where(visible, scores, _LOWEST)
     max_score = jnp.maximum(state.max_score, jnp.max(scores, axis=-1))
     weights = jnp.where(visible, jnp.exp(scores - max_score[..., None]), 0)

@@ -14,7 +14,8 @@ import tiny_tokenizers
 from matplotlib.image import imread
 
 from jaxserve import cli
-from jaxserve.bench import pictures, tables
+from jaxserve.bench import tables
+from jaxserve.figures import plotting
 
 WORKLOAD = {
     "name": "few",
@@ -139,12 +140,12 @@ def test_live_lines_go_to_stderr(
     assert "waiting," not in shown.out
 
 
-def test_pictures(model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine]) -> None:
+def test_plots(model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine]) -> None:
     places = {"offline": tmp_path / "new" / "offline", "serve": tmp_path / "serve"}
-    bench(model, tmp_path, "offline", "--workload", workload, "--pictures", str(places["offline"]))
+    bench(model, tmp_path, "offline", "--workload", workload, "--plots", str(places["offline"]))
     assert {path.name for path in places["offline"].iterdir()} == {"latency.png", "timeline.png"}
     rates = ["--rates", "100,300", "--slo-tpot-ms", "5"]
-    bench(model, tmp_path, "serve", "--workload", workload, *rates, "--pictures", str(places["serve"]))
+    bench(model, tmp_path, "serve", "--workload", workload, *rates, "--plots", str(places["serve"]))
     names = {path.name for path in places["serve"].iterdir()}
     each = {f"{name}-rate-{rate}.png" for name in ("latency", "timeline") for rate in (100, 300)}
     assert names == each | {"throughput_latency.png"}
@@ -159,12 +160,12 @@ def test_single_tokens_have_no_time_between_them(
 ) -> None:
     path = tmp_path / "one.json"
     path.write_text(json.dumps({"name": "one", "seed": 1, "requests": [{"prompt_len": 1, "output_len": 1}]}))
-    report = bench(model, tmp_path, "offline", "--workload", str(path), "--pictures", str(tmp_path / "pictures"))
+    report = bench(model, tmp_path, "offline", "--workload", str(path), "--plots", str(tmp_path / "plots"))
     shown = capsys.readouterr().out
     for key, title in (("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
         assert report["runs"][0][key] == dict.fromkeys(("mean", "p50", "p90", "p99", "max"))
         assert re.search(rf"^{title} \(ms\)( +-){{5}}$", shown, re.MULTILINE)
-    bench(model, tmp_path, "serve", "--workload", str(path), "--rates", "9,10", "--pictures", str(tmp_path / "sweep"))
+    bench(model, tmp_path, "serve", "--workload", str(path), "--rates", "9,10", "--plots", str(tmp_path / "sweep"))
     assert " -/-/- " in capsys.readouterr().out
     assert (tmp_path / "sweep" / "throughput_latency.png").exists()
 
@@ -178,12 +179,12 @@ def test_without_matplotlib_all_else_works(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    report = bench(model, tmp_path, "offline", "--workload", workload, "--pictures", str(tmp_path / "pictures"))
+    report = bench(model, tmp_path, "offline", "--workload", workload, "--plots", str(tmp_path / "plots"))
     assert len(report["runs"]) == 1
     shown = capsys.readouterr()
     assert "install the extra bench: pip install 'jaxserve[bench]', or in a clone pip" in shown.err
     assert "tok/s" in shown.out
-    assert list((tmp_path / "pictures").iterdir()) == []
+    assert list((tmp_path / "plots").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_without_matplotlib_all_else_works(
         (["serve", "--workload", "single"], "in the workload single all requests arrive at once; give --rate"),
         (["offline", "--json", "/no/such/file"], "json must be a file in a directory that exists, got /no/such/file"),
         (["offline", "--json", "/dev/null"], "json must be a file in a directory that exists, got /dev/null"),
-        (["offline", "--pictures", "BAD"], "cannot make the directory of pictures {path}: File exists"),
+        (["offline", "--plots", "BAD"], "cannot make the directory of plots {path}: File exists"),
     ],
 )
 def test_wrong_commands_are_told_before_anything_is_loaded(
@@ -273,7 +274,7 @@ def test_figures_that_cannot_be_written_are_told_before_anything_is_loaded(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr("tempfile.mkdtemp", read_only)
-    for flag, name in (("--json", "report.json"), ("--pictures", "picture.png")):
+    for flag, name in (("--json", "report.json"), ("--plots", "plot.png")):
         given = tmp_path / "report.json" if flag == "--json" else tmp_path
         assert cli.main(["bench", "offline", flag, str(given), "--model", model]) == 2
         message = f"jaxserve: error: cannot write {tmp_path / name}: Read-only file system\n"
@@ -301,7 +302,7 @@ def test_runs_that_are_done_outlast_a_later_one(
             raise broken_by
 
     monkeypatch.setattr(fake_engine.FakeEngine, "reset_prefix_cache", break_third_run)
-    flags = ["--rates", "300,400,500", "--json", str(path), "--pictures", str(tmp_path)]
+    flags = ["--rates", "300,400,500", "--json", str(path), "--plots", str(tmp_path)]
     code = cli.main(["bench", "serve", "--workload", workload, "--model", model, *flags])
     assert code == (130 if broken_by is KeyboardInterrupt else 2)
     assert written == [0, 1, 2]
@@ -323,7 +324,7 @@ def test_a_link_to_the_figures_is_followed(
 def test_all_at_once_under_a_limit(
     model: str, workload: str, tmp_path: Path, engines: list[fake_engine.FakeEngine], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--rates", "100,inf", "--num-requests", "8", "--max-concurrency", "2", "--pictures", str(tmp_path)]
+    flags = ["--rates", "100,inf", "--num-requests", "8", "--max-concurrency", "2", "--plots", str(tmp_path)]
     report = bench(model, tmp_path, "serve", "--workload", workload, *flags)
     load = {name: report["workload"][name] for name in ("num_requests", "arrival_seed", "max_concurrency")}
     assert load == {"num_requests": 8, "arrival_seed": 0, "max_concurrency": 2}
@@ -354,5 +355,5 @@ def test_numbers_have_three_significant_digits() -> None:
     assert [tables.number(value) for value in given] == ["-", "0", "0.0123", "1.23", "100", "123", "12346"]
 
 
-def test_pictures_are_possible_where_matplotlib_is() -> None:
-    assert pictures.reason_missing() is None
+def test_plots_are_possible_where_matplotlib_is() -> None:
+    assert plotting.reason_missing() is None

@@ -37,6 +37,9 @@ WIDE = [
         (16, 1, 128, 128, "bfloat16", {"kv_dtype": "int8", "soft_cap": 30.0, "has_sinks": True}),
         (7, 2, 96, 32, "bfloat16", {"kv_dtype": "float8_e4m3fn"}),
         (16, 1, 128, 8, "bfloat16", {"kv_dtype": "int8", "window": 300, "soft_cap": 30.0, "has_sinks": True}),
+        (4, 8, 128, 16, "bfloat16", {"tree": "random"}),
+        (2, 2, 256, 16, "bfloat16", {"tree": "random", "window": 300, "soft_cap": 30.0, "has_sinks": True}),
+        (16, 1, 128, 8, "bfloat16", {"tree": "random", "kv_dtype": "int8", "window": 300, "soft_cap": 30.0}),
     ]
 ]
 
@@ -48,7 +51,7 @@ def _program(case):
     tokens, which have tall tiles too.
     """
     sizes = (case.num_query_heads, case.num_kv_heads, case.head_dim, case.page_size, case.dtype, case.kv_dtype)
-    options = (case.window is None, case.soft_cap, case.has_sinks, case.tree_words, case.has_rope)
+    options = (case.window is None, case.soft_cap, case.has_sinks, case.tree is None, case.has_rope)
     return min(case.num_tokens, 2), case.num_tokens >= MIN_TALL_TOKENS, sizes, options
 
 
@@ -57,20 +60,17 @@ BATCHES = [DISTINCT[start : start + 8] for start in range(0, len(DISTINCT), 8)] 
 
 
 def lower(chip, case):
-    inputs = case.inputs()
+    inputs, kv_pages, layer = case.arguments()
 
-    def attend(q, k, v, kv_pages, arrays):
-        return ragged_paged_attention(q, k, v, kv_pages, case.layer, **arrays, backend="mosaic_gpu", **case.options)
+    def attend(inputs, kv_pages):
+        return ragged_paged_attention(inputs, kv_pages, layer, case.options, backend="mosaic_gpu")
 
-    names = ("kv_lens", "page_table", "cu_q_lens", "num_rows", "sinks", "rope", "tree_mask")
-    kv_pages = from_canonical("mosaic_gpu", inputs.kv_pages)
-    args = (inputs.q, inputs.k, inputs.v, kv_pages, {name: getattr(inputs, name) for name in names})
-    return chip.lower(attend, args, donate_argnums=(3,))
+    return chip.lower(attend, (inputs, from_canonical("mosaic_gpu", kv_pages)), donate_argnums=(1,))
 
 
 def check_memory(case, memory):
-    inputs = case.inputs()
-    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(from_canonical("mosaic_gpu", inputs.kv_pages)))
+    inputs, kv_pages, _ = case.arguments()
+    pool_bytes = sum(x.nbytes for x in jax.tree.leaves(from_canonical("mosaic_gpu", kv_pages)))
     assert memory.alias_size_in_bytes >= pool_bytes, case.name
     parts = 2 * 2 * 132 * 2 * 128 * (case.head_dim + 2) * 4  # two kinds of tiles, two splits per worker
     assert memory.temp_size_in_bytes <= parts + 4 * inputs.q.nbytes * 2 + 2**20, case.name

@@ -1,6 +1,5 @@
 """Attention for TPUs compiles to machine code for each generation of them, in place; so does the step around it."""
 
-import dataclasses
 import itertools
 import json
 import re
@@ -12,13 +11,15 @@ import pytest
 from test_h200_step import DEFAULT_MODEL, LLAMA_8B
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.batch import BatchLayout
 from jaxserve.engine.build import tree_bytes
-from jaxserve.engine.step import AttentionCarry, Model, abstract_state
+from jaxserve.execution.batch import BatchLayout
+from jaxserve.execution.round import AttentionCarry, Model
+from jaxserve.execution.state import abstract_state
 from jaxserve.models import decoder, registry
 from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V5E, TPU_V5P, TPU_V6E
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     Problem,
+    RaggedRows,
     default_page_size,
     from_canonical,
     mosaic_tpu,
@@ -51,7 +52,7 @@ WIDE = [
     )
     for lengths, group, K, H, P, options in [
         (_DECODE, 4, 8, 128, 16, {}),
-        (_MANY, 8, 1, 128, 128, {"tree_words": 2}),
+        (_MANY, 8, 1, 128, 128, {"tree": "random", "window": 300}),
         (_MANY, 4, 8, 128, 16, {"has_rope": True}),
         (_MANY, 3, 3, 64, 32, {"soft_cap": 30.0, "has_sinks": True}),
         (_MANY, 7, 2, 96, 256, {}),
@@ -68,10 +69,10 @@ NARROW = [
 
 def _program(case):
     """Return what distinguishes the kernels of two cases; the numbers of tokens, rows and pages do not, except one."""
-    inputs = case.inputs()
+    inputs, kv_pages, _ = case.arguments()
     num_tokens, *heads = inputs.q.shape
-    page = values_of(inputs.kv_pages).shape[2:]
-    options = (case.window is None, case.soft_cap, case.has_sinks, case.tree_words, inputs.rope is None)
+    page = values_of(kv_pages).shape[2:]
+    options = (case.window is None, case.soft_cap, case.has_sinks, case.tree is None, inputs.rope is None)
     return min(num_tokens, 2), *heads, page, case.dtype, case.kv_dtype, options
 
 
@@ -101,24 +102,22 @@ BFLOAT16 = jnp.dtype("bfloat16")
     ids=lambda value: getattr(value, "name", value),
 )
 def test_compiles_in_place(chip, case):
-    inputs = jax.eval_shape(lambda: case.inputs()._replace(layer=0))
-    kv_pages = jax.eval_shape(lambda kv_pages: from_canonical("mosaic_tpu", kv_pages), inputs.kv_pages)
+    inputs, kv_pages, _ = jax.eval_shape(case.arguments)
+    kv_pages = jax.eval_shape(lambda kv_pages: from_canonical("mosaic_tpu", kv_pages), kv_pages)
 
-    def attend(q, k, v, kv_pages, layer, others):
-        return ragged_paged_attention(q, k, v, kv_pages, layer, **others, **case.options, backend="mosaic_tpu")
+    def attend(inputs, kv_pages, layer):
+        return ragged_paged_attention(inputs, kv_pages, layer, case.options, backend="mosaic_tpu")
 
-    names = ("kv_lens", "page_table", "cu_q_lens", "num_rows", "sinks", "rope", "tree_mask")
-    layer = jax.ShapeDtypeStruct((), jnp.int32)
-    args = (inputs.q, inputs.k, inputs.v, kv_pages, layer, {name: getattr(inputs, name) for name in names})
+    args = (inputs, kv_pages, jax.ShapeDtypeStruct((), jnp.int32))
     started = time.process_time()
-    compiled = CHIPS[chip].compile(attend, args, donate_argnums=(3,))
+    compiled = CHIPS[chip].compile(attend, args, donate_argnums=(1,))
     assert time.process_time() - started <= COMPILE_S
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= tree_bytes(kv_pages)
     # The bound covers queries and outputs in the kernel's layouts, and new keys and values in float32.
     assert memory.temp_size_in_bytes <= 16 * inputs.q.size * 4 + 2**21
     cost = compiled.cost_analysis()
-    keys = case.q_lens.count(1) * inputs.page_table.shape[1] * case.page_size
+    keys = case.q_lens.count(1) * inputs.rows.page_table.shape[1] * case.page_size
     itemsize = jnp.dtype(case.kv_dtype).itemsize
     assert cost["bytes accessed"] >= keys * 2 * case.num_kv_heads * case.head_dim * itemsize
     assert cost["flops"] >= 4 * keys * case.num_query_heads * case.head_dim
@@ -192,14 +191,15 @@ def test_a_decode_step_reads_weights_and_keys_once():
     All vector memory goes to one operation at a time: XLA counts weights prefetched to it several times, although they
     are read from main memory once.
     """
-    arch = dataclasses.replace(registry.from_hf_config(LLAMA_8B), num_layers=2)
+    arch = registry.from_hf_config(LLAMA_8B | {"num_hidden_layers": 2})
     rows, context = 64, 8192
     schedule = ScheduleConfig(rows, 2048, context, 16, num_pages=rows * context // 16)
     layout, model = BatchLayout.of(schedule, rows), Model.of(arch, backend="mosaic_tpu")
 
     def decode(params, state, blob):
         batch, rows = layout.unpack(blob), state.sequences
-        carry = AttentionCarry(state.kv_pages, rows.length + 1, rows.page_table, batch.cu_q_lens, batch.num_rows)
+        ragged_rows = RaggedRows(rows.length + 1, rows.page_table, batch.cu_q_lens, batch.num_rows)
+        carry = AttentionCarry(state.kv_pages, (ragged_rows,))
         hidden, carry = decoder.forward(params, arch, batch.token_ids, rows.length, model.attend, carry)
         return decoder.compute_logits(params, arch, hidden), carry
 

@@ -63,7 +63,7 @@ def start(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> St
     def start(**options: Any) -> Engine:
         options = {"model": str(llama), "skip_tokenizer_init": True} | SIZES | options
         key = tuple(sorted(options.items()))
-        if key not in engines or engines[key]._is_closed:
+        if key not in engines or engines[key].devices.is_closed:
             engines[key] = Engine(EngineConfig(**options))
         engines[key].reset_prefix_cache()
         return engines[key]
@@ -91,6 +91,6 @@ def drained(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None
         for request_id in unfinished:
             engine.abort(request_id)  # a failure must not fail later tests
         assert not unfinished
-        assert engine.num_pages_used == 0
+        assert engine.occupancy.num_pages_used == 0
         assert engine.stats.num_compiles == 0
         engine.check_integrity()

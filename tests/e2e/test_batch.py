@@ -70,7 +70,7 @@ def test_kills_lose_and_repeat_nothing(command: list[str], whole: Path, tmp_path
     assert records(killed) == records(whole)
 
 
-@pytest.mark.full  # tests/test_ray_fleet.py runs it by default
+@pytest.mark.full  # tests/fleet/test_ray_fleet.py runs it by default
 def test_on_ray_an_engine_that_is_killed_loses_nothing(command: list[str], whole: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = [*command, str(out), "--ray", "--ray-actors=2"]

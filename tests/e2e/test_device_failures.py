@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.runner import RunningStep
+from jaxserve.execution.runner import RunningStep
 from jaxserve.pallas_kernels import native
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
 from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]

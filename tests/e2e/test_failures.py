@@ -13,10 +13,10 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.engine.pacer import Pacer
-from jaxserve.engine.runner import RunningStep
+from jaxserve.execution.runner import RunningStep
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.pacer import Pacer
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate, tokens
 

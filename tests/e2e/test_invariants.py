@@ -199,7 +199,7 @@ def test_samples_share_their_prompt_even_without_a_prefix_cache(start: Start) ->
         most = 0
         while engine.has_unfinished():
             busy_step(engine)
-            most = max(most, engine.num_pages_used)
+            most = max(most, engine.occupancy.num_pages_used)
         assert most == 8 + 4
         assert engine.stats.num_prefill_tokens - prefill == 32 + 4 * 2
 

@@ -13,9 +13,11 @@ from checkpoints import ROPES, reference_logits
 from scipy.special import log_softmax
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.plan import StepPlan
+from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels import native
 from jaxserve.request import Logprob, RequestOutput, SamplingParams
+from jaxserve.scheduling.plan import StepPlan
+from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens
 
 Start = Callable[..., Engine]
@@ -29,6 +31,8 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3", {}),
+    "gpt2": ("gpt2", {}),
+    "gpt-neo": ("gpt_neo", {}),
 }
 NUM_OUTPUT = 9
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4, prompt_logprobs=2)
@@ -105,7 +109,8 @@ def pair(
     if name != "llama":
         family, overrides = CHECKPOINTS[name]
         path: Path = tmp_path_factory.mktemp(family)
-        model, options = checkpoints.write_checkpoint(path, family, **overrides), {"model": str(path)}
+        model = checkpoints.write_checkpoint(path, family, **overrides)
+        options = {"model": str(path), "num_pages": 2 * SIZES["num_pages"]}  # some have two KV groups
     if kernels == "xla":
         options["attention_backend"] = "xla"
         with pytest.MonkeyPatch.context() as patch:
@@ -118,6 +123,16 @@ def test_ragged_batch_in_chunks(pair: tuple[Callable[[], Engine], Oracle]) -> No
     start, oracle = pair
     for output in generate(start(), PROMPTS, GREEDY):
         oracle.check(output)
+
+
+def test_a_sequence_takes_all_learned_positions(start: Start, tmp_path: Path) -> None:
+    oracle = Oracle(checkpoints.write_checkpoint(tmp_path, "gpt2", max_position_embeddings=44))
+    with pytest.raises(ConfigError, match=r"max_model_len must be at most .* got 45 and 44"):
+        start(model=str(tmp_path), max_model_len=45)
+    params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True)
+    (output,) = generate(start(model=str(tmp_path), max_model_len=44), [tokens(40, "positions")], params)
+    assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids, 4)
+    assert output.outputs[0].finish_reason == "length"
 
 
 def test_prefix_hits(pair: tuple[Callable[[], Engine], Oracle]) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.batch import BatchLayout, StepUpload
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.plan import StepPlan
-from jaxserve.engine.runner import Runner
+from jaxserve.execution.batch import BatchLayout, StepUpload
+from jaxserve.execution.runner import Runner
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
 from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]

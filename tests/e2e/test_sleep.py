@@ -9,8 +9,8 @@ import jax
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.programs import compile_counter
 from jaxserve.errors import ConfigError, RequestError
+from jaxserve.execution.program_store import compile_counter
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from tests.e2e.workloads import generate, tokens
@@ -37,18 +37,18 @@ def test_weights_are_kept_and_all_is_freed_meanwhile(start: Start) -> None:
         alive, compiles = arrays_of(engine), compile_counter.count
         engine.sleep()
         gc.collect()
-        assert engine.is_sleeping
+        assert engine.devices.is_sleeping
         assert not any(array() is not None for array in alive)
         with pytest.raises(RequestError, match="call wake_up first"):
             engine.add_request("asleep", PROMPTS[0], PARAMS)
-        engine.wake_up()
-        assert not engine.is_sleeping
+        engine.devices.wake_up()
+        assert not engine.devices.is_sleeping
         assert token_ids(engine) == expected
         assert compile_counter.count == compiles
     (output,) = generate(engine, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1))
     assert output.num_cached_tokens > 0
     engine.sleep()
-    engine.wake_up()
+    engine.devices.wake_up()
     (output,) = generate(engine, PROMPTS[:1], SamplingParams(temperature=0, max_tokens=1))
     assert output.num_cached_tokens == 0
 
@@ -59,12 +59,12 @@ def test_weights_that_were_let_go_are_given_anew(start: Start, llama: Any) -> No
     engine.sleep(level=2)
     with pytest.raises(ConfigError, match="must be awake to take weights"):
         engine.update_weights(llama)
-    engine.wake_up(tags=["weights"])
-    assert engine.is_sleeping
+    engine.devices.wake_up(tags=["weights"])
+    assert engine.devices.is_sleeping
     with pytest.raises(RequestError, match="call wake_up first"):
         engine.add_request("half asleep", PROMPTS[0], PARAMS)
-    engine.wake_up(tags=["kv_cache"])
-    assert not engine.is_sleeping
+    engine.devices.wake_up(tags=["kv_cache"])
+    assert not engine.devices.is_sleeping
     with pytest.raises(RequestError, match="let them go; update_weights"):
         engine.add_request("without weights", PROMPTS[0], PARAMS)
     engine.update_weights(llama)
@@ -75,9 +75,9 @@ def test_weights_may_come_before_the_pool(start: Start, llama: Any) -> None:
     engine = start()
     expected = token_ids(engine)
     engine.sleep(level=2)
-    engine.wake_up(tags=["weights"])
+    engine.devices.wake_up(tags=["weights"])
     engine.update_weights(llama)
-    engine.wake_up(tags=["kv_cache"])
+    engine.devices.wake_up(tags=["kv_cache"])
     assert token_ids(engine) == expected
 
 
@@ -89,13 +89,13 @@ def test_an_unfinished_request_keeps_it_awake(start: Start) -> None:
         engine.sleep()
     engine.abort("unfinished")
     engine.sleep()
-    engine.wake_up()
+    engine.devices.wake_up()
 
 
 WRONG = [
     lambda engine: engine.sleep(level=3),
-    lambda engine: engine.wake_up("weights"),
-    lambda engine: engine.wake_up(["x"]),
+    lambda engine: engine.devices.wake_up("weights"),
+    lambda engine: engine.devices.wake_up(["x"]),
 ]
 
 

@@ -266,7 +266,7 @@ def test_an_interrupt_while_compiling_ends_the_process_in_order(
 ORDER_AT_EXIT = """
 import sys, weakref
 from jaxserve import LLM
-from jaxserve.engine import runner
+from jaxserve.execution import runner
 
 runner._close_all = lambda: print("closed")
 llm = LLM(compile_ahead="minimal", compilation_cache_dir=sys.argv[1])

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import pytest
 
-from jaxserve.engine.runner import Programs, RunningStep
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.runner import RunningStep
 from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from tests.e2e.sizes import SIZES

@@ -56,7 +56,7 @@ def loaded_tree(path: Path, engine: Engine) -> Any:
 
 def served_tree(path: Path, engine: Engine) -> Any:
     config = EngineConfig(str(path), skip_tokenizer_init=True, quantization=engine.config.quantization, **SIZES)
-    return Engine(config).params
+    return Engine(config).devices.params
 
 
 FORMS = [from_directory, by_name, by_name_on_device, loaded_tree, served_tree]
@@ -110,7 +110,7 @@ def test_arrays_that_lie_where_they_have_to_are_not_copied(swapped: Start, other
     engine = swapped()
     given = served_tree(other, engine)
     engine.update_weights(given)
-    for new, used in zip(jax.tree.leaves(given), jax.tree.leaves(engine.params), strict=True):
+    for new, used in zip(jax.tree.leaves(given), jax.tree.leaves(engine.devices.params), strict=True):
         assert new.unsafe_buffer_pointer() == used.unsafe_buffer_pointer()
 
 
@@ -204,7 +204,7 @@ def test_what_is_not_of_this_model_changes_nothing(start: Start, other: Path, tm
     named = by_name(other, engine)
     name = next(iter(named))
     checkpoints.write_checkpoint(tmp_path, "llama", vocab_size=VOCAB_SIZE + 1)
-    served = jax.tree.map(lambda leaf: leaf[..., :1], engine.params)
+    served = jax.tree.map(lambda leaf: leaf[..., :1], engine.devices.params)
     for wrong, message in [
         (tmp_path / "absent", "absent"),
         (tmp_path, "of another shape"),

@@ -125,7 +125,7 @@ def drain(engine: Engine) -> None:
     """Collect steps still in flight for requests that ended early; then every page must be back."""
     engine.step()
     assert not engine.has_unfinished()
-    assert engine.num_pages_used == 0
+    assert engine.occupancy.num_pages_used == 0
 
 
 def run_alone(engine: Engine, job: Job) -> RequestOutput:

@@ -1,13 +1,14 @@
 """Several schedulers behind one queue: what each says of a request, gives back, and is given."""
 
 import random
+from contextlib import nullcontext
 
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler
 
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.request import RequestStatus
-from jaxserve.router import ROW_CHARGE_TOKENS
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
 
 
 def random_request(rng, index, prefixes=2):
@@ -24,7 +25,7 @@ def test_what_has_room_is_started_by_the_next_plan(seed):
     started = 0
     for index in range(60):
         request = random_request(rng, index, prefixes=0)
-        if loop.scheduler.has_room(request):
+        if loop.scheduler.admission.has_room(request):
             loop.add(request)
             plan = loop.step()
             assert request in plan.admitted or plan.preempted or plan.grown
@@ -38,7 +39,7 @@ def test_what_has_room_is_started_by_the_next_plan(seed):
 def test_an_idle_scheduler_has_room_for_whatever_fits():
     for num_prompt in range(1, 256):
         scheduler = make_scheduler(max_num_batched_tokens=8, num_pages=64)
-        assert scheduler.has_room(make_request("0", range(num_prompt), 256 - num_prompt))
+        assert scheduler.admission.has_room(make_request("0", range(num_prompt), 256 - num_prompt))
 
 
 def test_a_shared_prefix_is_room_for_many():
@@ -47,26 +48,26 @@ def test_a_shared_prefix_is_room_for_many():
     loop.add(make_request("first", prefix, 30)).step()
     for index in range(4):
         request = make_request(str(index), [*prefix, index], 8, num_shared_tokens=len(prefix))
-        assert loop.scheduler.has_room(request)
+        assert loop.scheduler.admission.has_room(request)
         loop.add(request)
     loop.step()
     assert loop.scheduler.num_running == 5
     loop.drain()
-    assert loop.scheduler.has_room(make_request("idle pages count too", [*prefix, 9], 8))
+    assert loop.scheduler.admission.has_room(make_request("idle pages count too", [*prefix, 9], 8))
 
 
 def test_load_is_what_there_is_to_compute_and_a_charge_for_each_request():
     loop = Loop(make_scheduler(max_num_batched_tokens=64))
-    assert loop.scheduler.load == 0
+    assert loop.scheduler.admission.load == 0
     loop.add(make_request("0", range(100), 5), make_request("1", range(50), 5))
-    assert loop.scheduler.load == 150 + 2 * ROW_CHARGE_TOKENS
+    assert loop.scheduler.admission.load == 150 + 2 * ROW_CHARGE_TOKENS
     loop.step()
-    assert loop.scheduler.load == 86 + 2 * ROW_CHARGE_TOKENS
+    assert loop.scheduler.admission.load == 86 + 2 * ROW_CHARGE_TOKENS
     loop.step()  # the rest of the first, and of the second what the budget leaves
     loop.step()
-    assert loop.scheduler.load == 2 + 2 * ROW_CHARGE_TOKENS, "each has its next token to compute"
+    assert loop.scheduler.admission.load == 2 + 2 * ROW_CHARGE_TOKENS, "each has its next token to compute"
     loop.drain()
-    assert loop.scheduler.load == 0
+    assert loop.scheduler.admission.load == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -96,6 +97,8 @@ def test_requests_go_on_elsewhere_as_if_they_had_been_there(seed, depth):
 
 class SimulatedReplica(Loop):
     """A scheduler and its device, as a replica of an engine."""
+
+    changing = staticmethod(nullcontext)
 
     def finish(self, request_id, reason):
         self.scheduler.finish(request_id, reason)

@@ -12,7 +12,7 @@ import tiny_tokenizers
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.request import CompletionOutput, Logprob, Request, SamplingParams
 from jaxserve.sampling import TokenLogprobs
-from jaxserve.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_ROWS = 3
 

@@ -39,26 +39,22 @@ class Found:
 def run(case, name):
     from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, reference
     from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
-    from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
 
-    kernels = BACKENDS[name]
-    inputs = case.inputs()
-    rows = RaggedRows(inputs.kv_lens, inputs.page_table, inputs.cu_q_lens, inputs.num_rows)
-    chosen = {**case.options, "sinks": inputs.sinks, "rope": inputs.rope, "tree_mask": inputs.tree_mask}
+    kernels, (inputs, kv_pages, layer) = BACKENDS[name], case.arguments()
 
     def attend(backend, kv_pages):
-        return backend.write_and_attend(inputs.q, inputs.k, inputs.v, kv_pages, inputs.layer, rows, **chosen)
+        return backend.write_and_attend(inputs, kv_pages, layer, case.options)
 
-    expected_out, expected_pool = attend(reference, inputs.kv_pages)
+    expected_out, expected_pool = attend(reference, kv_pages)
     with kernels.interpreted(_params(name)) if ON_CPU else contextlib.nullcontext(), _watched(name) as has_races:
         options = {"xla_backend_optimization_level": 0} if ON_CPU else {}
         attend_here = jax.jit(functools.partial(attend, kernels), compiler_options=options)
-        out, pool = jax.block_until_ready(attend_here(kernels.from_canonical(inputs.kv_pages)))
+        out, pool = jax.block_until_ready(attend_here(kernels.LAYOUT.from_canonical(kv_pages)))
     live = sum(case.q_lens)
     out, expected_out = (np.asarray(x, np.float32) for x in (out, expected_out))
     return Found(
         error=float(np.max((np.abs(out - expected_out) / (1 + np.abs(expected_out)))[:live], initial=0)),
-        pool_error=pool_error(kernels.to_canonical(pool), expected_pool),
+        pool_error=pool_error(kernels.LAYOUT.to_canonical(pool), expected_pool),
         is_finite=bool(np.isfinite(out).all()),
         races=has_races(),
     )
@@ -130,10 +126,13 @@ if __name__ == "__main__":
 
     lengths, sizes = ((1, 20, 1), (1100, 150, 900)), {"head_dim": 64, "stale": float("nan"), "dtype": "bfloat16"}
     tpu_lengths = (1, 20, 1, 3, 1), (190, 150, 110, 3, 70)
+    tree_lengths, tree = ((32, 20, 1, 48), (208, 150, 300, 100)), {"tree": "random", "window": 30}
     cases = {
         "half": Case("half", *lengths, 4, 1, kv_dtype="bfloat16", **sizes),
         "narrow": Case("narrow", *lengths, 16, 1, kv_dtype="float8_e4m3fn", **sizes),
+        "tree": Case("tree", *tree_lengths, 4, 1, kv_dtype="bfloat16", **sizes, **tree),
         "tpu": Case("tpu", *tpu_lengths, 4, 1, kv_dtype="bfloat16", **sizes),
+        "tpu_tree": Case("tpu_tree", *tree_lengths, 4, 1, kv_dtype="bfloat16", **sizes, **tree),
         "tpu_narrow": Case("tpu_narrow", *tpu_lengths, 4, 1, page_size=32, kv_dtype="float8_e4m3fn", **sizes),
     }
     print(json.dumps(dataclasses.asdict(run(cases[name], backend))))

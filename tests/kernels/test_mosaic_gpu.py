@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from jaxserve.pallas_kernels.deviceless import Chip
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MIN_SPAN,
@@ -77,6 +77,14 @@ PLANTED = {  # bug: (case, old code, new code)
         "        plgpu.commit_smem()\n        token, head =",
         "        token, head =",
     ),
+    "none in trees": ("tree", "", ""),
+    "siblings are seen": ("tree", "lax.shift_right_logical(word, node & 31) & 1 == 1", "node >= 0"),
+    "nodes of whole blocks are all seen": (
+        "tree",
+        "jnp.minimum(item.position + 1, item.tree_start)",
+        "item.position + 1",
+    ),
+    "a window goes by the order in the pool": ("tree", "query = by_depth[0] if by_depth else query", "pass"),
     "none in a quantised pool": ("narrow", "", ""),
     "quantised values are read before they are there": (
         "narrow",
@@ -117,6 +125,7 @@ def test_a_planted_bug_is_caught(bug, tmp_path):
 
 
 BF16 = jnp.dtype("bfloat16")
+OPTIONS = AttentionOptions(1.0)
 STEP_ROWS, STEP_TOKENS = 12, (500, 3600)
 CALLS = [  # each is compiled; windows and cores cycle through their values at different paces
     Call(
@@ -127,11 +136,9 @@ CALLS = [  # each is compiled; windows and cores cycle through their values at d
         page_size=16,
         dtype=BF16,
         kv_dtype=BF16,
-        scale=1.0,
-        window=(None, 1, 64, 100, None)[i % 5],
-        soft_cap=None,
+        options=AttentionOptions(1.0, window=(None, 1, 64, 100, None)[i % 5]),
         has_sinks=False,
-        tree_words=0,
+        has_tree=i % 2 == 1,
         num_cores=(3, 132, 132)[i % 3],
         interpret=None,
     )
@@ -166,7 +173,7 @@ def test_plan_does_all_work_once(step):
     seen = np.zeros(call.num_tokens, int)
     for tiles, plan in zip(call.kinds(), compiled_plans(call, rows), strict=True):
         columns = np.asarray(plan.tiles).T
-        row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, past_len = columns
+        row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, tree_start = columns
         assert not (base_token[num_tokens > 0] % 8).any(), "where memory is filled from"
         for i in np.flatnonzero(num_tokens):
             tokens = base_token[i] + lead[i] + np.arange(num_tokens[i])
@@ -174,9 +181,11 @@ def test_plan_does_all_work_once(step):
             assert lead[i] + num_tokens[i] <= tiles.tokens
             assert cu_q_lens[row[i]] <= tokens[0]
             assert tokens[-1] < cu_q_lens[row[i] + 1]
-            assert past_len[i] == past[row[i]]
+            assert tree_start[i] == past[row[i]] + (max(q_lens[row[i]] - 32, 0) if call.has_tree else 0)
             assert position[i] == past[row[i]] + tokens[0] - cu_q_lens[row[i]]
-            first_key = 0 if call.window is None else max(0, position[i] - call.window + 1)
+            # Siblings of later tokens may begin their windows where the first of the nodes does.
+            shallowest = min(position[i], tree_start[i]) if call.has_tree else position[i]
+            first_key = 0 if call.options.window is None else max(0, shallowest - call.options.window + 1)
             end_key = position[i] + num_tokens[i]
             assert first_block[i] == first_key // BLOCK_KV
             assert first_block[i] + num_blocks[i] == -(-end_key // BLOCK_KV)
@@ -250,7 +259,7 @@ def test_every_stage_of_memory_fits(kv_dtype):
     kv_dtype = jnp.dtype(kv_dtype)
     for head_dim in mosaic_gpu.HEAD_DIMS if kv_dtype == BF16 else (32, 64, 96, 128):
         for group in range(1, 17 if head_dim <= 128 else 9):
-            call = Call(4096, 8, group, head_dim, 16, BF16, kv_dtype, 1.0, None, None, False, 0, 132, None)
+            call = Call(4096, 8, group, head_dim, 16, BF16, kv_dtype, OPTIONS, False, False, 132, None)
             for tiles in call.kinds():
                 assert tiles.stages >= 2
                 ring = 2 * tiles.stages * BLOCK_KV * head_dim * kv_dtype.itemsize

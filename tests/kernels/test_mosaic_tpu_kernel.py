@@ -21,7 +21,8 @@ from jaxserve.pallas_kernels.deviceless import TPU7X, TPU_V4, TPU_V5E, TPU_V5P, 
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, default_page_size, mosaic_tpu, select_backend
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, TPU_CASES
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu import plan as planning
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, QuantizedPages
 from tests.random_runs import examples
@@ -37,7 +38,10 @@ RUN = [
     "stale_nan_window",
     "group_of_3",
     "pages_of_256",
-    "tree_smaller_than_rows",
+    "tree_random",
+    "tree_window",
+    "tree_window_inside",
+    "tree_int8",
     "rope_bfloat16",
     *(case.name for case in TPU_CASES),
 ]
@@ -60,45 +64,57 @@ def test_matches_reference_without_races(name):
     assert not found.races
 
 
-PLANTED = {  # bug: (old code, new code)
-    "none": ("", ""),
-    "pages are read before they are there": (
-        "            self._wait_for_pages(here, pages, memory.page_sems.at[slot])\n",
-        "",
-    ),
-    "pages of another work item are waited for": (
-        "self._wait_for_pages(here, pages, memory.page_sems.at[slot])",
-        "self._wait_for_pages(here, pages, memory.page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
-    ),
-    "pages are loaded over those still in use": ("ahead = self.blocks.slots - 1", "ahead = self.blocks.slots"),
-    "page ids are read before they are there": ("pl.when(span.num_pages > 0)(copy.wait)", "pass"),
-    "rows attend before all is written": (
-        "            for copy in writes(index):\n                copy.wait()\n\n    def _column",
-        "            pass\n\n    def _column",
-    ),
-    "a slab is overwritten while it leaves": (
-        "                for copy in writes(index - self.ahead):\n                    copy.wait()\n",
-        "                pass\n",
-    ),
-}
-PLANTED_NARROW = {
-    "none in a narrow pool": ("", ""),
-    "scales of pages are read before they are there": (
-        "for copy in self._page_copies(0, 0, pages, 0, sems):",
-        "for copy in self._page_copies(0, 0, pages, 0, sems)[:1]:",
-    ),
-    "scales of a slab are changed before they are there": (
-        "            for copy in reads(index):\n                copy.wait()\n",
-        "            for copy in reads(index)[:2]:\n                copy.wait()\n",
-    ),
+PLANTED = {  # case: {bug: (old code, new code)}
+    "tpu": {
+        "none": ("", ""),
+        "pages are read before they are there": (
+            "            self._wait_for_pages(here, pages, memory.page_sems.at[slot])\n",
+            "",
+        ),
+        "pages of another work item are waited for": (
+            "self._wait_for_pages(here, pages, memory.page_sems.at[slot])",
+            "self._wait_for_pages(here, pages, memory.page_sems.at[lax.rem(slot + 1, self.blocks.slots)])",
+        ),
+        "pages are loaded over those still in use": ("ahead = self.blocks.slots - 1", "ahead = self.blocks.slots"),
+        "page ids are read before they are there": ("pl.when(span.num_pages > 0)(copy.wait)", "pass"),
+        "rows attend before all is written": (
+            "            for copy in writes(index):\n                copy.wait()\n\n    def _column",
+            "            pass\n\n    def _column",
+        ),
+        "a slab is overwritten while it leaves": (
+            "                for copy in writes(index - self.ahead):\n                    copy.wait()\n",
+            "                pass\n",
+        ),
+    },
+    "tpu_tree": {
+        "none": ("", ""),
+        "siblings are seen": ("lax.shift_right_logical(word, node & 31) & 1 == 1", "node >= 0"),
+        "nodes are used before they are there": (
+            "            for copy in self._query_copies(entry, slot, scratch):\n                copy.wait()\n\n"
+            "            @pl.when(entry > 0)",
+            "            self._query_copies(entry, slot, scratch)[0].wait()\n\n            @pl.when(entry > 0)",
+        ),
+        "a window goes by the order in the pool": ("query = by_depth[0] if by_depth else query", "pass"),
+    },
+    "tpu_narrow": {
+        "none": ("", ""),
+        "scales of pages are read before they are there": (
+            "for copy in self._page_copies(0, 0, pages, 0, sems):",
+            "for copy in self._page_copies(0, 0, pages, 0, sems)[:1]:",
+        ),
+        "scales of a slab are changed before they are there": (
+            "            for copy in reads(index):\n                copy.wait()\n",
+            "            for copy in reads(index)[:2]:\n                copy.wait()\n",
+        ),
+    },
 }
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("bug", [*PLANTED, *PLANTED_NARROW])
-def test_a_planted_bug_is_caught_on_tpu(bug, tmp_path):
+@pytest.mark.parametrize(("case", "bug"), [(case, bug) for case, bugs in PLANTED.items() for bug in bugs])
+def test_a_planted_bug_is_caught_on_tpu(case, bug, tmp_path):
     """A bug shows as a wrong value, a race, an error, or a kernel that never ends; without one none of them occurs."""
-    case, (old, new) = ("tpu", PLANTED[bug]) if bug in PLANTED else ("tpu_narrow", PLANTED_NARROW[bug])
+    old, new = PLANTED[case][bug]
     assert not old or len(interpreted.places_of("mosaic_tpu", old)) == 1, "there is no such place any more"
     script = [sys.executable, str(Path(interpreted.__file__)), case, old, new]
     try:
@@ -125,21 +141,19 @@ CALLS = [
         page_size=page_size,
         table_width=TABLE_WIDTH,
         kv_dtype=jnp.dtype(dtype),
-        scale=1.0,
-        window=window,
-        soft_cap=None,
+        options=AttentionOptions(1.0, window=window),
         has_sinks=False,
-        tree_words=0,
+        has_tree=has_tree,
         vmem_bytes=2**24,
         sizes=planning.Sizes(),
         interpret=None,
     )
-    for heads, group, page_size, dtype, window in [
-        (8, 4, 16, "bfloat16", None),
-        (1, 8, 128, "bfloat16", 100),
-        (3, 3, 32, "float32", None),
-        (2, 7, 16, "bfloat16", 1),
-        (4, 2, 64, "int8", None),
+    for heads, group, page_size, dtype, window, has_tree in [
+        (8, 4, 16, "bfloat16", None, False),
+        (1, 8, 128, "bfloat16", 100, True),
+        (3, 3, 32, "float32", None, True),
+        (2, 7, 16, "bfloat16", 1, False),
+        (4, 2, 64, "int8", None, False),
     ]
 ]
 
@@ -214,14 +228,14 @@ def _check_decode_slots(call, blocks, plan, q_lens, past, starts, seen):
         assert (q_lens[row], past[row] + 1, starts[row]) == (1, kv_len, token)
         assert slot_of_token[token] == number
         seen[token] += 1
-        first_key = 0 if call.window is None else max(0, kv_len - call.window)
+        first_key = 0 if call.options.window is None else max(0, kv_len - call.options.window)
         assert first_block == first_key // block_tokens
         assert first_block + plan.groups[number // blocks.decode_slots] >= -(-kv_len // block_tokens)
     assert (slot_of_token >= 0).sum() == (q_lens == 1).sum()
 
 
 def _check_tile(call, blocks, tokens, tile, starts, past, seen):
-    row, base, lead, num_tokens, position, first_block, num_blocks, past_len = tile
+    row, base, lead, num_tokens, position, first_block, num_blocks, tree_start = tile
     block_tokens = blocks.tile_pages * call.page_size
     assert base % planning.ALIGNED_TOKENS == 0, "where memory is filled from"
     assert lead + num_tokens <= tokens
@@ -229,9 +243,11 @@ def _check_tile(call, blocks, tokens, tile, starts, past, seen):
     seen[own] += 1
     assert starts[row] <= own[0]
     assert own[-1] < starts[row + 1]
-    assert past_len == past[row]
+    assert tree_start == past[row] + (max(starts[row + 1] - starts[row] - 32, 0) if call.has_tree else 0)
     assert position == past[row] + own[0] - starts[row]
-    first_key = 0 if call.window is None else max(0, position - call.window + 1)
+    # Siblings of later tokens may begin their windows where the first of the nodes does.
+    shallowest = min(position, tree_start) if call.has_tree else position
+    first_key = 0 if call.options.window is None else max(0, shallowest - call.options.window + 1)
     assert first_block == first_key // block_tokens
     assert first_block + num_blocks == -(-(position + num_tokens) // block_tokens)
 
@@ -276,10 +292,10 @@ def test_scales_keep_their_places_in_other_layouts(num_kv_heads):
     shape = (2, 3, 64, 2 * num_kv_heads)
     scales = jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
     pool = QuantizedPages(jnp.zeros((*shape, 16), jnp.int8), scales)
-    stored = mosaic_tpu.from_canonical(pool)
-    assert stored.scales.shape == mosaic_tpu.scale_shape(2, 3, 64, num_kv_heads)
+    stored = mosaic_tpu.LAYOUT.from_canonical(pool)
+    assert stored.scales.shape == mosaic_tpu.LAYOUT.scale_shape(PoolDims(2, 3, 64, num_kv_heads, 16))
     assert stored.scales.size <= 2 * max(scales.size, shape[0] * shape[1] * 2 * planning.LANES // 2)
-    np.testing.assert_array_equal(mosaic_tpu.to_canonical(stored).scales, scales)
+    np.testing.assert_array_equal(mosaic_tpu.LAYOUT.to_canonical(stored).scales, scales)
 
 
 def test_refuses_what_does_not_fit_a_chip():

@@ -13,21 +13,27 @@ from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.ragged_paged_attention import (
     BACKENDS,
+    AttentionInputs,
+    AttentionOptions,
+    PoolDims,
     QuantizedPages,
+    RaggedRows,
     from_canonical,
-    kv_shape,
+    move_tokens,
     new_pages,
     ragged_paged_attention,
+    reference,
     select_backend,
     to_canonical,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, pool_error
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, ancestors, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, dequantize, quantize, values_of
 from tests.random_runs import examples
 
+OPTIONS = AttentionOptions(1.0)
 PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
-SERVING = [name for name in BACKENDS if name != "reference" and BACKENDS[name].supports(PLAIN) is None]
+SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
 # The best instruction set serves; the others must be right as well, if there are any.
 OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
 QUANTIZED = ("int8", "float8_e4m3fn")
@@ -36,7 +42,7 @@ BY_NAME = {case.name: case for case in CASES}
 compiled = functools.partial(
     jax.jit,
     ragged_paged_attention,
-    static_argnames=("scale", "window", "soft_cap", "backend"),
+    static_argnames=("options", "backend"),
     donate_argnames="kv_pages",
 )
 jitted = compiled()
@@ -48,32 +54,26 @@ stored = in_one(lambda backend, pages: jax.tree.map(jnp.copy, from_canonical(bac
 canonical = in_one(to_canonical)
 
 
-def run(case, inputs, backend, jitted=jitted):
-    """Return the output of all tokens and the pool in canonical layout; `backend` may be "NAME:INSTRUCTION SET"."""
-    backend, _, instruction_set = backend.partition(":")
+def run(case, arguments, backend, jitted=jitted):
+    """Return the output of all tokens and the pool in canonical layout.
+
+    Args:
+      case: case whose options are used.
+      arguments: arguments of the call.
+      backend: "reference", the name of a backend or "NAME:INSTRUCTION SET".
+      jitted: the jitted operation.
+    """
+    name, _, instruction_set = backend.partition(":")
     if instruction_set:
         with native.using(instruction_set):
-            return run(case, inputs, backend, jitted)
-    op = ragged_paged_attention if backend == "reference" else jitted
-    out, pool = op(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        stored(backend, inputs.kv_pages),
-        inputs.layer,
-        kv_lens=inputs.kv_lens,
-        page_table=inputs.page_table,
-        cu_q_lens=inputs.cu_q_lens,
-        num_rows=inputs.num_rows,
-        scale=case.scale,
-        window=case.window,
-        soft_cap=case.soft_cap,
-        sinks=inputs.sinks,
-        rope=inputs.rope,
-        tree_mask=inputs.tree_mask,
-        backend=backend,
-    )
-    return np.asarray(out).astype(np.float32), jax.tree.map(np.asarray, canonical(backend, pool))
+            return run(case, arguments, name, jitted)
+    if name == "reference":
+        out, pool = reference.write_and_attend(*arguments, case.options)
+    else:
+        pool = stored(name, arguments.kv_pages)
+        out, pool = jitted(arguments.inputs, pool, arguments.layer, case.options, backend=name)
+        pool = canonical(name, pool)
+    return np.asarray(out).astype(np.float32), jax.tree.map(np.asarray, pool)
 
 
 def live(case, out):
@@ -100,8 +100,8 @@ def assert_same_heads(case, pool, expected, dtype):
 
 
 @functools.cache
-def reference(name):
-    return run(BY_NAME[name], BY_NAME[name].inputs(), "reference")
+def expected_of(name):
+    return run(BY_NAME[name], BY_NAME[name].arguments(), "reference")
 
 
 def test_case_names_are_unique():
@@ -127,8 +127,9 @@ QUICK_ON_XLA = {
     "rope_shared_prefix",
     "rope_head_dim_12",
     "rope_bfloat16_pool",
-    "tree_of_two_words",
-    "tree_smaller_than_rows",
+    "tree_random",
+    "tree_window",
+    "tree_window_inside",
 }
 assert set(BY_NAME) > QUICK_ON_XLA
 
@@ -147,17 +148,13 @@ assert set(BY_NAME) > QUICK_ON_XLA
     ],
 )
 def test_matches_reference(case, backend):
-    expected, expected_pool = reference(case.name)
-    if case.tree_words and backend.startswith("native"):
-        with pytest.raises(UnsupportedBackendError, match=r"no tree masks; use one of \['xla', 'reference'\]"):
-            run(case, case.inputs(), backend)
-        return
+    expected, expected_pool = expected_of(case.name)
     if case.kv_dtype in QUANTIZED and backend.startswith("native"):
         sizes = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16}
-        with pytest.raises(UnsupportedBackendError, match=rf"not {case.kv_dtype}; use one of \['xla', 'reference'\]"):
+        with pytest.raises(UnsupportedBackendError, match=rf"not {case.kv_dtype}; use one of \['xla'\]"):
             select_backend("native", **sizes, kv_dtype=case.kv_dtype)
         return
-    out, pool = run(case, case.inputs(), backend, jitted_soon)
+    out, pool = run(case, case.arguments(), backend, jitted_soon)
     tolerance = 1e-2 if case.dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
     assert_same_pool(case, pool, expected_pool)
@@ -167,7 +164,7 @@ def test_matches_reference(case, backend):
 @pytest.mark.parametrize("name", ["rope_bfloat16", "int8_pages_of_8_rope", "float8_e4m3fn_pages_of_8_rope"])
 def test_a_pool_may_be_off_by_one_step(name):
     case = BY_NAME[name]
-    pages = case.inputs().kv_pages
+    pages = case.arguments().kv_pages
     stored = np.asarray(values_of(pages))
 
     def error_of(steps):
@@ -197,9 +194,9 @@ def test_stale_numbers_of_a_pool_must_stay():
 def test_reference_matches_torch(name):
     torch = pytest.importorskip("torch")
     case = BY_NAME[name]
-    inputs = case.inputs()
-    out, _ = reference(name)
-    pool, table = np.asarray(inputs.kv_pages)[inputs.layer], np.asarray(inputs.page_table)
+    inputs, kv_pages, layer = case.arguments()
+    out, _ = expected_of(name)
+    pool, table = np.asarray(kv_pages)[layer], np.asarray(inputs.rows.page_table)
     start = 0
     for row_id, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
         tokens = slice(start, start + q_len)
@@ -230,8 +227,8 @@ def ragged_rows(draw):
     return rows
 
 
-def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
-    """Return (case, inputs) of the one shape; `padding_seed` decides everything that must not matter."""
+def random_arguments(rows, seed, *, num_heads=2, padding_seed=0):
+    """Return (case, arguments, seen) of the one shape; `padding_seed` decides everything that must not matter."""
     case = Case(
         "random",
         tuple(q_len for q_len, _ in rows),
@@ -243,8 +240,8 @@ def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
         padding_rows=MAX_ROWS - len(rows),
         padding_tokens=MAX_TOKENS - sum(q_len for q_len, _ in rows),
     )
-    inputs = case.inputs(seed)
-    host = inputs._replace(**{name: np.asarray(getattr(inputs, name)) for name in ("q", "k", "v", "rope", "kv_pages")})
+    arguments = case.arguments(seed)
+    host = jax.tree.map(np.asarray, arguments)
     rng = np.random.default_rng(padding_seed)
     num_live = sum(case.q_lens)
 
@@ -257,34 +254,32 @@ def random_inputs(rows, seed, *, num_heads=2, padding_seed=0):
     table = garbage(MAX_ROWS, MAX_PAGES)
     seen = np.zeros((NUM_PAGES + MAX_ROWS * MAX_PAGES, PAGE_SIZE), bool)
     for row_id, num_pages in enumerate(case.pages_per_row):
-        table[row_id, :num_pages] = inputs.page_table[row_id, :num_pages]
+        table[row_id, :num_pages] = host.inputs.rows.page_table[row_id, :num_pages]
         positions = np.arange(case.kv_lens[row_id])
         seen[table[row_id, positions // PAGE_SIZE], positions % PAGE_SIZE] = True
-    pool = rng.normal(0, 100, size=(case.num_layers, *seen.shape, *inputs.kv_pages.shape[3:])).astype(np.float32)
+    pool = rng.normal(0, 100, size=(case.num_layers, *seen.shape, *host.kv_pages.shape[3:])).astype(np.float32)
     seen_here = seen[: case.num_pages]
     pool[:, : case.num_pages][:, seen_here] = host.kv_pages[:, seen_here]
-    inputs = inputs._replace(
-        q=refill(host.q, num_live),
-        k=refill(host.k, num_live),
-        v=refill(host.v, num_live),
-        rope=jnp.asarray(np.swapaxes(refill(np.swapaxes(host.rope, 0, 1), num_live), 0, 1)),
+    arguments = arguments.changed(
+        **{name: refill(getattr(host.inputs, name), num_live) for name in ("q", "k", "v")},
+        rope=jnp.asarray(np.swapaxes(refill(np.swapaxes(host.inputs.rope, 0, 1), num_live), 0, 1)),
         kv_pages=jnp.asarray(pool),
         kv_lens=jnp.asarray(np.concatenate([case.kv_lens, garbage(case.padding_rows)]), jnp.int32),
         cu_q_lens=jnp.asarray(
-            np.concatenate([np.asarray(inputs.cu_q_lens)[: len(rows) + 1], garbage(case.padding_rows)]), jnp.int32
+            np.concatenate([host.inputs.rows.cu_q_lens[: len(rows) + 1], garbage(case.padding_rows)]), jnp.int32
         ),
         page_table=jnp.asarray(table, jnp.int32),
     )
-    return case, inputs, seen
+    return case, arguments, seen
 
 
 @pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
 @settings(max_examples=examples(25))
 @given(rows=ragged_rows(), seed=st.integers(0, 2**32 - 1))
 def test_random_rows_match_reference(backend, rows, seed):
-    case, inputs, _ = random_inputs(rows, seed)
-    expected, expected_pool = run(case, inputs, "reference")
-    out, pool = run(case, inputs, backend)
+    case, arguments, _ = random_arguments(rows, seed)
+    expected, expected_pool = run(case, arguments, "reference")
+    out, pool = run(case, arguments, backend)
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
     assert_same_pool(case, pool, expected_pool)
 
@@ -296,9 +291,9 @@ def test_padding_is_inert(backend, rows, seed):
     """Other garbage in padding and stale positions keeps live outputs bit-identical; only live positions change."""
     outs, pools = [], []
     for padding_seed in (1, 2):
-        case, inputs, seen = random_inputs(rows, seed, padding_seed=padding_seed)
-        out, pool = run(case, inputs, backend)
-        before = np.asarray(inputs.kv_pages)
+        case, arguments, seen = random_arguments(rows, seed, padding_seed=padding_seed)
+        out, pool = run(case, arguments, backend)
+        before = np.asarray(arguments.kv_pages)
         np.testing.assert_array_equal(pool[:, ~seen], before[:, ~seen])
         np.testing.assert_array_equal(pool[0], before[0])  # the step writes only layer 1
         outs.append(live(case, out))
@@ -311,11 +306,12 @@ def rolled(x, count, axis=0):
     return jnp.asarray(np.roll(x, -count, axis))
 
 
-def starting_at(inputs, *, token_id, row_id):
+def starting_at(arguments, *, token_id, row_id):
     """Return the same step with this token and row first, and those before them last."""
+    inputs = arguments.inputs
     tokens = {name: rolled(getattr(inputs, name), token_id) for name in ("q", "k", "v")}
-    rows = {name: rolled(getattr(inputs, name), row_id) for name in ("kv_lens", "page_table")}
-    return inputs._replace(**tokens, **rows, rope=rolled(inputs.rope, token_id, axis=1))
+    rows = {name: rolled(getattr(inputs.rows, name), row_id) for name in ("kv_lens", "page_table")}
+    return arguments.changed(**tokens, **rows, rope=rolled(inputs.rope, token_id, axis=1))
 
 
 @pytest.mark.parametrize("backend", SERVING)
@@ -324,12 +320,55 @@ def starting_at(inputs, *, token_id, row_id):
 def test_decode_row_does_not_depend_on_its_neighbours(backend, pasts, data):
     """A row among others has the same bits as alone."""
     rows = [(1, past) for past in pasts]
-    case, inputs, _ = random_inputs(rows, seed=3)
-    out, _ = run(case, inputs, backend)
+    case, arguments, _ = random_arguments(rows, seed=3)
+    out, _ = run(case, arguments, backend)
     row_id = data.draw(st.integers(0, len(rows) - 1))
-    alone = starting_at(inputs, token_id=row_id, row_id=row_id)
-    out_alone, _ = run(case, alone._replace(num_rows=jnp.int32(1)), backend)
+    alone = starting_at(arguments, token_id=row_id, row_id=row_id)
+    out_alone, _ = run(case, alone.changed(num_rows=jnp.int32(1)), backend)
     np.testing.assert_array_equal(out_alone[0], out[row_id])
+
+
+@pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
+@pytest.mark.parametrize("name", ["mixed", "window_across_pages", "window_inside_a_page", "many_rows_share_a_prefix"])
+def test_a_tree_without_branches_is_plain_attention(name, backend):
+    """Words of ones give the same bits as no mask."""
+    case = BY_NAME[name]
+    plain, _ = run(case, case.arguments(), backend, jitted_soon)
+    ones = jnp.full(case.num_tokens, -1, jnp.int32)
+    chained, _ = run(case, case.arguments().changed(tree_mask=ones), backend, jitted_soon)
+    np.testing.assert_array_equal(live(case, chained), live(case, plain))
+
+
+@st.composite
+def drafts(draw):
+    """Draw the parents of up to 32 nodes, below zero for roots, and the nodes on the way to one of them."""
+    parents = [draw(st.integers(-1, node - 1)) for node in range(draw(st.integers(1, 32)))]
+    path = [draw(st.integers(0, len(parents) - 1))]
+    while parents[path[0]] >= 0:
+        path.insert(0, parents[path[0]])
+    return parents, path
+
+
+@pytest.mark.parametrize("backend", ["reference", *SERVING, *OTHER_SETS])
+@pytest.mark.parametrize("window", [None, 3, 40])
+@settings(max_examples=examples(20))
+@given(draft=drafts(), past=st.integers(0, 96))
+def test_a_path_of_a_tree_is_a_row_of_its_own(backend, window, draft, past):
+    (parents, path), case = draft, Case("tree", (32,), (128,), window=window, has_rope=True)
+
+    def attend(nodes, tree_mask):
+        """Attend with some tokens of the case as the only row."""
+        tokens, end = np.resize(nodes, 32), [0, len(nodes)]
+        rows = {"kv_lens": jnp.asarray([past + len(nodes)], jnp.int32), "cu_q_lens": jnp.asarray(end, jnp.int32)}
+        arguments = case.arguments()
+        inputs = {name: getattr(arguments.inputs, name)[tokens] for name in ("q", "k", "v")}
+        rope = arguments.inputs.rope[:, tokens]
+        return run(case, arguments.changed(**inputs, **rows, rope=rope, tree_mask=tree_mask), backend)[0]
+
+    words = np.resize(ancestors(parents), 32)
+    in_tree = attend(range(len(parents)), jnp.asarray(words, jnp.int32))
+    alone = attend(path, None)
+    np.testing.assert_allclose(in_tree[path], alone[: len(path)], rtol=1e-5, atol=1e-5)
 
 
 WRITTEN_NOW = [case for case in CASES if case.name.endswith("written_now") and case.kv_dtype not in QUANTIZED]
@@ -339,12 +378,12 @@ WRITTEN_NOW = [case for case in CASES if case.name.endswith("written_now") and c
 @pytest.mark.parametrize("case", WRITTEN_NOW, ids=lambda case: case.name)
 def test_rows_attend_to_what_another_row_writes_in_the_same_step(case, backend):
     """The result is as if the row that writes the shared pages had run in an earlier step of its own."""
-    inputs, writer, readers = case.inputs(), slice(case.q_lens[0]), slice(case.q_lens[0], sum(case.q_lens))
-    together, _ = run(case, inputs, backend, jitted_soon)
-    _, written = run(case, inputs._replace(num_rows=jnp.int32(1)), backend, jitted_soon)
-    afterwards, _ = run(case, inputs._replace(kv_pages=jnp.asarray(written)), backend, jitted_soon)
+    arguments, writer, readers = case.arguments(), slice(case.q_lens[0]), slice(case.q_lens[0], sum(case.q_lens))
+    together, _ = run(case, arguments, backend, jitted_soon)
+    _, written = run(case, arguments.changed(num_rows=jnp.int32(1)), backend, jitted_soon)
+    afterwards, _ = run(case, arguments.changed(kv_pages=jnp.asarray(written)), backend, jitted_soon)
     np.testing.assert_array_equal(live(case, together), live(case, afterwards))
-    other_values = inputs._replace(v=inputs.v.at[writer].multiply(-1))
+    other_values = arguments.changed(v=arguments.inputs.v.at[writer].multiply(-1))
     other, _ = run(case, other_values, backend, jitted_soon)
     assert (np.abs(other - together)[readers].max(axis=(1, 2)) > 1e-3).all()
 
@@ -368,22 +407,22 @@ def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, row
     q_lens = tuple(q_len for *_, q_len in rows)
     kv_lens = tuple(16 * len(prefix) + past + q_len for prefix, past, q_len in rows)
     case = Case("sharing", q_lens, kv_lens, has_rope=True, padding_tokens=2 * SHARING_ROWS - sum(q_lens))
-    inputs, rng = case.inputs(), np.random.default_rng(0)
+    arguments, rng = case.arguments(), np.random.default_rng(0)
     table = np.zeros((SHARING_ROWS, SHARING_TABLE), np.int32)
     for number, (prefix, *_) in enumerate(rows):
         own = NUM_SHARED + 4 * number + np.arange(4)
         table[number, : len(prefix) + 4] = [*prefix, *own]
-    pool_shape = (case.num_layers, NUM_SHARED + 4 * SHARING_ROWS, *inputs.kv_pages.shape[2:])
+    pool_shape = (case.num_layers, NUM_SHARED + 4 * SHARING_ROWS, *arguments.kv_pages.shape[2:])
     kv_pages = jnp.asarray(rng.normal(size=pool_shape), "float32")
-    inputs = inputs._replace(page_table=jnp.asarray(table), kv_pages=kv_pages)
-    expected, expected_pool = run(case, inputs, "reference")
-    out, pool = run(case, inputs, backend)
+    arguments = arguments.changed(page_table=jnp.asarray(table), kv_pages=kv_pages)
+    expected, expected_pool = run(case, arguments, "reference")
+    out, pool = run(case, arguments, backend)
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=1e-5, atol=1e-5)
     assert_same_pool(case, pool, expected_pool)
 
     start, q_len = sum(q_lens[:row_id]), q_lens[row_id]
     lengths = jnp.asarray([0] + SHARING_ROWS * [q_len], jnp.int32)
-    alone = starting_at(inputs, token_id=start, row_id=row_id)._replace(cu_q_lens=lengths, num_rows=jnp.int32(1))
+    alone = starting_at(arguments, token_id=start, row_id=row_id).changed(cu_q_lens=lengths, num_rows=jnp.int32(1))
     out_alone, _ = run(case, alone, backend)
     np.testing.assert_array_equal(out_alone[:q_len], out[start : start + q_len])
 
@@ -393,10 +432,10 @@ def test_rows_that_share_pages_match_reference_and_themselves_alone(backend, row
 def test_what_is_not_a_number_stays_none(backend, name):
     """A broken model must not give confident text: outputs that see a NaN are NaN, as with the reference."""
     case = BY_NAME["many_rows_share_a_prefix"]
-    inputs = case.inputs()
-    inputs = inputs._replace(**{name: getattr(inputs, name).at[0, 0, 0].set(jnp.nan)})
-    expected, _ = run(case, inputs, "reference")
-    out, _ = run(case, inputs, backend)
+    arguments = case.arguments()
+    arguments = arguments.changed(**{name: getattr(arguments.inputs, name).at[0, 0, 0].set(jnp.nan)})
+    expected, _ = run(case, arguments, "reference")
+    out, _ = run(case, arguments, backend)
     assert np.isnan(out[np.isnan(expected)]).all()
     np.testing.assert_allclose(live(case, out)[1:], live(case, expected)[1:], rtol=1e-5, atol=1e-5)  # other rows
 
@@ -404,33 +443,22 @@ def test_what_is_not_a_number_stays_none(backend, name):
 def compile_layers(backend, num_layers=3):
     """Compile several layers over one donated pool; keys of a layer depend on the output of the layer before."""
     T, R, M, Q, K, H, P, N = 32, 8, 64, 4, 2, 32, 16, 512
-    pool = jax.ShapeDtypeStruct(
-        kv_shape(backend, num_layers=num_layers, num_pages=N, page_size=P, num_kv_heads=K, head_dim=H), jnp.float32
-    )
+    pool = jax.ShapeDtypeStruct(BACKENDS[backend].LAYOUT.kv_shape(PoolDims(num_layers, N, P, K, H)), jnp.float32)
+    options = AttentionOptions(H**-0.5)
 
-    def step(q, pool, kv_lens, page_table, cu_q_lens, num_rows):
+    def step(q, pool, rows):
         for layer in range(num_layers):
-            out, pool = ragged_paged_attention(
-                q,
-                q[:, :K],
-                q[:, K:],
-                pool,
-                layer,
-                kv_lens=kv_lens,
-                page_table=page_table,
-                cu_q_lens=cu_q_lens,
-                num_rows=num_rows,
-                scale=H**-0.5,
-                backend=backend,
-            )
+            inputs = AttentionInputs(q, q[:, :K], q[:, K:], rows)
+            out, pool = ragged_paged_attention(inputs, pool, layer, options, backend=backend)
             q = q + out
         return q, pool
 
     def ints(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
-    arguments = (jax.ShapeDtypeStruct((T, Q, H), jnp.float32), pool, ints(R), ints(R, M), ints(R + 1), ints())
-    return jax.jit(step, donate_argnums=1).lower(*arguments).compile(), pool
+    rows = RaggedRows(ints(R), ints(R, M), ints(R + 1), ints())
+    q = jax.ShapeDtypeStruct((T, Q, H), jnp.float32)
+    return jax.jit(step, donate_argnums=1).lower(q, pool, rows).compile(), pool
 
 
 @pytest.mark.parametrize("backend", SERVING)
@@ -447,15 +475,14 @@ def test_donated_pool_is_updated_in_place(backend):
 @pytest.mark.parametrize("backend", [name for name in SERVING if name == "native"])
 def test_slices_of_one_projection_reach_the_kernel_uncopied(backend):
     case = Case("prefill", (512,), (512,), has_rope=True)
-    inputs, Q, K = case.inputs(), case.num_query_heads, case.num_kv_heads
+    (inputs, kv_pages, layer), Q, K = case.arguments(), case.num_query_heads, case.num_kv_heads
 
     def attend(qkv, kv_pages):
         q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
-        arguments = inputs._replace(q=q, k=k, v=v, kv_pages=kv_pages)._asdict()
-        return ragged_paged_attention(**arguments, scale=case.scale, backend=backend)
+        return ragged_paged_attention(inputs._replace(q=q, k=k, v=v), kv_pages, layer, case.options, backend=backend)
 
     qkv = jnp.concatenate([inputs.q, inputs.k, inputs.v], axis=1)
-    compiled = jax.jit(attend, donate_argnums=1).lower(qkv, from_canonical(backend, inputs.kv_pages)).compile()
+    compiled = jax.jit(attend, donate_argnums=1).lower(qkv, from_canonical(backend, kv_pages)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < inputs.k.nbytes
 
 
@@ -466,32 +493,74 @@ def test_xla_plans_the_rows_once_for_all_layers():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_canonical_round_trip(backend):
-    canonical = CASES[0].inputs().kv_pages
+    canonical = CASES[0].arguments().kv_pages
     pool = from_canonical(backend, canonical)
     L, N, P, KV, H = canonical.shape
-    assert pool.shape == kv_shape(backend, num_layers=L, num_pages=N, page_size=P, num_kv_heads=KV // 2, head_dim=H)
-    assert BACKENDS[backend].pool_dims(pool.shape) == (L, N, P, KV // 2, H)
+    layout, dims = BACKENDS[backend].LAYOUT, PoolDims(L, N, P, KV // 2, H)
+    assert pool.shape == layout.kv_shape(dims)
+    assert layout.pool_dims(pool.shape) == dims
     np.testing.assert_array_equal(to_canonical(backend, pool), canonical)
 
 
-def call(backend="xla", **changes):
-    inputs = BY_NAME["mixed"].inputs()
-    arguments = inputs._replace(kv_pages=from_canonical("xla", inputs.kv_pages))._asdict() | {"scale": 1.0} | changes
-    return ragged_paged_attention(**arguments, backend=backend)
+@pytest.mark.parametrize("kv_dtype", ["float32", "int8"])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, seed):
+    """In any layout, with pages of 32 tokens, against loops over the canonical pool."""
+    if backend == "native" and kv_dtype == "int8":
+        pytest.skip("the layout has no scales")
+    rng = np.random.default_rng(seed)
+    L, N, P, K, H, R, M, T = 2, 13, 32, 2, 16, 3, 4, 23
+    values = rng.standard_normal((L, N, P, 2 * K, H), np.float32)
+    pool = values if kv_dtype == "float32" else QuantizedPages((9 * values).astype(np.int8), values[..., 0])
+    page_table = rng.permutation(N)[: R * M].reshape(R, M)
+    first = rng.integers(0, M * P - T, R)
+    source = np.sort(rng.integers(0, T, (R, T)), axis=1)
+    source[0] = np.arange(T)
+
+    def expected(x):
+        x, old = x.copy(), x
+        for row, column in np.ndindex(R, T):
+            to, place = first[row] + column, first[row] + source[row, column]
+            x[:, page_table[row, to // P], to % P] = old[:, page_table[row, place // P], place % P]
+        return x
+
+    def move(kv_pages):
+        rows = (jnp.asarray(x, jnp.int32) for x in (page_table, first, source))
+        moved = move_tokens(backend, from_canonical(backend, jax.tree.map(jnp.asarray, kv_pages)), *rows)
+        return to_canonical(backend, moved)
+
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(move)(pool), jax.tree.map(expected, pool))
+
+
+def call(backend="xla", options=OPTIONS, **changes):
+    arguments = BY_NAME["mixed"].arguments()
+    pool = from_canonical("xla", arguments.kv_pages)
+    return ragged_paged_attention(*arguments.changed(kv_pages=pool).changed(**changes), options, backend=backend)
 
 
 def test_traced_layer_equals_static_layer():
     case = BY_NAME["mixed"]
-    outs = [run(case, case.inputs()._replace(layer=layer), "xla", jitted_soon)[0] for layer in (1, jnp.int32(1))]
+    outs = [run(case, case.arguments().changed(layer=layer), "xla", jitted_soon)[0] for layer in (1, jnp.int32(1))]
     np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"window": 0}, "window must be at least 1 token, got 0"),
+        ({"soft_cap": 0.0}, r"soft_cap must be positive, got 0\.0"),
+    ],
+)
+def test_bad_options_are_refused(option, message):
+    with pytest.raises(ValueError, match=message):
+        AttentionOptions(1.0, **option)
 
 
 @pytest.mark.usefixtures("without_jaxtyping")
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"window": 0}, "window must be at least 1 token, got 0"),
-        ({"soft_cap": 0.0}, r"soft_cap must be positive, got 0\.0"),
         ({"q": jnp.zeros((30, 3, 32))}, "query heads must be a multiple of kv heads, got 3 and 2"),
         ({"v": jnp.zeros((30, 1, 32))}, r"k, v both \[T, K, H\]"),
         ({"k": jnp.zeros((29, 2, 32)), "v": jnp.zeros((29, 2, 32))}, "agree in tokens and head_dim"),
@@ -502,8 +571,10 @@ def test_traced_layer_equals_static_layer():
         ({"sinks": jnp.zeros(3)}, r"shape \(4,\), got \(3,\)"),
         ({"rope": jnp.zeros((2, 30, 8))}, r"rope must be float32 of shape \(2, 30, 16\).*got float32 of shape"),
         ({"rope": jnp.zeros((2, 30, 16), "bfloat16")}, "rope must be float32 .*got bfloat16"),
+        ({"tree_mask": jnp.zeros((30, 1), jnp.int32)}, r"tree_mask must be int32 of shape \(30,\), got .* \(30, 1\)"),
+        ({"tree_mask": jnp.zeros(30, jnp.uint32)}, r"tree_mask must be int32 of shape \(30,\), got uint32"),
         ({"kv_pages": jnp.zeros((2, 9, 8, 16, 32))}, "kv_pages holds 4 kv heads of 32, k has 2 of 32"),
-        ({"kv_pages": jnp.zeros((9, 8, 16, 32))}, "the pool of backend 'xla' must be"),
+        ({"kv_pages": jnp.zeros((9, 8, 16, 32))}, r"the pool of this backend must be \[L, N, 2K, P, H\]"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -520,9 +591,10 @@ def test_unknown_backend_is_refused():
 def test_layout_needs_a_resolved_name():
     sizes = {"num_kv_heads": 2, "head_dim": 32, "page_size": 16}
     with pytest.raises(ValueError, match="resolve it with select_backend first"):
-        kv_shape("auto", num_layers=1, num_pages=1, **sizes)
+        new_pages("auto", num_layers=1, num_pages=1, **sizes, dtype=jnp.float32)
     name = select_backend("auto", num_query_heads=4, kv_dtype=jnp.float32, **sizes)
-    assert kv_shape(name, num_layers=1, num_pages=3, **sizes) == (1, 3, 4, 16, 32)
+    pool = new_pages(name, num_layers=1, num_pages=3, **sizes, dtype=jnp.float32)
+    assert pool.shape == (1, 3, 4, 16, 32)
 
 
 @pytest.mark.parametrize("dtype", ["int16", "float8_e5m2"])

@@ -1,58 +1,82 @@
 """Reading config.json: what is odd but valid reads as in transformers, everything else is refused by name."""
 
+from typing import Any
+
 import pytest
 
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
-from tests.checkpoints import CONFIGS, FAMILIES, ROPES, hf_dict
+from tests.checkpoints import CONFIGS, FAMILIES, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
+LLAMA_FIELDS = [family for family in FAMILIES if "rms_norm_eps" in hf_dict(family)]  # families with Llama's fields
+
+
+UNSUPPORTED: list[tuple[dict[str, Any], list[str]]] = [
+    ({"architectures": ["BloomForCausalLM"]}, ["BloomForCausalLM", "LlamaForCausalLM"]),
+    ({"architectures": None}, ["architectures"]),
+    ({"hidden_act": "gelu"}, ["gelu"]),
+    ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["longrope", "yarn"]),
+    ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic"]),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
+    ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq"]),
+    ({"num_attention_heads": 5}, ["num_attention_heads", "num_key_value_heads", "5"]),
+    ({"head_dim": 15}, ["head_dim", "15"]),
+    ({"num_hidden_layers": None}, ["num_hidden_layers"]),
+    ({"vocab_size": -1}, ["vocab_size"]),
+    ({"architectures": "LlamaForCausalLM"}, ["architectures"]),
+    ({"architectures": [["LlamaForCausalLM"]]}, ["architectures"]),
+    ({"quantization_config": "gptq"}, ["quantization_config", "gptq"]),
+    ({"vocab_size": True}, ["vocab_size", "True"]),
+    ({"vocab_size": "big", "hidden_size": None}, ["vocab_size", "big", "hidden_size", "None"]),
+    ({"max_position_embeddings": None}, ["max_position_embeddings"]),
+    ({"num_key_value_heads": "2"}, ["num_key_value_heads", "'2'"]),
+    ({"num_key_value_heads": 0}, ["num_key_value_heads"]),
+    ({"head_dim": 0}, ["head_dim"]),
+    ({"rms_norm_eps": None}, ["rms_norm_eps"]),
+    ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
+    ({"hidden_act": None}, ["hidden_act", "one of ['"]),
+    ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
+    ({"eos_token_id": [1, None]}, ["eos_token_id", "[1, None]"]),
+    ({"eos_token_id": "2"}, ["eos_token_id"]),
+    ({"eos_token_id": -1}, ["eos_token_id"]),
+    ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
+    ({"dtype": 16}, ["dtype", "16"]),
+    ({"rope_scaling": [1]}, ["rope_scaling", "[1]"]),
+    ({"rope_parameters": {"rope_theta": "x"}}, ["rope_theta", "'x'"]),
+    ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta"]),
+    ({"rope_parameters": {"full_attention": [1]}}, ["full_attention"]),
+    ({"rope_parameters": None, "rope_theta": "x"}, ["rope_theta", "'x'"]),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, ["rope_type"]),
+]
+GPT_UNSUPPORTED = [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ["scale_attn_by_inverse_layer_idx", "True"]),
+    ("gpt2", {"add_cross_attention": True}, ["add_cross_attention"]),
+    ("gpt2", {"scale_attn_weights": 1}, ["scale_attn_weights"]),
+    ("gpt2", {"reorder_and_upcast_attn": "yes"}, ["reorder_and_upcast_attn"]),
+    ("gpt2", {"n_inner": 0}, ["n_inner"]),
+    ("gpt2", {"activation_function": "gelu"}, ["activation_function", "gelu_new"]),
+    ("gpt_neo", {"window_size": 0}, ["window_size"]),
+    ("gpt_neo", {"attention_types": [[["global"], 3]]}, ["attention_types", "2", "3"]),
+    ("gpt_neo", {"attention_types": [[["chunked"], 2]]}, ["attention_types", "local", "chunked"]),
+    ("gpt_neo", {"attention_types": [["global", 2]]}, ["attention_types"]),
+    ("gpt_neo", {"attention_types": None}, ["attention_types"]),
+]
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("family", "change", "named"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "LlamaForCausalLM"]),
-        ({"architectures": None}, ["architectures"]),
-        ({"hidden_act": "gelu"}, ["gelu"]),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, ["longrope", "yarn"]),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, ["dynamic"]),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, ["partial_rotary_factor"]),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ["gptq"]),
-        ({"num_attention_heads": 5}, ["num_attention_heads", "num_key_value_heads", "5"]),
-        ({"head_dim": 15}, ["head_dim", "15"]),
-        ({"num_hidden_layers": None}, ["num_hidden_layers"]),
-        ({"vocab_size": -1}, ["vocab_size"]),
-        ({"architectures": "LlamaForCausalLM"}, ["architectures"]),
-        ({"architectures": [["LlamaForCausalLM"]]}, ["architectures"]),
-        ({"quantization_config": "gptq"}, ["quantization_config", "gptq"]),
-        ({"vocab_size": True}, ["vocab_size", "True"]),
-        ({"vocab_size": "big", "hidden_size": None}, ["vocab_size", "big", "hidden_size", "None"]),
-        ({"max_position_embeddings": None}, ["max_position_embeddings"]),
-        ({"num_key_value_heads": "2"}, ["num_key_value_heads", "'2'"]),
-        ({"num_key_value_heads": 0}, ["num_key_value_heads"]),
-        ({"head_dim": 0}, ["head_dim"]),
-        ({"rms_norm_eps": None}, ["rms_norm_eps"]),
-        ({"rms_norm_eps": float("nan")}, ["rms_norm_eps"]),
-        ({"hidden_act": None}, ["hidden_act", "silu"]),
-        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings", "yes"]),
-        ({"eos_token_id": [1, None]}, ["eos_token_id", "[1, None]"]),
-        ({"eos_token_id": "2"}, ["eos_token_id"]),
-        ({"eos_token_id": -1}, ["eos_token_id"]),
-        ({"dtype": "float8_e4m3fn"}, ["dtype", "float8_e4m3fn", "bfloat16"]),
-        ({"dtype": 16}, ["dtype", "16"]),
-        ({"rope_scaling": [1]}, ["rope_scaling", "[1]"]),
-        ({"rope_parameters": {"rope_theta": "x"}}, ["rope_theta", "'x'"]),
-        ({"rope_parameters": {"rope_theta": 0}}, ["rope_theta"]),
-        ({"rope_parameters": {"full_attention": [1]}}, ["full_attention"]),
-        ({"rope_parameters": None, "rope_theta": "x"}, ["rope_theta", "'x'"]),
-        ({"rope_scaling": {"rope_type": ["yarn"]}}, ["rope_type"]),
+        *(
+            (f, renamed(f, change), renamed(f, dict.fromkeys(named)))
+            for f in FAMILIES
+            for change, named in UNSUPPORTED
+            if renamed(f, change)
+        ),
+        *GPT_UNSUPPORTED,
     ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_unsupported_config_is_named(family, change, named):
-    if family.startswith("gemma") and "hidden_act" in change:
-        change, named = {"hidden_activation": change["hidden_act"]}, ["gelu_pytorch_tanh"]
     with pytest.raises(ConfigError) as error:
         registry.from_hf_config({**hf_dict(family), **change})
     assert all(word in str(error.value) for word in named)
@@ -125,6 +149,12 @@ def test_head_dim_must_follow_from_the_sizes():
         ("mistral", {"sliding_window": None}, "windows", (None, None)),
         ("qwen2", {"use_sliding_window": False, "sliding_window": 0}, "windows", (None, None)),
         ("qwen2", {"use_sliding_window": True, "sliding_window": None}, "windows", (None, None)),
+        ("gpt2", {"n_inner": None}, "ffn_size", 256),
+        ("gpt2", {"activation_function": "gelu_pytorch_tanh"}, "max_position", 512),
+        ("gpt2", {"reorder_and_upcast_attn": True}, "query_scale", None),
+        ("gpt2", {"scale_attn_weights": False}, "query_scale", 1.0),
+        ("gpt_neo", {"intermediate_size": None}, "ffn_size", 256),
+        ("gpt_neo", {"attention_types": [[["global"], 1], [["local"], 1]]}, "windows", (None, 9)),
     ],
 )
 def test_odd_values_read(family, change, field, value):
@@ -143,10 +173,20 @@ ABSENT = [
 ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("name", ABSENT)
+GPT_ABSENT = {
+    "gpt2": ["activation_function", "n_inner", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"],
+    "gpt_neo": ["activation_function", "intermediate_size", "window_size", "attention_types"],
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(f, name) for f in FAMILIES for name in [*renamed(f, dict.fromkeys(ABSENT)), *GPT_ABSENT.get(f, [])]],
+)
 def test_absent_fields_have_the_defaults_of_transformers(family, name):
     sizes = {"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 32}
+    if name == "attention_types":
+        sizes |= {"num_hidden_layers": 24, name: [[["local"], 24]]}
     config = without(hf_dict(family, **sizes, head_dim=4), name)
     read = CONFIGS[family](**config).to_dict()
     assert registry.from_hf_config(config) == registry.from_hf_config({**config, **read})

@@ -20,19 +20,19 @@ TOLERANCE = 1e-4
 NUM_CASES = 3
 TRANSFORMS = [matrix_transform]
 if packed_linear.unsupported("float32", jax.default_backend()) is None:
-    TRANSFORMS.append(partial(matrix_transform, packed=True))
+    TRANSFORMS.append(partial(matrix_transform, native=True))
 
 
 def attend(q, k, v, rope, carry, layer, options):
     """Compute causal attention over one whole sequence, as a dense matrix."""
     T, Q, _ = q.shape
-    q, k = apply_rope(q, rope), apply_rope(k, rope)
+    q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
     k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
     distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]
-    seen = (distance >= 0) & (distance < (options.window or T))
-    scores = jnp.einsum("tqh,sqh->qts", q, k) * options.scale
-    if options.soft_cap is not None:
-        scores = options.soft_cap * jnp.tanh(scores / options.soft_cap)
+    seen = (distance >= 0) & (distance < (options.attention.window or T))
+    scores = jnp.einsum("tqh,sqh->qts", q, k) * options.attention.scale
+    if options.attention.soft_cap is not None:
+        scores = options.attention.soft_cap * jnp.tanh(scores / options.attention.soft_cap)
     scores = jnp.where(seen[None], scores, -jnp.inf)
     return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), carry + layer
 
@@ -76,6 +76,8 @@ SCANNED = {
     "llama": ({"num_hidden_layers": 3}, 1),
     "mistral": ({"num_hidden_layers": 3}, 1),
     "gemma2": ({"num_hidden_layers": 5}, 2),
+    "gpt2": ({"num_hidden_layers": 3}, 1),
+    "gpt_neo": ({"num_hidden_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]}, 2),
     "gemma3": ({"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]}, 3),
 }
 
@@ -89,8 +91,8 @@ def test_scanned_layers_match_unrolled(tmp_path, family):
     assert arch.period == period
     assert decoder.can_scan(arch)
     np.testing.assert_allclose(scanned, unrolled, rtol=0, atol=1e-5)
-    # The carry has met every layer once, with its index.
-    assert scanned_carry == unrolled_carry == 10 + sum(range(arch.num_layers))
+    # The carry has met every layer once, with its number in its KV group.
+    assert scanned_carry == unrolled_carry == 10 + sum(place.layer for place in arch.kv_places)
 
 
 def test_windows_that_do_not_repeat_cannot_scan():

@@ -11,8 +11,9 @@ from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, step_bytes
 from jaxserve.pallas_kernels import native
-from jaxserve.pallas_kernels.packed_linear import PackedMatrix
-from jaxserve.quant import QuantizedMatrix
+from jaxserve.quant import weight_format
+from jaxserve.quant.int8 import QuantizedMatrix
+from jaxserve.quant.packed import NativeMatrix
 from tests.checkpoints import FAMILIES, hf_dict, random_configs, write_checkpoint
 from tests.models.test_parity import load_logits, run
 
@@ -20,7 +21,7 @@ from tests.models.test_parity import load_logits, run
 # adds 2.5 / 127 / sqrt(12) = 0.6% of noise to a product, 2.4% over the 17 of four layers and the head.
 LARGEST_ERROR, MEAN_ERROR = 0.2, 0.03
 
-int8 = partial(matrix_transform, quantization="int8")
+int8 = partial(matrix_transform, form=weight_format("int8"))
 load_int8_logits = partial(load_logits, make_transform=int8)
 
 
@@ -75,6 +76,16 @@ def test_matrices_alone_are_quantised(tmp_path, tied):
     assert step_bytes(narrow) <= 0.28 * step_bytes(params)
 
 
+@pytest.mark.parametrize("is_native", [False, *([True] if native.unavailable() is None else [])])
+def test_learned_positions_are_not_quantised(tmp_path, is_native):
+    """Theirs are a few large values among small ones, which share scales."""
+    write_checkpoint(tmp_path, "gpt2")
+    specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
+    params = weights.load(tmp_path, specs, transform=int8(specs, native=is_native))
+    assert isinstance(params["position_embed"], jax.Array)
+    assert not isinstance(params["embed"], jax.Array)
+
+
 def test_saving_says_what_is_wrong(tmp_path):
     write_checkpoint(tmp_path, "llama")
     config = weights.read_config(tmp_path)
@@ -90,8 +101,8 @@ def test_native_kernels_compute_the_same(tmp_path, tied):
     write_checkpoint(tmp_path, "qwen2", tie_word_embeddings=tied)
     arch, token_ids, logits, _ = load_int8_logits(tmp_path)
     specs = registry.param_specs(arch)
-    packed = weights.load(tmp_path, specs, jnp.float32, transform=int8(specs, packed=True))
-    assert isinstance(packed["layers"][0]["o_proj"], PackedMatrix)
-    assert isinstance(packed["embed"], PackedMatrix if tied else QuantizedMatrix)
+    packed = weights.load(tmp_path, specs, jnp.float32, transform=int8(specs, native=True))
+    assert isinstance(packed["layers"][0]["o_proj"], NativeMatrix)
+    assert isinstance(packed["embed"], NativeMatrix if tied else QuantizedMatrix)
     again, _ = run(packed, arch, jnp.asarray(token_ids))
     np.testing.assert_allclose(again, logits, rtol=0, atol=1e-5)

@@ -9,11 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoints import hf_dict
+from checkpoints import FAMILIES, hf_dict
 from jax import Array
 
 from jaxserve.models import decoder, registry
-from jaxserve.models.arch import ArchConfig, AttentionOptions
+from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.params import Params, build_tree
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 
@@ -22,12 +22,12 @@ SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
 def dense_attend(
-    q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: AttentionOptions
+    q: Array, k: Array, v: Array, rope: Array | None, carry: Any, layer: Any, options: LayerOptions
 ) -> tuple[Array, Any]:
     T, K, H = k.shape
-    q, k = apply_rope(q, rope), apply_rope(k, rope)
+    q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
     grouped = q.reshape(T, K, -1, H)
-    scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * options.scale
+    scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * options.attention.scale
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
     return jnp.einsum("kgts,skh->tkgh", weights, v).reshape(q.shape), carry
 
@@ -44,7 +44,7 @@ def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
     return cost["flops"]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("num_tokens", "num_rows"), [(1, 1), (6, 6), (64, 64), (384, 64)])
 def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_rows: int) -> None:
     arch = registry.from_hf_config(hf_dict(family, **SIZES))

@@ -17,11 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jaxserve.planner
 from jaxserve import EngineConfig, cli
 from jaxserve.config import MIN_FEW_TOKENS
 from jaxserve.engine.build import build_arch, build_runners
-from jaxserve.engine.runner import Programs
 from jaxserve.errors import ConfigError
+from jaxserve.execution.programs import Programs
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels.deviceless import Chip
@@ -39,6 +40,7 @@ PARAMS = {  # millions of parameters, as published by the makers
     "gemma-2-9b": 9242,
     "gemma-3-27b": 27009,
 }
+GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
 GPUS = [parse_target(name) for name in ("h200", "h200x2", "h200x4", "h200x8")]
 TPUS = [parse_target(name) for name in ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")]
 SUM_BYTES = 2 * 4096 * 2  # bytes per token of the two all-reduces of a layer
@@ -80,12 +82,22 @@ def with_memory(target: Target, memory_bytes: int) -> Target:
     return dataclasses.replace(target, sheet=dataclasses.replace(target.sheet, memory_bytes=memory_bytes))
 
 
-@pytest.mark.parametrize("name", PARAMS)
+@pytest.mark.parametrize("name", [*PARAMS, *GPT_PARAMS])
 def test_shapes_that_come_along_have_the_parameters_they_are_known_for(name: str) -> None:
     called, arch = read_model(name)
     assert called == name
-    assert registry.num_params(arch) / 1e6 == pytest.approx(PARAMS[name], rel=0.001)
-    assert arch.dtype == "bfloat16"
+    assert registry.num_params(arch) / 1e6 == pytest.approx({**PARAMS, **GPT_PARAMS}[name], rel=0.001)
+    assert arch.dtype == ("float32" if name in GPT_PARAMS else "bfloat16")
+
+
+def test_learned_positions_are_on_every_chip_and_end_the_model() -> None:
+    plan, (_, arch) = plan_of("gpt-neo-2.7b", "h200x4"), read_model("gpt-neo-2.7b")
+    num_params = registry.num_params(arch) + 3 * arch.max_position * arch.hidden_size
+    assert plan.memory.weights == pytest.approx(2 * num_params / 4, rel=0.001)
+    assert plan.schedule.max_model_len == arch.max_position == 2048
+    assert plan.schedule.kv_groups.windows == (None, 256)
+    with pytest.raises(ConfigError, match=r"max_model_len must be at most .* got 2049 and 2048"):
+        plan_of("gpt-neo-2.7b", max_model_len=2049)
 
 
 def test_a_config_file_and_a_directory_are_the_same_model(tmp_path: Path) -> None:
@@ -210,8 +222,11 @@ def test_each_chip_has_its_share(name: str, target: Target) -> None:
     num_params = registry.num_params(arch) + (copies - 1) * kv_size * arch.hidden_size
     assert memory.weights == pytest.approx(2 * num_params / num_chips, rel=0.001)
     kv_token_bytes = copies * kv_size * 2
-    assert memory.page == kv_token_bytes * plan.schedule.page_size // num_chips
-    assert memory.request == kv_token_bytes * 8192 // num_chips
+    group_token_bytes = kv_token_bytes * arch.kv_group_layers // arch.num_layers
+    assert memory.page == group_token_bytes * plan.schedule.page_size // num_chips
+    assert memory.request == memory.page * plan.schedule.kv_groups.num_pages(8192)
+    if len(arch.kv_windows) == 1:
+        assert memory.request == kv_token_bytes * 8192 // num_chips
     layer_token_bytes = 4 * arch.local(target.num_devices).num_kv_heads * arch.head_dim
     assert plan.schedule.page_size == (16 if target in GPUS else min(128, 128 * 1024 // layer_token_bytes))
     assert plan.num_requests == plan.kv_tokens // 8192
@@ -545,3 +560,13 @@ def test_the_command_prints_the_plan(as_json: bool, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr().out
     report = json.loads(json.dumps(build_report(plan)))
     assert json.loads(shown) == report if as_json else shown == render(plan) + "\n"
+
+
+def test_sliding_windows_save_the_pages_behind_them(tmp_path: Path) -> None:
+    config = json.loads((Path(jaxserve.planner.__file__).parent / "configs/mistral-7b-v0.3.json").read_text())
+    requests = {}
+    for window in (None, 4096):
+        path = tmp_path / f"{window}.json"
+        path.write_text(json.dumps({**config, "sliding_window": window, "max_position_embeddings": 32768}))
+        requests[window] = plan_of(str(path), GPUS[0]).num_requests
+    assert requests[4096] == pytest.approx(8 * requests[None], rel=0.05)

@@ -98,8 +98,8 @@ def test_a_file_that_has_no_prices(tmp_path: Path, content: str, message: str) -
 
 def test_the_command_sweeps_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    picture = tmp_path / "capacity.png"
-    arguments = ["plan", "--sweep", "cpu", "--prices", str(EXAMPLE), "--plot", str(picture), "--json"]
+    plot = tmp_path / "capacity.png"
+    arguments = ["plan", "--sweep", "cpu", "--prices", str(EXAMPLE), "--plot", str(plot), "--json"]
     assert cli.main(arguments) == 0
     shown = capsys.readouterr()
     report = json.loads(shown.out)
@@ -109,7 +109,7 @@ def test_the_command_sweeps_and_draws(tmp_path: Path, capsys: pytest.CaptureFixt
         "cheapest": None,
     }
     assert "planning for cpu" in shown.err
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert plot.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_sweep_says_what_this_machine_lacks(
@@ -133,15 +133,15 @@ def test_a_sweep_that_computes_nothing_says_so_and_draws_nothing(
         raise ConfigError("there is no compiler for it")
 
     monkeypatch.setattr(command, "_plan", fail)
-    picture = tmp_path / "capacity.png"
-    assert cli.main(["plan", "--sweep", "h200", "v6e:2x2", "--plot", str(picture)]) == 1
+    plot = tmp_path / "capacity.png"
+    assert cli.main(["plan", "--sweep", "h200", "v6e:2x2", "--plot", str(plot)]) == 1
     shown = capsys.readouterr()
     assert "h200: there is no compiler for it" in shown.out
-    assert f"no target could be computed, for the reasons above, and {picture} is not drawn" in shown.err
-    assert not picture.exists()
+    assert f"no target could be computed, for the reasons above, and {plot} is not drawn" in shown.err
+    assert not plot.exists()
 
 
 def test_without_matplotlib_nothing_is_planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("jaxserve.bench.pictures.find_spec", lambda _: None)
+    monkeypatch.setattr("jaxserve.figures.plotting.find_spec", lambda _: None)
     monkeypatch.setattr(command, "make_plan", lambda *_, **__: pytest.fail("planned"))
     assert cli.main(["plan", "--target", "cpu", "--plot", str(tmp_path / "x.png")]) == 2

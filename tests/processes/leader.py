@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from jaxserve import LLM, distributed, peers
-from jaxserve.engine.scheduler import Scheduler
+from jaxserve import LLM
+from jaxserve.distributed import peers, processes
+from jaxserve.scheduling.scheduler import Scheduler
 from tests.e2e.workloads import run
 from tests.soon_compiled import soon_compiled
 
@@ -19,7 +20,7 @@ def main() -> None:
     """Run each list of jobs from an empty cache, and write their outputs and the engine's counts."""
     peers.GRACE_S = 2.0  # less than in use, so that tests take less time
     address, count, index, model, workloads, outputs, options = sys.argv[1:]
-    distributed.initialize(address, int(count), int(index))
+    processes.initialize(address, int(count), int(index))
     given = json.loads(options)
     if given.pop("strays", False):
         Scheduler.schedule = straying(Scheduler.schedule)

@@ -3,7 +3,7 @@
 import sys
 
 from jaxserve import __main__ as command
-from jaxserve import peers
+from jaxserve.distributed import peers
 
 peers.SILENCE_S, peers.GRACE_S = float(sys.argv.pop(1)), float(sys.argv.pop(1))
 sys.exit(command.main())

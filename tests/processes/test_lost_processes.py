@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxserve.peers import EXIT_CODE
+from jaxserve.distributed.peers import EXIT_CODE
 from tests.processes.spawning import join, start
 
 COUNT = 4

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.layers.linear import embed, linear
-from jaxserve.quant import int8, quantize
-from jaxserve.quant.int8 import QuantizedMatrix, block_size
+from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.quant import int8
+from jaxserve.quant.int8 import QuantizedMatrix, block_size, quantize
 
 
 def random_matrix(*shape, seed=0):
@@ -63,7 +63,7 @@ def test_zeros_and_constants_are_exact():
 def test_what_is_not_finite_stays_so(bad):
     matrix = random_matrix(2, 64)
     matrix[1, 5] = bad
-    y = linear(quantized(matrix), jnp.ones((1, 64)))
+    y = linear(jnp.ones((1, 64)), quantized(matrix))
     assert np.isfinite(y[0, 0])
     assert not np.isfinite(y[0, 1])
 
@@ -93,10 +93,10 @@ def test_linear_adds_the_bias_in_the_dtype_of_the_activations():
     weight, bias = quantized(random_matrix(20, 64)), random_matrix(20, seed=2)
     x = jnp.asarray(random_matrix(3, 64, seed=1), jnp.bfloat16)
     expected = np.asarray(x, np.float64) @ dequantized(weight).T + bias
-    y = linear(weight, x, jnp.asarray(bias))
+    y = linear(x, weight, bias=jnp.asarray(bias))
     assert y.dtype == "bfloat16"
     np.testing.assert_allclose(y.astype(jnp.float32), expected, rtol=2**-7, atol=2**-5)
-    assert linear(weight, x, dtype=jnp.float32).dtype == "float32"
+    assert linear(x, weight, LinearContext(dtype=jnp.float32)).dtype == "float32"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -104,7 +104,7 @@ def test_embedded_rows_are_those_of_the_matrix(dtype):
     matrix = random_matrix(10, 96)
     ids = jnp.array([3, 9, 3, 0, 12, -1])
     for table, reference in ((quantized(matrix), dequantized(quantized(matrix))), (jnp.asarray(matrix), matrix)):
-        rows = embed(table, ids, dtype)
+        rows = embed(ids, table, LinearContext(dtype=dtype))
         assert rows.dtype == dtype
         expected = reference[[3, 9, 3, 0, 9, 9]]
         np.testing.assert_allclose(rows.astype(jnp.float32), expected, rtol=2**-8 if dtype == "bfloat16" else 1e-6)
@@ -113,7 +113,7 @@ def test_embedded_rows_are_those_of_the_matrix(dtype):
 @pytest.mark.parametrize("num_tokens", [1, 8, 64])
 def test_no_product_holds_the_matrix_in_float(num_tokens):
     weight, x = quantized(random_matrix(8192, 576)), jnp.ones((num_tokens, 576))
-    memory = jax.jit(linear).lower(weight, x).compile().memory_analysis()
+    memory = jax.jit(linear).lower(x, weight).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.2 * 4 * weight.q.size + 2 * 4 * num_tokens * 8192
-    table = jax.jit(embed, static_argnums=2).lower(weight, jnp.zeros(num_tokens, jnp.int32), "float32").compile()
+    table = jax.jit(embed).lower(jnp.zeros(num_tokens, jnp.int32), weight).compile()
     assert table.memory_analysis().temp_size_in_bytes < 0.05 * weight.q.size

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 DEVICES_DIR = Path(__file__).parent / "devices"
-ENGINES = [DEVICES_DIR / f"check_{name}.py" for name in ("engine", "replicas")]  # they share programs
+ENGINES = [DEVICES_DIR / f"check_{name}.py" for name in ("engine", "replicas", "speculation")]  # they share programs
 OTHERS = sorted(set(DEVICES_DIR.glob("check_*.py")) - set(ENGINES))
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # the level compiles faster
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
@@ -20,10 +20,10 @@ def test_on_eight_devices(checks: list[Path]) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("check", [*ENGINES, DEVICES_DIR / "check_sampling.py"], ids=lambda check: check.stem)
-def test_more_on_eight_devices(check: Path) -> None:
+@pytest.mark.parametrize("name", ["engine", "replicas", "sampling"])
+def test_more_on_eight_devices(name: str) -> None:
     """Run the checks that are marked as full, and more random requests."""
-    run_checks([check], "full")
+    run_checks([DEVICES_DIR / f"check_{name}.py"], "full")
 
 
 def run_checks(checks: list[Path], selection: str) -> None:

@@ -18,6 +18,7 @@ class Row:
     init: str = "normal"
     hf_names: tuple = ()
     hf_rows: tuple = ()
+    transposed: bool = False
 
 
 ROWS = [

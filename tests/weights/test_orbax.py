@@ -28,6 +28,7 @@ from jaxserve import weights
 from jaxserve.models import registry
 from jaxserve.models.params import ParamSpec, matrix_transform
 from jaxserve.pallas_kernels import packed_linear
+from jaxserve.quant import weight_format
 from jaxserve.weights import CheckpointError, convert, orbax_store, safetensors_store
 from jaxserve.weights.load import open_tensors
 from jaxserve.weights.new_directory import new_directory
@@ -127,10 +128,10 @@ def test_what_is_not_loaded_is_kept(tmp_path: Path) -> None:
     assert more.keys() <= tensors(tmp_path / "back").keys()
 
 
-FORMS: list[dict[str, Any]] = [{}, {"quantization": "int8"}]
+FORMS: list[dict[str, Any]] = [{}, {"form": weight_format("int8")}]
 CASES = [(form, dtype) for form in FORMS for dtype in (None, "float32")]
 if packed_linear.unsupported("float32", "cpu") is None:  # packed matrices need the native kernels
-    CASES += [({**form, "packed": True}, "float32") for form in FORMS]
+    CASES += [({**form, "native": True}, "float32") for form in FORMS]
 
 
 @pytest.mark.parametrize(("form", "dtype"), CASES, ids=str)

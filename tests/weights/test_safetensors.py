@@ -103,6 +103,39 @@ def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
     assert_trees_equal(weights.load(checkpoint, tied), params)
 
 
+def test_older_files_of_gpt2_are_read(tmp_path):
+    """They hold the model without its head, whose names have no prefix, and its causal masks."""
+    write_checkpoint(tmp_path, "gpt2")
+    specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
+    expected = weights.load(tmp_path, specs)
+    names = {name: name.removeprefix("transformer.") for name in read_all(tmp_path)}
+
+    def make_older(tensors):
+        for name, older in names.items():
+            tensors[older] = tensors.pop(name)
+        tensors["h.0.attn.bias"], tensors["h.0.attn.masked_bias"] = np.ones((1, 1, 4, 4)), np.ones(1, bool)
+
+    rewrite(tmp_path, make_older)
+    assert_trees_equal(weights.load(tmp_path, specs), expected)
+    assert_trees_equal(weights.assemble(read_all(tmp_path), specs), expected)
+    rewrite(tmp_path, lambda tensors: tensors.pop("h.1.attn.c_attn.weight"))
+    with pytest.raises(weights.CheckpointError, match=r"1 missing: transformer\.h\.1\.attn\.c_attn\.weight"):
+        weights.load(tmp_path, specs)
+
+
+def test_stored_parts_and_transposes_are_those_of_the_file(tmp_path):
+    write_checkpoint(tmp_path, "gpt2")
+    specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
+    params, tensors = weights.load(tmp_path, specs), read_all(tmp_path)
+    layer = params["layers"][1]
+    np.testing.assert_array_equal(layer["qkv_proj"], tensors["transformer.h.1.attn.c_attn.weight"].T)
+    np.testing.assert_array_equal(layer["qkv_bias"], tensors["transformer.h.1.attn.c_attn.bias"])
+    np.testing.assert_array_equal(layer["up_proj"], tensors["transformer.h.1.mlp.c_fc.weight"].T)
+    rewrite(tmp_path, lambda t: t.update({"transformer.h.0.mlp.c_fc.weight": t["transformer.h.0.mlp.c_fc.weight"].T}))
+    with pytest.raises(weights.CheckpointError, match=r"c_fc\.weight \(96, 64\) instead of \(64, 96\)"):
+        weights.load(tmp_path, specs)
+
+
 class Transfer:
     """A tensor in transfer to an accelerator, which reads the host's buffer until the transfer is waited for."""
 

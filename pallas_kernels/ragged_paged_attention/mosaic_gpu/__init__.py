@@ -33,11 +33,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Int32, Shaped
 
 from jaxserve.pallas_kernels.dispatch import import_failure
-from jaxserve.pallas_kernels.ragged_paged_attention import reference
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
+    AttentionInputs,
+    AttentionOptions,
+    Problem,
+    RaggedRows,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     BLOCK_KV,
     MAX_PART_COLUMNS,
@@ -49,26 +54,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     WorkPlan,
     plan,
 )
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    QUANTIZED_MAX,
-    Pages,
-    QuantizedPages,
-    encode,
-    values_of,
-)
-from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, encode, values_of
 
-__all__ = [
-    "default_page_size",
-    "from_canonical",
-    "interpreted",
-    "kv_shape",
-    "pool_dims",
-    "scale_shape",
-    "supports",
-    "to_canonical",
-    "write_and_attend",
-]
+__all__ = ["LAYOUT", "interpreted", "supports", "write_and_attend"]
 
 POOL_DTYPES = ("bfloat16", "float16", *QUANTIZED_MAX)
 HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -77,9 +65,7 @@ HOPPERS = ("H100", "H200", "H800", "H20", "GH200")
 HOPPER_CORES = 132
 INTERPRETED_CORES = 3  # few, so that every worker has some work
 
-default_page_size = reference.default_page_size
-kv_shape = reference.kv_shape
-pool_dims = reference.pool_dims
+LAYOUT = TokenMajor(scale_multiple=SCALES)
 
 _interpret_params: ContextVar[Any] = ContextVar("interpret_params", default=None)
 
@@ -92,29 +78,6 @@ def interpreted(params: Any) -> Iterator[None]:
         yield
     finally:
         _interpret_params.reset(token)
-
-
-def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int]:
-    """Return the shape of the scales, `[L, N, P, 2K]`, with the heads padded to a multiple of what TMA fetches."""
-    return (num_layers, num_pages, page_size, 2 * num_kv_heads + -2 * num_kv_heads % SCALES)
-
-
-def to_canonical(kv_pages: Pages) -> Pages:
-    """Return the pool as it is, its scales as `[L, N, P, 2K]`."""
-    if not isinstance(kv_pages, QuantizedPages):
-        return kv_pages
-    return kv_pages._replace(scales=kv_pages.scales[..., : kv_pages.values.shape[3]])
-
-
-def from_canonical(kv_pages: Pages) -> Pages:
-    """Invert `to_canonical`."""
-    if not isinstance(kv_pages, QuantizedPages):
-        return kv_pages
-    return kv_pages._replace(scales=_pad_heads(kv_pages.scales))
-
-
-def _pad_heads(scales: Float32[Array, "*token KV"]) -> Float32[Array, "*token padded"]:
-    return jnp.pad(scales, [(0, 0)] * (scales.ndim - 1) + [(0, -scales.shape[-1] % SCALES)])
 
 
 def supports(problem: Problem) -> str | None:
@@ -157,49 +120,34 @@ def _kernel() -> ModuleType:
 
 
 def write_and_attend(
-    q: Float[Array, "T Q H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_pages: Pages,
-    layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, "Q"] | None,
-    rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None,
+    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
 ) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotate, scatter into the donated pool and attend.
 
     Queries and the weights of values are rounded to the pool's dtype. For a quantised pool, they and the products of
     keys and values with their scales are rounded to bfloat16, or to float16 if the queries are float16.
     """
-    T, dtype, values = q.shape[0], q.dtype, values_of(kv_pages)
-    if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
-    kv_pages = _write_kv(kv_pages, k, v, layer, rows)
+    dtype, values, inputs = inputs.q.dtype, values_of(kv_pages), inputs.rotated()
+    (T, Q, H), K = inputs.q.shape, inputs.k.shape[1]
+    kv_pages = _write_kv(kv_pages, inputs.k, inputs.v, layer, inputs.rows)
     call = Call(
         num_tokens=T,
-        num_kv_heads=k.shape[1],
-        group=q.shape[1] // k.shape[1],
-        head_dim=q.shape[2],
+        num_kv_heads=K,
+        group=Q // K,
+        head_dim=H,
         page_size=values.shape[2],
         dtype=_product_dtype(dtype, values.dtype),
         kv_dtype=values.dtype,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        has_sinks=sinks is not None,
-        tree_words=0 if tree_mask is None else tree_mask.shape[1],
+        options=options,
+        has_sinks=inputs.sinks is not None,
+        has_tree=inputs.tree_mask is not None,
         num_cores=_num_cores(),
         interpret=_interpret_params.get(),
     )
-    plans = _plans(call, rows)
+    plans = _plans(call, inputs.rows)
     # Tiles of shared memory are filled by whole groups of eight tokens.
-    q = jnp.pad(q.astype(call.dtype), ((0, -T % 8), (0, 0), (0, 0)))
-    out = _kernel().attend(call, plans, q, kv_pages, layer, rows, sinks, tree_mask)
+    q = jnp.pad(inputs.q.astype(call.dtype), ((0, -T % 8), (0, 0), (0, 0)))
+    out = _kernel().attend(call, plans, inputs._replace(q=q), kv_pages, layer)
     return out[:T].astype(dtype), kv_pages
 
 
@@ -233,9 +181,7 @@ def _write_kv(
     """Return the pool with the keys and values of this step in their pages; padding tokens are dropped."""
     (T, K, H), (_, num_pages, page_size, _, _) = k.shape, values_of(kv_pages).shape
     page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
-    kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
-    if isinstance(kv, QuantizedPages):
-        kv = kv._replace(scales=_pad_heads(kv.scales))
+    kv = LAYOUT.from_canonical(encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages))
 
     def write(pages: Shaped[Array, "L N P *head"], new: Shaped[Array, "T *head"]) -> Shaped[Array, "L N P *head"]:
         return pages.at[layer, page_id, offset].set(new, mode="drop", unique_indices=True)

@@ -29,7 +29,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     Tiles,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.ring import RingReader
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup, part_of
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Warpgroup, tile_part
 
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
 
@@ -40,7 +40,7 @@ class ComputingWarpgroup(Warpgroup):
     def __init__(self, call: Call, tiles: Tiles, inputs: Inputs, shared: Shared, thread: Any) -> None:
         warpgroups = i32(tiles.warpgroups)
         super().__init__(call, tiles, inputs, shared, lax.div(thread, warpgroups))
-        self.part = part_of(tiles, lax.rem(thread, warpgroups))
+        self.part = tile_part(tiles, lax.rem(thread, warpgroups))
         self.ring = RingReader(call, tiles, shared, self.local_worker, self.part)
 
     def run(self) -> None:
@@ -72,19 +72,19 @@ class ComputingWarpgroup(Warpgroup):
         call = self.call
         state = self._start(item)
         # Blocks before full_end are seen in full by all tokens of the tile.
-        num_seen = item.past_len if call.tree_words else item.position + 1
+        num_seen = jnp.minimum(item.position + 1, item.tree_start) if call.has_tree else item.position + 1
         full_end = jnp.clip(lax.div(num_seen, i32(BLOCK_KV)), item.begin, item.end)
         full_begin = item.begin
-        if call.window is not None:
+        if call.options.window is not None:
             last = item.position + item.num_tokens - 1
-            first_full = lax.div(jnp.maximum(last - call.window + 1, 0) + (BLOCK_KV - 1), i32(BLOCK_KV))
+            first_full = lax.div(jnp.maximum(last - call.options.window + 1, 0) + (BLOCK_KV - 1), i32(BLOCK_KV))
             full_begin = jnp.clip(first_full, item.begin, full_end)
 
         def absorb(block: Any, state: Softmax, masked: bool) -> Softmax:
             slot = self._slot(block_count + block - item.begin)
             return self._absorb_block(item, block, slot, state, masked)
 
-        if call.window is not None:
+        if call.options.window is not None:
             state = lax.fori_loop(item.begin, full_begin, functools.partial(absorb, masked=True), state)
         state = lax.fori_loop(full_begin, full_end, functools.partial(absorb, masked=False), state)
         return lax.fori_loop(full_end, item.end, functools.partial(absorb, masked=True), state)
@@ -120,7 +120,7 @@ class ComputingWarpgroup(Warpgroup):
 
     def _scale_and_mask(self, scores: Any, item: Item, block: Any, masked: bool) -> Any:
         """Return scores in base 2, soft-capped; a score that its query does not see is MASKED."""
-        scale, soft_cap, window = self.call.scale, self.call.soft_cap, self.call.window
+        scale, soft_cap, window = self.call.options.scale, self.call.options.soft_cap, self.call.options.window
         if soft_cap is None:
             scores *= scale * LOG2E
         else:
@@ -133,21 +133,20 @@ class ComputingWarpgroup(Warpgroup):
         row = plgpu.broadcasted_iota(jnp.int32, (WARPGROUP_ROWS,), 0, layout=_ROWS) + self.part.row
         query = lax.broadcast_in_dim(item.position - item.lead + (row & (self.tiles.tokens - 1)), scores.shape, [0])
         visible = key <= query
+        if self.call.has_tree:
+            word, *by_depth = (self._tree_column(item, i, key.shape) for i in range(1 if window is None else 2))
+            node = key - item.tree_start
+            visible &= (node < 0) | (lax.shift_right_logical(word, node & 31) & 1 == 1)
+            query = by_depth[0] if by_depth else query
         if window is not None:
             visible &= key > query - window
-        if self.call.tree_words:
-            visible &= self._in_tree(key - item.past_len, item)
         return jnp.where(visible, scores, MASKED)
 
-    def _in_tree(self, new_id: Any, item: Item) -> Any:
-        """Return the mask of keys that each query sees; `new_id` counts from the first new token, past ones are < 0."""
-        num_words = self.call.tree_words
-        visible = (new_id < 0) | (new_id >= 32 * num_words)
-        for i in range(num_words):
-            word = load(self.inputs.tree_rows.at[item.tile, i, self.part.rows], _ROWS)
-            bit = lax.shift_right_logical(lax.broadcast_in_dim(word, new_id.shape, [0]), new_id & 31) & 1
-            visible |= (new_id >= 32 * i) & (new_id < 32 * (i + 1)) & (bit == 1)
-        return visible
+    def _tree_column(self, item: Item, column: int, shape: tuple[int, int]) -> Any:
+        """Return a column of the nodes that each query sees, for all keys of a block."""
+        return lax.broadcast_in_dim(
+            load(self.inputs.tree_rows.at[item.tile, column, self.part.rows], _ROWS), shape, [0]
+        )
 
     def _add_values(self, values: Any, weights: Any, v: Any) -> Any:
         """Return `values + weights @ v`."""

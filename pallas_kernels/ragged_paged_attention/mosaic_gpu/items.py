@@ -19,9 +19,9 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     LEAD,
     NUM_BLOCKS,
     NUM_TOKENS,
-    PAST_LEN,
     POSITION,
     ROW,
+    TREE_START,
 )
 
 LOG2E = math.log2(math.e)
@@ -40,7 +40,7 @@ class Item(NamedTuple):
     lead: Any
     num_tokens: Any
     position: Any
-    past_len: Any
+    tree_start: Any  # position of the first node of the row's tree
     begin: Any  # first block of the split
     end: Any  # end of the split's blocks
     is_first: Any  # True if the split has the item's first block
@@ -65,7 +65,7 @@ def read_item(tiles_ref: Any, tile: Any, head: Any, span_start: Any, span_end: A
         lead=column(LEAD),
         num_tokens=column(NUM_TOKENS),
         position=column(POSITION),
-        past_len=column(PAST_LEN),
+        tree_start=column(TREE_START),
         begin=first_block + begin,
         end=first_block + end,
         is_first=begin == 0,

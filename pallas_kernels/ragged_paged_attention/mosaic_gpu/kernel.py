@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int32
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu import merge
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.computing import ComputingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2E, Unmerged
@@ -21,6 +21,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading import Lo
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BASE_TOKEN, SCALES, Call, Tiles, WorkPlan
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
 # Registers of a loading and of a computing thread, by the number of warpgroups; with two each has enough anyway. A
 # thread block starts with as many registers as divide evenly, in eights, and waits forever for more.
@@ -30,17 +31,17 @@ REGISTERS = {3: (72, 216), 4: (64, 192)}
 def attend(
     call: Call,
     plans: Sequence[tuple[Tiles, WorkPlan]],
-    q: Float[Array, "padded Q H"],
+    inputs: AttentionInputs,
     kv_pages: Pages,
     layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-    sinks: Float[Array, "Q"] | None,
-    tree_mask: Int32[Array, "T words"] | None,
 ) -> Float[Array, "padded Q H"]:
     """Return the outputs of all tiles of all plans, zeros for padding tokens; queries are padded to eight tokens."""
+    q, rows = inputs.q, inputs.rows
     out_ref = jax.empty_ref(jax.ShapeDtypeStruct(q.shape, q.dtype))
     # An array, not a constant: otherwise each layer would compile its own program.
     layer = jnp.asarray(layer, jnp.int32)[None]
+    mask = inputs.tree_mask
+    nodes = None if mask is None else seen_nodes(mask, rows, call.options.window)
     num_live_tokens = rows.cu_q_lens[rows.num_rows][None]
     for number, (tiles, plan) in enumerate(plans):
         shape = (tiles.num_workers, 2, tiles.column_parts, tiles.rows)
@@ -57,8 +58,8 @@ def attend(
             layer,
             *plan,
             rows.page_table,
-            _sink_rows(call, tiles, sinks),
-            _tree_rows(tiles, plan, tree_mask),
+            _sink_rows(call, tiles, inputs.sinks),
+            _tree_rows(tiles, plan, nodes),
             q,
             values_of(kv_pages),
             kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES), jnp.float32),
@@ -99,14 +100,14 @@ def _sink_rows(call: Call, tiles: Tiles, sinks: Float[Array, "Q"] | None) -> Flo
 
 
 def _tree_rows(
-    tiles: Tiles, plan: WorkPlan, tree_mask: Int32[Array, "T words"] | None
-) -> Int32[Array, "tiles words rows"]:
-    """Return the mask words of every row of every tile."""
-    if tree_mask is None:
+    tiles: Tiles, plan: WorkPlan, nodes: Int32[Array, "T columns"] | None
+) -> Int32[Array, "tiles columns rows"]:
+    """Return the nodes that every row of every tile sees (`seen_nodes`)."""
+    if nodes is None:
         return jnp.zeros((1, 1, 1), jnp.int32)
     token = jnp.arange(tiles.rows, dtype=jnp.int32) % tiles.tokens
-    words = tree_mask.at[plan.tiles[:, BASE_TOKEN, None] + token[None]].get(mode="clip")  # [tiles, rows, words]
-    return words.swapaxes(1, 2)
+    by_row = nodes.at[plan.tiles[:, BASE_TOKEN, None] + token[None]].get(mode="clip")  # [tiles, rows, columns]
+    return by_row.swapaxes(1, 2)
 
 
 def _attend_kernel(call: Call, tiles: Tiles, *refs: Any) -> None:

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 BLOCK_KV = 64  # tokens per block of keys
 WARPGROUP_ROWS = 64  # rows of a wgmma instruction
@@ -22,7 +23,7 @@ MIN_SPAN = 4  # blocks of keys per worker at least: fewer are not worth the merg
 MIN_TALL_TOKENS = 512  # steps of fewer tokens have only the kernel of short tiles
 
 # Columns of the plan.
-ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, PAST_LEN = range(9)
+ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, FIRST_BLOCK, NUM_BLOCKS, FIRST_UNIT, TREE_START = range(9)
 FIRST_ITEM, END_ITEM, SPAN_START, SPAN_END = range(4)
 
 
@@ -75,11 +76,9 @@ class Call:
     """Dtype of the products."""
     kv_dtype: jnp.dtype
     """Dtype of the pool: `dtype`, or a quantised one."""
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    options: AttentionOptions
     has_sinks: bool
-    tree_words: int
+    has_tree: bool
     num_cores: int
     interpret: Any
     """Parameters of the interpreter; None to run on a GPU."""
@@ -135,7 +134,8 @@ class WorkPlan(NamedTuple):
     """Work of one kernel."""
 
     tiles: Int32[Array, "tiles 9"]
-    """Columns ROW ... PAST_LEN: place of each tile, and the blocks of keys that it sees.
+    """Columns ROW ... TREE_START: place of each tile, the blocks of keys that it sees, and the position of the first
+    node of its row's tree.
 
     A tile begins at BASE_TOKEN of the step, a multiple of eight because shared memory is filled in eights: LEAD tokens
     of other rows come before its own NUM_TOKENS, the first of which is at POSITION of its sequence.
@@ -163,14 +163,16 @@ def plan(call: Call, tiles: Tiles, rows: RaggedRows, q_lens: Int32[Array, "R"]) 
     num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tiles.tokens) - lead, 0)
     past_len = (rows.kv_lens - q_lens)[row]
     position = past_len + start + lead
+    tree_start = tree_starts(rows)[row] if call.has_tree else past_len
     first_block = jnp.zeros_like(tile)
-    if call.window is not None:
-        first_block = jnp.maximum(position - call.window + 1, 0) // BLOCK_KV
+    if call.options.window is not None:
+        first = jnp.minimum(position, tree_start) if call.has_tree else position
+        first_block = jnp.maximum(first - call.options.window + 1, 0) // BLOCK_KV
     num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, BLOCK_KV) - first_block, 0)
     ends = jnp.cumsum(num_blocks * call.num_kv_heads, dtype=jnp.int32)
     first_unit = ends - num_blocks * call.num_kv_heads
     base_token = rows.cu_q_lens[row] + start
-    columns = (row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, past_len)
+    columns = (row, base_token, lead, num_tokens, position, first_block, num_blocks, first_unit, tree_start)
 
     def item_of(unit: Int32[Array, "workers"]) -> Int32[Array, "workers"]:
         tile = jnp.minimum(_count_up_to(ends, unit), num_tiles - 1)

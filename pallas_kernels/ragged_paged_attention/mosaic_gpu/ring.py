@@ -12,13 +12,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import Item, cast, load, spread
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Shared, first_scale
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BLOCK_KV, Call, Tiles
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import Part
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.warpgroup import TilePart
 
 
 class RingReader:
     """Reader of a worker's ring for one of its computing warpgroups."""
 
-    def __init__(self, call: Call, tiles: Tiles, shared: Shared, local_worker: Any, part: Part) -> None:
+    def __init__(self, call: Call, tiles: Tiles, shared: Shared, local_worker: Any, part: TilePart) -> None:
         self.call, self.tiles, self.shared = call, tiles, shared
         self.local_worker, self.part = local_worker, part
 

@@ -45,7 +45,7 @@ class Warpgroup:
         return self.local_worker * self.tiles.stages + lax.rem(block_count, i32(self.tiles.stages))
 
 
-class Part(NamedTuple):
+class TilePart(NamedTuple):
     """Part of a tile that one warpgroup computes."""
 
     index: Any
@@ -58,7 +58,7 @@ class Part(NamedTuple):
         return pl.ds(self.row, WARPGROUP_ROWS)
 
 
-def part_of(tiles: Tiles, index: Any) -> Part:
+def tile_part(tiles: Tiles, index: Any) -> TilePart:
     """Return the part of a tile for the index-th of its computing warpgroups."""
     columns = i32(tiles.column_parts)
-    return Part(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))
+    return TilePart(index, lax.div(index, columns) * WARPGROUP_ROWS, lax.rem(index, columns))

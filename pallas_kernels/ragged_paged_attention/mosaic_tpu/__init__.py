@@ -35,17 +35,11 @@ from types import ModuleType
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels.dispatch import import_failure, target_platform
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import (
-    from_canonical,
-    kv_shape,
-    pool_dims,
-    scale_shape,
-    to_canonical,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import HeadPairs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.operands import make_operands, token_outputs
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     MAX_PAGE_BYTES,
@@ -53,33 +47,27 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Call,
     Sizes,
     choose_blocks,
-    default_page_size,
     make_plan,
     slab_tokens,
     token_bytes,
     unit_bytes_for,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, values_of
-from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 from jaxserve.pallas_kernels.tuning import measured_sizes
 
 __all__ = [
+    "LAYOUT",
     "TUNED",
     "chip_name",
-    "default_page_size",
-    "from_canonical",
     "interpreted",
-    "kv_shape",
-    "pool_dims",
-    "scale_shape",
     "shape_class",
     "sized",
     "sizes_for",
     "supports",
-    "to_canonical",
     "write_and_attend",
 ]
 
+LAYOUT = HeadPairs()
 POOL_DTYPES = ("bfloat16", "float32", *QUANTIZED_MAX)
 MIN_HEAD_DIM = 64  # minimum on a chip: XLA lays out narrower pools transposed, and copies them for the kernel
 MAX_HEAD_DIM = 256
@@ -181,11 +169,9 @@ def _memory_failure(problem: Problem) -> str | None:
             page_size=problem.page_size,
             table_width=1,
             kv_dtype=problem.kv_dtype,
-            scale=1.0,
-            window=None,
-            soft_cap=None,
+            options=AttentionOptions(scale=1.0),
             has_sinks=False,
-            tree_words=0,
+            has_tree=False,
             vmem_bytes=_vmem_bytes(),
             sizes=sizes_for(problem),
             interpret=None,
@@ -202,48 +188,33 @@ def _kernel() -> ModuleType:
 
 
 def write_and_attend(
-    q: Float[Array, "T Q H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_pages: Pages,
-    layer: int | Int32[Array, ""],
-    rows: RaggedRows,
-    *,
-    scale: float,
-    window: int | None,
-    soft_cap: float | None,
-    sinks: Float[Array, "Q"] | None,
-    rope: Float32[Array, "2 T half"] | None,
-    tree_mask: Int32[Array, "T words"] | None,
+    inputs: AttentionInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: AttentionOptions
 ) -> tuple[Float[Array, "T Q H"], Pages]:
     """Rotate, write to the donated pool and attend.
 
     Queries and weights of values are rounded to the pool's dtype, or to bfloat16 for a quantised pool.
     """
-    dtype, pool = q.dtype, values_of(kv_pages)
-    if rope is not None:
-        q, k = apply_rope(q, rope), apply_rope(k, rope)
+    dtype, pool, inputs = inputs.q.dtype, values_of(kv_pages), inputs.rotated()
+    (T, Q, H), K, rows = inputs.q.shape, inputs.k.shape[1], inputs.rows
     call = Call(
-        num_tokens=q.shape[0],
+        num_tokens=T,
         num_rows=rows.kv_lens.shape[0],
-        num_kv_heads=k.shape[1],
-        group=q.shape[1] // k.shape[1],
-        head_dim=q.shape[2],
+        num_kv_heads=K,
+        group=Q // K,
+        head_dim=H,
         page_size=pool.shape[3],
         table_width=rows.page_table.shape[1],
         kv_dtype=pool.dtype,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        has_sinks=sinks is not None,
-        tree_words=0 if tree_mask is None else tree_mask.shape[1],
+        options=options,
+        has_sinks=inputs.sinks is not None,
+        has_tree=inputs.tree_mask is not None,
         vmem_bytes=_vmem_bytes(),
-        sizes=sizes_for(Problem(q.shape[1], k.shape[1], q.shape[2], pool.shape[3], pool.dtype, "tpu")),
+        sizes=sizes_for(Problem(Q, K, H, pool.shape[3], pool.dtype, "tpu")),
         interpret=_interpret_params.get(),
     )
     blocks = choose_blocks(call)
     plan = make_plan(call, blocks, rows)
-    operands = make_operands(call, blocks, plan, rows, q, k, v, kv_pages, sinks, tree_mask)
+    operands = make_operands(call, blocks, plan, inputs, kv_pages)
     layer = jnp.asarray(layer, jnp.int32)[None]
     kv_pages, decode_out, tile_out = _kernel().write_and_attend(call, blocks, layer, plan, operands)
     return token_outputs(call, plan, rows, decode_out, tile_out).astype(dtype), kv_pages

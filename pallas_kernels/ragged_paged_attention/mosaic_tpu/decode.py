@@ -125,8 +125,8 @@ class DecodeSlots(Phase):
         scores = [own.scores(queries[head].astype(own.keys.dtype)) for head, own in enumerate(heads)]
         key = lax.broadcasted_iota(jnp.int32, (self.rows, self.block_tokens), 1) + first
         visible = key < kv_len
-        if self.call.window is not None:
-            visible &= key >= kv_len - self.call.window
+        if self.call.options.window is not None:
+            visible &= key >= kv_len - self.call.options.window
 
         def add_up(weights: Any) -> Any:
             size = self.call.padded_group

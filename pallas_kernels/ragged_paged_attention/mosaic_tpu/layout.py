@@ -2,60 +2,67 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float32
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import PoolDims
-from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import LANES, SCALE_HEADS, SCALE_TOKENS, scale_rows
+from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims, check_pool_shape
+from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
+    LANES,
+    SCALE_HEADS,
+    SCALE_TOKENS,
+    default_page_size,
+    scale_rows,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 
-def kv_shape(
-    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int
-) -> tuple[int, int, int, int, int]:
-    """Return the shape of the pool, `[L, N, K, P, 2H]`."""
-    return (num_layers, num_pages, num_kv_heads, page_size, 2 * head_dim)
+@dataclass(frozen=True)
+class HeadPairs:
+    """Layout `[L, N, K, P, 2H]`: a head's keys and values side by side."""
 
+    def default_page_size(self, num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
+        """Return the tokens of a page of the size that suits copies."""
+        return default_page_size(num_kv_heads, head_dim, kv_dtype)
 
-def scale_shape(num_layers: int, num_pages: int, page_size: int, num_kv_heads: int) -> tuple[int, int, int, int, int]:
-    """Return the shape of the scales: one memory tile for each slab of a page, so that it is written with the slab.
+    def kv_shape(self, dims: PoolDims) -> tuple[int, ...]:
+        """Return `[L, N, K, P, 2H]`."""
+        return (dims.num_layers, dims.num_pages, dims.num_kv_heads, dims.page_size, 2 * dims.head_dim)
 
-    A row of the tile holds 32 tokens of each of four vectors: those of the first heads come in the first row.
-    """
-    return (num_layers, num_pages, page_size // SCALE_TOKENS, scale_rows(num_kv_heads), LANES)
+    def scale_shape(self, dims: PoolDims) -> tuple[int, ...]:
+        """Return the shape of one memory tile for each slab of a page, so that it is written with the slab.
 
+        A row of the tile holds 32 tokens of each of four vectors: those of the first heads come in the first row.
+        """
+        return (*dims[:2], dims.page_size // SCALE_TOKENS, scale_rows(dims.num_kv_heads), LANES)
 
-def pool_dims(shape: tuple[int, ...]) -> PoolDims:
-    """Invert `kv_shape`."""
-    if len(shape) != 5 or shape[4] % 2:
-        raise ValueError(
-            f"the pool of backend 'mosaic_tpu' must be [L, N, K, P, 2H], got shape {shape}; make it with new_pages"
-        )
-    num_layers, num_pages, num_kv_heads, page_size, columns = shape
-    return PoolDims(num_layers, num_pages, page_size, num_kv_heads, columns // 2)
+    def pool_dims(self, shape: tuple[int, ...]) -> PoolDims:
+        """Invert `kv_shape`."""
+        check_pool_shape(shape, "[L, N, K, P, 2H]", even_axis=4)
+        num_layers, num_pages, num_kv_heads, page_size, columns = shape
+        return PoolDims(num_layers, num_pages, page_size, num_kv_heads, columns // 2)
 
+    def to_canonical(self, kv_pages: Pages) -> Pages:
+        """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
+        values = values_of(kv_pages)
+        L, N, K, P, columns = values.shape
+        heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
+        heads = heads.reshape(L, N, P, 2 * K, columns // 2)
+        if not isinstance(kv_pages, QuantizedPages):
+            return heads
+        tiles = kv_pages.scales.reshape(L, N, P // SCALE_TOKENS, -1, SCALE_HEADS, SCALE_TOKENS)
+        scales = tiles.transpose(0, 1, 2, 5, 4, 3).reshape(L, N, P, -1)
+        return QuantizedPages(heads, scales[..., : 2 * K])
 
-def to_canonical(kv_pages: Pages) -> Pages:
-    """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
-    values = values_of(kv_pages)
-    L, N, K, P, columns = values.shape
-    heads = values.reshape(L, N, K, P, 2, columns // 2).transpose(0, 1, 3, 2, 4, 5)  # [L, N, P, K, 2, H]
-    heads = heads.reshape(L, N, P, 2 * K, columns // 2)
-    if not isinstance(kv_pages, QuantizedPages):
-        return heads
-    tiles = kv_pages.scales.reshape(L, N, P // SCALE_TOKENS, -1, SCALE_HEADS, SCALE_TOKENS)
-    scales = tiles.transpose(0, 1, 2, 5, 4, 3).reshape(L, N, P, -1)
-    return QuantizedPages(heads, scales[..., : 2 * K])
-
-
-def from_canonical(kv_pages: Pages) -> Pages:
-    """Invert `to_canonical`."""
-    values = values_of(kv_pages)
-    L, N, P, num_heads, H = values.shape
-    values = values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
-    if not isinstance(kv_pages, QuantizedPages):
-        return values
-    return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
+    def from_canonical(self, kv_pages: Pages) -> Pages:
+        """Invert `to_canonical`."""
+        values = values_of(kv_pages)
+        L, N, P, num_heads, H = values.shape
+        values = values.reshape(L, N, P, num_heads // 2, 2 * H).swapaxes(2, 3)
+        if not isinstance(kv_pages, QuantizedPages):
+            return values
+        return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
 
 
 def scale_tiles(scales: Float32[Array, "*slabs 32 KV"]) -> Float32[Array, "*slabs rows 128"]:

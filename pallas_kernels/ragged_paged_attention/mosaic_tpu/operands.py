@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     ALIGNED_TOKENS,
@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.softmax import LOG2E
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, quantize, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
 
 class Operands(NamedTuple):
@@ -37,7 +38,8 @@ class Operands(NamedTuple):
     decode_sinks: Float32[Array, "rows 128"]
     """Sinks of all query heads of a decode slot, in base 2."""
     tile_sinks: Float32[Array, "Q"]
-    tree_words: Int32[Array, "padded words"]
+    nodes: Int32[Array, "padded columns"]
+    """Nodes that each token sees (`seen_nodes`)."""
     kv_pages: Shaped[Array, "L N K P columns"]
     new_scales: Float32[Array, "slabs rows 128"] | None = None
     """Scales of the tokens of each written slab, in the layout of the pool; None without scales."""
@@ -60,31 +62,21 @@ class Refs(NamedTuple):
     tile_out: Any
 
 
-def make_operands(
-    call: Call,
-    blocks: Blocks,
-    plan: WorkPlan,
-    rows: RaggedRows,
-    q: Float[Array, "T Q H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
-    kv_pages: Pages,
-    sinks: Float[Array, "Q"] | None,
-    tree_mask: Int32[Array, "T words"] | None,
-) -> Operands:
+def make_operands(call: Call, blocks: Blocks, plan: WorkPlan, inputs: AttentionInputs, kv_pages: Pages) -> Operands:
     """Return the operands, made from rotated queries and keys."""
+    q, k, v, sinks = inputs.q, inputs.k, inputs.v, inputs.sinks
     new_scales = None
     if isinstance(kv_pages, QuantizedPages):
         (k, key_scales), (v, value_scales) = (quantize(x, call.kv_dtype) for x in (k, v))
         new_scales = _new_scales(call, plan, key_scales, value_scales)
     return Operands(
-        page_ids=_page_ids(call, rows),
+        page_ids=_page_ids(call, inputs.rows),
         new=_new(call, k, v),
         decode_queries=_decode_queries(call, plan, q),
         tile_queries=_tile_queries(call, blocks, q),
         decode_sinks=_decode_sinks(call, sinks),
         tile_sinks=jnp.zeros((q.shape[1],), jnp.float32) if sinks is None else sinks.astype(jnp.float32) * LOG2E,
-        tree_words=_tree_words(call, blocks, tree_mask),
+        nodes=_nodes(call, blocks, inputs.tree_mask, inputs.rows),
         kv_pages=values_of(kv_pages),
         new_scales=new_scales,
         scales=kv_pages.scales if isinstance(kv_pages, QuantizedPages) else None,
@@ -159,7 +151,9 @@ def _decode_sinks(call: Call, sinks: Float[Array, "Q"] | None) -> Float32[Array,
     return jnp.broadcast_to(rows, (rows.shape[0], LANES))
 
 
-def _tree_words(call: Call, blocks: Blocks, tree_mask: Int32[Array, "T words"] | None) -> Int32[Array, "padded words"]:
+def _nodes(
+    call: Call, blocks: Blocks, tree_mask: Int32[Array, "T"] | None, rows: RaggedRows
+) -> Int32[Array, "padded columns"]:
     if tree_mask is None:
         return jnp.zeros((SUBLANES, 1), jnp.int32)
-    return jnp.pad(tree_mask, ((0, _padded_tokens(call, blocks)), (0, 0)))
+    return jnp.pad(seen_nodes(tree_mask, rows, call.options.window), ((0, _padded_tokens(call, blocks)), (0, 0)))

@@ -38,7 +38,7 @@ class HeadBlock(NamedTuple):
 
     def scores(self, q: Any) -> Any:
         """Return soft-capped scores in base 2, `[rows, tokens]`, of queries `[rows, width]` with the keys."""
-        scale, soft_cap = self.call.scale, self.call.soft_cap
+        scale, soft_cap = self.call.options.scale, self.call.options.soft_cap
         products = _dot(q, self.keys, 1)
         if self.key_scales is not None:
             products *= self.key_scales

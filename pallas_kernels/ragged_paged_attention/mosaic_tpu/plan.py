@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from jaxserve.pallas_kernels.ragged_paged_attention.interface import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import is_quantized
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 LANES = 128  # elements in a row of a memory tile
 SUBLANES = 8  # 32-bit rows of a memory tile
@@ -28,7 +29,7 @@ WORK_ITEM_DOTS = 32  # products per work item of decode slots: more take long to
 # Columns of the plan.
 PAGE, OFFSET, FIRST_TOKEN, BEGIN, END, NUM_WRITE_COLUMNS = range(6)
 ROW, KV_LEN, FIRST_BLOCK, NUM_DECODE_COLUMNS = range(4)
-TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, PAST_LEN, NUM_TILE_COLUMNS = range(9)
+TILE_ROW, BASE_TOKEN, LEAD, NUM_TOKENS, POSITION, TILE_FIRST_BLOCK, NUM_BLOCKS, TREE_START, NUM_TILE_COLUMNS = range(9)
 
 
 def token_bytes(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> int:
@@ -98,11 +99,9 @@ class Call:
     table_width: int
     kv_dtype: jnp.dtype
     """Dtype of the pool."""
-    scale: float
-    window: int | None
-    soft_cap: float | None
+    options: AttentionOptions
     has_sinks: bool
-    tree_words: int
+    has_tree: bool
     vmem_bytes: int
     """Vector memory of the chip that the kernel may use."""
     sizes: Sizes
@@ -272,8 +271,9 @@ class WorkPlan(NamedTuple):
     groups: Int32[Array, "groups"]
     """Blocks of the longest decode slot of each group."""
     tiles: tuple[Int32[Array, "tile_columns"], ...]
-    """Columns TILE_ROW ... PAST_LEN, for each kind. A tile begins at BASE_TOKEN of the step: LEAD tokens of other rows
-    come before its own NUM_TOKENS, the first of which is at POSITION of its sequence."""
+    """Columns TILE_ROW ... TREE_START, for each kind. A tile begins at BASE_TOKEN of the step: LEAD tokens of other
+    rows come before its own NUM_TOKENS, the first of which is at POSITION of its sequence; the nodes of its row's tree
+    begin at TREE_START."""
     slot_of_token: Int32[Array, "T"]
     """Decode slot of each token that is the only one of its row; -1 for other tokens."""
     token_of_slot: Int32[Array, "decode_slots"]
@@ -335,8 +335,8 @@ def _plan_decode_slots(
 ) -> tuple[Int32[Array, "n"], Int32[Array, "groups"], Int32[Array, "decode_slots"]]:
     block_tokens = blocks.decode_pages * call.page_size
     first_block = jnp.zeros_like(rows.kv_lens)
-    if call.window is not None:
-        first_block = jnp.maximum(rows.kv_lens - call.window, 0) // block_tokens
+    if call.options.window is not None:
+        first_block = jnp.maximum(rows.kv_lens - call.options.window, 0) // block_tokens
     num_blocks = jnp.where(is_decode, _ceil_div(rows.kv_lens, block_tokens) - first_block, 0)
     row = jnp.argsort(num_blocks, descending=True).astype(jnp.int32)
     row = jnp.pad(row, (0, -call.num_rows % blocks.decode_slots))  # padding has no blocks
@@ -361,11 +361,13 @@ def _plan_tiles(
     num_tokens = jnp.where(tile < tile_ends[-1], jnp.minimum(q_lens[row] - start, tile_tokens) - lead, 0)
     past_len = (rows.kv_lens - q_lens)[row]
     position = past_len + start + lead
+    tree_start = tree_starts(rows)[row] if call.has_tree else past_len
     first_block = jnp.zeros_like(tile)
-    if call.window is not None:
-        first_block = jnp.maximum(position - call.window + 1, 0) // block_tokens
+    if call.options.window is not None:
+        first = jnp.minimum(position, tree_start) if call.has_tree else position
+        first_block = jnp.maximum(first - call.options.window + 1, 0) // block_tokens
     num_blocks = jnp.where(num_tokens > 0, _ceil_div(position + num_tokens, block_tokens) - first_block, 0)
-    columns = (row, rows.cu_q_lens[row] + start, lead, num_tokens, position, first_block, num_blocks, past_len)
+    columns = (row, rows.cu_q_lens[row] + start, lead, num_tokens, position, first_block, num_blocks, tree_start)
     return jnp.stack(columns, axis=1).reshape(-1), jnp.sum(num_blocks)
 
 

@@ -18,11 +18,11 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     NUM_BLOCKS,
     NUM_TILE_COLUMNS,
     NUM_TOKENS,
-    PAST_LEN,
     POSITION,
     SUBLANES,
     TILE_FIRST_BLOCK,
     TILE_ROW,
+    TREE_START,
     Blocks,
     Call,
     heads_together,
@@ -33,11 +33,11 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.work_items import
 
 class _TileScratch(NamedTuple):
     queries: Any  # [slots, Q, tokens, width]
-    words: Any  # i32[slots, tokens, words]
+    nodes: Any  # i32[slots, tokens, columns]
     out: Any  # [Q, tokens, width]
     others: Any  # previous content of the tile's place in the output
     state: Softmax  # [Q, tokens, ...]
-    query_sems: Any  # semaphores of queries and of words
+    query_sems: Any  # semaphores of queries and of nodes
     out_sems: Any  # semaphores of outgoing outputs and of their previous content
 
 
@@ -55,7 +55,7 @@ class Tiles(Phase):
         columns = pltpu.VMEM((*queries[:2], LANES), jnp.float32)
         return _TileScratch(
             queries=pltpu.VMEM((slots, *queries), dtype),
-            words=pltpu.VMEM((slots, self.tokens, max(1, call.tree_words)), jnp.int32),
+            nodes=pltpu.VMEM((slots, self.tokens, self.refs.inputs.nodes.shape[1]), jnp.int32),
             out=pltpu.VMEM(queries, dtype),
             others=pltpu.VMEM(queries, dtype),
             state=Softmax(columns, columns, pltpu.VMEM(queries, jnp.float32)),
@@ -86,9 +86,9 @@ class Tiles(Phase):
     def _query_copies(self, entry: Any, slot: Any, scratch: _TileScratch) -> list[Any]:
         queries = self.refs.inputs.tile_queries.at[:, self._place(entry)]
         copies = [pltpu.make_async_copy(queries, scratch.queries.at[slot], scratch.query_sems.at[slot, 0])]
-        if self.call.tree_words:
-            words = self.refs.inputs.tree_words.at[self._place(entry)]
-            copies.append(pltpu.make_async_copy(words, scratch.words.at[slot], scratch.query_sems.at[slot, 1]))
+        if self.call.has_tree:
+            nodes = self.refs.inputs.nodes.at[self._place(entry)]
+            copies.append(pltpu.make_async_copy(nodes, scratch.nodes.at[slot], scratch.query_sems.at[slot, 1]))
         return copies
 
     def _store_copy(self, entry: Any, scratch: _TileScratch) -> Any:
@@ -115,7 +115,7 @@ class Tiles(Phase):
 
         first = (self._column(entry, TILE_FIRST_BLOCK) + block) * self.block_tokens
         work_item.prepare(0, self._end(entry) - first)
-        visible = self._visible(entry, first, scratch.words.at[slot])
+        visible = self._visible(entry, first, scratch.nodes.at[slot])
         together = heads_together(self.call, self.tokens)
 
         @pl.loop(0, self.call.num_query_heads // together)
@@ -146,26 +146,19 @@ class Tiles(Phase):
         state.denominator[...] = jnp.full(state.denominator.shape, 1.0 if self.call.has_sinks else 0.0, jnp.float32)
         state.values[...] = jnp.zeros(state.values.shape, jnp.float32)
 
-    def _visible(self, entry: Any, first: Any, words: Any) -> Any:
+    def _visible(self, entry: Any, first: Any, nodes: Any) -> Any:
         """Return the mask `[tokens, keys]` of keys that each query sees in the block that begins at token `first`."""
         shape = (self.tokens, self.block_tokens)
         query = lax.broadcasted_iota(jnp.int32, shape, 0) + self._column(entry, POSITION) - self._column(entry, LEAD)
         key = lax.broadcasted_iota(jnp.int32, shape, 1) + first
         visible = key <= query
-        if self.call.window is not None:
-            visible &= key > query - self.call.window
-        if self.call.tree_words:
-            visible &= self._in_tree(key - self._column(entry, PAST_LEN), words)
-        return visible
-
-    def _in_tree(self, new_id: Any, words: Any) -> Any:
-        """Return the mask of keys that each query sees; `new_id` counts from the first new token, past ones are < 0."""
-        num_words = self.call.tree_words
-        visible = (new_id < 0) | (new_id >= 32 * num_words)
-        for i in range(num_words):
-            word = jnp.broadcast_to(words[:, i : i + 1], new_id.shape)
-            bit = lax.shift_right_logical(word, new_id & 31) & 1
-            visible |= (new_id >= 32 * i) & (new_id < 32 * (i + 1)) & (bit == 1)
+        if self.call.has_tree:
+            word, *by_depth = (jnp.broadcast_to(nodes[:, i : i + 1], shape) for i in range(nodes.shape[1]))
+            node = key - self._column(entry, TREE_START)
+            visible &= (node < 0) | (lax.shift_right_logical(word, node & 31) & 1 == 1)
+            query = by_depth[0] if by_depth else query
+        if self.call.options.window is not None:
+            visible &= key > query - self.call.options.window
         return visible
 
     def _merge(self, entry: Any, scratch: _TileScratch) -> None:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from jaxserve import LLM, weights
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import Programs
-from jaxserve.engine.step import abstract_state
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.state import abstract_state, new_state
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, unsplit
 from jaxserve.request import SamplingParams
@@ -148,6 +148,20 @@ def test_scales_of_a_narrow_pool_are_split_with_their_heads(start: Start, num_de
         assert leaf.size == num_devices * own.size
 
 
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_a_new_state_is_that_of_the_step(start: Start, num_devices: int) -> None:
+    programs = start(num_devices).replicas[0].executor.programs
+    state, shapes = programs.new_state(), programs.abstract_state()
+    options = {"kv_dtype": state.kv_pages.dtype, "backend": "xla"}
+    for part in range(num_devices):
+        own = new_state(programs.arch.local(num_devices), programs.schedule, **options)
+        for leaf, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(own), strict=True):
+            np.testing.assert_array_equal(leaf.addressable_shards[part].data, wanted)
+    for leaf, shape in zip(jax.tree.leaves(state), jax.tree.leaves(shapes), strict=True):
+        assert num_devices == 1 or leaf.sharding.is_equivalent_to(shape.sharding, leaf.ndim)
+    assert state.sequences.stopped.all()
+
+
 def test_what_is_lost_with_a_broken_step_is_made_anew(start: Start) -> None:
     engine, prompts, params = start(2), [tokens(9, 1)], SamplingParams(temperature=0, max_tokens=3)
     expected = generate(engine, prompts, params)
@@ -162,14 +176,14 @@ def test_weights_of_the_same_mesh_are_not_copied(start: Start, tmp_path: Path) -
     write_checkpoint(tmp_path, "llama", seed=1, **MODEL)
     prompts, params = [tokens(20, n) for n in range(3)], SamplingParams(temperature=0, max_tokens=9)
     engine = start(2)
-    old, expected = engine.params, generate(engine, prompts, params)
+    old, expected = engine.devices.params, generate(engine, prompts, params)
     engine.update_weights(tmp_path)
     others = generate(engine, prompts, params)
-    new = engine.params
+    new = engine.devices.params
     assert [o.outputs[0].token_ids for o in others] != [o.outputs[0].token_ids for o in expected]
     for tree, wanted in ((old, expected), (new, others), (old, expected)):
         engine.update_weights(tree)
-        for own, used in zip(jax.tree.leaves(tree), jax.tree.leaves(engine.params), strict=True):
+        for own, used in zip(jax.tree.leaves(tree), jax.tree.leaves(engine.devices.params), strict=True):
             for a, b in zip(own.addressable_shards, used.addressable_shards, strict=True):
                 assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer()
         for output, same in zip(generate(engine, prompts, params), wanted, strict=True):

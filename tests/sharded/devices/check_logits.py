@@ -25,6 +25,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 4, "vocab_size": 136},
     "gemma2": {"num_key_value_heads": 4},
     "gemma3": {"num_key_value_heads": 2},
+    "gpt2": {},
+    "gpt_neo": {"tie_word_embeddings": False},
 }
 
 
@@ -34,7 +36,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PA
     assert mesh is not None
     specs = registry.param_specs(arch)
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
-    params = weights.load(path, specs, jnp.float32, shardings, matrix_transform(specs, packed=packed))
+    params = weights.load(path, specs, jnp.float32, shardings, matrix_transform(specs, native=packed))
     params = stack_layers(params, arch.period) if stacked else params
 
     def run(params: Any, token_ids: jax.Array) -> jax.Array:
@@ -50,7 +52,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PA
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_match_transformers(tmp_path: Path, family: str) -> None:
-    sizes = {"num_attention_heads": 8, "head_dim": 8, **SIZES[family]}
+    sizes = {"num_attention_heads": 8, "head_dim": 8, **SIZES.get(family, {})}
     model = write_checkpoint(tmp_path, family, **sizes)
     token_ids = np.random.default_rng(0).integers(0, 131, 30).astype(np.int32)
     expected = reference_logits(model, token_ids)

@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from jaxserve.bench.load import TimedRequest, run_load
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.engine.runner import Programs
 from jaxserve.errors import ConfigError
+from jaxserve.execution.programs import Programs
 from jaxserve.request import SamplingParams
-from jaxserve.router import Router
+from jaxserve.scheduling.router import Router
+from jaxserve.sharding import replica_meshes
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, busy_step, few_but_rich, generate, jobs, run, tokens
 from tests.random_runs import examples
@@ -41,6 +42,15 @@ def start(model: Path) -> Start:
     return start
 
 
+@pytest.mark.parametrize(("replicas", "devices"), [(1, 2), (1, 8), (8, 1), (2, 4), (3, 2)])
+def test_meshes_split_their_devices_along_the_tensor_axis_alone(replicas: int, devices: int) -> None:
+    meshes = [mesh for mesh in replica_meshes(devices, replicas) if mesh is not None]
+    assert len(meshes) == replicas
+    for index, mesh in enumerate(meshes):
+        assert list(mesh.shape.items()) == [("data", 1), ("tensor", devices), ("expert", 1), ("pipeline", 1)]
+        assert list(mesh.devices.flat) == jax.devices()[index * devices : (index + 1) * devices]
+
+
 def finish_all(engine: Engine) -> None:
     while engine.has_unfinished():
         busy_step(engine)
@@ -65,7 +75,7 @@ def test_no_replica_idles_beside_a_waiting_request(start: Start, step_ahead: boo
         params = SamplingParams(temperature=0, max_tokens=2 + 37 * (index % 3 == 0), ignore_eos=True)
         engine.add_request(str(index), tokens(1 + index % 20, index), params)
     while engine.has_unfinished():
-        idle, num_waiting = [core for core in engine.replicas if not core.has_work()], engine.num_waiting
+        idle, num_waiting = [core for core in engine.replicas if not core.has_work()], engine.occupancy.num_waiting
         plans = [core.scheduler.num_schedules for core in idle]
         busy_step(engine)
         # A replica that got a request with a single token to go may have ended it by now.
@@ -193,7 +203,7 @@ def test_all_replicas_get_other_weights(start: Start, tmp_path: Path) -> None:
     engines = [start(), start(2, 2)]
     old, new = [], []
     for engine in engines:
-        before = engine.params
+        before = engine.devices.params
         old.append(generate(engine, prompts, GREEDY))
         engine.update_weights(tmp_path)
         new.append(generate(engine, prompts, GREEDY))

@@ -50,7 +50,7 @@ class OnDevices:
     def _operands(self, rows: SamplingRows, table: SlotTable) -> tuple[SamplingRows, SlotTable]:
         rows, table = jax.tree.map(self.put, (rows, table))
         counts = np.pad(table.token_counts, ((0, 0), (0, self.padding)))
-        size = counts.shape[1] // self.mesh.size
+        size = counts.shape[1] // self.mesh.shape[TENSOR]
         parts = [
             jax.vmap(lambda words, first=first: mask_part(words, jnp.int32(first), size))(table.allowed)
             for first in range(0, counts.shape[1], size)

@@ -18,7 +18,8 @@ from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import ParamSpec, device_bytes, matrix_transform, split_array, unsplit
 from jaxserve.pallas_kernels import packed_linear
-from jaxserve.quant import block_size, quantize
+from jaxserve.quant import weight_format
+from jaxserve.quant.int8 import block_size, quantize
 from jaxserve.sharding import named_sharding, tensor_mesh
 from jaxserve.weights import orbax_store, stored_tensor
 from jaxserve.weights.load import open_tensors
@@ -37,14 +38,25 @@ CONFIG = {
     "attention_bias": True,
     "mlp_bias": True,
 }
-FORMS: dict[str, dict[str, Any]] = {"float": {}, "int8": {"quantization": "int8"}}
+GPT2 = {  # matrices are stored transposed, and q, k and v as one
+    "architectures": ["GPT2LMHeadModel"],
+    "vocab_size": 131,
+    "n_embd": 768,
+    "n_inner": 768,
+    "n_layer": 1,
+    "n_head": 12,
+    "n_positions": 32,
+    "tie_word_embeddings": False,
+}
+CONFIGS = pytest.mark.parametrize("config", [CONFIG, GPT2], ids=["llama", "gpt2"])
+FORMS: dict[str, dict[str, Any]] = {"float": {}, "int8": {"form": weight_format("int8")}}
 if packed_linear.unsupported("float32", "cpu") is None:
-    FORMS |= {f"packed {name}": {**form, "packed": True} for name, form in FORMS.items()}
+    FORMS |= {f"packed {name}": {**form, "native": True} for name, form in FORMS.items()}
 
 
-def build(path: Path, **overrides: Any) -> tuple[ArchConfig, list[ParamSpec]]:
+def build(path: Path, config: dict[str, Any] = CONFIG, **overrides: Any) -> tuple[ArchConfig, list[ParamSpec]]:
     """Write a checkpoint of random weights to `path`."""
-    config = {**CONFIG, **overrides}
+    config = {**config, **overrides}
     arch = registry.from_hf_config(config)
     specs = registry.param_specs(arch)
     weights.save(path, specs, weights.dummy(specs, SEED, jnp.float32), config)
@@ -69,6 +81,8 @@ def rows_of(arch: ArchConfig, spec: ParamSpec, index: int, n: int) -> np.ndarray
         return rows.reshape(Q + 2 * K, -1)[heads].reshape(-1)
     if name in ("gate_up_proj", "gate_up_bias"):
         return rows.reshape(2, n, -1)[:, index].reshape(-1)
+    if name in ("up_proj", "up_bias"):
+        return np.split(rows, n)[index]
     if name in ("embed", "lm_head"):
         return rows[index * -(-N // n) : (index + 1) * -(-N // n)]
     return rows
@@ -83,11 +97,14 @@ def part_of(array: np.ndarray, arch: ArchConfig, spec: ParamSpec, index: int, n:
     return np.pad(part, [(0, missing)] + [(0, 0)] * (part.ndim - 1))
 
 
+@CONFIGS
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("n", [3, 4])  # two of 4 devices hold each KV head, and the vocabulary is padded
-def test_each_device_has_its_part_in_the_form_of_the_whole(tmp_path: Path, n: int, form: str) -> None:
-    arch, specs = build(tmp_path)
-    quantized, packed = FORMS[form].get("quantization"), "packed" in form
+def test_each_device_has_its_part_in_the_form_of_the_whole(
+    tmp_path: Path, config: dict[str, Any], n: int, form: str
+) -> None:
+    arch, specs = build(tmp_path, config)
+    quantized, packed = "int8" in form, "packed" in form
     whole, split = weights.dummy(specs, SEED, jnp.float32), load(tmp_path, specs, n, **FORMS[form])
     for spec in specs:
         arrays = [np.asarray(leaf_at(whole, spec.path))]
@@ -118,9 +135,10 @@ def test_blocks_that_would_be_cut_are_those_of_the_parts(tmp_path: Path, form: s
             np.testing.assert_array_equal(a, b)
 
 
+@CONFIGS
 @pytest.mark.parametrize("n", [3, 4])
-def test_random_weights_are_those_of_one_device(tmp_path: Path, n: int) -> None:
-    _, specs = build(tmp_path)
+def test_random_weights_are_those_of_one_device(tmp_path: Path, config: dict[str, Any], n: int) -> None:
+    _, specs = build(tmp_path, config)
     mesh, loaded = tensor_mesh(n), load(tmp_path, specs, n)
     assert mesh is not None
     random = weights.dummy(specs, SEED, jnp.float32, transform=partial(split_array, mesh=mesh))
@@ -142,13 +160,21 @@ def test_every_number_is_read_by_one_device(tmp_path: Path, monkeypatch: pytest.
     assert replicated < device_bytes(whole) / 100
 
 
+@pytest.mark.parametrize(
+    ("config", "overrides"),
+    [
+        (CONFIG, {"num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 1024}),
+        (GPT2, {"n_head": 16}),
+    ],
+    ids=["llama", "gpt2"],
+)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_orbax_checkpoint_is_the_same_on_any_mesh(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], overrides: dict[str, Any], form: str
 ) -> None:
     """No device's part is a multiple of the chunks."""
     monkeypatch.setattr(orbax_store, "_CHUNK_BYTES", 30_000)
-    _, specs = build(tmp_path / "hf", num_attention_heads=16, num_key_value_heads=4, intermediate_size=1024)
+    _, specs = build(tmp_path / "hf", config, **overrides)
     weights.convert(tmp_path / "hf", tmp_path / "orbax", specs)
     for n in (1, 2, 4, 8):
         found, wanted = (load(tmp_path / name, specs, n, **FORMS[form]) for name in ("orbax", "hf"))
@@ -207,12 +233,15 @@ def stored(path: Path, specs: list[ParamSpec]) -> dict[str, tuple[np.dtype, tupl
     return {name: (t.dtype, t.shape, np.asarray(t).tobytes()) for name, t in open_tensors(path, specs).items()}
 
 
+@CONFIGS
 @pytest.mark.parametrize("n", [3, 4])
 @pytest.mark.parametrize("save", [weights.save, weights.save_orbax])
-def test_what_is_saved_from_devices_is_what_was_loaded(tmp_path: Path, save: Callable[..., None], n: int) -> None:
+def test_what_is_saved_from_devices_is_what_was_loaded(
+    tmp_path: Path, config: dict[str, Any], save: Callable[..., None], n: int
+) -> None:
     """The tensors are bit-identical, KV heads on several devices and a padded vocabulary included."""
-    _, specs = build(tmp_path / "hf")
-    save(tmp_path / "saved", specs, unsplit(specs, load(tmp_path / "hf", specs, n)), CONFIG)
+    _, specs = build(tmp_path / "hf", config)
+    save(tmp_path / "saved", specs, unsplit(specs, load(tmp_path / "hf", specs, n)), config)
     assert stored(tmp_path / "saved", specs) == stored(tmp_path / "hf", specs)
     assert weights.read_config(tmp_path / "saved") == weights.read_config(tmp_path / "hf")
 

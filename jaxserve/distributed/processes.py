@@ -1,0 +1,69 @@
+"""Runs of one engine over many processes, each with its own devices (jax's multi-controller model).
+
+Every process runs the same command or script, and calls `initialize` first. Process 0 then continues; in the others,
+`LLM(...)` follows process 0 until that ends, and then ends the process.
+"""
+
+import secrets
+import socket
+from multiprocessing import AuthenticationError
+
+import jax
+from jax._src.distributed import global_state  # jax has no public interface to the address and the store
+
+from jaxserve.distributed.peers import CONNECT_S, Follower, Leader, listen
+from jaxserve.errors import ConfigError
+
+SHUTDOWN_S = 30  # time that a process waits for the others before it ends
+
+_ADDRESS = "jaxserve/leader"  # key in jax's key-value store
+_roles: list[Leader | Follower] = []  # one entry at most: jax too can join only one run
+
+
+def initialize(
+    coordinator_address: str | None = None, num_processes: int | None = None, process_id: int | None = None
+) -> None:
+    """Join the other processes of this run. Call this before anything initialises jax's devices.
+
+    Args:
+        coordinator_address: host:port at which the others reach process 0; the port must be free there. Process 0 also
+            opens a second port, which accepts only processes of this run.
+        num_processes: number of processes.
+        process_id: index of this process, from 0. Arguments that are None are detected by jax under SLURM or Open MPI,
+            and on the hosts of a TPU pod.
+
+    Raises:
+        ConfigError: an argument cannot be detected, or the other processes cannot be reached.
+    """
+    try:
+        jax.distributed.initialize(coordinator_address, num_processes, process_id, shutdown_timeout_seconds=SHUTDOWN_S)
+        if global_state.num_processes > 1:
+            _roles.append(_connect())
+    except (ValueError, RuntimeError, OSError, AuthenticationError) as error:
+        raise ConfigError(
+            f"coordinator_address, num_processes and process_id must describe this run, got {coordinator_address}, "
+            f"{num_processes} and {process_id}: {error}"
+        ) from error
+
+
+def own_role() -> Leader | Follower | None:
+    """Return this process as the leader or a follower of the others; None if it is the only one.
+
+    Raises:
+        ConfigError: there are other processes, but no connection to them.
+    """
+    if jax.process_count() > 1 and not _roles:
+        raise ConfigError("many processes must be joined by jaxserve.distributed.initialize, got jax's own; call that")
+    return _roles[0] if _roles else None
+
+
+def _connect() -> Leader | Follower:
+    client, process_id = global_state.client, global_state.process_id
+    assert client is not None, "jax has joined"
+    if process_id:
+        host, port, key = client.blocking_key_value_get(_ADDRESS, int(CONNECT_S * 1e3)).split()
+        return Follower((host, int(port)), bytes.fromhex(key), process_id, socket.gethostname())
+    host, secret = str(global_state.coordinator_address).rsplit(":", 1)[0].strip("[]"), secrets.token_bytes(32)
+    listener = listen()
+    client.key_value_set(_ADDRESS, f"{host} {listener.getsockname()[1]} {secret.hex()}")
+    return Leader(listener, secret, global_state.num_processes - 1)

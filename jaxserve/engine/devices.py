@@ -1,0 +1,114 @@
+"""Devices: the runners of all replicas, their weights, and what their memory is used for."""
+
+from collections.abc import Callable, Sequence
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.build import Weights, compute_dtype, copies, prepare_params
+from jaxserve.errors import ConfigError, RequestError
+from jaxserve.execution.roofline import device_peak_rates
+from jaxserve.execution.runner import Runner
+from jaxserve.metrics import PeakRates
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+
+SLEEP_TAGS = ("weights", "kv_cache")  # parts that can be woken separately, by vLLM's names
+
+
+class Devices:
+    """Runners of all replicas of an engine, which have the same weights and sleep together.
+
+    Args:
+        config: model and options.
+        arch: sizes of the model.
+        runners: runner of each replica; none where the engine has an executor of another kind.
+
+    Attributes:
+        is_closed: True once the engine was closed.
+    """
+
+    def __init__(self, config: EngineConfig, arch: ArchConfig, runners: Sequence[Runner]) -> None:
+        self._config, self._arch, self._runners = config, arch, runners
+        self._peak_rates: PeakRates | None = None
+        self.is_closed = False
+        self._asleep: set[str] = set()  # subset of SLEEP_TAGS
+        self._has_weights = True
+
+    def check_open(self) -> None:
+        """Raise RuntimeError of a closed engine."""
+        if self.is_closed:
+            raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
+
+    def check_serve(self) -> None:
+        """Raise RequestError, or RuntimeError of a closed engine, where no request can be served now."""
+        self.check_open()
+        if self._asleep:
+            raise RequestError("the engine must be awake to serve requests; call wake_up first")
+        if not self._has_weights:
+            raise RequestError(
+                "the engine has no weights: the last could not be read, or sleep(level=2) let them go; update_weights"
+            )
+
+    @property
+    def params(self) -> Params:
+        """Weights in use, of the first replica, in the form that its programs take."""
+        self.check_open()
+        return self._runners[0].params
+
+    def prepare(self, given: Weights) -> Callable[[], Params]:
+        """Return a function that makes other weights, for `replace`; ConfigError if they are not of this model."""
+        if "weights" in self._asleep:
+            raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
+        return prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
+
+    def replace(self, make: Callable[[], Params]) -> None:
+        """Free the weights in use, make others and copy them to all replicas."""
+        self._has_weights = False
+        for runner in self._runners:
+            runner.params = {}  # there may not be room for both
+        replicas = copies(make(), [runner.mesh for runner in self._runners])
+        for runner, params in zip(self._runners, replicas, strict=True):
+            runner.params = params
+        self._has_weights = True
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free weights and pools; the weights are kept in host memory, or dropped."""
+        keep_weights = keep_weights and self._has_weights
+        for runner in self._runners:
+            runner.sleep(keep_weights=keep_weights)
+        self._has_weights = keep_weights
+        self._asleep = set(SLEEP_TAGS)
+
+    def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take the memory again that `sleep` has freed; see `LLM.wake_up`."""
+        self.check_open()
+        wanted = set(SLEEP_TAGS if tags is None else tags)
+        if isinstance(tags, str) or not wanted <= set(SLEEP_TAGS):
+            raise ConfigError(f"tags must be a list of some of {list(SLEEP_TAGS)}, got {tags!r}")
+        for runner in self._runners:
+            if "weights" in wanted & self._asleep:
+                runner.wake_weights()
+            if "kv_cache" in wanted & self._asleep:
+                runner.wake_state()
+        self._asleep -= wanted
+
+    @property
+    def is_sleeping(self) -> bool:
+        """True while memory that `sleep` has freed is not all taken again."""
+        self.check_open()
+        return bool(self._asleep)
+
+    def wait_until_warm(self) -> None:
+        """Block until every program is compiled (see EngineConfig.compile_ahead)."""
+        for runner in self._runners:
+            runner.programs.wait_until_warm()
+
+    def peak_rates(self) -> PeakRates:
+        """Return the peak rates of a device; see `Engine.peak_rates`."""
+        if self._peak_rates is None:
+            self.wait_until_warm()  # compiling beside it would make the device look slower
+            self._peak_rates = device_peak_rates(compute_dtype(self._config, self._arch))
+        return self._peak_rates
+
+    def close(self) -> None:
+        """Refuse further use; the executors free their memory themselves."""
+        self.is_closed = True

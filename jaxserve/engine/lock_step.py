@@ -1,0 +1,52 @@
+"""Lock-step of several processes: the first one plans, and each of the others replays its events on its own devices."""
+
+import dataclasses
+import traceback
+from importlib.metadata import version
+
+from jaxserve.config import EngineConfig
+from jaxserve.distributed.peers import Follower, Leader
+from jaxserve.engine.devices import Devices
+from jaxserve.engine.events import replay
+from jaxserve.errors import ConfigError
+from jaxserve.execution.executor import Executor
+from jaxserve.execution.program_store import source_digest
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.scheduler import Scheduler
+
+_OWN = {"model", "tokenizer", "compilation_cache_dir", "event_log"}  # options that each process may have of its own
+
+
+def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None:
+    """Raise ConfigError, in all processes, unless they have the same options and versions."""
+    own = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name not in _OWN}
+    own["versions of jaxserve and jax"] = version("jaxserve"), version("jax")
+    own["files of jaxserve"] = source_digest("py", "json")
+    first, *others = peers.exchange(own)
+    for index, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other[name] != value:
+                raise ConfigError(
+                    f"all processes must have the same {name}, got {value!r} in process 0 and {other[name]!r} in "
+                    f"another ({index} of those that came)"
+                )
+
+
+def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
+    """Do what the leading process does, until that ends. Ends the process where that cannot go on."""
+
+    def launch(plan: StepPlan, bucket: int) -> None:
+        executor.wait_for(bucket, plan.kind)
+        executor.launch(plan, bucket)
+
+    try:
+        replay(peers.events(), scheduler, launch, lambda path: devices.replace(devices.prepare(path)))
+    except Exception as error:
+        traceback.print_exc()
+        peers.fail(repr(error))
+
+
+def fail_others(peers: Leader | Follower | None, error: BaseException) -> None:
+    """End the other processes, which have done what this one broke off; PeerLostError if one is lost."""
+    if isinstance(peers, Leader):
+        peers.fail(repr(error))

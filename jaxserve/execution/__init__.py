@@ -1,0 +1,1 @@
+"""Steps on the devices: programs, their uploads, state and caches."""

@@ -1,0 +1,423 @@
+"""StepPlan -> StepUpload: the only place where a Python list becomes an array.
+
+What the device needs of a step travels as one int32 blob: which slots take part, how many tokens each computes, prompt
+ids, and the pages that rows got. All else lies on the device by slot. `BlobLayout` says where each field lies; the host
+writes through numpy views, the device reads through slices of the same layout. The size of a blob does not depend on
+max_model_len.
+
+A request enters its slot by an `Admission`, a blob of its own in front of the step's. It carries the pages, too, that
+a step has no room for: those that an admission found in the prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple, no_type_check
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.kv_cache.groups import RELEASED
+from jaxserve.request import (
+    DEFAULT_MAX_LOGPROBS,
+    MAX_BAD_SEQUENCE_TOKENS,
+    MAX_BAD_SEQUENCES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    Request,
+)
+from jaxserve.sampling import RECORD_WORDS, SlotRow, pack_mask, pack_records
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from jaxserve.scheduling.plan import StepPlan
+
+MAX_EOS_IDS = 64
+MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # most stop ids of one request
+ADMITTED_STOP_IDS = 8  # stop ids that an admission carries; a request with more takes a SlotRow
+ADMISSION_ROWS = 64  # requests per admission blob
+ADMISSION_PAGES = 2048  # pages per admission blob
+
+_INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
+
+
+@dataclass(frozen=True)
+class BlobLayout:
+    """Positions of each field in a blob.
+
+    Attributes:
+        fields: name and shape of each field, in order.
+    """
+
+    fields: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @cached_property
+    def slices(self) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
+        """Name, place and shape of each field."""
+        start, slices = 0, []
+        for name, shape in self.fields:
+            size = math.prod(shape)
+            slices.append((name, slice(start, start + size), shape))
+            start += size
+        return tuple(slices)
+
+    @property
+    def size(self) -> int:
+        """Length of the blob in 4-byte words."""
+        return self.slices[-1][1].stop
+
+    def new(self) -> tuple[NDArray[np.int32], dict[str, NDArray[np.int32]]]:
+        """Return a blob of zeros, and writable views of its fields."""
+        blob = np.zeros(self.size, np.int32)
+        return blob, self.views(blob)
+
+    def views(self, blob: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
+        """Return writable views of the fields."""
+        return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
+
+    def unpack(self, blob: Int[Array, " words"]) -> dict[str, Array]:
+        """Return the fields on the device."""
+        return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class PageEntries:
+    """Entries of the page table to be set. A slot out of range pads."""
+
+    slot: Int[Array, " E"]
+    column: Int[Array, " E"]
+    page: Int[Array, " E"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class StepBatch:
+    """One step's inputs on the device. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are padding.
+
+    A row whose sequence has stopped is one of no tokens, whatever the host planned for it.
+
+    Attributes:
+        base_seed: seed of the engine.
+        num_rows: rows of the plan.
+        wants_logprobs: True if any row asked for them.
+        wants_prompt_logprobs: True if any row asked for them.
+        token_ids: ids that the host sends; -1 for those that the history has.
+        cu_q_lens: tokens planned for the first round, summed up.
+        slot: the slot of each row.
+        max_new: tokens that each row may sample, one per round; 0 for a chunk that does not reach the end of its
+            sequence.
+        next_ids: the known token after each row's last one (prompt logprobs across chunks), else 0.
+        new_pages: pages that rows got.
+    """
+
+    base_seed: UInt[Array, ""]
+    num_rows: Int[Array, ""]
+    wants_logprobs: Int[Array, ""]
+    wants_prompt_logprobs: Int[Array, ""]
+    token_ids: Int[Array, " T"]
+    cu_q_lens: Int[Array, " R1"]
+    slot: Int[Array, " R"]
+    max_new: Int[Array, " R"]
+    next_ids: Int[Array, " R"]
+    new_pages: PageEntries
+
+    @property
+    def is_row(self) -> Bool[Array, " R"]:
+        """Mask of rows that are not padding."""
+        return jnp.arange(self.slot.shape[0]) < self.num_rows
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class SpeculativeBatch(StepBatch):
+    """Inputs of a step whose rows, all of them in decode, may go several rounds with drafted tokens.
+
+    Attributes:
+        num_rounds: rounds that the step goes at most.
+        num_drafts: tokens to draft for each row in each round.
+    """
+
+    num_rounds: Int[Array, ""]
+    num_drafts: Int[Array, " R"]
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """Shapes of one bucket: T tokens, R rows, E new pages, and log probabilities per token that is asked for."""
+
+    num_tokens: int
+    num_rows: int
+    num_new_pages: int
+    max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
+    is_speculative: bool = False
+
+    @classmethod
+    def of(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
+        """Return the layout of a token bucket.
+
+        Each row may begin a page, and the tokens fill some more. There are two at least: XLA copies the page table to
+        set a single entry, as it does not for a scatter of more.
+        """
+        num_rows = config.num_rows(bucket)
+        num_columns = num_rows + bucket // config.page_size
+        num_new_pages = max(num_columns * config.kv_groups.size, 2)
+        return cls(bucket, num_rows, num_new_pages, config.max_logprobs, is_speculative)
+
+    def num_logprob_steps(self, max_steps: int) -> int:
+        """Steps of a dispatch that send log probabilities: of a whole vocabulary, room for all would be too much."""
+        return max_steps if self.max_logprobs >= 0 else 1
+
+    @cached_property
+    def blob(self) -> BlobLayout:
+        """The layout of the blob."""
+        scalars = ["base_seed", "num_rows", "wants_logprobs", "wants_prompt_logprobs"]
+        rows = ["slot", "max_new", "next_ids"]
+        if self.is_speculative:
+            scalars.append("num_rounds")
+            rows.append("num_drafts")
+        return BlobLayout(
+            (
+                *((name, ()) for name in scalars),
+                ("token_ids", (self.num_tokens,)),
+                ("cu_q_lens", (self.num_rows + 1,)),
+                *((name, (self.num_rows,)) for name in rows),
+                *_page_fields(self.num_new_pages),
+            )
+        )
+
+    @property
+    def blob_size(self) -> int:
+        """Length of the blob in 4-byte words."""
+        return self.blob.size
+
+    def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
+        """Return the fields on the device, floats by their bits."""
+        fields: dict[str, Any] = self.blob.unpack(blob)
+        fields["base_seed"] = lax.bitcast_convert_type(fields["base_seed"], np.dtype(np.uint32))
+        kind = SpeculativeBatch if self.is_speculative else StepBatch
+        return kind(new_pages=_pop_pages(fields), **fields)
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Admission:
+    """Requests that enter their slots, A at most, and entries of the page table. A slot out of range pads.
+
+    Attributes:
+        slot: the slot of each request.
+        start: tokens that it found in the prefix cache.
+        max_len: tokens at which its sequence ends.
+        records: words of SAMPLING_RECORD.
+        stop_ids: the first of its stop ids; -1 pads.
+        new_pages: pages that rows got.
+    """
+
+    slot: Int[Array, " A"]
+    start: Int[Array, " A"]
+    max_len: Int[Array, " A"]
+    records: Int[Array, "A words"]
+    stop_ids: Int[Array, "A 8"]
+    new_pages: PageEntries
+
+
+@dataclass(frozen=True)
+class AdmissionLayout:
+    """Shapes of an admission: A requests and E page-table entries at most."""
+
+    num_rows: int
+    num_new_pages: int
+
+    @classmethod
+    def of(cls, config: ScheduleConfig) -> AdmissionLayout:
+        """Return the layout for these sizes."""
+        most_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
+        return cls(min(config.max_num_seqs, ADMISSION_ROWS), min(most_pages, ADMISSION_PAGES))
+
+    @cached_property
+    def blob(self) -> BlobLayout:
+        """The layout of the blob."""
+        return BlobLayout(
+            (
+                *((name, (self.num_rows,)) for name in ("slot", "start", "max_len")),
+                ("records", (self.num_rows, RECORD_WORDS)),
+                ("stop_ids", (self.num_rows, ADMITTED_STOP_IDS)),
+                *_page_fields(self.num_new_pages),
+            )
+        )
+
+    def unpack(self, blob: Int[Array, " words"]) -> Admission:
+        """Return the fields on the device."""
+        fields: dict[str, Any] = self.blob.unpack(blob)
+        return Admission(new_pages=_pop_pages(fields), **fields)
+
+
+def _page_fields(num_pages: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    yield from ((name, (num_pages,)) for name in ("page_slot", "page_column", "page"))
+
+
+def _pop_pages(fields: dict[str, Any]) -> PageEntries:
+    return PageEntries(fields.pop("page_slot"), fields.pop("page_column"), fields.pop("page"))
+
+
+class StepUpload(NamedTuple):
+    """Host arrays of one plan, in this order; new arrays each time, as the device may read them later.
+
+    Attributes:
+        admissions: blobs of `Admission`; none in most steps.
+        slot_rows: slots whose requests need more than an admission carries, with what that is.
+        blob: blob of `StepBatch`.
+    """
+
+    admissions: Sequence[NDArray[np.int32]]
+    slot_rows: Sequence[tuple[int, SlotRow]]
+    blob: NDArray[np.int32]
+
+
+class BatchPacker:
+    """Packs plans, and knows which pages of each slot the device has been sent.
+
+    A row in decode costs no Python beyond its entries in the columns of the plan.
+    """
+
+    def __init__(self, config: ScheduleConfig, base_seed: int, vocab_size: int) -> None:
+        self.config = config
+        self._vocab_size = vocab_size
+        self._base_seed = np.uint32(base_seed).view(np.int32)
+        self.layouts = {bucket: BatchLayout.of(config, bucket) for bucket in config.buckets()}
+        self._speculative_layouts = {
+            bucket: BatchLayout.of(config, bucket, is_speculative=True) for bucket in config.speculative_buckets()
+        }
+        self._admission = AdmissionLayout.of(config)
+        self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
+        self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
+
+    def num_rows(self, bucket: int) -> int:
+        """Return the rows of a bucket, padding included."""
+        return self.layouts[bucket].num_rows
+
+    def pack(self, plan: StepPlan, bucket: int) -> StepUpload:
+        """Lay out `plan`, padded to `bucket` tokens. To be called once per plan, in order."""
+        layout = self._speculative_layouts[bucket] if plan.num_drafts else self.layouts[bucket]
+        for request in plan.admitted:
+            self._num_pages[request.slot] = 0
+            self._has_sampled[request.slot] = False
+        blob, to = layout.blob.new()
+        pages = self._new_pages(plan)
+        self._pack_pages(to, pages[: layout.num_new_pages])
+        slots = np.array(plan.slots, np.int64)  # naming the dtype takes a third of the time that finding it does
+        counts, max_new = np.array(plan.counts, np.int64), np.array(plan.max_new, np.int64)
+        num_rows = plan.num_rows
+        to["base_seed"][...] = self._base_seed
+        to["num_rows"][...] = num_rows
+        to["wants_logprobs"][...] = plan.wants_logprobs
+        to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
+        np.cumsum(counts, out=to["cu_q_lens"][1 : num_rows + 1])
+        to["slot"][:num_rows] = slots
+        to["max_new"][:num_rows] = max_new
+        if plan.num_drafts:
+            to["num_rounds"][...] = plan.num_steps
+            to["num_drafts"][:num_rows] = plan.num_drafts
+        to["token_ids"][: plan.num_tokens] = -1
+        for row in np.flatnonzero(~self._has_sampled[slots]).tolist():
+            start, count, end = plan.starts[row], plan.counts[row], to["cu_q_lens"][row + 1]
+            to["token_ids"][end - count : end] = plan.requests[row].tokens(start, start + count)
+        self._has_sampled[slots] = max_new > 0
+        if plan.wants_prompt_logprobs:
+            to["wants_prompt_logprobs"][...] = 1
+            stops = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
+            to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
+        admissions = list(self._admissions(plan, pages[layout.num_new_pages :]))
+        return StepUpload(admissions, list(self._slot_rows(plan)), blob)
+
+    def _new_pages(self, plan: StepPlan) -> list[tuple[int, int, int]]:
+        """Return slot, column and page of each page that the device does not know of, those of admissions last."""
+        entries: list[tuple[int, int, int]] = []
+        admitted, num_groups = set(plan.admitted), self.config.kv_groups.size
+        for request in (*(r for r in plan.grown if r not in admitted), *plan.admitted):
+            slot, need = request.slot, len(request.pages)
+            if slot < 0:  # grown, then preempted for an older one
+                continue
+            have, pages = self._num_pages[slot], request.pages
+            self._num_pages[slot] = need
+            if num_groups == 1:
+                entries += [(slot, column, pages[column]) for column in range(have, need) if pages[column] != RELEASED]
+                continue
+            for index in range(have, need):
+                if pages[index] != RELEASED:
+                    column, group = divmod(index, num_groups)
+                    entries.append((slot, group * self.config.max_pages_per_row + column, pages[index]))
+        return entries
+
+    def _pack_pages(self, to: dict[str, NDArray[np.int32]], entries: Sequence[tuple[int, int, int]]) -> None:
+        to["page_slot"][...] = self.config.max_num_seqs  # out of range
+        if entries:
+            columns = np.array(entries, np.int32).T
+            for name, values in zip(("page_slot", "page_column", "page"), columns, strict=True):
+                to[name][: len(entries)] = values
+
+    def _admissions(self, plan: StepPlan, entries: Sequence[tuple[int, int, int]]) -> Iterator[NDArray[np.int32]]:
+        layout, admitted = self._admission, plan.admitted
+        start_of = dict(zip(plan.requests, plan.starts, strict=True)) if admitted else {}
+        while admitted or entries:
+            blob, to = layout.blob.new()
+            now, admitted = admitted[: layout.num_rows], admitted[layout.num_rows :]
+            to["slot"][...] = self.config.max_num_seqs  # out of range
+            to["stop_ids"][...] = -1
+            for row, request in enumerate(now):
+                to["slot"][row] = request.slot
+                to["start"][row] = start_of[request]
+                to["max_len"][row] = request.max_total_tokens
+                stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
+                to["stop_ids"][row, : len(stop_ids)] = stop_ids
+            to["records"][: len(now)] = pack_records(now)
+            self._pack_pages(to, entries[: layout.num_new_pages])
+            entries = entries[layout.num_new_pages :]
+            yield blob
+
+    def _slot_rows(self, plan: StepPlan) -> Iterator[tuple[int, SlotRow]]:
+        start_of = dict(zip(plan.requests, plan.starts, strict=True)) if self.config.max_drafts else {}
+        for request in plan.admitted:
+            p = request.params
+            is_plain = not (p.has_penalties or p.changes_logits or p.min_tokens)
+            # Proposers read the whole history, to which steps write only the tokens that they compute.
+            if not is_plain or len(request.stop_ids) > ADMITTED_STOP_IDS or start_of.get(request):
+                yield request.slot, self._slot_row(request)
+
+    def _slot_row(self, request: Request) -> SlotRow:
+        """Return what the device must know of a request beyond its admission."""
+        p = request.params
+        bias = p.logit_bias or {}
+        bad_words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), -1, _INT)
+        for word, token_ids in zip(bad_words, request.bad_sequences, strict=False):
+            word[-len(token_ids) :] = token_ids
+        known = request.tokens(0, request.num_known_tokens)
+        row: dict[str, Any] = {
+            "token_ids": _padded(known, self.config.max_model_len, -1, _INT),
+            "prompt_len": np.int32(request.num_prompt_tokens),
+            "allowed": pack_mask(p.allowed_token_ids, self._vocab_size),
+            "bad_words": bad_words,
+            "bias_ids": _padded(list(bias), MAX_LOGIT_BIAS, -1, _INT),
+            "bias_values": _padded(list(bias.values()), MAX_LOGIT_BIAS, 0, _FLOAT),
+            "stop_ids": _padded(sorted(request.stop_ids), MAX_STOP_IDS, -1, _INT),
+        }
+        return SlotRow(**row)
+
+
+def _next_id(request: Request, position: int) -> int:
+    prompt = request.prompt_token_ids
+    return prompt[position] if position < len(prompt) else 0
+
+
+def _padded(values: list[Any], size: int, fill: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    row = np.full(size, fill, dtype)
+    row[: len(values)] = values
+    return row

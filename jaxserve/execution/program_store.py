@@ -1,0 +1,166 @@
+"""Compiled programs kept on disk, so that a second start neither traces, lowers nor compiles.
+
+XLA's own persistent cache saves compiling alone, and tracing and lowering a step take several times as long as loading
+it. A program is found by a digest of all it follows from, our source among it.
+"""
+
+import contextlib
+import hashlib
+import logging
+import os
+import pickle
+import stat
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from jaxserve.config import libtpu_args, xla_flags
+from jaxserve.execution.jax_events import EventCounter
+from jaxserve.execution.roofline import num_cores
+from jaxserve.whole_file import write_whole
+
+logger = logging.getLogger(__name__)
+
+Compiled = Any  # jax.stages.Compiled
+_SETTINGS = (  # jax's settings that change what is traced
+    "jax_default_matmul_precision",
+    "jax_default_prng_impl",
+    "jax_enable_x64",
+    "jax_threefry_partitionable",
+)
+compile_counter = EventCounter("/jax/core/compile/backend_compile_duration")  # programs that XLA was asked for
+_cache_hits = EventCounter("/jax/compilation_cache/cache_hits")  # programs that came from XLA's own cache
+MAX_BYTES = 1 << 30  # kept on disk; the longest unused go first
+
+
+class ProgramStore:
+    """Programs of one engine. Safe for several processes: a file appears whole, and may vanish at any time.
+
+    Args:
+        directory: directory of the files; None keeps nothing.
+        facts: whatever the programs follow from besides our source, jax, its settings and the device; their `repr`
+            must tell them apart.
+        devices: devices that they run on, and no others; None is the default one.
+    """
+
+    def __init__(
+        self, directory: Path | None, facts: Iterable[object], devices: Sequence[jax.Device] | None = None
+    ) -> None:
+        self._directory = directory
+        self._devices = devices or jax.devices()[:1]
+        facts = (*_environment(), *facts, [device.id for device in self._devices])
+        self._facts = hashlib.sha256("\n".join(map(repr, facts)).encode()).hexdigest()
+
+    def get(self, name: str, compile_program: Callable[[], Compiled]) -> Compiled:
+        """The program called `name`: from disk, else compiled now and kept."""
+        if self._directory is None:
+            return compile_program()
+        path = self._directory / f"{hashlib.sha256(f'{self._facts} {name}'.encode()).hexdigest()[:40]}.program"
+        program = _read(path, self._devices)
+        if program is None:
+            compiles, hits = compile_counter.count, _cache_hits.count
+            program = compile_program()
+            # What XLA's cache has loaded cannot be serialised again: it lacks functions. Nor what another has loaded,
+            # which jax may hand out without asking.
+            if compile_counter.count > compiles and _cache_hits.count == hits:
+                _write(path, program)
+        return program
+
+
+def _read(path: Path, devices: Sequence[jax.Device]) -> Compiled | None:
+    try:
+        for place in (path.parent, path):
+            check_owner(place)
+        content, in_tree, out_tree = pickle.loads(path.read_bytes())
+        program = serialize_executable.deserialize_and_load(content, in_tree, out_tree, execution_devices=devices)
+        os.utime(path)  # it is in use
+        return program
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except PermissionError as error:
+        _warn_once(path.parent, f"compiled programs are not read: {error}")
+        return None
+    except Exception as error:  # torn, or of a jax that reads its own files differently: it is compiled anew
+        logger.warning("a kept program cannot be used and is compiled again: %s", error)
+        return None
+
+
+def check_owner(path: Path) -> None:
+    """Raise PermissionError unless only this user can write there: reading a program runs code that it holds."""
+    found = path.stat()
+    if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"{path} must be writable by this user alone, got owner {found.st_uid} and mode "
+            f"{stat.filemode(found.st_mode)}; run chmod go-w on it, or choose another compilation_cache_dir"
+        )
+
+
+def _write(path: Path, program: Compiled) -> None:
+    try:
+        content = pickle.dumps(serialize_executable.serialize(program))
+        path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+        check_owner(path.parent)
+        write_whole(path, content)
+        path.chmod(0o644)
+        prune(path.parent, f"*{path.suffix}")
+    except Exception as error:  # a full disk, or a backend that cannot serialise
+        _warn_once(path.parent, f"compiled programs cannot be kept: {error}")
+
+
+_warned: set[Path] = set()
+
+
+def _warn_once(directory: Path, message: str) -> None:
+    """One warning for a directory: each of dozens of programs would repeat it."""
+    logger.log(logging.DEBUG if directory in _warned else logging.WARNING, message)
+    _warned.add(directory)
+
+
+def prune(directory: Path, pattern: str, max_bytes: int = MAX_BYTES) -> None:
+    """Removes files, the oldest or longest unused first, until the rest of those that match fits."""
+    ages = []
+    for path in directory.glob(pattern):
+        with contextlib.suppress(FileNotFoundError):  # another process prunes as well
+            ages.append((path.stat().st_mtime, path.stat().st_size, path))
+    total = 0
+    for _, size, path in sorted(ages, reverse=True):
+        total += size
+        if total > max_bytes:
+            path.unlink(missing_ok=True)
+
+
+def _environment() -> tuple[object, ...]:
+    device = jax.devices()[0]
+    settings = [getattr(jax.config, name) for name in _SETTINGS]
+    return (
+        (version("jax"), version("jaxlib"), device.client.platform_version),
+        (device.platform, device.device_kind, jax.device_count(), _cpu_flags(), num_cores()),
+        (settings, xla_flags(), libtpu_args()),
+        source_digest("py", "so", "json"),
+    )
+
+
+def _cpu_flags() -> str:
+    """Return the features of the processor: machine code for one may not run on another."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return ""
+
+
+@cache
+def source_digest(*kinds: str) -> str:
+    """Return a digest of our files of some kinds: "py", "so" of the native kernels, "json" of measured block sizes."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parents[1]
+    roots = (root, root / "pallas_kernels")  # a link in a checkout, which rglob does not follow
+    for path in sorted({path for kind in kinds for top in roots for path in top.rglob(f"*.{kind}")}):
+        digest.update(f"{path.relative_to(root)}".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,360 @@
+"""Programs: the compiled programs of a model, made before and while it serves."""
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.execution.batch import AdmissionLayout, BatchLayout
+from jaxserve.execution.program_store import ProgramStore
+from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, new_state
+from jaxserve.execution.step import Program, make_admit, make_serve_step, make_set_slot, step_options
+from jaxserve.execution.verification import Observer, Proposer, make_speculative_step
+from jaxserve.execution.xla_cache import Scope
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.scheduling.plan import PlanKind
+from jaxserve.sharding import over_devices, replicated, specs_of, tensor_size
+
+logger = logging.getLogger(__name__)
+
+Compiled = Any  # jax.stages.Compiled
+_Buckets = tuple[Iterable[int], Iterable[int], Iterable[int]]  # programs of one round, of several, with drafts
+
+_POLL_S = 0.01
+COMPILE_THREADS = 2  # threads while the caller waits: Python traces, and XLA mostly uses one core
+
+
+class Programs:
+    """The compiled programs of a runner, by bucket.
+
+    They have neither weights nor state, so that a thread which compiles keeps nothing large alive.
+
+    Args:
+        arch: sizes of the whole model.
+        param_shapes: shapes, dtypes and places of its weights.
+        schedule: sizes of steps and pool.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention.
+        max_steps: rounds that one dispatch may go.
+        directory: directory of compiled programs; None keeps none.
+        cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
+        mesh: mesh of the devices that the model is split over; None where the first device has all of it.
+        proposer: proposer of speculative decoding; None without it.
+        draft_shapes: shapes, dtypes and places of the proposer's parameters.
+
+    Attributes:
+        steps: the compiled steps, by bucket.
+        multi_steps: programs of several rounds, by bucket; some are in both tables.
+        speculative: programs of rounds with drafted tokens, by bucket.
+        admit: the program that lets requests enter their slots.
+        set_slot: the program that enters what else there is to know of a request.
+        num_devices: number of devices that the model is split over.
+    """
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        param_shapes: Params,
+        schedule: ScheduleConfig,
+        *,
+        kv_dtype: jax.typing.DTypeLike,
+        backend: str,
+        max_steps: int,
+        directory: Path | None,
+        cache_scope: Scope,
+        mesh: Mesh | None,
+        proposer: Proposer | None = None,
+        draft_shapes: Params | None = None,
+    ) -> None:
+        self.proposer, self._draft_shapes = proposer, draft_shapes or {}
+        self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
+        self._backend = backend
+        self._kv_dtype = jnp.dtype(kv_dtype)
+        self._max_steps = max_steps
+        self.num_devices = tensor_size(mesh)
+        self.steps: dict[int, Compiled] = {}
+        self.multi_steps: dict[int, Compiled] = {}
+        self.speculative: dict[int, Compiled] = {}
+        self.admit: Compiled = None
+        self.set_slot: Compiled = None
+        self._make_state: Compiled = None
+        self._closing = threading.Event()
+        # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
+        self._compiled = threading.Event()
+        self._compiled.set()
+        self._compile_error: Exception | None = None
+        arrays = (param_shapes, self.abstract_state(), self._draft_shapes)
+        shapes = jax.tree.map(lambda leaf: (leaf.shape, str(leaf.dtype)), arrays)
+        devices = None if mesh is None else list(mesh.devices.flat)
+        self._cache_scope = cache_scope
+        self._store = ProgramStore(directory, (arch, schedule, backend, max_steps, proposer, shapes), devices)
+
+    def abstract_state(self) -> ServeState:
+        """Shapes and dtypes of the device state; where there is a mesh, shardings too."""
+        options: dict[str, Any] = {"kv_dtype": self._kv_dtype, "backend": self._backend, "new_draft": self._new_draft}
+        return abstract_state(self.arch, self.schedule, mesh=self.mesh, **options)
+
+    def _new_draft(self) -> Any:
+        return None if self.proposer is None else self.proposer.new_state()
+
+    def new_state(self) -> ServeState:
+        """Allocate an empty state on the devices."""
+        if self._make_state is None:
+            program: Callable[[], ServeState] = partial(
+                new_state,
+                self.arch.local(self.num_devices),
+                self.schedule,
+                kv_dtype=self._kv_dtype,
+                backend=self._backend,
+                new_draft=self._new_draft,
+            )
+            if self.mesh is not None:
+                program = over_devices(program, self.mesh, (), specs_of(self.abstract_state()))
+            self._make_state = self._get("new_state", jax.jit(program).lower)
+        state: ServeState = self._make_state()
+        return state
+
+    def lower(self, bucket: int, *, multi_step: bool = False) -> jax.stages.Lowered:
+        """Trace and lower the step of one bucket, of one round or of several."""
+        layout = BatchLayout.of(self.schedule, bucket)
+        step = make_serve_step(
+            self.arch,
+            layout,
+            backend=self._backend,
+            max_steps=self.schedule.max_steps(bucket, self._max_steps) if multi_step else 1,
+            num_devices=self.num_devices,
+            observer=self.observer,
+        )
+        return self._lower(
+            step, layout, (self.param_shapes, self._draft_shapes) if self.observer else self.param_shapes
+        )
+
+    @property
+    def observer(self) -> Observer | None:
+        """Proposer that takes part in plain steps; None where there is none."""
+        return self.proposer if isinstance(self.proposer, Observer) else None
+
+    def lower_speculative(self, bucket: int) -> jax.stages.Lowered:
+        """Trace and lower the speculative step of a bucket, a number of rows."""
+        assert self.proposer is not None, "a speculative step has a proposer"
+        layout = BatchLayout.of(self.schedule, bucket, is_speculative=True)
+        step = make_speculative_step(
+            self.arch,
+            layout,
+            self.proposer,
+            backend=self._backend,
+            max_rounds=self.schedule.max_rounds(bucket, self._max_steps),
+            num_devices=self.num_devices,
+        )
+        return self._lower(step, layout, (self.param_shapes, self._draft_shapes))
+
+    def _lower(self, program: Program, layout: BatchLayout, params: Any) -> jax.stages.Lowered:
+        state, blob = self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
+        if self.mesh is not None:
+            specs = (specs_of(state), PartitionSpec())
+            program = over_devices(program, self.mesh, (params, state, blob), specs)
+        else:
+            params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
+        compiler_options = _known_options(device)
+        return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, blob)
+
+    def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
+        """Return the shape of an array of the host on every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(self.mesh) if self.mesh else None)
+
+    def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
+        """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
+
+        Where `after` has compiled all of its own: what it left in XLA's cache may serve this one too.
+
+        All in a thread of its own: an interrupt while the caller's compiled would leave XLA at it with nobody to wait
+        for it, and the exit would take its client away.
+        """
+        buckets, drafting = self.schedule.buckets(), self.schedule.speculative_buckets()
+        multi_steps = self.schedule.multi_step_buckets(self._max_steps)
+        ends = dict.fromkeys((*drafting[:1], *drafting[-1:]))
+        decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # bucket of a full batch: wanted first
+        rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
+        first, later = {
+            "all": ((buckets, multi_steps, drafting), ((), (), ())),
+            "background": (((buckets[0], buckets[-1]), (), ()), (rest, multi_steps, drafting)),
+            "minimal": (((buckets[0], buckets[-1]), multi_steps[-1:], ends), ((), (), ())),
+        }[compile_ahead]
+        ready = threading.Event()
+        self._compiled.clear()
+        atexit.register(self._stop)
+        threading.Thread(target=self._compile_ahead, args=(first, later, ready, after), daemon=True).start()
+        ready.wait()
+        if self._compile_error is not None:
+            raise self._compile_error
+
+    def _compile_ahead(
+        self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Programs | None"
+    ) -> None:
+        try:
+            self.admit, self.set_slot = self._compile_admit(), self._compile_set_slot()
+            self._compile(*first, num_threads=COMPILE_THREADS)
+            ready.set()
+            while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
+                pass
+            self._compile(*later)
+        except Exception as error:
+            if ready.is_set():
+                logger.exception("compiling in the background failed; steps go on with the programs that are ready")
+            self._compile_error = error
+        finally:
+            atexit.unregister(self._stop)
+            self._compiled.set()
+            ready.set()
+
+    def _compile(
+        self, buckets: Iterable[int], multi_steps: Iterable[int], speculative: Iterable[int] = (), num_threads: int = 1
+    ) -> None:
+        """Compile what is missing of some buckets, in order, several at a time."""
+        single = self.schedule.step_buckets(self._max_steps)
+        shared = [bucket for bucket in buckets if bucket not in single]
+        jobs = [partial(self._compile_step, bucket) for bucket in buckets if bucket in single]
+        jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *multi_steps])]
+        jobs += [partial(self._compile_speculative, bucket) for bucket in speculative]
+        run_all(jobs, num_threads, self._closing)
+        logger.debug("compiled steps of %s tokens, of several rounds %s", sorted(self.steps), sorted(self.multi_steps))
+
+    def _compile_step(self, bucket: int) -> None:
+        if bucket not in self.steps:
+            self.steps[bucket] = self._get(f"step {bucket}", partial(self.lower, bucket))
+
+    def _compile_multi_step(self, bucket: int) -> None:
+        program = self.multi_steps.get(bucket)  # `close` may clear the table meanwhile
+        if program is None:
+            program = self._get(f"multi-step {bucket}", partial(self.lower, bucket, multi_step=True))
+            self.multi_steps[bucket] = program
+        if bucket not in self.schedule.step_buckets(self._max_steps):
+            self.steps[bucket] = program
+
+    def _compile_speculative(self, bucket: int) -> None:
+        lower = partial(self.lower_speculative, bucket)
+        self.speculative[bucket] = self._get(f"speculative {bucket}", lower)
+
+    def _compile_admit(self) -> Compiled:
+        layout = AdmissionLayout.of(self.schedule)
+        args = (self.abstract_state(), self._operand((layout.blob.size,), jnp.int32))
+        program = make_admit(layout, self.proposer)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, args, specs_of(args[0]))
+        return self._get("admit", partial(jax.jit(program, donate_argnums=0).lower, *args))
+
+    def _compile_set_slot(self) -> Compiled:
+        state = self.abstract_state()
+        row = jax.tree.map(
+            lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule, self.arch.vocab_size)
+        )
+        args = (state, self._operand((), jnp.int32), row)
+        program = make_set_slot(self.arch, num_devices=self.num_devices)
+        if self.mesh is not None:
+            program = over_devices(program, self.mesh, args, specs_of(state))
+        return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
+
+    def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
+        def compile_now() -> Compiled:
+            with self._cache_scope():
+                return lower().compile()
+
+        return self._store.get(name, compile_now)
+
+    def bucket_for(self, num_tokens: int) -> int:
+        """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
+        return min(b for b in tuple(self.steps) if b >= num_tokens)
+
+    def multi_step_bucket_for(self, num_rows: int) -> int | None:
+        """The smallest compiled bucket in which `num_rows` rows in decode can go several rounds."""
+        return min((b for b in tuple(self.multi_steps) if b >= num_rows), default=None)
+
+    def speculative_bucket_for(self, num_rows: int) -> int | None:
+        """The smallest compiled bucket in which `num_rows` rows in decode can go on with drafts."""
+        return min((b for b in tuple(self.speculative) if b >= num_rows), default=None)
+
+    def of_kind(self, kind: PlanKind) -> dict[int, Compiled]:
+        """The compiled programs of a kind, by bucket."""
+        tables = {PlanKind.STEP: self.steps, PlanKind.MULTI_STEP: self.multi_steps}
+        return tables.get(kind, self.speculative)
+
+    def wait_for(self, bucket: int, kind: PlanKind) -> None:
+        """Block until one bucket is compiled; RuntimeError if it never will be."""
+        programs = self.of_kind(kind)
+        while bucket not in programs:
+            if self._compiled.wait(_POLL_S) and bucket not in programs:
+                raise self._compile_error or RuntimeError(f"there is no program for {bucket} tokens here")
+
+    def wait_until_warm(self) -> None:
+        """Block until every bucket is compiled."""
+        self._compiled.wait()
+        if self._compile_error is not None:
+            raise self._compile_error
+
+    def close(self) -> None:
+        """Let go of all programs, and compile none after the one at hand, for which nobody waits."""
+        self._closing.set()
+        self.steps.clear()
+        self.multi_steps.clear()
+        self.speculative.clear()
+        self.admit = self.set_slot = None
+
+    def _stop(self) -> None:
+        """Stop compiling ahead of jax's clean-up at exit, which ends badly while XLA compiles."""
+        self._closing.set()
+        self._compiled.wait()
+
+
+@cache
+def _known_options(device: jax.Device) -> dict[str, str | bool]:
+    """`step_options` of a device, without those that the XLA in use does not know: its options come and go."""
+
+    def is_known(option: dict[str, str | bool]) -> bool:
+        try:
+            jax.jit(lambda: 0, compiler_options=option).lower().compile()
+        except jax.errors.JaxRuntimeError as error:
+            logger.warning("XLA compiles without an option that it does not know: %s", error)
+            return False
+        return True
+
+    wanted = step_options(device.device_kind)
+    return {name: value for name, value in wanted.items() if is_known({name: value})}
+
+
+def run_all(jobs: Iterable[Callable[[], None]], num_threads: int, stop: threading.Event) -> None:
+    """Run jobs in some threads, each taking the next one, until all are done, one fails or `stop` is set.
+
+    The caller's thread is one of them. The others are daemons, for which nothing waits at exit, so that what sets
+    `stop` there can run.
+    """
+    left, lock, errors = iter(list(jobs)), threading.Lock(), list[Exception]()
+
+    def work() -> None:
+        while not (stop.is_set() or errors):
+            with lock:
+                job = next(left, None)
+            if job is None:
+                return
+            try:
+                job()
+            except Exception as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(num_threads - 1)]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

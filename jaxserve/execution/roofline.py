@@ -1,0 +1,157 @@
+"""The device in use: what it is, and what it does at best: measured, then kept in the user's cache directory."""
+
+import json
+import logging
+import os
+import platform
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import user_cache_dir
+from jaxserve.layers.linear import linear
+from jaxserve.metrics import PeakRates
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.quant.packed import NativeMatrix
+from jaxserve.whole_file import write_whole
+
+Call = Callable[[], jax.Array]
+
+logger = logging.getLogger(__name__)
+
+CALLS_IN_FLIGHT = 2  # so that dispatch hides behind the device, as it does when serving
+NUM_MEASUREMENTS = 3  # each by a process of its own
+MEASURE_S = 0.15  # per rate, after compiling and one round
+
+
+@dataclass(frozen=True)
+class Device:
+    """Device that the engine runs on."""
+
+    platform: str
+    kind: str
+    count: int
+    num_cores: int  # cores of the host that this process may use
+
+
+def describe_device() -> Device:
+    """The first device of jax's default backend; a CPU by its model, which jax does not tell."""
+    device = jax.devices()[0]
+    kind = _cpu_model() if device.platform == "cpu" else device.device_kind
+    return Device(device.platform, kind, jax.device_count(), num_cores())
+
+
+def num_cores() -> int:
+    """Cores that this process may use; where a system does not tell (macOS), those that there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def device_peak_rates(dtype: jnp.dtype, cache_dir: Path | None = None) -> PeakRates:
+    """Limits of this device in `dtype`, from the cache, or measured in under a second of a quiet machine.
+
+    What else runs on a machine makes it look slower, never faster. So the first NUM_MEASUREMENTS processes that ask
+    measure, and the best of them counts from then on.
+
+    Args:
+        dtype: dtype of weights and activations.
+        cache_dir: directory of the measurements, a file each; None is the user's. Of processes that measure at the same
+            time, the last one's file stays.
+    """
+    path = (cache_dir or user_cache_dir() / "peak_rates") / f"{_cache_key(describe_device(), dtype)}.json"
+    kept, num_measured = _read(path) or (None, 0)
+    if kept is None or num_measured < NUM_MEASUREMENTS:
+        kept = _best(kept, measure_peak_rates(dtype))
+        _write(path, kept, num_measured + 1)
+    return kept
+
+
+def measure_peak_rates(dtype: jnp.dtype) -> PeakRates:
+    """Best rates of a large matrix product and of reading an array larger than any cache, by XLA or a native kernel."""
+    on_cpu = jax.default_backend() == "cpu"
+    M, D, F = (1024, 1024, 2048) if on_cpu else (4096, 4096, 8192)
+    num_rows = (1 << 27 if on_cpu else 1 << 29) // dtype.itemsize // D
+    flops_per_s = _best_rate(2 * M * D * F, _products(jnp.ones((F, D), dtype), jnp.ones((M, D), dtype)))
+    array = jnp.ones((num_rows, D), dtype)
+    readers = [*_products(array, jnp.ones((1, D), dtype)), lambda: _largest(array)]
+    return PeakRates(flops_per_s, _best_rate(array.nbytes, readers))
+
+
+_product = jax.jit(linear)
+_largest = jax.jit(jnp.max)
+
+
+def _products(weight: jax.Array, x: jax.Array) -> list[Call]:
+    """`x @ weight.T` in every way in which the engine may compute it."""
+    calls: list[Call] = [lambda: _product(x, weight)]
+    if packed_linear.unsupported(weight.dtype, jax.default_backend()) is None:
+        packed = NativeMatrix(packed_linear.pack(weight))
+        calls.append(lambda: _product(x, packed))
+    return calls
+
+
+def _best_rate(work: int, calls: Sequence[Call]) -> float:
+    """Return the work per second of the fastest call, each of which does `work`."""
+    return work / min(map(_seconds, calls))
+
+
+def _seconds(call: Call) -> float:
+    """Return the shortest time of a call while several are in flight."""
+    call().block_until_ready()  # compiles
+    deadline = time.perf_counter() + MEASURE_S
+    best_s = _time_calls(call)
+    while time.perf_counter() < deadline:
+        best_s = min(best_s, _time_calls(call))
+    return best_s / CALLS_IN_FLIGHT
+
+
+def _time_calls(call: Call) -> float:
+    started = time.perf_counter()
+    jax.block_until_ready([call() for _ in range(CALLS_IN_FLIGHT)])
+    return time.perf_counter() - started
+
+
+def _cache_key(device: Device, dtype: jnp.dtype) -> str:
+    parts = (device.kind, f"x{device.count}", f"{device.num_cores} cores", f"jax {jax.__version__}", dtype.name)
+    return "-".join(re.sub(r"[^\w.]+", "_", part) for part in parts)
+
+
+def _best(kept: PeakRates | None, new: PeakRates) -> PeakRates:
+    if kept is None:
+        return new
+    return PeakRates(max(kept.flops_per_s, new.flops_per_s), max(kept.bytes_per_s, new.bytes_per_s))
+
+
+def _read(path: Path) -> tuple[PeakRates, int] | None:
+    """The best so far and of how many measurements; None without a usable file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        peak_rates = PeakRates(float(content["flops_per_s"]), float(content["bytes_per_s"]))
+        num_measured = int(content["num_measurements"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return (peak_rates, num_measured) if min(peak_rates.flops_per_s, peak_rates.bytes_per_s) > 0 else None
+
+
+def _write(path: Path, peak_rates: PeakRates, num_measured: int) -> None:
+    """A cache that cannot be written is none."""
+    content = {**asdict(peak_rates), "num_measurements": num_measured}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(content).encode())
+    except OSError as error:
+        logger.warning("the device's peak rates cannot be kept, and are measured again next time: %s", error)
+
+
+def _cpu_model() -> str:
+    try:
+        found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    except OSError:
+        found = None
+    return found[1].strip() if found else platform.processor() or platform.machine()

@@ -1,0 +1,366 @@
+"""One round of a step: the model computes tokens of some rows, each of which may sample a further one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxserve.execution.batch import (
+    StepBatch,
+)
+from jaxserve.execution.state import Sequences, ServeState
+from jaxserve.models import decoder
+from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    AttentionInputs,
+    Pages,
+    RaggedRows,
+    ragged_paged_attention,
+)
+from jaxserve.request import DEFAULT_MAX_LOGPROBS
+from jaxserve.sampling import (
+    LogprobLayout,
+    SamplingRows,
+    SlotTable,
+    TokenLogprobs,
+    VocabSplit,
+    count_sampled,
+    sample,
+    token_logprobs,
+)
+
+LOGPROB_BLOCK = 64  # positions whose logprobs are computed at once: of all tokens of a step there are no logits
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Rows:
+    """The rows of one round, R of them, as the device finds them. A row that has stopped has no tokens.
+
+    Attributes:
+        slot: the slot of each row.
+        start: tokens computed before.
+        q_lens: tokens to compute.
+        cu_q_lens: the first token of each row, and the end of the last.
+        samples: True if the row's last token is the last of its sequence, so that a further one is sampled.
+    """
+
+    slot: Int[Array, " R"]
+    start: Int[Array, " R"]
+    q_lens: Int[Array, " R"]
+    cu_q_lens: Int[Array, " R1"]
+    samples: Bool[Array, " R"]
+
+    @staticmethod
+    def of(slot: Array, start: Array, q_lens: Array, samples: Array) -> Rows:
+        """Return rows one behind the other on the token axis."""
+        cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(q_lens, dtype=jnp.int32)])
+        return Rows(slot=slot, start=start, q_lens=q_lens, cu_q_lens=cu_q_lens, samples=samples)
+
+    @property
+    def kv_lens(self) -> Int[Array, " R"]:
+        """Tokens of each sequence once this round's are computed."""
+        return self.start + self.q_lens
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Tokens:
+    """The token axis of one round, T long.
+
+    Attributes:
+        row: the row of each token; clipped to a valid one for padding.
+        position: the position of each token in its sequence; 0 or more for padding.
+        live: True if the token is not padding.
+        planned: position of the token on the token axis that the host packed, from which stopped rows are not missing.
+        token_ids: ids; any for padding.
+    """
+
+    row: Int[Array, " T"]
+    position: Int[Array, " T"]
+    live: Bool[Array, " T"]
+    planned: Int[Array, " T"]
+    token_ids: Int[Array, " T"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class StepOutput:
+    """Results of a step. Entries of rows that did not sample are meaningless.
+
+    Attributes:
+        sampled: number of tokens that each row sampled, then those tokens: one array, which is one download.
+        logprobs: log probabilities of the sampled tokens, as `TokenLogprobs.pack` lays them out; zeros unless the step
+            wants them. Those of a whole vocabulary are of the first round alone.
+        prompt_logprobs: per token that the host packed for the first round, of the token after it; zeros unless wanted.
+    """
+
+    sampled: Int[Array, "R columns"]
+    logprobs: Int[Array, "R logprob_steps words"]
+    prompt_logprobs: Int[Array, "T words"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class AttentionCarry:
+    """Threaded through the layers: the pool, where each row's tokens are in every KV group, and trees of drafts."""
+
+    kv_pages: Pages
+    groups: tuple[RaggedRows, ...]
+    tree_mask: Int[Array, " T"] | None = None
+
+
+def paged_attend(
+    q: Float[Array, "T Q H"],
+    k: Float[Array, "T K H"],
+    v: Float[Array, "T K H"],
+    rope: Float[Array, "2 T half"] | None,
+    carry: AttentionCarry,
+    layer: Int[Array, ""],
+    options: LayerOptions,
+    *,
+    backend: str,
+) -> tuple[Float[Array, "T Q H"], AttentionCarry]:
+    """Rotate if positions are not learned, write the new keys and values into the pool, attend over it."""
+    inputs = AttentionInputs(q, k, v, carry.groups[options.kv_group], rope, tree_mask=carry.tree_mask)
+    out, kv_pages = ragged_paged_attention(inputs, carry.kv_pages, layer, options.attention, backend=backend)
+    return out, dataclasses.replace(carry, kv_pages=kv_pages)
+
+
+ReadLogprobs = Callable[
+    [Array, Array, int], TokenLogprobs
+]  # arguments: logits [N, V], ids [N] and the number of top tokens
+
+
+# observe(state, rows, token ids [T], hidden states [T, D]) -> state of the proposer
+Observe = Callable[[ServeState, Rows, Array, Array], Any]
+
+
+def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
+    """Return how logits lie on the devices of a whole model; None where one has all of them."""
+    axis = arch.local(num_devices).tensor_axis
+    return VocabSplit(axis, num_devices, arch.vocab_size) if axis else None
+
+
+@dataclass(frozen=True)
+class Model:
+    """Static parts of the step.
+
+    Attributes:
+        arch: sizes of the whole model, or of one device's part of it.
+        backend: backend of attention.
+        split: layout of the logits on several devices; None where they are whole.
+        logprobs: columns of packed log probabilities.
+    """
+
+    arch: ArchConfig
+    backend: str
+    logprobs: LogprobLayout
+    split: VocabSplit | None = None
+
+    @staticmethod
+    def of(arch: ArchConfig, *, backend: str, num_devices: int = 1, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> Model:
+        """Return the model of the whole `arch`, or of its part on one of several devices, for a shard_map over them."""
+        return Model(
+            arch.local(num_devices),
+            backend,
+            LogprobLayout.of(max_logprobs, arch.vocab_size),
+            vocab_split(arch, num_devices),
+        )
+
+
+def plain_round(
+    params: Params,
+    state: ServeState,
+    batch: StepBatch,
+    index: Int[Array, ""],
+    model: Model,
+    observe: Observe | None = None,
+) -> tuple[ServeState, StepOutput]:
+    """One round: the first computes what was planned for each row, the others a token that was sampled before."""
+    split, sequences = model.split, state.sequences
+    draw, read_logprobs = (split.sample, split.token_logprobs) if split else (sample, token_logprobs)
+    rows = planned_rows(sequences, batch, index)
+    tokens = tokens_of(batch, rows, state.slots, index)
+    hidden, kv_pages = run_model(params, state, rows, tokens, batch.num_rows, model)
+    if observe is not None:
+        with jax.named_scope("observe"):
+            state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, hidden))
+    logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
+    sampling = SamplingRows(sequences.records.at[rows.slot].get(mode="clip"), rows.kv_lens, rows.samples)
+    with jax.named_scope("sample"):
+        sampled = draw(logits, sampling, state.slots, batch.base_seed)
+        slots = remember(state.slots, rows, tokens, sampled)
+        counts = count_sampled(slots.token_counts, sampling, sampled, split.first_id if split else 0)
+    with jax.named_scope("logprobs"):
+        logprobs, prompt_logprobs = step_logprobs(
+            params, model.arch, batch, rows, tokens, read_logprobs, model.logprobs, logits, sampled, hidden
+        )
+    state = dataclasses.replace(
+        state,
+        kv_pages=kv_pages,
+        sequences=advance(sequences, rows, sampling, slots, sampled),
+        slots=dataclasses.replace(slots, token_counts=counts),
+    )
+    counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
+    return state, StepOutput(counted, logprobs[:, None], prompt_logprobs)
+
+
+def run_model(
+    params: Params,
+    state: ServeState,
+    rows: Rows,
+    tokens: Tokens,
+    num_rows: Int[Array, ""],
+    model: Model,
+    tree_mask: Int[Array, " T"] | None = None,
+) -> tuple[Float[Array, "T D"], Pages]:
+    """Return the hidden states of all tokens, and the pool with their keys and values."""
+    page_table = state.sequences.page_table.at[rows.slot].get(mode="clip")
+    page_tables = jnp.split(page_table, len(model.arch.kv_windows), axis=1)
+    groups = tuple(RaggedRows(rows.kv_lens, table, rows.cu_q_lens, num_rows) for table in page_tables)
+    attend = partial(paged_attend, backend=model.backend)
+    carry = AttentionCarry(state.kv_pages, groups, tree_mask)
+    hidden, carry = decoder.forward(params, model.arch, tokens.token_ids, tokens.position, attend, carry)
+    return hidden, carry.kv_pages
+
+
+def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:
+    """Mask of rows that compute something in a round: all that go on in the first, then those that sample more.
+
+    Args:
+        sequences: sequences by slot.
+        batch: the plan.
+        index: number of tokens that the rows have sampled in rounds before, each or all of them.
+    """
+    goes_on = batch.is_row & ~sequences.stopped.at[batch.slot].get(mode="clip")
+    return goes_on & (index < jnp.maximum(batch.max_new, 1))
+
+
+def planned_rows(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Rows:
+    """Return the rows of a round; `index` as in `takes_part`."""
+    is_on = takes_part(sequences, batch, index)
+    planned = batch.cu_q_lens[1:] - batch.cu_q_lens[:-1]
+    q_lens = jnp.where(is_on, jnp.where(index == 0, planned, 1), 0)
+    start = sequences.length.at[batch.slot].get(mode="clip")
+    return Rows.of(batch.slot, start, q_lens, samples=is_on & (batch.max_new > 0))
+
+
+def place_tokens(rows: Rows, num_tokens: int) -> tuple[Array, Array, Array, Array]:
+    """Return row, place in the row, position and liveness of each token on an axis of so many; see `Tokens`."""
+    R = rows.slot.shape[0]
+    token = jnp.arange(num_tokens, dtype=jnp.int32)
+    row = jnp.sum(token[:, None] >= rows.cu_q_lens[None, 1:], axis=1, dtype=jnp.int32)  # less to compile than a search
+    live, row = row < R, jnp.minimum(row, R - 1)
+    offset = token - rows.cu_q_lens[row]
+    return row, offset, jnp.where(live, rows.start[row] + offset, 0), live
+
+
+def tokens_of(batch: StepBatch, rows: Rows, slots: SlotTable, index: Int[Array, ""]) -> Tokens:
+    """Return the tokens of a round: those that the host sends, and from the history those that were sampled."""
+    T = batch.token_ids.shape[0]
+    row, offset, position, live = place_tokens(rows, T)
+    planned = jnp.where(live, batch.cu_q_lens[row] + offset, T)
+    sent = jnp.where(index == 0, batch.token_ids.at[planned].get(mode="clip"), -1)
+    sampled = slots.token_history.at[rows.slot[row], position].get(mode="clip")
+    return Tokens(row, position, live, planned, token_ids=jnp.where(sent < 0, sampled, sent))
+
+
+def remember(slots: SlotTable, rows: Rows, tokens: Tokens, sampled: Int[Array, " R"]) -> SlotTable:
+    """Write the tokens of a round, and those it sampled, to the history of their sequences."""
+    S = slots.token_history.shape[0]  # out of range, dropped
+    slot = [jnp.where(tokens.live, rows.slot[tokens.row], S), jnp.where(rows.samples, rows.slot, S)]
+    position, token_ids = [tokens.position, rows.kv_lens], [tokens.token_ids, sampled]
+    place = jnp.concatenate(slot), jnp.concatenate(position)
+    history = slots.token_history.at[place].set(jnp.concatenate(token_ids), mode="drop")
+    return dataclasses.replace(slots, token_history=history)
+
+
+def advance(
+    sequences: Sequences, rows: Rows, sampling: SamplingRows, slots: SlotTable, sampled: Int[Array, " R"]
+) -> Sequences:
+    """Count what was computed, and stop the sequences that a token has ended or that are as long as they may be."""
+    S = sequences.length.shape[0]
+    is_last = ends_sequence(sequences, rows.slot, rows.kv_lens, sampling.min_position, slots, sampled)
+    length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, mode="drop")
+    stopped = sequences.stopped.at[jnp.where(rows.samples & is_last, rows.slot, S)].set(True, mode="drop")
+    return dataclasses.replace(sequences, length=length, stopped=stopped)
+
+
+def ends_sequence(
+    sequences: Sequences,
+    slot: Int[Array, " R"],
+    position: Int[Array, " R"],
+    min_position: Int[Array, " R"],
+    slots: SlotTable,
+    sampled: Int[Array, " R"],
+) -> Bool[Array, " R"]:
+    """Mask of tokens, sampled for some positions, that end the sequences in their slots."""
+    stop_ids = slots.stop_ids.at[slot].get(mode="clip")
+    is_stop = jnp.any(sampled[:, None] == stop_ids, axis=1) & (position >= min_position)
+    is_full = position + 1 >= sequences.max_len.at[slot].get(mode="clip")
+    return is_stop | is_full
+
+
+def step_logprobs(
+    params: Params,
+    arch: ArchConfig,
+    batch: StepBatch,
+    rows: Rows,
+    tokens: Tokens,
+    read_logprobs: ReadLogprobs,
+    layout: LogprobLayout,
+    logits: Float[Array, "R V"],
+    sampled: Int[Array, " R"],
+    hidden: Float[Array, "T D"],
+) -> tuple[Int[Array, "R words"], Int[Array, "T words"]]:
+    """Packed logprobs of the sampled tokens, and of the token that follows each token of the step; zeros if unwanted.
+
+    One loop over blocks of both, so that they are one piece of code, and so that logits of all tokens never exist.
+    Tokens that follow are prompt tokens, whose ids the host sends. Ids from the token history must not be read here:
+    without an order between this reading and the writing of new ids, XLA copies the whole table.
+    """
+    T, R = hidden.shape[0], sampled.shape[0]
+    block = min(T, LOGPROB_BLOCK)
+    row_blocks = -(-R // block)
+    padding = row_blocks * block - R
+    is_last = jnp.arange(T) == rows.cu_q_lens[1:][tokens.row] - 1
+    next_sent = batch.token_ids.at[tokens.planned + 1].get(mode="clip")
+    following = jnp.where(is_last, batch.next_ids[tokens.row], next_sent)
+    wants_rows, wants_tokens = batch.wants_logprobs > 0, batch.wants_prompt_logprobs > 0
+    empty = jnp.zeros((row_blocks * block + T, layout.num_words), jnp.int32)
+
+    def compute() -> Int[Array, "N words"]:
+        padded_logits = jnp.pad(logits, ((0, padding), (0, 0)))
+        token_ids = jnp.concatenate([jnp.pad(sampled, (0, padding)), following])
+
+        def read(index: Int[Array, ""], out: Int[Array, "N words"]) -> Int[Array, "N words"]:
+            is_rows = index < row_blocks
+            start = jnp.where(is_rows, index * block, jnp.minimum((index - row_blocks) * block, T - block))
+            place = jnp.where(is_rows, start, row_blocks * block + start)
+            block_logits = lax.cond(
+                is_rows,
+                lambda: lax.dynamic_slice_in_dim(padded_logits, start, block),
+                lambda: decoder.compute_logits(params, arch, lax.dynamic_slice_in_dim(hidden, start, block)),
+            )
+            found = read_logprobs(block_logits, lax.dynamic_slice_in_dim(token_ids, place, block), layout.num_top)
+            return lax.dynamic_update_slice_in_dim(out, found.pack(), place, 0)
+
+        num_blocks = jnp.where(wants_tokens, -(-rows.cu_q_lens[-1] // block), 0)
+        found = lax.fori_loop(jnp.where(wants_rows, 0, row_blocks), row_blocks + num_blocks, read, empty)
+        own, of_tokens = found[: row_blocks * block], found[row_blocks * block :]
+        return jnp.concatenate([own, jnp.zeros_like(of_tokens).at[tokens.planned].set(of_tokens, mode="drop")])
+
+    # Not a loop of no rounds: XLA moves what does not depend on the round in front of it, and computes it always.
+    out: Array = lax.cond(wants_rows | wants_tokens, compute, lambda: empty)
+    return out[:R], out[row_blocks * block :]

@@ -1,0 +1,278 @@
+"""Runner: owns the weights and the device state; turns packed steps into outputs."""
+
+import atexit
+import contextlib
+import logging
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.execution.batch import BatchPacker
+from jaxserve.execution.executor import RoundCounts, StepResult
+from jaxserve.execution.program_store import compile_counter
+from jaxserve.execution.programs import Programs
+from jaxserve.execution.round import StepOutput
+from jaxserve.execution.state import ServeState
+from jaxserve.execution.verification import Proposer
+from jaxserve.execution.xla_cache import Scope
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, device_bytes, step_bytes
+from jaxserve.models.registry import flop_counts
+from jaxserve.sampling import LogprobLayout
+from jaxserve.scheduling.plan import PlanKind, StepPlan
+from jaxserve.sharding import tensor_size
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RunningStep:
+    """A launched step. `output` becomes ready later; `result` waits for it."""
+
+    output: StepOutput
+    layout: LogprobLayout
+    wants_logprobs: bool
+    wants_prompt_logprobs: bool
+    num_compiles: int
+    launched_s: float
+    max_drafts: int | None = None  # most tokens drafted for a row in a round; None in a step without drafts
+
+    def is_ready(self) -> bool:
+        """Return whether `result` need not wait."""
+        return bool(self.output.sampled.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
+
+    def result(self) -> StepResult:
+        """Wait for the step and download what it was asked for."""
+        out, unpack = self.output, self.layout.unpack
+        sampled = np.asarray(out.sampled)
+        num_tokens, token_ids, rounds = sampled[:, 0], sampled[:, 1:], None
+        if self.max_drafts is not None:
+            max_rounds = token_ids.shape[1] // (self.max_drafts + 2)
+            rounds, token_ids = RoundCounts.unpack(token_ids[:, -max_rounds:]), token_ids[:, :-max_rounds]
+        return StepResult(
+            token_ids,
+            num_tokens,
+            time.monotonic(),
+            unpack(np.asarray(out.logprobs).reshape(-1, self.layout.num_words)) if self.wants_logprobs else None,
+            unpack(np.asarray(out.prompt_logprobs)) if self.wants_prompt_logprobs else None,
+            rounds,
+        )
+
+    def start_download(self) -> None:
+        """Let what is wanted of the output come to the host as soon as it is there."""
+        out = self.output
+        wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
+        for array in (out.sampled, *(array for array, is_wanted in wanted if is_wanted)):
+            array.copy_to_host_async()
+
+
+class Runner:
+    """Compiled programs by bucket over one donated state.
+
+    Args:
+        arch: sizes of the whole model.
+        params: its weights, on the devices of `mesh` if there is one.
+        schedule: sizes of steps and pool.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention.
+        seed: seed of requests, with which each one's own is mixed.
+        max_steps: rounds that one dispatch may go.
+        programs_dir: directory of compiled programs; None keeps none.
+        cache_scope: context entered while a program is compiled: XLA's cache, where whole programs are not kept.
+        mesh: mesh of the devices that the model is split over; None where the first device has all of it.
+        proposer: proposer of speculative decoding; None without it.
+        draft_params: its parameters, whole on each device.
+
+    Attributes:
+        params: the weights in use.
+        draft_params: parameters of the proposer.
+        programs: model that it runs.
+        packer: packer that turns plans into arrays.
+        param_shapes: shapes, dtypes and places that they must have.
+    """
+
+    def __init__(
+        self,
+        arch: ArchConfig,
+        params: Params,
+        schedule: ScheduleConfig,
+        *,
+        kv_dtype: jax.typing.DTypeLike,
+        backend: str,
+        seed: int = 0,
+        max_steps: int = 1,
+        programs_dir: Path | None = None,
+        cache_scope: Scope = contextlib.nullcontext,
+        mesh: Mesh | None = None,
+        proposer: Proposer | None = None,
+        draft_params: Params | None = None,
+    ) -> None:
+        self.draft_params = draft_params or {}
+        self.arch, self.params, self.schedule, self.mesh = arch, params, schedule, mesh
+        self.packer = BatchPacker(schedule, seed, arch.vocab_size)
+        self._flop_counts = flop_counts(arch.local(tensor_size(mesh)))
+        # For programs: they may be compiled while the weights are replaced.
+        self.param_shapes, self._draft_shapes = shapes_of(params), shapes_of(self.draft_params)
+        self.programs = Programs(
+            arch,
+            self.param_shapes,
+            schedule,
+            kv_dtype=kv_dtype,
+            backend=backend,
+            max_steps=max_steps,
+            directory=programs_dir,
+            cache_scope=cache_scope,
+            mesh=mesh,
+            proposer=proposer,
+            draft_shapes=self._draft_shapes,
+        )
+        devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+        self._logprob_layout = LogprobLayout.of(schedule.max_logprobs, arch.vocab_size)
+        # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
+        # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
+        self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
+        self._matrix_bytes = step_bytes(params)
+        self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(tensor_size(mesh)).vocab_size
+        self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
+        self._sleeping_params: Params | None = None  # copy in the host's memory
+        self._sleeping_draft: Params = {}
+        self._kv_bytes = device_bytes(self.state.kv_pages)
+        # Before finalizers are run at exit, as the first one registers: jax has some for the constants of what is being
+        # traced.
+        weakref.finalize(self, self.programs.close)
+        _close_at_exit(self)
+
+    def restore_state(self) -> bool:
+        """Wait for the state; where it was lost with a step that failed, make an empty one. Returns whether it was."""
+        if _is_sound(self.state):
+            return False
+        if jax.process_count() > 1:
+            raise RuntimeError("a step has failed on the devices of several processes, and their state is lost")
+        self.state = self.programs.new_state()
+        return True
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
+        return self._matrix_bytes + num_tokens * self._embedding_row_bytes
+
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        """Return the floating-point operations of a step on a device."""
+        return self._flop_counts.step(num_tokens, num_rows, num_scores)
+
+    @property
+    def kv_token_bytes(self) -> int:
+        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
+        arch, num_tokens = self.programs.arch, self.schedule.num_pages * self.schedule.page_size
+        return self._kv_bytes * arch.num_layers // (num_tokens * arch.kv_group_layers)
+
+    def close(self) -> None:
+        """Wait for the steps in flight, whether they fail or not, and let go of weights, state and programs."""
+        self.programs.close()
+        _is_sound(self.state)
+        self.params, self.draft_params, self.state = {}, {}, None
+        self._sleeping_params, self._sleeping_draft = None, {}
+
+    def sleep(self, *, keep_weights: bool) -> None:
+        """Free the device's memory; the weights are copied to the host's unless others will be given."""
+        _is_sound(self.state)
+        if keep_weights and self.params:
+            self._sleeping_params = jax.device_get(self.params)
+        elif not keep_weights:
+            self._sleeping_params = None
+        if self.draft_params:  # nobody gives others
+            self._sleeping_draft = jax.device_get(self.draft_params)
+        self.params, self.draft_params, self.state = {}, {}, None
+
+    def wake_weights(self) -> None:
+        """Copy the weights back to where they were, if they were kept."""
+        if self._sleeping_params is not None:
+            self.params, self._sleeping_params = _placed(self._sleeping_params, self.param_shapes), None
+        if self._sleeping_draft:
+            self.draft_params, self._sleeping_draft = _placed(self._sleeping_draft, self._draft_shapes), {}
+
+    def wake_state(self) -> None:
+        """Make an empty pool."""
+        if self.state is None:
+            self.state = self.programs.new_state()
+
+    # Steps
+
+    def bucket_for(self, num_tokens: int) -> int:
+        """Return the smallest compiled bucket that holds so many tokens."""
+        return self.programs.bucket_for(num_tokens)
+
+    def multi_step_bucket_for(self, num_rows: int) -> int | None:
+        """Return the smallest compiled bucket in which so many rows in decode can go several rounds."""
+        return self.programs.multi_step_bucket_for(num_rows)
+
+    def speculative_bucket_for(self, num_rows: int) -> int | None:
+        """Return the smallest compiled bucket in which so many rows in decode can go on with drafts."""
+        return self.programs.speculative_bucket_for(num_rows)
+
+    def wait_for(self, bucket: int, kind: PlanKind) -> None:
+        """Block until one bucket is compiled; RuntimeError if it never will be."""
+        self.programs.wait_for(bucket, kind)
+
+    def launch(self, plan: StepPlan, bucket: int) -> RunningStep:
+        """Dispatch one step: one upload, one program, and the download under way. Admissions go before it."""
+        compiles, upload = compile_counter.count, self.packer.pack(plan, bucket)
+        if self._one_at_a_time:
+            jax.block_until_ready(self.state)
+        for blob in upload.admissions:
+            self.state = self.programs.admit(self.state, blob)
+        for slot, row in upload.slot_rows:
+            self.state = self.programs.set_slot(self.state, np.int32(slot), row)
+        takes_both = plan.num_drafts or self.programs.observer is not None
+        params: Any = (self.params, self.draft_params) if takes_both else self.params
+        self.state, output = self.programs.of_kind(plan.kind)[bucket](params, self.state, upload.blob)
+        num_compiles = compile_counter.count - compiles
+        wanted = plan.wants_logprobs, plan.wants_prompt_logprobs
+        max_drafts = self.schedule.max_drafts if plan.num_drafts else None
+        step = RunningStep(output, self._logprob_layout, *wanted, num_compiles, time.monotonic(), max_drafts)
+        step.start_download()
+        return step
+
+
+def shapes_of(params: Params) -> Params:
+    """Return shapes, dtypes and places of parameters."""
+    shapes: Params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params)
+    return shapes
+
+
+def _placed(params: Params, shapes: Params) -> Params:
+    placed: Params = jax.device_put(params, jax.tree.map(lambda shape: shape.sharding, shapes))
+    return placed
+
+
+def _is_sound(state: ServeState | None) -> bool:
+    """Wait for a state. It is lost if a step it was donated to never ran, or if a step that it comes from failed."""
+    try:
+        for leaf in jax.tree.leaves(state):  # each of them: the programs that made them may differ
+            leaf.block_until_ready()
+    except Exception as error:  # an array holds the error of its program; a deleted one raises too
+        logger.debug("the device state is lost: %s", error)
+        return False
+    return True
+
+
+_runners: weakref.WeakSet[Runner] = weakref.WeakSet()
+
+
+def _close_at_exit(runner: Runner) -> None:
+    """Have a runner closed ahead of jax's clean-up at exit, which ends badly while a step runs."""
+    if not _runners:
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)  # anew: it must run before what jax has registered meanwhile
+    _runners.add(runner)
+
+
+def _close_all() -> None:
+    for runner in list(_runners):
+        runner.close()

@@ -1,0 +1,181 @@
+"""ServeState: what lives on the device between steps, and its shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Int
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.execution.batch import (
+    MAX_STOP_IDS,
+    PageEntries,
+)
+from jaxserve.models.arch import ArchConfig
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    Pages,
+    new_pages,
+)
+from jaxserve.request import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
+from jaxserve.sampling import (
+    RECORD_WORDS,
+    SlotRow,
+    SlotTable,
+    mask_size,
+    padded_to_lanes,
+)
+from jaxserve.sharding import joined, tensor_size
+
+MANY = 1024  # times as many heads or tokens take more room, however they are padded
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class Sequences:
+    """Sequences by slot, S of them; a request keeps its slot while it runs.
+
+    Attributes:
+        length: tokens computed so far, whose keys and values are in the pool.
+        max_len: tokens at which the sequence ends.
+        stopped: True if it has ended.
+        page_table: its pages, M at most of each of G KV groups, one group after the other.
+        records: words of SAMPLING_RECORD.
+    """
+
+    length: Int[Array, " S"]
+    max_len: Int[Array, " S"]
+    stopped: Bool[Array, " S"]
+    page_table: Int[Array, "S GM"]
+    records: Int[Array, "S words"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class ServeState:
+    """State that lives on the device between steps; donated to every step and returned by it."""
+
+    kv_pages: Pages  # pool in the layout of the attention backend
+    sequences: Sequences
+    slots: SlotTable  # inputs of sampling: tokens, their counts, biases and stop ids
+    draft: Any = None  # state of the proposer of speculative decoding; None without one
+
+
+def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
+    """An empty pool, in whose pages each KV group of a model has room for its layers."""
+    return new_pages(
+        backend,
+        num_layers=arch.kv_group_layers,
+        num_pages=num_pages,
+        page_size=page_size,
+        num_kv_heads=arch.num_kv_heads,
+        head_dim=arch.head_dim,
+        dtype=kv_dtype,
+    )
+
+
+def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:
+    """Tables by slot before the first request, all zero."""
+    S = max_num_seqs
+    return SlotTable(
+        token_history=jnp.zeros((S, max_model_len), jnp.int32),
+        token_counts=jnp.zeros((S, padded_to_lanes(arch.vocab_size)), jnp.int32),
+        prompt_len=jnp.zeros(S, jnp.int32),
+        allowed=jnp.zeros((S, mask_size(arch.vocab_size)), jnp.uint32),
+        bad_words=jnp.zeros((S, MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), jnp.int32),
+        bias_ids=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.int32),
+        bias_values=jnp.zeros((S, MAX_LOGIT_BIAS), jnp.float32),
+        stop_ids=jnp.zeros((S, MAX_STOP_IDS), jnp.int32),
+    )
+
+
+def new_sequences(schedule: ScheduleConfig) -> Sequences:
+    """Sequences before the first request: slots whose rows compute nothing."""
+    S = schedule.max_num_seqs
+    return Sequences(
+        length=jnp.zeros(S, jnp.int32),
+        max_len=jnp.zeros(S, jnp.int32),
+        stopped=jnp.ones(S, bool),
+        page_table=jnp.zeros((S, schedule.kv_groups.size * schedule.max_pages_per_row), jnp.int32),
+        records=jnp.zeros((S, RECORD_WORDS), jnp.int32),
+    )
+
+
+def new_state(
+    arch: ArchConfig,
+    schedule: ScheduleConfig,
+    *,
+    kv_dtype: DTypeLike,
+    backend: str,
+    new_draft: Callable[[], Any] = lambda: None,
+) -> ServeState:
+    """The state before the first step: an empty pool, and slots whose rows compute nothing.
+
+    Args:
+        arch: sizes of a device's part of the model.
+        schedule: sizes of steps and pool.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention.
+        new_draft: function that makes the state of a proposer.
+    """
+    pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
+    slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
+    return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, draft=new_draft())
+
+
+def abstract_state(
+    arch: ArchConfig,
+    schedule: ScheduleConfig,
+    *,
+    kv_dtype: DTypeLike,
+    backend: str,
+    mesh: Mesh | None = None,
+    new_draft: Callable[[], Any] = lambda: None,
+) -> ServeState:
+    """Shapes and dtypes of the state; over the devices of a mesh, shardings too.
+
+    The pool is split by its kv heads, counts and masks of tokens by the vocabulary; the state of a proposer is whole on
+    every device.
+    """
+
+    def shapes(arch: ArchConfig) -> ServeState:
+        make = partial(new_state, arch, schedule, kv_dtype=kv_dtype, backend=backend, new_draft=new_draft)
+        return jax.eval_shape(make)
+
+    if mesh is None:
+        return shapes(arch)
+    local = arch.local(tensor_size(mesh))
+    # A backend may fill heads up, each device its own: what there is in all follows from what one of them has.
+    return joined(mesh, shapes(local), shapes(local.times(MANY)))
+
+
+def new_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
+    """Return an empty slot row; `vocab_size` is that of the whole model."""
+    return SlotRow(
+        token_ids=jnp.zeros(schedule.max_model_len, jnp.int32),
+        prompt_len=jnp.int32(0),
+        allowed=jnp.zeros(mask_size(vocab_size), jnp.uint32),
+        bad_words=jnp.zeros((MAX_BAD_SEQUENCES, MAX_BAD_SEQUENCE_TOKENS), jnp.int32),
+        bias_ids=jnp.zeros(MAX_LOGIT_BIAS, jnp.int32),
+        bias_values=jnp.zeros(MAX_LOGIT_BIAS, jnp.float32),
+        stop_ids=jnp.zeros(MAX_STOP_IDS, jnp.int32),
+    )
+
+
+def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
+    """Shapes and dtypes of what enters a slot."""
+    shapes: SlotRow = jax.eval_shape(partial(new_slot_row, schedule, vocab_size))
+    return shapes
+
+
+def set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:
+    """Return the sequences with new entries of their page tables."""
+    table = sequences.page_table.at[entries.slot, entries.column].set(entries.page, mode="drop")
+    return dataclasses.replace(sequences, page_table=table)

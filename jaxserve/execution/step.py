@@ -1,0 +1,167 @@
+"""serve_step: the one program of the engine. Tokens in, sampled tokens out, the pool updated in place.
+
+It may go several rounds: each row that samples goes on with what it sampled, without the host in between, until it
+stops or has the tokens that were planned for it.
+
+Sequences live here, by slot: how long they are, where their pages are, how they are sampled, whether they have ended.
+The host plans with upper bounds and reads later what became of them. A row that has stopped computes nothing, in this
+plan or in any later one, until another request is admitted to its slot.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from jaxserve.execution.batch import (
+    ADMITTED_STOP_IDS,
+    MAX_STOP_IDS,
+    AdmissionLayout,
+    BatchLayout,
+)
+from jaxserve.execution.round import Model, StepOutput, plain_round, takes_part, vocab_split
+from jaxserve.execution.state import ServeState, set_pages
+from jaxserve.execution.verification import Observer, Proposer
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.sampling import (
+    SlotRow,
+    SlotTable,
+    count_tokens,
+    mask_part,
+)
+
+Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
+
+Admit = Callable[[ServeState, Array], ServeState]
+
+SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
+
+
+def make_serve_step(
+    arch: ArchConfig,
+    layout: BatchLayout,
+    *,
+    backend: str,
+    max_steps: int = 1,
+    num_devices: int = 1,
+    observer: Observer | None = None,
+) -> Program:
+    """The step of one bucket, to be jitted with `state` donated; over several devices, in a shard_map.
+
+    With an observer its parameters are the model's and the observer's.
+
+    Args:
+        arch: sizes of the whole model.
+        layout: layout of the bucket's upload.
+        backend: backend of attention.
+        max_steps: rounds that one dispatch may go.
+        num_devices: number of devices that the model is split over.
+        observer: proposer of speculative decoding that reads the hidden states; None where there is none.
+    """
+    model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
+    R, num_words = layout.num_rows, model.logprobs.num_words
+
+    def serve_step(all_params: Any, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
+        params: Params = all_params if observer is None else all_params[0]
+        observe = None if observer is None else partial(observer.observe, all_params)
+        batch = layout.unpack(blob)
+        sequences = set_pages(state.sequences, batch.new_pages)
+        state = dataclasses.replace(state, sequences=sequences)
+        if max_steps == 1:
+            return plain_round(params, state, batch, jnp.int32(0), model, observe)
+
+        def goes_on(carry: tuple[ServeState, StepOutput, Array]) -> Bool[Array, ""]:
+            state, _, index = carry
+            return jnp.any(takes_part(state.sequences, batch, index))
+
+        def run(carry: tuple[ServeState, StepOutput, Array]) -> tuple[ServeState, StepOutput, Array]:
+            state, outputs, index = carry
+            state, out = plain_round(params, state, batch, index, model, observe)
+            outputs = StepOutput(
+                sampled=_append(outputs.sampled, out.sampled, index),
+                logprobs=lax.dynamic_update_slice(outputs.logprobs, out.logprobs, (0, index, 0)),
+                prompt_logprobs=jnp.where(index == 0, out.prompt_logprobs, outputs.prompt_logprobs),
+            )
+            return state, outputs, index + 1
+
+        outputs = StepOutput(
+            sampled=jnp.zeros((R, max_steps + 1), jnp.int32),
+            logprobs=jnp.zeros((R, layout.num_logprob_steps(max_steps), num_words), jnp.int32),
+            prompt_logprobs=jnp.zeros((layout.num_tokens, num_words), jnp.int32),
+        )
+        state, outputs, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0)))
+        return state, outputs
+
+    return serve_step
+
+
+def step_options(device_kind: str) -> dict[str, str | bool]:
+    """Options of XLA for the programs of steps on such devices.
+
+    For TPU7x it would copy all weights in front of the loop over the layers, in every step: into tiles of twice as many
+    rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone. On a CPU
+    most of the time of a program is spent to compile it: its newer code generator and the later passes of LLVM take
+    twice as long, and steps take no less time for them, of 1 row rather more.
+    """
+    if device_kind == "cpu":
+        return {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
+    return {"xla_tpu_control_large_2nd_minor_layout_for_x16": "false"} if device_kind.startswith("TPU7x") else {}
+
+
+def _append(sampled: Int[Array, "R columns"], new: Int[Array, "R 2"], index: Int[Array, ""]) -> Int[Array, "R columns"]:
+    """Add the tokens of a round."""
+    sampled = sampled.at[:, 0].add(new[:, 0])
+    return lax.dynamic_update_slice(sampled, new[:, 1:], (0, index + 1))
+
+
+def make_admit(layout: AdmissionLayout, proposer: Proposer | None = None) -> Admit:
+    """The program that lets requests enter their slots; donates the state. The same on every device."""
+
+    def admit(state: ServeState, blob: Array) -> ServeState:
+        new = layout.unpack(blob)
+        sequences = set_pages(state.sequences, new.new_pages)
+        padding = ((0, 0), (0, MAX_STOP_IDS - ADMITTED_STOP_IDS))
+        stop_ids = jnp.pad(new.stop_ids, padding, constant_values=-1)
+        sequences = dataclasses.replace(
+            sequences,
+            length=sequences.length.at[new.slot].set(new.start, mode="drop"),
+            max_len=sequences.max_len.at[new.slot].set(new.max_len, mode="drop"),
+            stopped=sequences.stopped.at[new.slot].set(False, mode="drop"),
+            records=sequences.records.at[new.slot].set(new.records, mode="drop"),
+        )
+        slots = dataclasses.replace(state.slots, stop_ids=state.slots.stop_ids.at[new.slot].set(stop_ids, mode="drop"))
+        draft = state.draft if proposer is None else proposer.admit(state.draft, new.slot)
+        return dataclasses.replace(state, sequences=sequences, slots=slots, draft=draft)
+
+    return admit
+
+
+def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:
+    """The program that enters an admitted request whose sampling looks at more than its logits; donates the state."""
+    split = vocab_split(arch, num_devices)
+
+    def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotRow) -> ServeState:
+        first_id, part_size = split.first_id if split else 0, state.slots.token_counts.shape[1]
+        counts = count_tokens(row.token_ids, row.prompt_len, first_id, part_size)
+        new = SlotTable(
+            token_history=jnp.maximum(row.token_ids, 0),
+            token_counts=counts,
+            prompt_len=row.prompt_len,
+            allowed=mask_part(row.allowed, split.first_id, part_size) if split else row.allowed,
+            bad_words=row.bad_words,
+            bias_ids=row.bias_ids,
+            bias_values=row.bias_values,
+            stop_ids=row.stop_ids,
+        )
+        slots = jax.tree.map(lambda table, new: table.at[slot].set(new), state.slots, new)
+        return dataclasses.replace(state, slots=slots)
+
+    return set_slot

@@ -1,0 +1,125 @@
+"""XLA's persistent compilation cache, for what jaxserve compiles only.
+
+It has the small programs that load and quantise weights. Programs of steps are kept whole (`programs.ProgramStore`)
+and need it only where they cannot be: in a run of many processes, or in a remote directory.
+
+jax has one such cache per process, which its settings choose. They are changed while jaxserve compiles and restored
+afterwards, so that a trainer in the same process neither fills jaxserve's cache nor loses its own.
+"""
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxserve.config import EngineConfig
+from jaxserve.execution.program_store import check_owner, prune
+
+logger = logging.getLogger(__name__)
+
+Scope = Callable[[], AbstractContextManager[None]]
+
+_DIRECTORY = "jax_compilation_cache_dir"
+_lock = threading.Lock()
+_num_open = 0
+_saved: dict[str, Any] = {}  # settings as they were outside all scopes
+_own: dict[str, Any] = {}  # and as they are inside
+
+
+def scope_of(config: EngineConfig) -> Scope:
+    """Return what to enter while programs of an engine are compiled.
+
+    With "auto", a cache that the process has set up itself is used as it is. So is none in a run of many processes:
+    GPUs tune kernels together while they compile, and one process must not find what another lacks.
+    """
+    is_auto = config.compilation_cache_dir == "auto"
+    if is_auto and (jax.process_count() > 1 or _process_directory()):
+        return contextlib.nullcontext
+    directory = _own_directory(config)
+    if directory and not _is_remote(directory) and not _is_usable(Path(directory)):
+        return contextlib.nullcontext
+    if is_auto and config.cache_dir:
+        # jax's own bound leaves a cache that cannot be written any more when a process is killed at a bad moment.
+        prune(config.cache_dir, "*-cache")
+    return partial(_using, directory)
+
+
+def programs_dir(config: EngineConfig) -> Path | None:
+    """Return where whole programs are kept: beside XLA's cache, unless that is remote or there are many processes."""
+    if jax.process_count() > 1:
+        return None
+    of_process = _process_directory() if config.compilation_cache_dir == "auto" else None
+    directory = of_process or _own_directory(config)
+    return Path(directory) / "programs" if directory and not _is_remote(directory) else None
+
+
+def _is_usable(directory: Path) -> bool:
+    try:
+        directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    except OSError as error:  # the store of whole programs warns of it
+        logger.debug("XLA's cache is not used: %s", error)
+        return False
+    try:
+        check_owner(directory)
+    except PermissionError as error:
+        logger.warning("XLA's cache is not used: %s", error)
+        return False
+    return True
+
+
+def _is_remote(directory: str) -> bool:
+    return "://" in directory
+
+
+def _own_directory(config: EngineConfig) -> str | None:
+    return str(config.cache_dir) if config.compilation_cache_dir == "auto" else config.compilation_cache_dir
+
+
+def _process_directory() -> str | None:
+    """Return the cache that the process has outside all scopes."""
+    with _lock:
+        directory: str | None = (_saved or _current([_DIRECTORY]))[_DIRECTORY]
+        return directory
+
+
+@contextlib.contextmanager
+def _using(directory: str | None) -> Iterator[None]:
+    """Use the cache in `directory`, or none. Scopes that overlap share the first one's until the last has ended."""
+    global _num_open  # noqa: PLW0603  # of the process, as jax's own settings
+    with _lock:
+        if not _num_open:
+            _own[_DIRECTORY] = directory
+            _own["jax_persistent_cache_min_entry_size_bytes"] = -1
+            _own["jax_persistent_cache_min_compile_time_secs"] = 0
+            _saved.update(_current(_own))
+            _set(_own)
+        _num_open += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _num_open -= 1
+            if not _num_open:
+                now = _current(_own)  # settings that the process has changed meanwhile stay as they are
+                _set({name: value for name, value in _saved.items() if now[name] == _own[name]})
+                _saved.clear()
+                _own.clear()
+
+
+def _set(settings: dict[str, Any]) -> None:
+    before = _current(settings)
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    if before.get(_DIRECTORY) != settings.get(_DIRECTORY):
+        compilation_cache.reset_cache()  # jax opens its cache once, at the first compile
+
+
+def _current(names: Iterable[str]) -> dict[str, Any]:
+    return {name: getattr(jax.config, name) for name in names}

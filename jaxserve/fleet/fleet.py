@@ -1,0 +1,416 @@
+"""Fleet: several engines that serve as one; assigns requests to engines and recovers them when an engine dies.
+
+The engines run in actors, in other processes. Each gets twice as many sequences as one of its steps takes, so that its
+batch stays full while results are in flight. The router chooses the actor: the least loaded, or one that has computed
+a prefix of the prompt. When the queue is empty, idle actors take over requests that wait in busy ones.
+
+An actor that dies is restarted. Its requests are not lost, but any of them may have killed it: they are served again in
+two halves, each by an actor that serves nothing else meanwhile. A half that completes is cleared; if a half kills its
+actor, its unfinished requests are halved again. A request fails after MAX_LONE_DEATHS deaths of actors that served it
+alone.
+"""
+
+import dataclasses
+import logging
+import time
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
+from typing import Protocol, runtime_checkable
+
+from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.engine.stepped import SteppedEngine
+from jaxserve.errors import ConfigError, EngineDiedError, RequestError
+from jaxserve.request import RequestFailure, RequestOutput, SamplingParams, TokenIds
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.text.tokenizer import load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+MAX_LONE_DEATHS = 3
+MAX_FAILED_STARTS = 3  # consecutive failed starts of one actor
+CALL_S = 0.05  # duration of a call: then an actor returns finished requests and gets new ones
+_CALLS_AHEAD = 2  # the next call is queued when an actor ends one
+_BLOCK_BYTES = 256  # bytes of a prompt between consecutive prefix hashes
+_TOKEN_BYTES = 4  # estimated bytes of text per token, and exact bytes of a token id
+
+
+@dataclass(frozen=True, slots=True)
+class NewRequest:
+    """Arguments of `Engine.add_request`.
+
+    Attributes:
+        request_id: internal id, not the caller's. It is new each time a request is given to an actor, so that a late
+            result of an earlier attempt is not taken for that of a later one.
+        prompt: text or token ids.
+        params: sampling parameters.
+        cache_salt: namespace of the prefix cache, as in `Engine.add_request`.
+    """
+
+    request_id: str
+    prompt: str | TokenIds
+    params: SamplingParams
+    cache_salt: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Answer of an actor that is ready to serve."""
+
+    schedule: ScheduleConfig
+    default_sampling_params: SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Answer of a call: requests that ended."""
+
+    ended: list[RequestOutput | RequestFailure]
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """Notice that an actor died; its outstanding calls get no answer."""
+
+    cause: str
+
+
+@runtime_checkable
+class Actors(Protocol):
+    """Actors that run the engines. An actor keeps its index when it is restarted in another process."""
+
+    count: int
+
+    def start(self, index: int) -> None:
+        """Start or restart an actor; it answers `Started` or `Died`."""
+
+    def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
+        """Queue a call of `Server.serve` in an actor; it answers `Served` or `Died`."""
+
+    def wait(self) -> tuple[int, Started | Served | Died]:
+        """Return the next answer of any actor; ConfigError if an engine cannot start as configured."""
+
+
+class Server:
+    """Server of an engine in an actor's process.
+
+    Args:
+        engine: an `Engine` that nothing else is using.
+    """
+
+    def __init__(self, engine: SteppedEngine) -> None:
+        self._engine = engine
+        self._num_sequences: dict[str, int] = {}  # sequences of unfinished requests, by request id
+
+    def started(self) -> Started:
+        """Return what the fleet needs to know of the engine."""
+        return Started(self._engine.schedule, self._engine.default_sampling_params)
+
+    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:
+        """Abort some requests, add others, and run for CALL_S, or until a request ends and another would fit."""
+        for request_id in aborted:
+            self._engine.abort(request_id)
+            self._num_sequences.pop(request_id, None)
+        ended: list[RequestOutput | RequestFailure] = []
+        for request in added:
+            try:
+                self._add(request)
+            except RequestError as error:
+                ended.append(RequestFailure(request.request_id, RequestError(str(error))))
+        until_s = time.monotonic() + CALL_S
+        while self._engine.has_unfinished():
+            for output in self._engine.step():
+                if output.finished:
+                    del self._num_sequences[output.request_id]
+                    ended.append(output)
+            if time.monotonic() >= until_s or (ended and self._has_room()):
+                break
+        return Served(ended)
+
+    def _add(self, request: NewRequest) -> None:
+        self._engine.add_request(request.request_id, request.prompt, request.params, cache_salt=request.cache_salt)
+        self._num_sequences[request.request_id] = request.params.n
+
+    def _has_room(self) -> bool:
+        return sum(self._num_sequences.values()) < self._engine.schedule.max_num_seqs
+
+
+@dataclass(eq=False)
+class _Job:
+    request_id: str  # the caller's
+    request: NewRequest
+    num_lone_deaths: int = 0
+    seat: "_Seat | None" = None
+    load: int = 0  # load that this job adds to its seat, in tokens
+
+    @property
+    def num_sequences(self) -> int:
+        return self.request.params.n
+
+    @property
+    def num_tokens(self) -> int:
+        """Length of the prompt in tokens, estimated if it is text."""
+        prompt = self.request.prompt
+        return len(prompt) // _TOKEN_BYTES + 1 if isinstance(prompt, str) else len(prompt)
+
+    def load_with(self, num_shared_tokens: int) -> int:
+        """Return the load in tokens that it adds to an actor that has computed `num_shared_tokens` of its prompt."""
+        return max(self.num_tokens - num_shared_tokens, 0) + ROW_CHARGE_TOKENS * self.num_sequences
+
+    @cached_property
+    def prefix(self) -> Prefix:
+        """Hashes of prefixes of the prompt as given, before tokenisation."""
+        prompt = self.request.prompt
+        try:
+            is_text = isinstance(prompt, str)
+            data = prompt.encode(errors="surrogatepass") if isinstance(prompt, str) else array("i", prompt).tobytes()
+        except (TypeError, OverflowError):  # the engine will refuse the prompt
+            return ()
+        salt = (self.request.cache_salt or "").encode(errors="surrogatepass")
+        state, start, prefix = blake2b(salt, digest_size=16, person=b"text" if is_text else b"ids"), 0, []
+        for depth in sample_depths(len(data) // _BLOCK_BYTES):
+            state.update(data[start : depth * _BLOCK_BYTES])
+            start = depth * _BLOCK_BYTES
+            prefix.append((start // _TOKEN_BYTES, state.digest()))
+        return prefix
+
+
+@dataclass(slots=True, eq=False)
+class _Seat:
+    """State of an actor as known to the fleet."""
+
+    index: int
+    ready: bool = False
+    num_failed_starts: int = 0
+    num_calls: int = 0  # outstanding calls
+    jobs: dict[str, _Job] = field(default_factory=dict)  # keys are ids of `NewRequest`, the newest last
+    num_sequences: int = 0  # sequences of its jobs
+    load: int = 0  # load of its jobs, in tokens
+    has_suspects: bool = False  # no other jobs are assigned until these have ended
+    added: list[NewRequest] = field(default_factory=list)  # requests to add in the next call
+    aborted: list[str] = field(default_factory=list)  # ids to abort first in the next call
+
+    def give(self, job: _Job) -> None:
+        job.seat = self
+        self.jobs[job.request.request_id] = job
+        self.num_sequences += job.num_sequences
+        self.load += job.load
+        self.added.append(job.request)
+
+    def end(self, job: _Job) -> None:
+        job.seat = None
+        del self.jobs[job.request.request_id]
+        self.num_sequences -= job.num_sequences
+        self.load -= job.load
+
+    def abort(self, job: _Job) -> None:
+        self.end(job)
+        if job.request in self.added:
+            self.added.remove(job.request)
+        else:
+            self.aborted.append(job.request.request_id)
+
+
+class Fleet:
+    """Fleet of engines with the interface of `BatchEngine`.
+
+    It differs from an `Engine` in two ways: `step` waits for an actor and returns only requests that ended, and a
+    request that an engine refuses is accepted first and comes back from `step` as a RequestFailure.
+
+    Args:
+        config: options of each engine.
+        actors: actors to start; the constructor returns when one of them is ready.
+
+    Attributes:
+        config: options of each engine.
+        schedule: sizes of all engines together.
+        tokenizer: None with `skip_tokenizer_init`.
+        default_sampling_params: sampling parameters that the checkpoint recommends.
+
+    Raises:
+        ConfigError: engines cannot start; from `step` as well.
+    """
+
+    def __init__(self, config: EngineConfig, actors: Actors) -> None:
+        self.config = config
+        self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
+        self._actors = actors
+        self._seats = [_Seat(index) for index in range(actors.count)]
+        self._jobs: dict[str, _Job] = {}  # unfinished jobs, by request id
+        self._router = Router(actors.count)
+        self._queue: OrderedDict[str, _Job] = OrderedDict()  # jobs not given to an actor, by request id
+        self._num_given = 0
+        # Not given to an actor either; each group needs an actor without other jobs. Aborted jobs are dropped when due.
+        self._suspects: deque[list[_Job]] = deque()
+        self._idle: dict[int, _Seat] = {}  # ready seats without jobs
+        self._due: dict[int, _Seat] = {}  # seats that may need a call
+        self._may_even_out = False  # False after `_even_out` found nothing to move, until something changes
+        self._room = self._max_rows = 0  # most sequences of an actor, and of one of its steps
+        for seat in self._seats:
+            actors.start(seat.index)
+        while not isinstance(first := self._wait(), Started):
+            pass
+        s, n = first.schedule, actors.count
+        self._room, self._max_rows = 2 * s.max_num_seqs, s.max_num_seqs
+        for seat in self._seats:
+            self._note(seat)
+        self.default_sampling_params = first.default_sampling_params
+        self.schedule = dataclasses.replace(
+            s,
+            max_num_seqs=n * s.max_num_seqs,
+            max_num_batched_tokens=n * s.max_num_batched_tokens,
+            num_pages=n * s.num_pages,
+        )
+
+    def add_request(
+        self, request_id: str, prompt: str | TokenIds, params: SamplingParams, *, cache_salt: str | None = None
+    ) -> None:
+        """Queue a request; `request_id` must be unique among unfinished ones."""
+        job = _Job(request_id, NewRequest(request_id, prompt, params, cache_salt))
+        self._jobs[request_id] = self._queue[request_id] = job
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request."""
+        job = self._jobs.pop(request_id, None)
+        if job is None:
+            return
+        if job.seat is None:
+            self._queue.pop(request_id, None)
+        else:
+            seat = job.seat
+            seat.abort(job)
+            self._note(seat)
+
+    def has_unfinished(self) -> bool:
+        """Return whether any request has not ended."""
+        return bool(self._jobs)
+
+    def step(self) -> list[RequestOutput | RequestFailure]:
+        """Assign waiting requests to actors, and return the requests that ended in the actor that answers next."""
+        self._give_suspects()
+        self._give_queue()
+        self._even_out()
+        for seat in self._due.values():
+            while seat.ready and seat.num_calls < _CALLS_AHEAD and (seat.jobs or seat.aborted):
+                self._actors.serve(seat.index, seat.aborted, seat.added)
+                seat.num_calls += 1
+                seat.aborted, seat.added = [], []
+        self._due.clear()
+        answer = self._wait()
+        return answer.ended if isinstance(answer, Served) else []
+
+    def _note(self, seat: _Seat) -> None:
+        """Update the router and the set of due seats after a change of a seat."""
+        if not seat.jobs:
+            seat.has_suspects = False
+        self._due[seat.index] = seat
+        if seat.ready and not seat.jobs:
+            self._may_even_out |= seat.index not in self._idle
+            self._idle[seat.index] = seat
+        else:
+            self._idle.pop(seat.index, None)
+        self._may_even_out |= seat.num_sequences > self._max_rows
+        is_open = seat.ready and not seat.has_suspects and (seat.num_sequences < self._room or not seat.jobs)
+        self._router.set_load(seat.index, seat.load, is_open=is_open)
+
+    def _give(self, seat: _Seat, job: _Job, num_shared_tokens: int = 0) -> None:
+        job.load = job.load_with(num_shared_tokens)
+        job.request = dataclasses.replace(job.request, request_id=str(self._num_given))
+        self._num_given += 1
+        seat.give(job)
+        self._router.note(seat.index, job.prefix)
+        self._note(seat)
+
+    def _give_suspects(self) -> None:
+        while self._suspects and self._idle:
+            seat = next(iter(self._idle.values()))
+            for job in self._suspects.popleft():
+                if self._jobs.get(job.request_id) is job:
+                    seat.has_suspects = True
+                    self._give(seat, job)
+
+    def _give_queue(self) -> None:
+        given: list[str] = []
+        for job, route in self._router.assign(
+            self._queue.values(),
+            prefix_of=lambda job: job.prefix,
+            fits=self._fits,
+            load_of=lambda job, route: job.load_with(route.num_shared_tokens),
+        ):
+            if route.is_open:
+                self._give(self._seats[route.replica], job, route.num_shared_tokens)
+                given.append(job.request_id)
+        for request_id in given:
+            del self._queue[request_id]
+        while self._queue and self._idle:  # no actor may idle while a job waits for another's prefix
+            self._give(next(iter(self._idle.values())), self._queue.popitem(last=False)[1])
+
+    def _fits(self, job: _Job, route: Route) -> bool:
+        seat = self._seats[route.replica]
+        return not seat.jobs or seat.num_sequences + job.num_sequences <= self._room
+
+    def _even_out(self) -> None:
+        """Move to idle actors the newest jobs of busy ones, which exceed the rows of a step and so have not started."""
+        while self._may_even_out and self._idle and not self._queue:
+            idle = next(iter(self._idle.values()))
+            others = (seat for seat in self._seats if seat.ready and not seat.has_suspects)
+            busiest = max(others, key=lambda seat: seat.num_sequences)
+            for job in list(reversed(busiest.jobs.values())):
+                rest = busiest.num_sequences - job.num_sequences
+                if rest < max(self._max_rows, idle.num_sequences + job.num_sequences):
+                    break
+                busiest.abort(job)
+                self._give(idle, job)
+            self._note(busiest)
+            self._may_even_out = bool(idle.jobs)
+
+    def _wait(self) -> Started | Served | Died:
+        """Wait for the next answer and record it; a `Served` is returned with the caller's requests that ended."""
+        index, answer = self._actors.wait()
+        seat = self._seats[index]
+        if isinstance(answer, Started):
+            seat.ready, seat.num_failed_starts = True, 0
+            self._note(seat)
+            return answer
+        if isinstance(answer, Died):
+            return Served(self._bury(seat, answer.cause))
+        seat.num_calls -= 1
+        ended = []
+        for output in answer.ended:
+            job = seat.jobs.get(output.request_id)
+            if job is not None:  # None if it was aborted, or moved to another actor since
+                seat.end(job)
+                del self._jobs[job.request_id]
+                ended.append(dataclasses.replace(output, request_id=job.request_id))
+        self._note(seat)
+        return Served(ended)
+
+    def _bury(self, seat: _Seat, cause: str) -> list[RequestOutput | RequestFailure]:
+        """Restart an actor that died, and return the request that failed because of it, if any."""
+        logger.warning("engine %d of the fleet died: %s", seat.index, cause)
+        jobs = list(seat.jobs.values())
+        seat.num_failed_starts += not seat.ready
+        self._seats[seat.index] = _Seat(seat.index, num_failed_starts=seat.num_failed_starts)
+        self._router.forget(seat.index)
+        self._note(self._seats[seat.index])
+        if seat.num_failed_starts < MAX_FAILED_STARTS:
+            self._actors.start(seat.index)
+        elif all(other.num_failed_starts == MAX_FAILED_STARTS for other in self._seats):
+            raise ConfigError(f"no engine of the fleet starts, in {MAX_FAILED_STARTS} attempts each; the last: {cause}")
+        for job in jobs:
+            job.seat = None
+        if len(jobs) == 1:
+            jobs[0].num_lone_deaths += 1
+            if jobs[0].num_lone_deaths == MAX_LONE_DEATHS:
+                return [self._failure(jobs[0], cause)]
+        middle = -(-len(jobs) // 2)
+        self._suspects.extend(half for half in (jobs[:middle], jobs[middle:]) if half)
+        return []
+
+    def _failure(self, job: _Job, cause: str) -> RequestFailure:
+        del self._jobs[job.request_id]
+        message = f"{MAX_LONE_DEATHS} engines died, each while it served this request alone; the last: {cause}"
+        return RequestFailure(job.request_id, EngineDiedError(message))

@@ -1,0 +1,168 @@
+"""Fleet on Ray: each engine runs in an actor, a separate process on any machine of the cluster with room for it.
+
+Ray places the actors, transports calls and reports deaths. The fleet (`fleet.py`) recovers the requests itself, so
+Ray's restarts of actors and retries of calls are off.
+"""
+
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jaxserve.config import EngineConfig, ray_address
+from jaxserve.errors import ConfigError, install_extra
+from jaxserve.fleet.fleet import Died, Fleet, NewRequest, Served, Server, Started
+
+_ACCELERATORS = ("GPU", "TPU")  # Ray's names
+_OBJECT_STORE_BYTES = 2**28  # object store of a local Ray: outputs pass through it and spill to disk if they do not fit
+
+
+@contextlib.contextmanager
+def ray_fleet(num_actors: int | None = None, **options: Any) -> Iterator[Fleet]:
+    """Yield a fleet for `run_batch`; on exit its actors are ended, and so is Ray if it was started here.
+
+    Args:
+        num_actors: number of engines; None is as many as the cluster's accelerators suffice for, or one if it has none.
+        options: fields of EngineConfig for each engine. Its directories must exist on every machine.
+
+    Raises:
+        ConfigError: Ray is missing or cannot be reached, the cluster is too small, or an engine cannot start.
+    """
+    config = EngineConfig(**options)
+    if config.data_parallel_size > 1:
+        raise ConfigError(
+            f"data_parallel_size must be 1 on Ray, where each actor has one replica, got {config.data_parallel_size}; "
+            f"have more actors"
+        )
+    if num_actors is not None and num_actors < 1:
+        raise ConfigError(f"the number of actors must be positive, got {num_actors}")
+    with _connected() as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        count, resources = plan_actors(nodes, config.tensor_parallel_size, num_actors)
+        actors = _RayActors(ray, count, resources, options | _absolute(options))
+        try:
+            yield Fleet(config, actors)
+        finally:
+            for index in range(count):
+                actors.stop(index)
+
+
+def _absolute(options: Mapping[str, Any]) -> dict[str, str]:
+    """Return the directories among the options as absolute paths, since actors have another working directory."""
+    given = {name: options.get(name) for name in ("model", "tokenizer", "compilation_cache_dir")}
+    return {name: os.path.abspath(path) for name, path in given.items() if path not in (None, "auto")}
+
+
+def plan_actors(
+    nodes: Sequence[Mapping[str, float]], num_devices: int, wanted: int | None
+) -> tuple[int, dict[str, Any]]:
+    """Return the number of actors and the resources that each requests from Ray.
+
+    Args:
+        nodes: resources of each machine, by Ray's names.
+        num_devices: devices of one engine, all on one machine.
+        wanted: number of actors; None for as many as the accelerators suffice for.
+
+    Raises:
+        ConfigError: the cluster has no room for them.
+    """
+    kind = next((name for name in _ACCELERATORS if any(node.get(name) for node in nodes)), "CPU")
+    most = sum(int(node.get(kind, 0) // num_devices) for node in nodes)
+    count = wanted or (1 if kind == "CPU" else most)
+    if not 0 < count <= most:
+        raise ConfigError(
+            f"the cluster must have room for --ray-actors, each with tensor_parallel_size {kind}s of one machine, got "
+            f"{count} with {num_devices} each, and room for {most}; lower one of them or add machines"
+        )
+    if kind == "TPU":
+        return count, {"resources": {"TPU": num_devices}, "num_cpus": 0}
+    return count, {"num_gpus": num_devices, "num_cpus": 0} if kind == "GPU" else {"num_cpus": num_devices}
+
+
+@contextlib.contextmanager
+def _connected() -> Iterator[Any]:
+    """Yield the ray module, connected: as it is, or to the environment's cluster, or to a new one on this machine."""
+    address = ray_address()
+    try:
+        import ray  # noqa: PLC0415 - an extra, and slow
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"a fleet needs Ray; {install_extra('ray')}") from error
+    if ray.is_initialized():
+        yield ray
+        return
+    local = {"include_dashboard": False, "object_store_memory": _OBJECT_STORE_BYTES} if address == "local" else {}
+    try:
+        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **local)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        cause = " ".join(str(error).split())
+        raise ConfigError(f"cannot connect to the Ray cluster {address}; is RAY_ADDRESS right? {cause}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+class _RayActors:
+    """Implementation of `Actors` on Ray."""
+
+    def __init__(self, ray: Any, count: int, resources: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        self.count = count
+        self._ray, self._options = ray, dict(options)
+        self._actor_class = ray.remote(_EngineActor).options(scheduling_strategy="SPREAD", **resources)
+        self._actors: dict[int, Any] = {}  # live actors by index
+        self._calls: dict[Any, int] = {}  # outstanding calls, oldest first, with the index of the actor
+        self._answered: deque[Any] = deque()  # outstanding calls that Ray has reported as ready
+
+    def start(self, index: int) -> None:
+        self._actors[index] = actor = self._actor_class.remote()
+        self._calls[actor.start.remote(self._options)] = index
+
+    def serve(self, index: int, aborted: Sequence[str], added: Sequence[NewRequest]) -> None:
+        self._calls[self._actors[index].serve.remote(aborted, added)] = index
+
+    def wait(self) -> tuple[int, Started | Served | Died]:
+        while (index := self._calls.pop(call := self._next_answered(), None)) is None:
+            pass  # the actor was stopped after this call
+        try:
+            return index, self._ray.get(call)
+        except self._ray.exceptions.RayError as error:
+            self.stop(index)  # an actor that raised or is unreachable may still be alive
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, ConfigError):
+                raise cause from None
+            return index, Died(_brief(error) if cause is None else repr(cause))
+
+    def _next_answered(self) -> Any:
+        """Return a call that is ready. Ray is queried only when all calls found ready earlier have been returned."""
+        if not self._answered:
+            calls = list(self._calls)
+            self._ray.wait(calls, num_returns=1)
+            ready, _ = self._ray.wait(calls, num_returns=len(calls), timeout=0)
+            self._answered.extend(ready)
+        return self._answered.popleft()
+
+    def stop(self, index: int) -> None:
+        """Kill an actor and forget its calls."""
+        self._calls = {call: i for call, i in self._calls.items() if i != index}
+        if (actor := self._actors.pop(index, None)) is not None:
+            self._ray.kill(actor)
+
+
+def _brief(error: Exception) -> str:
+    """Return Ray's message about a death, without ids and advice."""
+    return str(error).splitlines()[-1].partition(" Some common causes")[0]
+
+
+class _EngineActor:
+    """Ray actor that serves an engine."""
+
+    def start(self, options: dict[str, Any]) -> Started:
+        from jaxserve.llm import LLM  # noqa: PLC0415 - imports jax, which the fleet's own process does not need
+
+        self._server = Server(LLM(**options).engine)
+        return self._server.started()
+
+    def serve(self, aborted: Sequence[str], added: Sequence[NewRequest]) -> Served:
+        return self._server.serve(aborted, added)

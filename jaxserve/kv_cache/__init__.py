@@ -1,0 +1,1 @@
+"""KV pages as the host sees them."""

@@ -1,0 +1,191 @@
+"""Finds pages whose content a request would otherwise compute again, and decides which page to give up next."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+
+from jaxserve.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.kv_cache.page_pool import PagePool
+from jaxserve.request import Request, TokenIds
+
+DIGEST_SIZE = 16
+
+
+class PrefixCache:
+    """Full pages by the hash of everything up to their last token; allocation and release of all pages.
+
+    A page's hash covers the hash of the page before it (the salt, for the first), so that equal hashes mean equal
+    salts and equal token prefixes, which is what keys and values depend on. A registered page that loses its last owner
+    keeps its content and joins the evictable pages; these are reused, least recently released first, only when
+    no free page is left.
+
+    Each group of layers has pages of its own. A prefix is cached where all of them have the pages that the next token
+    sees: those of full attention all, those with a window the last ones.
+    """
+
+    def __init__(self, pool: PagePool, groups: KVGroups):
+        self.page_size = groups.page_size
+        self._pool = pool
+        self._groups = groups
+        self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
+        self._hash_by_page: dict[int, tuple[int, bytes]] = {}  # group and hash
+        self._first = (*groups.full, 0)[0]  # the group that is asked for single pages
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        # The prompt hashed last: the samples of one prompt come one after the other, and need it hashed but once.
+        self._last_prompt: TokenIds = []
+        self._last_salt = b""
+        self._last_hashes: list[bytes] = []  # hashes of the prompt's full pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated: free and evictable ones."""
+        return self._pool.num_free + len(self._evictable)
+
+    def hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the request's full pages of known tokens; kept on the request, extended as tokens become known."""
+        hashes, num_full = request.page_hashes, request.num_known_tokens // self.page_size
+        if len(hashes) == num_full:
+            return hashes
+        if not hashes:
+            hashes += self._prompt_hashes(request)
+        self._extend(hashes, request, num_full)
+        return hashes
+
+    def _prompt_hashes(self, request: Request) -> list[bytes]:
+        """Hashes of the full pages of the request's prompt; computed once for requests in a row with one prompt."""
+        prompt, salt = request.prompt_token_ids, request.salt
+        if salt != self._last_salt or (prompt is not self._last_prompt and prompt != self._last_prompt):
+            self._last_prompt, self._last_salt, self._last_hashes = prompt, salt, []
+            self._extend(self._last_hashes, request, len(prompt) // self.page_size)
+        return self._last_hashes
+
+    def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
+        """Hash the request's pages that follow those of `hashes`, up to `num_pages` in all."""
+        for start in range(len(hashes) * self.page_size, num_pages * self.page_size, self.page_size):
+            previous = hashes[-1] if hashes else _root_hash(request.salt)
+            hashes.append(_page_hash(previous, request.tokens(start, start + self.page_size)))
+
+    def has(self, page_hash: bytes) -> bool:
+        """Return whether a page with this hash is cached."""
+        return page_hash in self._page_by_hash[self._first]
+
+    def may_match(self, request: Request, num_columns: int) -> bool:
+        """Return False where `match` would find fewer columns than this, as far as a single look-up can tell."""
+        if num_columns > self._num_matchable(request):
+            return False
+        return not self._groups.full or num_columns < 1 or self.has(self.hashes(request)[num_columns - 1])
+
+    def match(self, request: Request) -> list[int]:
+        """The pages of the longest cached prefix of a request, column by column; takes no references.
+
+        At least one known token is left over, because sampling needs the hidden state of the last one.
+        """
+        hashes, groups = self.hashes(request)[: self._num_matchable(request)], self._groups
+        for group in groups.full:
+            hashes = hashes[: _num_cached(self._page_by_hash[group], hashes)]
+        if groups.sliding:
+            hashes = hashes[: self._num_seen(hashes)]
+        if groups.size == 1 and groups.full:
+            return [self._page_by_hash[0][page_hash] for page_hash in hashes]
+        pages = [RELEASED] * (len(hashes) * groups.size)
+        for group, pages_of in enumerate(self._page_by_hash):
+            first = 0 if groups.windows[group] is None else max(len(hashes) - groups.num_window_columns, 0)
+            for column in range(first, len(hashes)):
+                pages[column * groups.size + group] = pages_of[hashes[column]]
+        return pages
+
+    def _num_matchable(self, request: Request) -> int:
+        return (request.num_known_tokens - 1) // self.page_size
+
+    def _num_seen(self, hashes: list[bytes]) -> int:
+        """Columns of the longest prefix whose last ones, which windows reach, are cached in all sliding groups."""
+        needed, num_last = self._groups.num_window_columns, 0  # columns cached without a gap
+        tables = [self._page_by_hash[group] for group in self._groups.sliding]
+        for column in range(len(hashes) - 1, -1, -1):
+            if num_last == needed:
+                return column + 1 + num_last
+            num_last = num_last + 1 if all(hashes[column] in table for table in tables) else 0
+        return num_last
+
+    def num_evictable(self, pages: Iterable[int]) -> int:
+        """Return how many of these cached pages nobody owns."""
+        return sum(page in self._evictable for page in pages)
+
+    def register(self, page_hash: bytes, page: int, group: int = 0) -> None:
+        """Makes an owned page findable. If another page has the same content already, that one stays the cached one.
+
+        The caller vouches that the content is in the pool before any row that could find the page attends to it.
+        """
+        assert self._pool.num_refs(page) > 0, f"page {page} must be owned while it is registered"
+        if page_hash in self._page_by_hash[group]:
+            return
+        assert page not in self._hash_by_page, f"page {page} is registered with other content"
+        self._page_by_hash[group][page_hash] = page
+        self._hash_by_page[page] = group, page_hash
+
+    def allocate(self, num_pages: int) -> list[int] | None:
+        """New pages with one reference each and no content, or None (and no change) when there are too few."""
+        if num_pages > self.num_available:
+            return None
+        return [self._take() for _ in range(num_pages)]
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """One more owner for each of these pages."""
+        for page in pages:
+            if page != RELEASED:
+                self._pool.retain(page)
+                self._evictable.pop(page, None)
+
+    def release(self, pages: list[int]) -> None:
+        """One owner less for a request's pages, given in token order.
+
+        Goes from the last page to the first, so that tails are evicted before the heads that more requests share.
+        """
+        for page in reversed(pages):
+            if page == RELEASED or not self._pool.release(page):
+                continue
+            if page in self._hash_by_page:
+                self._evictable[page] = None
+            else:
+                self._pool.recycle(page)
+
+    def reset(self) -> None:
+        """Forgets all content. Pages in use stay with their owners."""
+        for page in self._evictable:
+            self._pool.recycle(page)
+        self._evictable.clear()
+        for pages_of in self._page_by_hash:
+            pages_of.clear()
+        self._hash_by_page.clear()
+
+    def check_integrity(self, owners: dict[int, int]) -> None:
+        """Asserts that pages are conserved; `owners` maps each page in use to its number of owners."""
+        self._pool.check_integrity(owners, set(self._evictable))
+        by_page = {page: (g, key) for g, pages_of in enumerate(self._page_by_hash) for key, page in pages_of.items()}
+        assert by_page == self._hash_by_page
+        assert self._evictable.keys() <= self._hash_by_page.keys(), "an evictable page has no content"
+
+    def _take(self) -> int:
+        if not self._pool.num_free:
+            page, _ = self._evictable.popitem(last=False)
+            group, page_hash = self._hash_by_page.pop(page)
+            del self._page_by_hash[group][page_hash]
+            self._pool.recycle(page)
+        return self._pool.allocate()
+
+
+def _num_cached(pages_of: Mapping[bytes, int], hashes: Sequence[bytes]) -> int:
+    """Return the length of the longest run of cached hashes from the first on."""
+    return next((index for index, page_hash in enumerate(hashes) if page_hash not in pages_of), len(hashes))
+
+
+def _root_hash(salt: bytes) -> bytes:
+    # Hashed under another personalisation than pages: no salt that a user chooses can pose as a page's hash.
+    return blake2b(salt, digest_size=DIGEST_SIZE, person=b"salt").digest()
+
+
+def _page_hash(previous: bytes, token_ids: TokenIds) -> bytes:
+    return blake2b(previous + array("i", token_ids).tobytes(), digest_size=DIGEST_SIZE, person=b"page").digest()

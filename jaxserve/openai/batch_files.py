@@ -1,0 +1,384 @@
+"""Batch files: OpenAI's batch format, JSON lines in, JSON lines out, restartable at any moment.
+
+Each input line is a request and each output line the record of one, in order of completion; a record's `id` contains
+the line number. The output file is the only state (`batch_output.py`): however a run ends, the next one resumes it.
+
+Restarts are reproducible: a request without a seed gets one from (run seed, line, prompt), so its samples equal those
+of an uninterrupted run. A record's `request_id` is a fingerprint of its input line and the run seed; an output file of
+another input or seed is refused before it is modified.
+
+Memory besides the requests in flight, for a million lines: 8 MB at start to compare fingerprints, then a bit per line
+and about 80 MB for hashes of custom_ids, to find duplicates. Blank lines are skipped and have no record.
+"""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.stepped import BatchEngine
+from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
+from jaxserve.openai.batch_output import BatchOutput, DoneLines, fingerprint_of, make_record, numbered_lines
+from jaxserve.openai.format import (
+    CHAT,
+    COMPLETIONS,
+    BadRequestError,
+    Json,
+    ParsedRequest,
+    as_bad_request,
+    error_body,
+    parse_body,
+    refuse_unknown,
+    response_body,
+)
+from jaxserve.request import RequestFailure, RequestOutput
+
+if TYPE_CHECKING:
+    from jaxserve.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+_LINE_FIELDS = {"custom_id", "method", "url", "body"}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSummary:
+    """Summary of the output file and of this run."""
+
+    num_records: int
+    num_errors: int  # records of failed requests
+    num_resumed: int  # records of earlier runs
+    prompt_tokens: int
+    completion_tokens: int
+    elapsed_s: float
+
+
+@dataclass(slots=True)
+class _Line:
+    """Input line that is being served."""
+
+    number: int
+    custom_id: str
+    fingerprint: str
+    request: ParsedRequest
+    outputs: dict[int, RequestOutput] = field(default_factory=dict)  # finished outputs by index of the prompt
+    failed: bool = False
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """Prompt of a line, to be served or in the engine."""
+
+    line: _Line
+    index: int
+    num_tokens: int = 0
+
+
+def run_batch(
+    engine: "BatchEngine | LLM",
+    in_path: str | Path,
+    out_path: str | Path,
+    *,
+    seed: int | None = None,
+    model_names: Sequence[str] = (),
+    max_in_flight: int | None = None,
+    use_tqdm: bool = True,
+) -> BatchSummary:
+    """Serve every line of `in_path` that has no record in `out_path` yet.
+
+    However it ends, the same call resumes from `out_path`, and no requests remain in the engine.
+
+    Args:
+        engine: an `LLM`, an `Engine` or a `Fleet` that nothing else is using.
+        in_path: a regular file of OpenAI batch requests for /v1/completions and /v1/chat/completions.
+        out_path: output file; created, or resumed if it exists.
+        seed: seed of the run, for requests without a seed; None takes the engine's.
+        model_names: accepted values of `model` in a request, the first being the default. If empty, any name is
+            accepted for the loaded model, so that a file written for another service runs.
+        max_in_flight: limit of sequences in the engine; None is three times `max_num_seqs` over all replicas, enough to
+            keep them full while some requests wait for the prefix of another. A request with more sequences runs
+            alone.
+        use_tqdm: True to show progress if stderr is a terminal.
+
+    Raises:
+        ConfigError: a file is not usable, or the output belongs to another input or is being written by another
+            process.
+    """
+    engine = engine if isinstance(engine, BatchEngine) else engine.engine
+    config: EngineConfig = engine.config
+    key = _key(config.seed if seed is None else seed)
+    with _open_files(in_path, out_path, key) as (lines, out, done), contextlib.ExitStack() as stack:
+        num_rows = engine.schedule.max_num_seqs * config.data_parallel_size
+        run = _BatchRun(
+            engine=engine,
+            out=out,
+            done=done,
+            key=key,
+            own_name=model_names[0] if model_names else config.model or config.model_path.name,
+            model_names=tuple(model_names),
+            window=3 * num_rows if max_in_flight is None else max_in_flight,
+            progress=stack.enter_context(_progress_bar(done, use_tqdm)),
+        )
+        stack.callback(run.abort)
+        return run.run(lines)
+
+
+def find_finished(in_path: str | Path, out_path: str | Path, seed: int) -> BatchSummary | None:
+    """Return the summary of a batch that has a record for every line; None if lines are left to serve.
+
+    This needs no engine: a finished batch does not start one, and unusable files fail at once.
+
+    Raises:
+        ConfigError: as `run_batch`.
+    """
+    if not Path(out_path).exists():  # not created here, since the engine may fail to start
+        _open_input(Path(in_path)).close()
+        return None
+    with _open_files(in_path, out_path, _key(seed)) as (_, out, done):
+        if done.num_records < done.num_lines:
+            return None
+        return BatchSummary(out.num_records, out.num_errors, done.num_records, 0, 0, 0.0)
+
+
+@contextlib.contextmanager
+def _open_files(
+    in_path: str | Path, out_path: str | Path, key: bytes
+) -> Iterator[tuple[IO[bytes], BatchOutput, DoneLines]]:
+    with _open_input(Path(in_path)) as lines, BatchOutput(Path(out_path)) as out:
+        yield lines, out, out.resume(lines, key)
+
+
+def _key(seed: int) -> bytes:
+    return str(seed).encode()
+
+
+@dataclass(slots=True)
+class _BatchRun:
+    """Main loop: admit requests while the window has room, step, write records of finished requests."""
+
+    engine: BatchEngine
+    out: BatchOutput
+    done: DoneLines
+    key: bytes
+    own_name: str
+    model_names: tuple[str, ...]
+    window: int
+    progress: Any
+    in_flight: dict[str, _InFlight] = field(default_factory=dict)  # keys are request ids
+    num_sequences: int = 0  # sequences in flight
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    def run(self, lines: IO[bytes]) -> BatchSummary:
+        """Serve every line that has no record yet."""
+        start_s = time.monotonic()
+        queue = self._prompts(lines)
+        waiting = next(queue, None)
+        while waiting or self.in_flight:
+            while waiting and self._has_room(waiting.line.request.params.n):
+                self._admit(waiting)
+                waiting = next(queue, None)
+            if self.in_flight:
+                self._step()
+            rate = self.completion_tokens / (time.monotonic() - start_s + 1e-9)
+            self.progress.set_postfix_str(f"{rate:.0f} tok/s, {self.out.num_errors} errors", refresh=False)
+        return BatchSummary(
+            num_records=self.out.num_records,
+            num_errors=self.out.num_errors,
+            num_resumed=self.done.num_records,
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            elapsed_s=time.monotonic() - start_s,
+        )
+
+    def abort(self) -> None:
+        """Abort all requests in flight."""
+        for request_id in self.in_flight:
+            self.engine.abort(request_id)
+        self.in_flight.clear()
+
+    def _prompts(self, lines: IO[bytes]) -> Iterator[_InFlight]:
+        """Yield the prompts to serve, in order of input; write error records of invalid lines."""
+        seen: set[int] = set()
+        for number, raw in numbered_lines(lines):
+            custom_id: Any = None
+            try:
+                content = _parse_json(raw)
+                custom_id = content.get("custom_id")
+                _check_custom_id(custom_id)
+                _claim(custom_id, seen)
+                if number in self.done:
+                    continue
+                request = self._parse(content)
+            except Exception as error:  # any failure becomes the line's error record
+                if number not in self.done:
+                    fingerprint = fingerprint_of(raw, self.key)
+                    self._write_error(number, custom_id, fingerprint, _line_error(number, error))
+            else:
+                line = _Line(number, custom_id, fingerprint_of(raw, self.key), request)
+                yield from (_InFlight(line, index) for index in range(len(request.prompts)))
+
+    def _parse(self, content: Json) -> ParsedRequest:
+        refuse_unknown("line", content, _LINE_FIELDS)
+        method, url = content.get("method"), content.get("url")
+        if method != "POST":
+            raise BadRequestError(f'method must be "POST", got {brief(method)}', "method")
+        if url not in (COMPLETIONS, CHAT):
+            raise BadRequestError(f"url must be {COMPLETIONS} or {CHAT}, got {brief(url)}", "url", "invalid_url")
+        return parse_body(
+            url,
+            content.get("body"),
+            self.own_name,
+            self.model_names,
+            self.engine.tokenizer,
+            self.engine.default_sampling_params,
+        )
+
+    def _has_room(self, num_sequences: int) -> bool:
+        return not self.in_flight or self.num_sequences + num_sequences <= self.window
+
+    def _admit(self, prompt: _InFlight) -> None:
+        line, index = prompt.line, prompt.index
+        if line.failed:
+            return
+        request_id, request, params = f"batch-{line.number}-{index}", line.request, line.request.params
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=_derived_seed(self.key, line.number, index))
+        try:
+            self.engine.add_request(request_id, request.prompts[index], params, cache_salt=request.cache_salt)
+        except PeerLostError:  # not an error of the line: the run ends
+            raise
+        except Exception as error:
+            self.engine.abort(request_id)
+            self._fail(line, _line_error(line.number, error))
+            return
+        self.in_flight[request_id] = prompt
+        self.num_sequences += params.n
+
+    def _step(self) -> None:
+        if not self.engine.has_unfinished():
+            raise RuntimeError(f"the engine lost the requests {sorted(self.in_flight)}")
+        for output in self.engine.step():
+            prompt = self.in_flight.get(output.request_id)
+            if isinstance(output, RequestFailure):
+                if prompt is not None:
+                    self._fail(prompt.line, output.error)
+            elif prompt is not None:
+                num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
+                self.completion_tokens += num_tokens - prompt.num_tokens
+                prompt.num_tokens = num_tokens
+                if output.finished:
+                    self._finish(output)
+
+    def _finish(self, output: RequestOutput) -> None:
+        prompt = self._forget(output.request_id)
+        line = prompt.line
+        self.prompt_tokens += len(output.prompt_token_ids)
+        if any(completion.finish_reason == "abort" for completion in output.outputs):
+            self._fail(line, BadRequestError("the engine aborted the request", None, "aborted", 500))
+            return
+        line.outputs[prompt.index] = output
+        if len(line.outputs) == len(line.request.prompts):
+            try:
+                body = self._response(line)
+            except Exception as error:
+                self._fail(line, _line_error(line.number, error))
+            else:
+                self._write(make_record(line.number, line.custom_id, line.fingerprint, 200, body, None))
+
+    def _response(self, line: _Line) -> Json:
+        outputs = [line.outputs[index] for index in range(len(line.outputs))]
+        return response_body(
+            line.request, outputs, self.engine.tokenizer, response_id=line.fingerprint, created_s=int(time.time())
+        )
+
+    def _fail(self, line: _Line, error: RequestError) -> None:
+        line.failed = True
+        for request_id in [i for i, prompt in self.in_flight.items() if prompt.line is line]:
+            self._forget(request_id)
+            self.engine.abort(request_id)
+        self._write_error(line.number, line.custom_id, line.fingerprint, error)
+
+    def _forget(self, request_id: str) -> _InFlight:
+        prompt = self.in_flight.pop(request_id)
+        self.num_sequences -= prompt.line.request.params.n
+        return prompt
+
+    def _write_error(self, number: int, custom_id: Any, fingerprint: str, error: RequestError) -> None:
+        body = error_body(error)
+        short = {"code": body["error"]["code"], "message": body["error"]["message"]}
+        custom_id = custom_id if type(custom_id) in (str, int) else None  # invalid ids are in the message
+        status_code = as_bad_request(error).status_code
+        self.out.num_errors += 1
+        self._write(make_record(number, custom_id, fingerprint, status_code, body, short))
+
+    def _write(self, record: Json) -> None:
+        self.out.append(record)
+        self.progress.update()
+
+
+def _open_input(path: Path) -> IO[bytes]:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise ConfigError(f"cannot read the batch input {path}: {error.strerror}") from error
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise ConfigError(f"the batch input must be a regular file, which a restart can read again, got {path}")
+    return file
+
+
+def _parse_json(raw: bytes) -> Json:
+    try:
+        content = json.loads(raw.decode("utf-8-sig"), parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"a line must hold one JSON object, but: {error}", code="invalid_json_line") from None
+    if not isinstance(content, dict):
+        raise BadRequestError(f"a line must hold one JSON object, got {brief(content)}", code="invalid_json_line")
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_custom_id(custom_id: object) -> None:
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BadRequestError(f"custom_id must be a non-empty string, got {brief(custom_id)}", "custom_id")
+
+
+def _line_error(number: int, error: Exception) -> RequestError:
+    """Return the error for the line's record; unexpected errors are logged with their traceback."""
+    if isinstance(error, RequestError):
+        return error
+    logger.error("line %d of the batch failed unexpectedly", number, exc_info=error)
+    return BadRequestError(f"the line could not be served: {error!r}", None, "internal_error", 500)
+
+
+def _claim(custom_id: str, seen: set[int]) -> None:
+    """Add the hash of a custom_id to `seen`; BadRequestError if an earlier line has it."""
+    if hash(custom_id) in seen:
+        message = f"custom_id must be unique in the file, got {brief(custom_id)} again"
+        raise BadRequestError(message, "custom_id", "duplicate_custom_id")
+    seen.add(hash(custom_id))
+
+
+def _derived_seed(key: bytes, number: int, index: int) -> int:
+    digest = hashlib.blake2b(f"{number}/{index}".encode(), digest_size=8, key=key, person=b"batch seed").digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def _progress_bar(done: DoneLines, use_tqdm: bool) -> Any:
+    from tqdm import tqdm  # noqa: PLC0415 - not needed to parse a command line
+
+    disable = None if use_tqdm else True  # None: disabled unless stderr is a terminal
+    return tqdm(total=done.num_lines, initial=done.num_records, unit="req", desc="batch", disable=disable)

@@ -1,0 +1,147 @@
+"""Output file of a batch: records are appended, and read again when a run resumes.
+
+It is the only state of a batch. Each record is appended whole, so after `kill -9` the file holds whole records and at
+most one truncated one. Written records survive the end of the process, and after the next fsync, at most about a
+second later, also a crash of the machine.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+import time
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from jaxserve.errors import ConfigError
+from jaxserve.openai.format import Json
+
+FSYNC_INTERVAL_S = 1.0
+_RECORD_START = b'{"id": "batch_req_'
+_RECORD = re.compile(  # start of a record, with the fields in the order of `make_record`; the rest is not needed
+    _RECORD_START + rb'([1-9][0-9]*)", "custom_id": (?:"(?:[^"\\]|\\.)*"|-?[0-9]+|null), '
+    rb'"response": \{"status_code": ([0-9]+), "request_id": "([0-9a-f]{16})"'
+)
+
+
+@dataclass(slots=True)
+class DoneLines:
+    """Set of the lines that have a record, one bit each, and the number of lines."""
+
+    num_lines: int = 0  # blank lines are not counted
+    num_records: int = 0
+    bits: bytearray = field(default_factory=bytearray)
+
+    def __contains__(self, number: int) -> bool:
+        return number >> 3 < len(self.bits) and bool(self.bits[number >> 3] >> (number & 7) & 1)
+
+    def add(self, number: int) -> None:
+        """Mark a line as done."""
+        self.bits.extend(bytes(max(0, (number >> 3) + 1 - len(self.bits))))
+        self.bits[number >> 3] |= 1 << (number & 7)
+        self.num_records += 1
+
+
+class BatchOutput:
+    """Locked output file to which records are appended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.num_records = 0
+        self.num_errors = 0
+        self._synced_s = time.monotonic()
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write the batch output {path}: {error.strerror}") from error
+
+    def __enter__(self) -> "BatchOutput":
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise ConfigError(
+                f"another process is writing the batch output {self.path}; wait for it, or choose another output"
+            ) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.fsync(self._fd)
+        os.close(self._fd)
+
+    def resume(self, lines: IO[bytes], key: bytes) -> DoneLines:
+        """Return the lines that have a record; truncate a partial record once the others are checked."""
+        fingerprints, size = self._scan(max_number=os.fstat(lines.fileno()).st_size)
+        done = DoneLines()
+        for number, raw in numbered_lines(lines):
+            done.num_lines += 1
+            if number < len(fingerprints) and fingerprints[number]:
+                if fingerprints[number] != int(fingerprint_of(raw, key), 16):
+                    raise self._foreign(f"its record of line {number} is of another request or another seed")
+                done.add(number)
+        if done.num_records < self.num_records:
+            raise self._foreign("it has records of lines that the input does not have")
+        os.ftruncate(self._fd, size)
+        return done
+
+    def append(self, record: Json) -> None:
+        """Append one record."""
+        data = memoryview(json.dumps(record).encode("ascii") + b"\n")
+        while data:  # one write suffices unless the disk is full; then the second one raises
+            data = data[os.write(self._fd, data) :]
+        self.num_records += 1
+        if time.monotonic() - self._synced_s >= FSYNC_INTERVAL_S:
+            os.fsync(self._fd)
+            self._synced_s = time.monotonic()
+
+    def _scan(self, max_number: int) -> tuple["array[int]", int]:
+        """Return fingerprints by line number (0 if there is no record), and the size in bytes of all whole records."""
+        fingerprints: array[int] = array("Q")
+        size = 0
+        with open(self._fd, "rb", closefd=False) as file:
+            for record in file:
+                if not record.endswith(b"\n"):
+                    if not record.startswith(_RECORD_START[: len(record)]):
+                        raise self._foreign("its last line is no record of a batch")
+                    break
+                head = _RECORD.match(record)
+                if head is None or not record.endswith(b"}\n"):
+                    raise self._foreign(f"its line {self.num_records + 1} is no record of a batch")
+                if (number := int(head[1])) > max_number:
+                    raise self._foreign("it has records of lines that the input does not have")
+                fingerprints.extend([0] * (number + 1 - len(fingerprints)))
+                if fingerprints[number]:
+                    raise self._foreign(f"it has two records of line {number}")
+                fingerprints[number] = int(head[3], 16)
+                self.num_records += 1
+                self.num_errors += head[2] != b"200"
+                size += len(record)
+        return fingerprints, size
+
+    def _foreign(self, reason: str) -> ConfigError:
+        return ConfigError(f"{self.path} does not belong to this batch: {reason}; choose another output file")
+
+
+def numbered_lines(lines: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield (line number from 1, content) of every line that is not blank."""
+    lines.seek(0)
+    for number, raw in enumerate(lines, 1):
+        if content := raw.strip():
+            yield number, content
+
+
+def fingerprint_of(raw: bytes, key: bytes) -> str:
+    """Return the fingerprint of an input line under the seed of the run: 16 hexadecimal digits."""
+    return hashlib.blake2b(raw, digest_size=8, key=key, person=b"batch line").hexdigest()
+
+
+def make_record(
+    number: int, custom_id: str | int | None, fingerprint: str, status_code: int, body: Json, error: Json | None
+) -> Json:
+    """Return a record in OpenAI's batch format, with the fields in the order that `resume` expects."""
+    response = {"status_code": status_code, "request_id": fingerprint, "body": body}
+    return {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}

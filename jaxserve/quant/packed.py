@@ -1,0 +1,72 @@
+"""Matrices of any format that the native CPU kernels multiply, packed for them."""
+
+from typing import Any, no_type_check
+
+import jax
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+from numpy.typing import NDArray
+
+from jaxserve.layers.linear import LinearContext, Matrix, Operands
+from jaxserve.layers.mlp import swiglu
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.packed_linear import PackedMatrix, Packer
+from jaxserve.quant.weight_format import Row, WeightFormat, slab_rows
+from jaxserve.weights import StoredTensor
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class NativeMatrix(Matrix):
+    """A packed matrix, whose kernel computes a product and all that surrounds it in one call."""
+
+    packed: PackedMatrix
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.packed.shape
+
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Multiply without any operands."""
+        assert not self.packed.gated, "the product of a gated matrix is SwiGLU"
+        return packed_linear.multiply(self.packed, x)
+
+    def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        return packed_linear.rows(self.packed, ids)
+
+    def linear(self, x: Float[Array, "T in"], context: LinearContext, operands: Operands) -> Float[Array, "T outputs"]:
+        """Compute everything in one call, unless devices sum first or the activation is not that of the kernel."""
+        if context.axis is not None or context.activation is not (swiglu if self.packed.gated else None):
+            return super().linear(x, context, operands)
+        norm = None if operands.norm is None else (operands.norm.weight, operands.norm.eps)
+        y = packed_linear.multiply(self.packed, x, rms_norm=norm, bias=operands.bias, residual=operands.residual)
+        return y.astype(context.dtype)
+
+
+def unsupported(form: WeightFormat, dtype: DTypeLike) -> str | None:
+    """Return the reason why matrices of a format cannot be packed here, or None if they can.
+
+    Args:
+        form: format of the matrices.
+        dtype: dtype of activations.
+    """
+    if (stored := form.native_dtype(dtype)) is None:
+        return f"the native kernels have no {form.name}"
+    return packed_linear.unsupported(stored, jax.default_backend())
+
+
+def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
+    """Read a device's part of a matrix into panels of a format's elements and scales; see `WeightFormat.convert`."""
+    N, K = tensor.shape
+    leaves = form.leaves(row, tensor.shape, tensor.dtype)
+    num_blocks = leaves[1].shape[1] if len(leaves) > 1 else 0
+    packer = Packer(N, K, leaves[0].dtype, num_blocks, gated=row.gated)
+
+    def add(start: int, rows: NDArray[Any]) -> None:
+        packer.write(start, *form.encode(rows, leaves))
+
+    tensor.each_slab(slab_rows(K), add)
+    return NativeMatrix(packer.matrix(tensor.sharding))

@@ -1,0 +1,109 @@
+"""WeightFormat: how matrices are stored, as a value."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from numpy.typing import NDArray
+
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
+from jaxserve.weights import StoredTensor, host_buffer
+from jaxserve.weights.rows import TensorRow
+
+_SLAB_SIZE = 64 << 10  # elements that each thread converts at once: they fit in its cache
+
+
+@runtime_checkable
+class Row(TensorRow, Protocol):
+    """One tensor of a model, as a format has to know it."""
+
+    @property
+    def axes(self) -> tuple[str | None, ...]:
+        """Logical axis of each dimension, which determines its sharding."""
+
+    @property
+    def gated(self) -> bool:
+        """True if SwiGLU follows the product."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if the tensor is a matrix."""
+
+
+class Leaf(NamedTuple):
+    """An array that a device holds of a tensor.
+
+    Attributes:
+        shape: shape on one device.
+        dtype: dtype of the elements.
+        axes: logical axis of each dimension, which determines its sharding.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    axes: tuple[str | None, ...]
+
+
+class WeightFormat(ABC):
+    """How matrices are stored: which arrays a tensor becomes, how they are computed, and the pytree that multiplies.
+
+    Checkpoints are read by the names and shapes of the row, and random weights are converted as loaded ones are.
+
+    Attributes:
+        name: name in messages and in `quantization`.
+    """
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}()"
+
+    def applies_to(self, row: Row) -> bool:
+        """Return whether a tensor is stored in this format; the others are plain."""
+        return row.is_matrix
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
+        """Return the dtype of the elements if native CPU kernels multiply them, with at most one scale array, or None.
+
+        Args:
+            dtype: dtype of activations, and of plain weights.
+        """
+        return None
+
+    @abstractmethod
+    def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
+        """Return the arrays of a device.
+
+        Args:
+            row: the whole tensor.
+            shape: shape of the device's part of it.
+            dtype: dtype of plain weights.
+        """
+
+    @abstractmethod
+    def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Return some rows of each leaf from the same rows of the tensor."""
+
+    @abstractmethod
+    def weight(self, *leaves: Any) -> Any:
+        """Return the leaf of the parameter tree, a `Matrix` or an array, around arrays or their shapes."""
+
+    def convert(self, row: Row, tensor: StoredTensor) -> Any:
+        """Read a device's part of a tensor; slab by slab, so that the host never holds it in both forms."""
+        leaves = self.leaves(row, tensor.shape, tensor.dtype)
+        buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
+
+        def add(start: int, rows: NDArray[Any]) -> None:
+            for buffer, encoded in zip(buffers, self.encode(rows, leaves), strict=True):
+                buffer[start : start + len(rows)] = encoded
+
+        tensor.each_slab(slab_rows(tensor.shape[1]), add)
+        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+
+
+def slab_rows(in_size: int) -> int:
+    """Return the rows of a slab, a multiple of the panel size of packed matrices."""
+    return PANEL_ROWS * max(1, _SLAB_SIZE // (PANEL_ROWS * in_size))

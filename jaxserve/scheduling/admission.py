@@ -1,0 +1,59 @@
+"""Admission: what a scheduler would do with a request that waits before several schedulers."""
+
+from jaxserve.request import Request
+from jaxserve.scheduling.ledger import Ledger
+from jaxserve.scheduling.prefill import Prefills
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
+
+
+class Admission:
+    """Answers for a load balancer, from the state of one scheduler, which they do not change.
+
+    Args:
+        ledger: requests and pages of the scheduler.
+        prefills: its prompts.
+    """
+
+    def __init__(self, ledger: Ledger, prefills: Prefills) -> None:
+        self._ledger, self._prefills = ledger, prefills
+
+    @property
+    def load(self) -> int:
+        """Tokens to compute before those of a request added now, and a charge for every request."""
+        ledger = self._ledger
+        return ledger.num_tokens_ahead + ROW_CHARGE_TOKENS * (len(ledger.running) + len(ledger.waiting))
+
+    def has_room(self, request: Request | None = None) -> bool:
+        """Return whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.
+
+        That is behind those that wait here. Rows in decode that need a page in that plan already may yet take those
+        that are counted as free, and the plan may pass over `request`, if it `must_wait`.
+        """
+        ledger = self._ledger
+        if len(ledger.waiting) >= len(ledger.free_slots):
+            return False
+        if ledger.num_waiting_tokens >= self._prefills.num_budget_left():
+            return False
+        num_left = ledger.num_available - self._prefills.num_pages_kept - ledger.num_waiting_pages
+        num_columns = 1 if request is None else ledger.groups.num_columns(request.num_tokens)
+        if num_columns * ledger.groups.size <= num_left:  # whatever of it is cached
+            return True
+        return request is not None and max(self._num_pages_taken(request), 1) <= num_left
+
+    def must_wait(self, request: Request) -> bool:
+        """Return whether the next plan would pass over `request`, because it waits for an unfinished prompt."""
+        return self._prefills.must_wait(request)
+
+    def prefix_hashes(self, request: Request) -> list[bytes]:
+        """Return the hashes of the pages of a request that others may share with it."""
+        return self._ledger.cache.hashes(request)[: (request.num_known_tokens - 1) // self._ledger.page_size]
+
+    def _num_pages_taken(self, request: Request) -> int:
+        """Return the free pages that the start of a request takes: new ones, and cached ones without an owner."""
+        ledger, groups, page_size = self._ledger, self._ledger.groups, self._ledger.page_size
+        cached = ledger.cached_pages(request)
+        num_shared = max(len(cached) // groups.size, request.num_shared_tokens // page_size)
+        num_tokens = min(request.num_tokens, num_shared * page_size + ledger.max_num_batched_tokens)
+        num_tokens = min(num_tokens, num_shared * page_size + ledger.num_tokens_with_room(cached))
+        num_new = groups.num_columns(num_tokens) - num_shared
+        return ledger.cache.num_evictable(cached) + num_new * groups.size

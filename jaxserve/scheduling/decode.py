@@ -1,0 +1,157 @@
+"""Decodes: gives running rows in decode their next token, before all prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.ledger import Ledger, in_prefill
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.policy import Policy
+
+
+class Decodes:
+    """The rows in decode, and whose turn it is to miss a step for prompts.
+
+    Args:
+        ledger: ledger of all requests.
+        policy: policy that says how much of a step is for prompts, and which row gives way.
+        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+    """
+
+    def __init__(self, ledger: Ledger, policy: Policy, num_spare_tokens: int = 0) -> None:
+        self._ledger = ledger
+        self._policy = policy
+        self._num_spare_tokens = num_spare_tokens
+        self._num_slots = len(ledger.free_slots)
+        self._decode_limit = (
+            ledger.max_num_batched_tokens - policy.prefill_share
+        )  # most rows in decode while prompts wait
+        self._next_held_slot = 0  # slot from which rows in decode are held back next
+
+    def most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
+        """Return how many steps, at most `limit`, one plan may have: all rows are in decode, and their pages are there.
+
+        0 where a request could join sooner: a row that ends gives its slot to one that waits for it.
+
+        Args:
+            limit: most steps.
+            num_drafts: tokens to draft by slot; empty for a plan without drafts.
+        """
+        ledger = self._ledger
+        num_tokens, num_spare = 1 + max(num_drafts, default=0), self._num_spare_tokens if num_drafts else 0
+        if not ledger.running or (ledger.waiting and ledger.free_slots) or ledger.num_prefill_tokens:
+            return 0
+        left = [request.max_total_tokens - request.num_tokens for request in ledger.running.values()]
+        num_steps = min(limit, -(-(min if ledger.waiting else max)(left) // num_tokens))
+        while num_steps and ledger.num_pages_short(num_steps * num_tokens + num_spare) > ledger.num_available:
+            num_steps //= 2
+        return num_steps
+
+    def rows_to_hold_back(self) -> list[Request]:
+        """Rows in decode that would take the prompts' share of the budget, in turn; none without prompts to compute."""
+        ledger = self._ledger
+        if len(ledger.running) <= self._decode_limit:
+            return []
+        rows = ledger.running.values()
+        if not (ledger.waiting and ledger.free_slots) and not any(map(in_prefill, rows)):
+            return []
+        # Rows at their length limit compute nothing more: `_can_decode`.
+        in_decode = [
+            row
+            for row in rows
+            if row.status is RequestStatus.RUNNING and not in_prefill(row) and row.num_tokens < row.max_total_tokens
+        ]
+        in_decode.sort(key=lambda request: (request.slot - self._next_held_slot) % self._num_slots)
+        return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
+
+    def schedule(self, plan: StepPlan, held_back: list[Request], num_drafts: Sequence[int] = ()) -> list[Request]:
+        """Give the running rows in decode their tokens; returns those in prefill, of which some may be preempted.
+
+        Args:
+            plan: plan to fill.
+            held_back: rows that miss the step.
+            num_drafts: tokens to draft by slot; empty for a plan without drafts.
+        """
+        num_steps, rows_in_prefill = plan.num_steps, []
+        num_spare = self._num_spare_tokens if num_drafts else 0
+        rows = list(self._ledger.running.values())
+        if held_back:
+            held = set(held_back)
+            rows = [request for request in rows if request not in held]
+        for request in rows:
+            start = request.num_computed_tokens
+            most = num_steps * (1 + num_drafts[request.slot]) if num_drafts else num_steps
+            if start + most + num_spare > request.quiet_until:
+                if request.status is RequestStatus.BLOCKED:
+                    continue
+                if in_prefill(request):
+                    rows_in_prefill.append(request)
+                    continue
+                most = min(most, request.max_total_tokens - request.num_tokens)
+                if request.waits_for_tokens:
+                    most = min(most, 1)
+                if not self._can_decode(request, most, plan, num_spare):
+                    continue
+            request.num_computed_tokens = start + most
+            plan.requests.append(request)
+            plan.starts.append(start)
+            plan.max_new.append(most)
+        plan.num_decode_tokens = plan.num_rows
+        plan.counts = [1] * plan.num_rows
+        if num_drafts:
+            plan.num_drafts = [num_drafts[request.slot] for request in plan.requests]
+        return rows_in_prefill
+
+    def schedule_held_back(self, plan: StepPlan, held_back: list[Request]) -> None:
+        """Give rows held back what prompts left of the budget, those last whose turn it is to miss the step.
+
+        Takes no pages from anyone: all others may have rows in this plan already.
+        """
+        num_missing = len(held_back)
+        for request in reversed(held_back):
+            if plan.num_tokens == self._ledger.max_num_batched_tokens:
+                break
+            num_missing -= 1
+            ledger = self._ledger
+            has_page = ledger.num_columns(request) * ledger.page_size > request.num_computed_tokens
+            has_page |= ledger.num_available >= ledger.groups.size
+            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, 1, plan):
+                plan.requests.append(request)
+                plan.starts.append(request.num_computed_tokens)
+                plan.counts.append(1)
+                plan.max_new.append(1)
+                plan.num_decode_tokens += 1
+                request.num_computed_tokens += 1
+        if num_missing:
+            self._next_held_slot = (held_back[num_missing - 1].slot + 1) % self._num_slots
+
+    def _can_decode(self, request: Request, most: int, plan: StepPlan, num_spare: int = 0) -> bool:
+        """Return whether a row in decode goes on; if so, allocate its pages and set `quiet_until`."""
+        # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
+        if request.num_tokens >= request.max_total_tokens:
+            return False
+        room = request.max_total_tokens - 1 - request.num_computed_tokens
+        if not self._allocate_or_preempt(request, max(min(most + num_spare, room), most), plan):
+            return False
+        if request.params.logprobs is not None:
+            plan.wants_logprobs = True
+        elif not request.waits_for_tokens:
+            num_tokens = self._ledger.num_columns(request) * self._ledger.page_size
+            request.quiet_until = min(num_tokens, request.max_total_tokens - 1)
+        if request.waits_for_tokens:
+            request.status = RequestStatus.BLOCKED
+        return True
+
+    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Allocate the pages of a row in decode; while too few are free, one of the running requests gives way.
+
+        False when that was `request` itself. It never is the oldest, which alone fits the pool: there is progress.
+        """
+        self._ledger.release_unseen(request)
+        while not self._ledger.allocate(request, num_tokens, plan):
+            victim = self._policy.victim(self._ledger.running)
+            self._ledger.preempt(victim, plan)
+            if victim is request:
+                return False
+        return True

@@ -1,0 +1,264 @@
+"""DraftPacer: chooses how many tokens to draft, by how many are accepted and by how long rounds take.
+
+A round with k drafted tokens yields E(k) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_k tokens of a row, where a_i is the
+probability that its i-th drafted token is accepted once those before it were. For all a_i = p that is
+(1 - p^(k+1)) / (1 - p) (Leviathan et al. 2023). A round takes the time of the verification and k times that of a draft
+step, which are measured while serving. The k with the most tokens per second is taken, 0 where plain steps yield more.
+
+Drafts for several rows take the time of the longest, so that k is chosen for all rows together; a row whose drafts
+would hardly ever be accepted so far asks for fewer.
+
+What is not tried is not known: plain steps show nothing of acceptance, rounds with drafts nothing of the time of plain
+steps, and both change. So now and then some dispatches go with another k, drafting after plain steps, and otherwise the
+one that was measured the longest ago: as often as the share PROBE_SHARE of all time pays for what they lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+DISPATCH_S = 0.010  # time that the rounds of a dispatch may take together
+DECAY = 0.95  # weight of a round's acceptance by the time of the next one
+PRIOR_ROUNDS = 4.0  # rounds for which the acceptance of all requests stands in the estimate of one
+FIRST_ROUNDS = 2  # rounds of a dispatch before any time is known
+ROUND_PER_STEP = 3.0  # plain steps in the time of a round, before that is known
+FIRST_GUESS = 0.6  # acceptance before any draft was verified
+PROBE_SHARE = 0.01  # share of the time that probes may lose
+MAX_CREDIT_S = 0.02  # time that probes may lose at once
+SAMPLES = 5  # latest times of a kind of dispatch, of which the median counts
+SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches, beside numbers of drafted tokens
+TRIALS = 2  # times that are measured of a kind before it is judged
+WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
+
+
+class Acceptance:
+    """Decayed counts of drafted tokens by position, of each slot and of all requests together.
+
+    Args:
+        max_drafts: most tokens drafted in a round, K.
+        num_slots: number of slots, S.
+    """
+
+    def __init__(self, max_drafts: int, num_slots: int) -> None:
+        self._offered: NDArray[Any] = np.zeros((num_slots, max_drafts))
+        self._accepted: NDArray[Any] = np.zeros((num_slots, max_drafts))
+        self._all_offered: NDArray[Any] = np.full(max_drafts, PRIOR_ROUNDS)
+        self._all_accepted: NDArray[Any] = np.full(max_drafts, PRIOR_ROUNDS * FIRST_GUESS)
+
+    def admit(self, slots: Sequence[int]) -> None:
+        """Forget what was counted of the requests that had these slots."""
+        self._offered[slots] = self._accepted[slots] = 0
+
+    def add(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
+        """Count rounds [rows, rounds] of some slots.
+
+        A position counts where a token was wanted there, found or not, and all before it were accepted.
+        """
+        position = np.arange(self._offered.shape[1])
+        offered = (wanted[:, :, None] > position) & (accepted[:, :, None] >= position)
+        taken = offered & (accepted[:, :, None] > position)
+        num_rounds = (wanted > 0).sum(axis=1, keepdims=True)
+        kept = np.power(DECAY, num_rounds)
+        self._offered[slots] = self._offered[slots] * kept + offered.sum(axis=1)
+        self._accepted[slots] = self._accepted[slots] * kept + taken.sum(axis=1)
+        kept_of_all = float(np.power(DECAY, num_rounds.mean())) if len(slots) else 1.0
+        self._all_offered = self._all_offered * kept_of_all + offered.sum(axis=(0, 1)) / max(len(slots), 1)
+        self._all_accepted = self._all_accepted * kept_of_all + taken.sum(axis=(0, 1)) / max(len(slots), 1)
+
+    def chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
+        """Return the probability that each drafted token of these slots is accepted, those before it included."""
+        prior = (self._all_accepted + FIRST_GUESS) / (self._all_offered + 1)
+        found = self._accepted[slots] + PRIOR_ROUNDS * prior
+        chances: NDArray[np.float64] = np.cumprod(found / (self._offered[slots] + PRIOR_ROUNDS), axis=1)
+        return chances
+
+
+@dataclass(slots=True)
+class _Costs:
+    """Times of one bucket: seconds per round by k, of plain steps by one and by several in a dispatch."""
+
+    times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # of dispatches, with their rounds
+    measured_s: dict[int, float] = field(default_factory=dict)  # when each k was measured last
+
+    def add(self, num_drafts: int, num_rounds: int, seconds: float, now_s: float) -> None:
+        """Add the time of a dispatch."""
+        kind = num_drafts or (SINGLE if num_rounds == 1 else SEVERAL)
+        self.times.setdefault(kind, deque(maxlen=SAMPLES)).append((seconds / num_rounds, num_rounds))
+        self.measured_s[num_drafts] = now_s
+
+    def median_s(self, kind: int) -> float:
+        """Return the seconds per round of a kind of dispatch; infinite for one that was not measured.
+
+        It is that of half of the rounds: a dispatch that ended after few of them says little about others.
+        """
+        times = sorted(self.times.get(kind, ()))
+        half = sum(num_rounds for _, num_rounds in times) / 2
+        for seconds, num_rounds in times:
+            half -= num_rounds
+            if half <= 0:
+                return seconds
+        return math.inf
+
+    def guess_s(self, num_drafts: int) -> float:
+        """Return the seconds per round of a number of drafts, or what they may be before any was measured."""
+        known = [self.median_s(k) for k in self.times if k > 0]
+        found = self.median_s(num_drafts)
+        return found if math.isfinite(found) else max(known) if known else ROUND_PER_STEP * self.median_s(SINGLE)
+
+    def is_tried(self, kind: int) -> bool:
+        """Return whether a kind of dispatch was measured often enough to judge it."""
+        return len(self.times.get(kind, ())) >= TRIALS
+
+    def round_s(self, max_drafts: int) -> list[float]:
+        """Seconds per round for each k from 0: rounds with drafts on a line by least squares."""
+        drafts = [k for k in self.times if k > 0]
+        weights = np.array([sum(num_rounds for _, num_rounds in self.times[k]) for k in drafts], np.float64)
+        k, seconds = np.array(drafts, np.float64), np.array([self.median_s(k) for k in drafts])
+        mean_k, mean_s = np.average(k, weights=weights), np.average(seconds, weights=weights)
+        spread = float(np.sum(weights * (k - mean_k) ** 2))
+        slope = (
+            max(float(np.sum(weights * (k - mean_k) * (seconds - mean_s))) / spread, 0.0)
+            if spread
+            else mean_s / k[0] / 2
+        )
+        line = [max(float(mean_s + (each - mean_k) * slope), 1e-9) for each in range(1, max_drafts + 1)]
+        return [min(self.median_s(SINGLE), self.median_s(SEVERAL)), *line]
+
+
+@dataclass(slots=True)
+class _Probe:
+    """Dispatches of another number of drafted tokens than the best."""
+
+    bucket: int
+    num_drafts: int
+    num_left: int  # dispatches to choose
+    usual_s: float  # time that a token of each row takes otherwise
+    num_running: int = 0  # dispatches in flight
+
+
+class DraftPacer:
+    """Chooses the number of drafted tokens and of rounds in a dispatch. Times come in as numbers, of any clock.
+
+    Args:
+        max_drafts: most tokens drafted in a round, K.
+        num_slots: number of slots.
+        adaptive: choose by what is measured; otherwise always draft K tokens.
+        has_multi_step: True if plain dispatches may have several steps.
+        max_rounds: function that returns the most rounds of a bucket's dispatch.
+        dispatch_s: time that the rounds of a dispatch may take together; infinite for as many rounds as there may be.
+    """
+
+    def __init__(
+        self,
+        max_drafts: int,
+        num_slots: int,
+        *,
+        adaptive: bool,
+        has_multi_step: bool,
+        max_rounds: Callable[[int], int],
+        dispatch_s: float = DISPATCH_S,
+    ) -> None:
+        self._max_drafts, self._adaptive = max_drafts, adaptive
+        self._max_rounds, self._dispatch_s = max_rounds, dispatch_s
+        self._acceptance = Acceptance(max_drafts, num_slots)
+        # Kinds of dispatches that are measured before any choice
+        plain = [SINGLE, SEVERAL] if has_multi_step else [SINGLE]
+        self._trials = list(dict.fromkeys([*plain, max_drafts, max(max_drafts // 2, 1)]))
+        self._costs: dict[int, _Costs] = {}
+        self._last: tuple[int, int] | None = None  # bucket and k of the dispatch that ended last
+        self._now_s = 0.0
+        self._credit_s = 0.0  # time that probes may lose by now
+        self._probe: _Probe | None = None
+
+    def admit(self, slots: Sequence[int]) -> None:
+        """Forget what was counted of the requests that had these slots."""
+        self._acceptance.admit(slots)
+
+    def choose(self, bucket: int, slots: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+        """Return the tokens to draft for each of the running slots, and the most rounds of the dispatch.
+
+        All zero where plain steps are to be taken.
+        """
+        chances = self._acceptance.chances(slots)
+        num_drafts = self._best(bucket, chances) if self._adaptive else self._max_drafts
+        if not num_drafts:
+            return np.zeros(len(slots), np.int64), 0
+        wanted = np.full(len(slots), num_drafts, np.int64)
+        if self._adaptive:
+            wanted = np.minimum(wanted, np.maximum((chances >= WORTHLESS).sum(axis=1), 1))
+        return wanted, self._num_rounds(bucket, num_drafts)
+
+    def ended(self, bucket: int, num_drafts: int, num_rounds: int, num_tokens: float, end_s: float) -> None:
+        """Note the end of a dispatch in which all rows were in decode.
+
+        Args:
+            bucket: bucket that its rows have, or would have, among those with drafts.
+            num_drafts: most tokens drafted for a row in a round; 0 in a plain dispatch.
+            num_rounds: rounds, or steps, that ran.
+            num_tokens: tokens of a row, on average.
+            end_s: time of the end.
+
+        What counts is the time since the end before, so that whatever the host adds counts too. The first dispatch of a
+        kind is left out: a draft model may have had to catch up.
+        """
+        seconds, last = end_s - self._now_s, self._last
+        self._last, self._now_s = (bucket, num_drafts), end_s
+        if last is None:
+            return
+        self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, MAX_CREDIT_S)
+        if self._probe is not None and (self._probe.bucket, self._probe.num_drafts) == (bucket, num_drafts):
+            self._credit_s -= max(seconds - num_tokens * self._probe.usual_s, 0.0)
+            self._probe.num_running -= 1
+            if num_tokens * self._probe.usual_s > seconds:  # it has lost nothing: go on until the choice follows
+                self._probe.num_left = max(self._probe.num_left, 1)
+            if not (self._probe.num_running or self._probe.num_left):
+                self._probe = None
+        if last == (bucket, num_drafts) and num_rounds:
+            self._costs.setdefault(bucket, _Costs()).add(num_drafts, num_rounds, seconds, end_s)
+
+    def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
+        """Note how many drafted tokens were wanted and accepted in each round [rows, rounds] of some slots."""
+        self._acceptance.add(slots, wanted, accepted)
+
+    def pause(self) -> None:
+        """Note that something else ran: what ends next has no end before it to count from."""
+        self._last = self._probe = None
+
+    def _best(self, bucket: int, chances: NDArray[np.float64]) -> int:
+        costs = self._costs.setdefault(bucket, _Costs())
+        for kind in self._trials:
+            if not costs.is_tried(kind):
+                return max(kind, 0)
+        round_s = costs.round_s(self._max_drafts)
+        tokens = np.concatenate([[len(chances)], len(chances) + np.cumsum(chances.sum(axis=0))])
+        best = int(np.argmax(tokens / round_s))
+        return self._probed(bucket, best, round_s[best] / float(tokens[best]) * len(chances))
+
+    def _probed(self, bucket: int, best: int, usual_s: float) -> int:
+        """Return another number than the best while a probe is due; one token of each row usually takes `usual_s`."""
+        if self._probe is not None and self._probe.bucket != bucket:
+            self._probe = None
+        if self._probe is None and self._credit_s > 0:
+            others = [k for k in range(self._max_drafts + 1) if k != best] if best else [max(self._max_drafts // 2, 1)]
+            measured_s = self._costs[bucket].measured_s
+            oldest = min(others, key=lambda k: (measured_s.get(k, -math.inf), k))
+            self._probe = _Probe(bucket, oldest, TRIALS, usual_s)
+        if self._probe is None or not self._probe.num_left:
+            return best
+        self._probe.num_left -= 1
+        self._probe.num_running += 1
+        return self._probe.num_drafts
+
+    def _num_rounds(self, bucket: int, num_drafts: int) -> int:
+        most = self._max_rounds(bucket)
+        if math.isinf(self._dispatch_s):
+            return most
+        costs = self._costs.get(bucket)
+        return min(most, FIRST_ROUNDS if costs is None else max(int(self._dispatch_s / costs.guess_s(num_drafts)), 1))

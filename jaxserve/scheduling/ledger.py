@@ -1,0 +1,276 @@
+"""Ledger: who waits and who runs, the slots and pages that they hold, and what there is to compute of them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from jaxserve.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.kv_cache.page_pool import PagePool
+from jaxserve.kv_cache.prefix_cache import PrefixCache
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.plan import StepPlan
+
+RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
+
+
+class Ledger:
+    """Requests by state, and counts over them that every change keeps up, so that nobody has to go through them.
+
+    Args:
+        max_num_seqs: slots.
+        max_num_batched_tokens: token budget of a step, which bounds the first chunk of a prompt.
+        groups: groups of layers with pages of their own.
+        num_pages: pages in the pool.
+
+    Attributes:
+        page_size: tokens per page.
+        groups: groups of layers with pages of their own.
+        max_num_batched_tokens: token budget of a step.
+        cache: all pages.
+        waiting: waiting requests by id, in the order of arrival, preempted ones in front.
+        running: running requests by id, in the order of admission.
+        free_slots: slots without a request.
+        unshared: running requests that were there when the prefix cache was reset last.
+        num_prefill_tokens: tokens that running rows have to compute beyond one each.
+        num_growing: running rows that may need a further page.
+        num_waiting_tokens: tokens that waiting requests have to compute, as far as is known.
+        num_waiting_pages: pages that the start of all waiting requests takes.
+    """
+
+    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, groups: KVGroups, num_pages: int) -> None:
+        self.groups = groups
+        self.page_size = groups.page_size
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.cache = PrefixCache(PagePool(num_pages), groups)
+        # Not a deque: an abort in the middle takes constant time.
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
+        self.running: dict[str, Request] = {}
+        self.free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self.unshared: set[Request] = set()
+        self.num_prefill_tokens = 0
+        self.num_growing = 0
+        self.num_waiting_tokens = 0
+        self.num_waiting_pages = 0
+        self._num_slots, self._num_pages = max_num_seqs, num_pages
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be allocated."""
+        return self.cache.num_available
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens to compute before those of a request added now."""
+        return len(self.running) + self.num_prefill_tokens + self.num_waiting_tokens
+
+    # The queue
+
+    def enqueue(self, request: Request) -> None:
+        """Put a request at the end of the queue."""
+        self.waiting[request.request_id] = request
+        self.count(request)
+
+    def dequeue(self, request: Request) -> None:
+        """Take a request out of the queue."""
+        self.uncount(request)
+        del self.waiting[request.request_id]
+
+    def count(self, request: Request) -> None:
+        """Count a request as one that waits."""
+        self._count_waiting(request, 1)
+
+    def uncount(self, request: Request) -> None:
+        """Count a request as one that waits no more, before it starts or its tokens change; it may be in the queue."""
+        self._count_waiting(request, -1)
+
+    def _count_waiting(self, request: Request, sign: int) -> None:
+        num_tokens = max(request.num_tokens - request.num_shared_tokens, 1)
+        self.num_waiting_tokens += sign * num_tokens
+        # Columns of a first chunk, and one more, which the scheduler keeps free for every row that can grow.
+        num_columns = self.groups.num_columns(min(num_tokens, self.max_num_batched_tokens)) + 1
+        self.num_waiting_pages += sign * num_columns * self.groups.size
+
+    # Running rows
+
+    def start(self, request: Request, pages: list[int], num_computed_tokens: int) -> None:
+        """Give a request a slot and pages, of which the first hold so many tokens already."""
+        request.status = RequestStatus.RUNNING
+        request.slot = self.free_slots.pop()
+        request.pages = pages
+        request.num_computed_tokens = num_computed_tokens
+        if self.groups.sliding:  # of the cached prefix, it has got no others
+            num_cached = self.groups.num_columns(num_computed_tokens)
+            request.num_released_columns = max(num_cached - self.groups.num_window_columns, 0)
+        self.running[request.request_id] = request
+        self.num_prefill_tokens += num_remaining(request) - 1
+        self.num_growing += self.can_grow(request)
+
+    def stop(self, request: Request) -> None:
+        """Take slot and pages from a running request."""
+        del self.running[request.request_id]
+        self.num_prefill_tokens -= num_remaining(request) - 1
+        self.num_growing -= self.can_grow(request)
+        self.unshared.discard(request)
+        self.free_slots.append(request.slot)
+        self.cache.release(request.pages)
+        request.slot = -1
+        request.pages = []
+        request.num_released_columns = 0
+        request.num_computed_tokens = 0
+        request.quiet_until = 0
+
+    def preempt(self, request: Request, plan: StepPlan) -> None:
+        """Send a running request back to the head of the queue; it will find its pages again if they stay cached."""
+        assert request not in plan.requests, "a row of this plan must keep its pages"
+        request.num_tokens_when_preempted = request.num_tokens
+        self.stop(request)
+        request.status = RequestStatus.WAITING
+        request.num_preemptions += 1
+        request.num_shared_tokens = 0
+        self.enqueue(request)
+        self.waiting.move_to_end(request.request_id, last=False)
+        plan.preempted.append(request)
+
+    # Pages
+
+    def num_columns(self, request: Request) -> int:
+        """Columns of pages that a running request has."""
+        return len(request.pages) // self.groups.size
+
+    def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
+        """Give a running request the pages of its next `num_tokens`; False, and no change, where too few are free."""
+        groups = self.groups
+        num_new = groups.num_columns(request.num_computed_tokens + num_tokens) * groups.size - len(request.pages)
+        if num_new <= 0:
+            return True
+        pages = self.cache.allocate(num_new)
+        if pages is None:
+            return False
+        request.pages += pages
+        self.num_growing -= not self.can_grow(request)
+        plan.grown.append(request)
+        return True
+
+    def release_unseen(self, request: Request) -> None:
+        """Release pages of a running request that no token from the next one on sees: windows have gone past them.
+
+        What is known but for the last token is computed for certain, by steps in flight at the latest. The next owner
+        of a page writes to it in a later step, or in the plan being made, in which the request must not have a row yet:
+        its row sees no more of it.
+        """
+        groups = self.groups
+        if not groups.sliding:
+            return
+        certain = min(request.num_computed_tokens, request.num_known_tokens - 1)
+        first = groups.first_column(certain)
+        if first <= request.num_released_columns:
+            return
+        size, pages = groups.size, request.pages
+        unseen = [
+            column * size + group for column in range(request.num_released_columns, first) for group in groups.sliding
+        ]
+        self.cache.release([pages[index] for index in reversed(unseen)])  # the first column goes first
+        for index in unseen:
+            pages[index] = RELEASED
+        request.num_released_columns = first
+
+    def acquire(self, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
+        """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free."""
+        self.cache.retain(cached)  # first of all, lest the allocation evicts them
+        new = self.cache.allocate(num_new) if num_new + num_kept <= self.num_available else None
+        if new is None:
+            self.cache.release(cached)
+            return None
+        return cached + new
+
+    def num_tokens_with_room(self, cached: Sequence[int]) -> int:
+        """Tokens that the whole pool has room for beside the cached pages of those before.
+
+        Fewer than a request has only where it leaves pages behind its windows: all of it would not fit.
+        """
+        num_held = sum(page != RELEASED for page in cached) if self.groups.sliding else len(cached)
+        return (self._num_pages - num_held) // self.groups.size * self.page_size
+
+    def can_grow(self, request: Request) -> bool:
+        """Return whether a running request may need a further page."""
+        return len(request.pages) < self.groups.num_columns(request.max_total_tokens - 1) * self.groups.size
+
+    @property
+    def num_pages_to_grow(self) -> int:
+        """Pages kept free for rows in decode and in prefill that can grow: a column for each."""
+        return self.num_growing * self.groups.size
+
+    def num_pages_kept(self, request: Request) -> int:
+        """Pages that newcomers leave a running request: those of the rest of its prompt, or a column if it can grow."""
+        groups = self.groups
+        num_to_grow = groups.size * self.can_grow(request)
+        if not in_prefill(request):
+            return num_to_grow
+        num_held = len(request.pages) - request.num_released_columns * len(groups.sliding)
+        return max(groups.num_pages(request.num_tokens) - num_held, num_to_grow)
+
+    def num_pages_short(self, num_steps: int) -> int:
+        """New pages that the running rows need for so many tokens each, or as many as they have left."""
+        groups, num_short = self.groups, 0
+        for request in self.running.values():
+            num_tokens = min(request.num_computed_tokens + num_steps, request.max_total_tokens - 1)
+            num_short += max(groups.num_columns(num_tokens) * groups.size - len(request.pages), 0)
+        return num_short
+
+    def cached_pages(self, request: Request) -> list[int]:
+        """Pages of the prefix of a waiting request that it need not compute."""
+        return self.cache.match(request) if request.read_prefix_cache else []
+
+    def register_full_pages(self, request: Request, start: int, stop: int) -> None:
+        """Register the full pages of positions [start, stop), whose tokens are known and certain to be computed."""
+        first, stop, size = start // self.page_size, stop // self.page_size, self.groups.size
+        if first >= stop or request in self.unshared:
+            return
+        hashes = self.cache.hashes(request)
+        for index, page in enumerate(request.pages[first * size : stop * size], start=first * size):
+            if page != RELEASED:
+                self.cache.register(hashes[index // size], page, index % size)
+
+    def check_integrity(self) -> None:
+        """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""
+        owners: dict[int, int] = {}
+        for request in self.running.values():
+            assert request.status in RUNS, f"{request.request_id} runs as {request.status}"
+            # More than that only what a plan of several steps has left.
+            num_columns, groups = self.num_columns(request), self.groups
+            assert num_columns * groups.size == len(request.pages), request
+            assert num_columns >= groups.num_columns(request.num_computed_tokens), request
+            assert num_columns <= groups.num_columns(request.max_total_tokens - 1), request
+            released = request.num_released_columns
+            for group in range(groups.size):
+                num_gone = released if group in groups.sliding else 0
+                pages = request.pages[group :: groups.size]
+                assert [page == RELEASED for page in pages] == [True] * num_gone + [False] * (num_columns - num_gone)
+            for page in request.pages:
+                if page != RELEASED:
+                    owners[page] = owners.get(page, 0) + 1
+        for request in self.waiting.values():
+            assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
+            held = (request.pages, request.slot, request.num_computed_tokens)
+            assert held == ([], -1, 0), f"{request.request_id} waits but holds {held}"
+        self.cache.check_integrity(owners)
+        assert self.num_prefill_tokens == sum(num_remaining(r) - 1 for r in self.running.values())
+        assert self.num_growing == sum(map(self.can_grow, self.running.values()))
+        counted = self.num_waiting_tokens, self.num_waiting_pages
+        self.num_waiting_tokens = self.num_waiting_pages = 0
+        for request in self.waiting.values():
+            self.count(request)
+        assert counted == (self.num_waiting_tokens, self.num_waiting_pages), counted
+        slots = [*self.free_slots, *(request.slot for request in self.running.values())]
+        assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or shared: {slots}"
+
+
+def num_remaining(request: Request) -> int:
+    """Tokens that are left to compute of a running request, before it samples its next."""
+    return request.num_tokens - request.num_computed_tokens
+
+
+def in_prefill(request: Request) -> bool:
+    """Return whether a running request is between two chunks of its prompt."""
+    return num_remaining(request) > 1

@@ -1,0 +1,314 @@
+"""Prefills: gives prompts what rows in decode leave of a step: those between two chunks, then those that start.
+
+Order. Prompts between two chunks come first, oldest first, then the waiting requests in their order, while there are
+slots, budget and pages. A long prompt leaves others half of that, and gets at the end what they did not take; while
+rows decode, no more than its chunk may have (`Policy`).
+
+Passing over. A waiting request may have to wait for unfinished prompts: because as many are unfinished as may be, or
+because one of them is just computing the next page that it would have to compute itself. Then it is passed over, and
+those behind it go on. Nobody starves by that: nothing that is passed over needs more than the end of a prompt that
+runs, or that this gets beyond the common part, and in the step in which that happens it is the first that is asked. So
+a prefix is computed once however many requests begin with it. A request is never passed over for want of pages or
+slots: then all behind it wait too. To know how much of a request is cached, one page is looked up, the one that must be
+cached for the request to start; the whole prefix is matched when that is. A request that waits for a prompt to get
+beyond their common part is remembered with that part, so that the next plans pass it over without a look.
+
+Pages. A newcomer leaves free what the rest of all unfinished prompts takes, and a page for every other row that can
+grow, so that they will rarely lack any. A prompt that does takes as many tokens as the free pages hold, but for those
+of the rest of older prompts, and a page for each row in decode that can grow: these would otherwise take them back,
+perhaps from this very prompt. If that is no token, younger rows in prefill give way, the last first. None of them has a
+row in the plan, which is made in the order of their age; rows in decode never give way to a prompt. If that does not
+help either, the prompt waits a step. Nobody is admitted in a step in which a running row lacks pages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from jaxserve.request import Request, RequestStatus
+from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_remaining
+from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.scheduling.policy import Policy
+
+
+class Prefills:
+    """The prompts between two chunks, and the start of requests.
+
+    Args:
+        ledger: ledger of all requests.
+        policy: policy that says who may start, and how much of a step a prompt has.
+    """
+
+    def __init__(self, ledger: Ledger, policy: Policy) -> None:
+        self._ledger = ledger
+        self._policy = policy
+        self._unfinished: list[Request] = []  # rows in prefill after the last plan, or already in the one being made
+        # Waiting requests that were looked at: the prompt that each waits for, and their common tokens.
+        self._seen: dict[Request, tuple[Request, int]] = {}
+
+    # Parts of a plan
+
+    def schedule(self, plan: StepPlan, in_prefill_before: Sequence[Request], *, beside_decode: bool) -> None:
+        """Add rows to a plan that has those in decode.
+
+        Args:
+            plan: plan to add to.
+            in_prefill_before: running rows between two chunks, in the order of admission; some may be preempted.
+            beside_decode: True if any row in decode waits for this step.
+        """
+        rows = [request for request in in_prefill_before if request.status in RUNS]
+        first_row = plan.num_rows
+        is_short_of_pages = self._continue(rows, plan)
+        if not plan.preempted and not is_short_of_pages:
+            self._admit_waiting(plan)
+        if self._unfinished:
+            self._share_out_rest(plan, first_row, beside_decode=beside_decode)
+            self._unfinished = [request for request in self._unfinished if in_prefill(request)]
+
+    def _continue(self, rows: Sequence[Request], plan: StepPlan) -> bool:
+        """Give rows in prefill their first share, oldest first; returns whether one of them lacks pages."""
+        is_short = False
+        self._unfinished = list(rows)
+        for index, request in enumerate(rows):
+            budget_left = self._budget_left(plan)
+            if request.status not in RUNS or not budget_left:  # preempted for an older one
+                continue
+            wanted = self._policy.first_share(num_remaining(request), budget_left)
+            self._ledger.release_unseen(request)
+            num_tokens = self._num_affordable(request, wanted)
+            while not num_tokens and (victim := _last_running(rows[index + 1 :])) is not None:
+                self._ledger.preempt(victim, plan)
+                num_tokens = self._num_affordable(request, wanted)
+            is_short |= num_tokens < wanted
+            if num_tokens and self._ledger.allocate(request, num_tokens, plan):
+                self._compute(self._add_row(request, plan), num_tokens, plan)
+        self._unfinished = [request for request in rows if request.status in RUNS and in_prefill(request)]
+        return is_short
+
+    def _num_affordable(self, request: Request, most: int) -> int:
+        """Tokens that a row in prefill may have and leave rows in decode and older prompts the pages they need."""
+        ledger, is_older = self._ledger, True
+        num_kept, size = ledger.num_pages_to_grow, ledger.groups.size
+        for other in self._unfinished:
+            is_older &= other is not request
+            if other.status in RUNS and in_prefill(other):
+                num_kept += (ledger.num_pages_kept(other) if is_older else 0) - size * ledger.can_grow(other)
+        num_columns = (len(request.pages) + max(ledger.num_available - num_kept, 0)) // size
+        return max(min(most, num_columns * ledger.page_size - request.num_computed_tokens), 0)
+
+    def _share_out_rest(self, plan: StepPlan, first_row: int, *, beside_decode: bool) -> None:
+        """Give unfinished prompts that are in the plan what nobody else took, oldest first."""
+        for row in range(first_row, plan.num_rows):
+            budget_left = self._budget_left(plan)
+            if not budget_left:
+                return
+            if plan.max_new[row]:
+                continue
+            request = plan.requests[row]
+            wanted = self._policy.further_share(
+                num_remaining(request), plan.counts[row], budget_left, beside_decode=beside_decode
+            )
+            num_tokens = self._num_affordable(request, wanted)
+            if num_tokens and self._ledger.allocate(request, num_tokens, plan):
+                self._compute(row, num_tokens, plan)
+
+    # Starts
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        """Start waiting requests in their order."""
+        ledger = self._ledger
+        if not ledger.waiting or not ledger.free_slots:
+            return
+        num_kept = self.num_pages_kept  # a newcomer that takes the last pages is soon preempted
+        started: list[Request] = []
+        num_passed_over, num_looks, may_hash = 0, 0, True
+        if not self._unfinished:
+            self._seen.clear()
+        for request in self._policy.in_order(ledger.waiting):
+            budget_left = self._budget_left(plan)
+            if not budget_left or not ledger.free_slots or ledger.num_available <= num_kept:
+                break
+            if request.num_pending_tokens:  # preempted: what there is to compute is not known before they are read
+                break
+            cached: list[int] | None = None
+            if not self._is_held(request):
+                most_left = self._policy.most_left_to_start(budget_left, len(self._unfinished), self._num_long())
+                is_too_long = request.num_tokens > most_left  # unless enough of it is cached
+                is_new = request.read_prefix_cache and request not in self._seen  # its pages are to be hashed
+                # To hash a long prompt can take as long as a step: one of those in vain is enough.
+                if not is_too_long or ((may_hash or not is_new) and 4 * num_looks <= self._policy.most_looks):
+                    may_hash &= not (is_too_long and is_new)
+                    num_looks += 1
+                    cached = self._find_start(request, most_left)
+            if cached is None:
+                num_passed_over += 1
+                if num_passed_over > self._policy.most_passed_over or num_looks > self._policy.most_looks:
+                    break
+            elif self._admit(request, cached, num_kept, plan):
+                started.append(request)
+                num_looks -= 1
+                num_kept += ledger.num_pages_kept(request)
+            else:
+                break
+        for request in started:
+            del ledger.waiting[request.request_id]
+            self._seen.pop(request, None)
+
+    def _is_held(self, request: Request) -> bool:
+        """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
+        prompt, num_common = self._seen.get(request, (request, 0))
+        runs_here = self._ledger.running.get(prompt.request_id) is prompt
+        return runs_here and prompt.num_computed_tokens < num_common and prompt not in self._ledger.unshared
+
+    def forget(self, request: Request) -> None:
+        """Forget what was seen of a request that leaves the queue; should it come back, plans take it for a new one."""
+        self._seen.pop(request, None)
+
+    def check_integrity(self) -> None:
+        """Assert that only waiting requests are remembered."""
+        assert self._seen.keys() <= set(self._ledger.waiting.values()), "a request that left the queue is remembered"
+
+    def _num_long(self) -> int:
+        return sum(self._policy.is_long(num_remaining(request)) for request in self._unfinished)
+
+    def _find_start(self, request: Request, most_left: int) -> list[int] | None:
+        """Return the cached pages of a request; None where it must wait for prompts that are unfinished.
+
+        Args:
+            request: waiting request.
+            most_left: most tokens that the request may have to compute.
+        """
+        cache = self._ledger.cache
+        if not request.read_prefix_cache:
+            return [] if request.num_tokens <= most_left else None
+        self._seen[request] = request, 0
+        for other in self._unfinished:
+            if self._is_computing(other, other.num_computed_tokens, request):
+                self._seen[request] = other, self._num_common_tokens(other, request)
+                return None
+        num_needed = self._ledger.groups.num_columns(request.num_tokens - most_left)
+        if not cache.may_match(request, num_needed):
+            return None
+        cached = cache.match(request)
+        return cached if request.num_tokens - self._num_cached_tokens(cached) <= most_left else None
+
+    def _num_cached_tokens(self, pages: Sequence[int]) -> int:
+        """Tokens of so many pages, of all groups."""
+        return len(pages) // self._ledger.groups.size * self._ledger.page_size
+
+    def _is_computing(self, other: Request, num_computed_tokens: int, request: Request) -> bool:
+        """Return whether an unfinished prompt with so many tokens computed is at the page that `request` needs next."""
+        ledger = self._ledger
+        index = num_computed_tokens // ledger.page_size
+        theirs, num_matchable = ledger.cache.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
+        if index >= min(len(theirs), num_matchable) or other in ledger.unshared:
+            return False
+        page_hash = ledger.cache.hashes(request)[index]
+        return page_hash == theirs[index] and not ledger.cache.has(page_hash)
+
+    def _num_common_tokens(self, other: Request, request: Request) -> int:
+        """Return how many tokens of pages that may be shared two requests have in common."""
+        theirs, own = self._ledger.cache.hashes(other), self._ledger.cache.hashes(request)
+        stop = min(len(theirs), (request.num_known_tokens - 1) // self._ledger.page_size)
+        # A page's hash covers all pages before it.
+        return self._ledger.page_size * bisect_left(range(stop), True, key=lambda index: own[index] != theirs[index])
+
+    def _admit(self, request: Request, cached: list[int], num_kept: int, plan: StepPlan) -> bool:
+        """Start one request with its cached pages and a first share; False, and no change, where pages are short."""
+        ledger = self._ledger
+        start = self._num_cached_tokens(cached)
+        num_tokens = self._policy.first_share(request.num_tokens - start, self._budget_left(plan))
+        num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
+        num_pages = ledger.groups.num_columns(start + num_tokens) * ledger.groups.size
+        pages = ledger.acquire(cached, num_pages - len(cached), num_kept)
+        if pages is None:
+            return False
+        if not request.num_preemptions:
+            request.num_cached_tokens = start
+        ledger.uncount(request)
+        ledger.start(request, pages, start)
+        plan.num_cached_tokens += start
+        plan.admitted.append(request)
+        self._compute(self._add_row(request, plan), num_tokens, plan)
+        if in_prefill(request):
+            self._unfinished.append(request)
+        return True
+
+    # Before a plan
+
+    @property
+    def num_pages_kept(self) -> int:
+        """Free pages that newcomers leave to running rows."""
+        ledger = self._ledger
+        num_rest = sum(
+            ledger.num_pages_kept(request) - ledger.groups.size * ledger.can_grow(request)
+            for request in self._unfinished
+            if request.status in RUNS
+        )
+        return ledger.num_pages_to_grow + num_rest
+
+    def num_budget_left(self) -> int:
+        """Tokens that the next plan has for prompts not yet started."""
+        return self._outlook()[0]
+
+    def must_wait(self, request: Request) -> bool:
+        """Return whether the next plan would pass over a request because of unfinished prompts."""
+        if not self._unfinished:
+            return False
+        budget_left, unfinished = self._outlook()
+        num_left = [num_remaining(other) - share for other, share in unfinished]
+        in_part = [left for left in num_left if left > 1]
+        most_left = self._policy.most_left_to_start(budget_left, len(in_part), sum(map(self._policy.is_long, in_part)))
+        if not request.read_prefix_cache:
+            return request.num_tokens > most_left
+        computed = [(other, other.num_computed_tokens + share) for other, share in unfinished]
+        if any(self._is_computing(*done, request) for done, left in zip(computed, num_left, strict=True) if left > 1):
+            return True
+        if request.num_tokens - request.num_shared_tokens <= most_left:
+            return False
+        return request.num_tokens - self._num_cached_tokens(self._ledger.cached_pages(request)) > most_left
+
+    def _outlook(self) -> tuple[int, list[tuple[Request, int]]]:
+        """Return the budget that the next plan has for newcomers, and the share of each unfinished prompt."""
+        unfinished = [request for request in self._unfinished if request.status in RUNS] if self._unfinished else []
+        budget_left = self._ledger.max_num_batched_tokens - (len(self._ledger.running) - len(unfinished))
+        shares: list[tuple[Request, int]] = []
+        for request in unfinished:
+            share = self._policy.first_share(num_remaining(request), max(budget_left, 0))
+            budget_left -= share
+            shares.append((request, share))
+        return budget_left, shares
+
+    # Rows
+
+    def _budget_left(self, plan: StepPlan) -> int:
+        return self._ledger.max_num_batched_tokens - plan.num_tokens
+
+    def _add_row(self, request: Request, plan: StepPlan) -> int:
+        """Add a row of no tokens yet; returns its index."""
+        plan.requests.append(request)
+        plan.starts.append(request.num_computed_tokens)
+        plan.counts.append(0)
+        plan.max_new.append(0)
+        return plan.num_rows - 1
+
+    def _compute(self, row: int, num_tokens: int, plan: StepPlan) -> None:
+        """Put the next tokens of the request of a row into the plan, and count them as computed."""
+        request = plan.requests[row]
+        start = request.num_computed_tokens
+        samples = num_remaining(request) == num_tokens
+        request.num_computed_tokens = start + num_tokens
+        self._ledger.num_prefill_tokens -= num_tokens - samples
+        plan.num_prefill_tokens += num_tokens
+        plan.counts[row] += num_tokens
+        plan.max_new[row] = int(samples)
+        if samples and request.waits_for_tokens:
+            request.status = RequestStatus.BLOCKED
+        plan.wants_logprobs |= samples and request.params.logprobs is not None
+        plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
+        self._ledger.register_full_pages(request, start, request.num_computed_tokens)
+
+
+def _last_running(rows: Sequence[Request]) -> Request | None:
+    return next((request for request in reversed(rows) if request.status in RUNS), None)

@@ -1,0 +1,384 @@
+"""Decides which request computes which tokens in the next step, from one token budget.
+
+There are no phases: every request has `num_computed_tokens` of `num_tokens`, and a step gives it some more until they
+meet, which samples one further token. Chunked prefill, prefix-cache hits and recompute after preemption are that one
+case. The scheduler is a pure function of its state and the order of calls: no clock, no randomness.
+
+The budget. Rows in decode come first, with a token each; then prompts, as the module `prefill` says. Where that would
+leave prompts less than `prefill_share` of the budget, some rows in decode are held back: they get what the prompts did
+not need, and otherwise take turns to miss a step. That can only be where max_num_batched_tokens is less than 8/7 of
+max_num_seqs; everywhere else no row in decode ever waits.
+
+Step-ahead. Plan n + 1 may be made before the tokens of plan n are read, so `schedule()` already counts the tokens that
+a plan computes, and `num_pending_tokens` counts those sampled but not read. The caller promises one thing: every plan
+is packed before the next call into the scheduler, the device runs all plans in order, and `update()` gets them in that
+order. Then what a request frees can be handed out at once, although a step in flight may still write to it:
+
+- Pages. The next owner computes the page's positions in a later step, thus after that write.
+- Slots. The next owner is marked `admitted` in a later plan and from then on sets every position that it reads.
+
+Shared pages. A page is registered in the prefix cache as soon as all its ids are known and all its positions are in
+plans made, or in rows already in the plan being made. A request that finds it attends to it in that same plan at the
+earliest, and `ragged_paged_attention` writes all new keys and values of a step before any row of the step attends: the
+page is complete before its content is read. Steps in flight write nothing but this content to it. A row of a plan
+keeps its pages while the plan is made, so that no page registered by it can be handed to another row of the same step.
+
+KV groups. Layers of one kind have pages of their own, and a sequence a page in each group for each `page_size` tokens.
+A sequence releases the pages of a group with a sliding window that its next token does not see any more, before it gets
+a row in a plan: `Ledger.release_unseen`. Steps in flight may still read them, and the next owner writes to them later.
+
+Upper bounds. What the device computes may be less than was planned: it stops a row with its last token, and goes on
+with the others. `num_computed_tokens` counts what plans allow for, `update()` takes back what did not happen. A plan
+made meanwhile needs no condition: a row that has stopped computes nothing in it, and one that goes on is where the plan
+has it at most, for which its pages were allocated. Of a prompt, all that was planned is computed. Of an output, all but
+the last known token are computed for certain, because each token is sampled from the one before; only pages of these
+are registered.
+
+Progress. A row in decode that lacks a page preempts the last admitted, which has no row in the plan yet, because rows
+in decode enter it in the order of admission; if that is itself, it gives way. A row in prefill takes only pages that
+nobody needs, or those of younger rows in prefill. Still the oldest running request ends after finitely many steps, and
+with it, one after the other, every request:
+
+- In decode it gets its page in any step, for alone it fits the pool. If others are held back before it, it is its turn
+  again after as many steps as there are slots; and at least one row in decode is never held back.
+- In prefill it lacks pages only while there are rows in decode that own them, or for which the last free ones are kept:
+  without any, it takes all that are free, and then those of all others in prefill, and alone it fits the pool. While it
+  lacks them nobody is admitted, so that those rows get fewer: by the same argument the oldest of them, who preempts
+  only younger ones, ends after finitely many steps. What they leave goes to the oldest prompt first.
+
+Waiting. A request whose `waits_for_tokens` is set goes on when the host has read its last token: it is BLOCKED from a
+plan that samples for it to the update of that plan, keeps slot and pages, and others go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.errors import RequestError
+from jaxserve.kv_cache.groups import KVGroups
+from jaxserve.request import FinishReason, Request, RequestStatus
+from jaxserve.scheduling.admission import Admission
+from jaxserve.scheduling.decode import Decodes
+from jaxserve.scheduling.ledger import RUNS, Ledger
+from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.prefill import Prefills
+
+if TYPE_CHECKING:
+    from jaxserve.config import ScheduleConfig
+
+
+class Scheduler:
+    """Continuous batching over a page pool.
+
+    Args:
+        max_num_seqs: rows in a step and requests running at once.
+        max_num_batched_tokens: token budget of a step; at least `max_num_seqs`.
+        groups: groups of layers with pages of their own.
+        num_pages: pages in the pool.
+        max_model_len: limit on a request's prompt and output tokens together.
+        policy: order of requests, and a prompt's share of a step; None is the default for the budget.
+        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+
+    Attributes:
+        groups: groups of layers with pages of their own.
+        num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
+        num_wasted_tokens: tokens that were sampled for requests that had ended.
+        admission: answers to a load balancer; another object after `restart`.
+        watcher: function called after every change of what `admission` answers, but for `add`.
+        num_schedules: calls of `schedule`.
+        num_cache_resets: calls of `reset_prefix_cache` and `restart`.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        groups: KVGroups,
+        num_pages: int,
+        max_model_len: int,
+        policy: Policy | None = None,
+        num_spare_tokens: int = 0,
+    ):
+        assert max_num_batched_tokens >= max_num_seqs, "all rows in decode must fit one step; the config checks it"
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.page_size = groups.page_size
+        self.num_pages = num_pages
+        self.max_model_len = max_model_len
+        self.num_wasted_tokens = 0
+        self.num_schedules = 0
+        self.num_cache_resets = 0
+        self.watcher: Callable[[], None] | None = None
+        self.groups = groups
+        self.num_spare_tokens = num_spare_tokens
+        self._policy = policy or Policy.of(max_num_batched_tokens)
+        self._requests: dict[str, Request] = {}  # waiting and running
+        self._next_step_id = 0
+        self._last_updated_step_id = -1
+        self._clear()
+
+    def _clear(self) -> None:
+        self._requests.clear()
+        self._ledger = Ledger(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            groups=self.groups,
+            num_pages=self.num_pages,
+        )
+        self._decodes = Decodes(self._ledger, self._policy, self.num_spare_tokens)
+        self._prefills = Prefills(self._ledger, self._policy)
+        self.admission = Admission(self._ledger, self._prefills)
+
+    @classmethod
+    def of(cls, schedule: ScheduleConfig) -> Scheduler:
+        """Return a scheduler of these sizes."""
+        return cls(
+            max_num_seqs=schedule.max_num_seqs,
+            max_num_batched_tokens=schedule.max_num_batched_tokens,
+            groups=schedule.kv_groups,
+            num_pages=schedule.num_pages,
+            max_model_len=schedule.max_model_len,
+            policy=schedule.policy,
+            num_spare_tokens=schedule.max_nodes - schedule.max_drafts,
+        )
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without pages and slot, new or preempted."""
+        return len(self._ledger.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with pages and a slot."""
+        return len(self._ledger.running)
+
+    @property
+    def running_slots(self) -> list[int]:
+        """Slots of the running requests, in the order of admission."""
+        return [request.slot for request in self._ledger.running.values()]
+
+    @property
+    def num_pages_used(self) -> int:
+        """Pages that running requests own; the others are free or can be evicted."""
+        return self.num_pages - self._ledger.num_available
+
+    def has_unfinished(self) -> bool:
+        """Return whether any request waits or runs."""
+        return bool(self._requests)
+
+    # Events
+
+    def add(self, request: Request) -> None:
+        """Queue a new request.
+
+        Raises:
+            RequestError: the id is in use, or the request could not run to its end even alone.
+        """
+        if request.request_id in self._requests:
+            raise RequestError(
+                f"request_id must be unique among unfinished requests, got {request.request_id!r} again; "
+                "use another id, or abort the request that has it"
+            )
+        self.check_fits(request)
+        self._requests[request.request_id] = request
+        self._ledger.enqueue(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise RequestError where a request could not run to its end even alone."""
+        num_prompt, max_total = request.num_prompt_tokens, request.max_total_tokens
+        if not 0 < num_prompt < max_total <= self.max_model_len:
+            raise RequestError(
+                "a prompt must have at least 1 token and fewer than max_total_tokens <= max_model_len, "
+                f"got {num_prompt} prompt tokens, max_total_tokens {max_total} and max_model_len {self.max_model_len}; "
+                "shorten the prompt, lower max_tokens or raise max_model_len"
+            )
+        num_needed = self.groups.num_pages(max_total - 1)  # the last token is never computed
+        if num_needed > self.num_pages:
+            raise RequestError(
+                f"a request must fit the page pool: {num_prompt} prompt tokens and up to {max_total - num_prompt} new "
+                f"ones need {num_needed} pages of {self.page_size} tokens, but there are {self.num_pages}; "
+                "lower max_tokens, shorten the prompt or raise num_pages"
+            )
+
+    def finish(self, request_id: str, reason: FinishReason) -> Request | None:
+        """End a request in whatever state it is; None when no unfinished request has this id.
+
+        Frees its pages and slot. Tokens of it that are still on the device will be dropped by `update()`.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, reason)
+            self._notify()
+        return request
+
+    def withdraw(self) -> list[Request]:
+        """Forget the requests that wait and return them in their order, for another scheduler to take.
+
+        Those with tokens on the device stay: what there is to compute of them is not known yet.
+        """
+        withdrawn = [request for request in self._ledger.waiting.values() if not request.num_pending_tokens]
+        for request in withdrawn:
+            self._ledger.dequeue(request)
+            self._prefills.forget(request)
+            del self._requests[request.request_id]
+        self._notify()
+        return withdrawn
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached content, as after a change of weights.
+
+        Running requests keep their pages, but no one else will find what they compute on top of them.
+        """
+        self.num_cache_resets += 1
+        self._ledger.cache.reset()
+        self._ledger.unshared.update(self._ledger.running.values())
+        self._notify()
+
+    def restart(self) -> None:
+        """Go on as a new scheduler would: nothing is cached, and whatever broke off has left nothing behind.
+
+        All requests have been ended.
+        """
+        self.num_cache_resets += 1
+        self._clear()
+        self._notify()
+
+    def _notify(self) -> None:
+        if self.watcher is not None:
+            self.watcher()
+
+    # One step
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if a running request wants log probabilities of its samples."""
+        return any(request.params.logprobs is not None for request in self._ledger.running.values())
+
+    def schedule(self, max_steps: int = 1, num_drafts: Sequence[int] = ()) -> StepPlan | None:
+        """Plan the next step, or up to `max_steps` at once; None when nothing can run.
+
+        None while requests are unfinished means that their next tokens depend on plans not yet updated.
+
+        Args:
+            max_steps: most steps, or rounds with drafts.
+            num_drafts: tokens to draft by slot, where all rows are in decode; empty for a plan without drafts.
+        """
+        self.num_schedules += 1
+        num_steps = self._decodes.most_steps(max_steps, num_drafts) if num_drafts else 0
+        if not num_steps:
+            num_drafts = ()
+            num_steps = self._decodes.most_steps(max_steps) if max_steps > 1 else 1
+        plan = StepPlan(self._next_step_id, num_steps=max(num_steps, 1))
+        held_back = self._decodes.rows_to_hold_back()
+        in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
+        beside_decode = bool(plan.num_rows or held_back) or self._is_any_blocked()
+        self._prefills.schedule(plan, in_prefill_before, beside_decode=beside_decode)
+        if held_back:
+            self._decodes.schedule_held_back(plan, held_back)
+        self._notify()
+        if not plan.requests:
+            return None
+        self._next_step_id += 1
+        if plan.num_steps > 1 and not plan.num_drafts:
+            plan.num_steps = max(plan.max_new)
+        plan.slots = [request.slot for request in plan.requests]
+        plan.num_pages_used = self.num_pages_used
+        return plan
+
+    def _is_any_blocked(self) -> bool:
+        return any(request.status is RequestStatus.BLOCKED for request in self._ledger.running.values())
+
+    def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
+        """Take the token ids that each row of `plan` has sampled, as many as the device came to.
+
+        Returns the requests that they ended. Ids behind the one that ended a request are deleted from its list, as are
+        all of a request that had ended before.
+        """
+        assert plan.step_id > self._last_updated_step_id, "plans must be updated once each, in order"
+        self._last_updated_step_id = plan.step_id
+        ended: list[Request] = []
+        running = RequestStatus.RUNNING
+        for request, most, token_ids in zip(plan.requests, plan.max_new, sampled, strict=True):
+            if most == len(token_ids) == 1 and request.status is running:  # nearly always: the shortest way
+                token_id, output = token_ids[0], request.output_token_ids
+                output.append(token_id)
+                if token_id in request.stop_ids or len(output) >= request.review_at:
+                    self._review(request)
+                    if request.status is not running:
+                        ended.append(request)
+                continue
+            assert len(token_ids) <= most, f"a row that may sample {most} tokens cannot have sampled {len(token_ids)}"
+            if request.status is RequestStatus.FINISHED:
+                self.num_wasted_tokens += len(token_ids)
+                token_ids.clear()
+                continue
+            if most > len(token_ids):
+                self._take_back(request, most - len(token_ids))
+            if most and request.status is RequestStatus.BLOCKED:
+                request.status = RequestStatus.RUNNING
+            del token_ids[self._append(request, token_ids) :]
+            if request.status is RequestStatus.FINISHED:
+                ended.append(request)
+        self._notify()
+        return ended
+
+    def check_integrity(self) -> None:
+        """Assert that pages and slots are conserved and that every request is where its status says."""
+        self._ledger.check_integrity()
+        self._prefills.check_integrity()
+        assert self._requests.keys() == self._ledger.running.keys() | self._ledger.waiting.keys()
+
+    # Parts of update()
+
+    def _take_back(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that the device did not come to as not computed."""
+        if request.status in RUNS:
+            request.num_computed_tokens -= num_tokens
+            request.quiet_until = 0
+        else:
+            self._ledger.uncount(request)
+            request.num_tokens_when_preempted -= num_tokens
+            self._ledger.count(request)
+
+    def _append(self, request: Request, token_ids: Sequence[int]) -> int:
+        """Append tokens until one ends the request; returns how many those are."""
+        output = request.output_token_ids
+        for num_taken, token_id in enumerate(token_ids, start=1):
+            output.append(token_id)
+            if token_id in request.stop_ids or len(output) >= request.review_at:
+                self._review(request)
+                if request.status is RequestStatus.FINISHED:
+                    self.num_wasted_tokens += len(token_ids) - num_taken
+                    return num_taken
+        return len(token_ids)
+
+    def _review(self, request: Request) -> None:
+        """Look at a request whose last token may end it or come behind a full page."""
+        num_known = request.num_known_tokens
+        self._ledger.register_full_pages(request, num_known - 2, min(num_known - 1, request.num_computed_tokens))
+        if request.output_token_ids[-1] in request.stop_ids and _may_stop(request):
+            self._end(request, FinishReason.STOP)
+        elif num_known == request.max_total_tokens:
+            self._end(request, FinishReason.LENGTH)
+        behind_page = ((num_known - 1) // self.page_size + 1) * self.page_size + 1
+        request.review_at = min(behind_page, request.max_total_tokens) - request.num_prompt_tokens
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        if request.status in RUNS:
+            self._ledger.stop(request)
+        else:
+            self._ledger.dequeue(request)
+            self._prefills.forget(request)
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        request.num_tokens_when_preempted = 0
+
+
+def _may_stop(request: Request) -> bool:
+    """Return whether the token just appended may end the request."""
+    # The device masks stop ids for the first min_tokens tokens, so that the first that may end a request follows those.
+    return len(request.output_token_ids) > request.params.min_tokens

@@ -1,0 +1,1 @@
+"""Proposers of tokens for speculative decoding; `jaxserve.execution.verification` checks what they propose."""

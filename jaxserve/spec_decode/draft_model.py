@@ -1,0 +1,307 @@
+"""DraftModel: a smaller model proposes tokens, one after the other, or a tree level by level.
+
+Its keys and values are in a pool of its own under the page ids of the sequences. It computes a sequence when it is
+first asked to propose for it, and again after plain steps what it has missed: steps without drafts cost nothing more
+than without a proposer.
+
+A draft model with another tokenizer reads each token of the sequence as one of its own, the same one wherever it has
+that, and proposes only tokens that both have (token-level intersection, Timor et al. 2025, arXiv 2502.05202): its
+distribution over these is what drafts are drawn by, so that verification stays exact.
+
+Over several devices each has the whole draft model: it is small, and exchanges between its layers would take longer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import no_type_check
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens
+from jaxserve.execution.state import ServeState, new_pool
+from jaxserve.execution.verification import BothParams, Drafts
+from jaxserve.models import decoder
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows, move_tokens
+from jaxserve.sampling import DRAFT, SamplingRows, draw_by_weight, token_weights
+from jaxserve.token_tree import TokenTree
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class DraftState:
+    """State of a draft model.
+
+    Attributes:
+        kv_pages: its pool.
+        length: tokens of each slot's sequence whose keys and values are in it.
+    """
+
+    kv_pages: Pages
+    length: Int[Array, " S"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class _Drafting:
+    """What changes while tokens are drafted: the pool, and tokens and weights so far."""
+
+    kv_pages: Pages
+    token_ids: Int[Array, "R N"]
+    weights: Float[Array, "K R V"] | None
+
+
+@dataclass(frozen=True)
+class DraftModel:
+    """Proposer that runs a draft model.
+
+    Attributes:
+        max_drafts: most tokens of a continuation that it proposes for a row, K.
+        arch: sizes of the draft model, all layers in one KV group.
+        vocab_size: tokens of the target's vocabulary, V; some that the draft lacks are never drafted.
+        schedule: sizes of steps and pool.
+        kv_dtype: name of the pool's dtype.
+        backend: backend of the draft model's attention.
+        kv_group: KV group of the target whose pages it uses.
+        chunk: tokens that it catches up on at a time.
+        tree: tree of the most likely tokens that it proposes, K levels; None for a chain, whose tokens are drawn.
+        is_mapped: True if the draft model has another tokenizer; its parameters then have the columns of `CommonTokens`
+            beside them, as arrays of the length of the target's vocabulary.
+    """
+
+    max_drafts: int
+    arch: ArchConfig
+    vocab_size: int
+    schedule: ScheduleConfig
+    kv_dtype: str
+    backend: str
+    kv_group: int
+    chunk: int
+    tree: TokenTree | None = None
+    is_mapped: bool = False
+
+    @property
+    def max_nodes(self) -> int:
+        """Most tokens that it proposes for a row, N."""
+        return self.max_drafts if self.tree is None else self.tree.num_nodes
+
+    @cached_property
+    def _attend(self) -> decoder.Attend:
+        return partial(paged_attend, backend=self.backend)
+
+    def new_state(self) -> DraftState:
+        """Return an empty pool, and sequences of which nothing is computed."""
+        s = self.schedule
+        pool = new_pool(self.arch, s.num_pages, s.page_size, kv_dtype=jnp.dtype(self.kv_dtype), backend=self.backend)
+        return DraftState(kv_pages=pool, length=jnp.zeros(s.max_num_seqs, jnp.int32))
+
+    def admit(self, state: DraftState, slot: Int[Array, " A"]) -> DraftState:
+        """Return the state with sequences in `slot` of which nothing is computed."""
+        return dataclasses.replace(state, length=state.length.at[slot].set(0, mode="drop"))
+
+    def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> DraftState:
+        """Return its state with the lengths up to which what was drafted has become part of the sequences."""
+        own = state.draft
+        if self.tree is not None:
+            page_table = self._page_table(state, rows)
+            own = dataclasses.replace(
+                own, kv_pages=move_tokens(self.backend, own.kv_pages, page_table, rows.start, path)
+            )
+        slot = jnp.where(drafts.count > 0, rows.slot, own.length.shape[0])
+        length = state.sequences.length.at[rows.slot].get(mode="clip")
+        computed = jnp.minimum(rows.start + drafts.num_levels, length)
+        return dataclasses.replace(own, length=own.length.at[slot].set(computed, mode="drop"))
+
+    def propose(
+        self,
+        params: BothParams,
+        state: ServeState,
+        rows: Rows,
+        num_drafts: Int[Array, " R"],
+        base_seed: UInt32[Array, ""],
+    ) -> tuple[Drafts, DraftState]:
+        """Catch up with the sequences, then draft token by token, or level by level."""
+        # Drafted tokens behind the draft model's longest sequence would be worthless.
+        num_drafts = jnp.clip(num_drafts, 0, self.arch.max_position - 1 - rows.start)
+        length = state.draft.length.at[rows.slot].get(mode="clip")
+        length = jnp.where(num_drafts > 0, length, rows.start)
+        _, own_params = params
+        kv_pages, length = self._catch_up(own_params, state, rows, length)
+        state = dataclasses.replace(state, draft=dataclasses.replace(state.draft, kv_pages=kv_pages))
+        if self.tree is None:
+            drafts, kv_pages = self._draft_chain(own_params, state, rows, length, num_drafts, base_seed)
+        else:
+            drafts, kv_pages = self._draft_tree(own_params, state, rows, length, num_drafts, self.tree)
+        return drafts, dataclasses.replace(state.draft, kv_pages=kv_pages)
+
+    def _draft_chain(
+        self,
+        params: Params,
+        state: ServeState,
+        rows: Rows,
+        length: Int[Array, " R"],
+        num_drafts: Int[Array, " R"],
+        base_seed: UInt32[Array, ""],
+    ) -> tuple[Drafts, Pages]:
+        """Draft token by token, each drawn as the row asks."""
+        R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
+        records = state.sequences.records.at[rows.slot].get(mode="clip")
+
+        def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
+            live = index < num_drafts
+            start = jnp.where(index == 0, length, rows.start + index)
+            at = Rows.of(rows.slot, start, jnp.where(live, rows.start + 1 + index - start, 0), live)
+            hidden, kv_pages = self._forward(params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, 2 * R)
+            logits = self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(mode="clip"))
+            sampling = SamplingRows(records, rows.start + 1 + index, live)
+            assert so_far.weights is not None, "tokens of a chain are drawn"
+            token_ids, weights = self._draw(logits, sampling, index, so_far.weights, base_seed)
+            token_ids = lax.dynamic_update_slice(so_far.token_ids, token_ids[:, None], (0, index))
+            return _Drafting(kv_pages=kv_pages, token_ids=token_ids, weights=weights)
+
+        drafting = _Drafting(
+            kv_pages=state.draft.kv_pages,
+            token_ids=jnp.zeros((R, K), jnp.int32),
+            weights=jnp.zeros((K, R, V), jnp.float32),
+        )
+        drafting = lax.fori_loop(0, jnp.max(num_drafts), draft, drafting)
+        return Drafts(drafting.token_ids, num_drafts, drafting.weights), drafting.kv_pages
+
+    def _draft_tree(
+        self,
+        params: Params,
+        state: ServeState,
+        rows: Rows,
+        length: Int[Array, " R"],
+        num_drafts: Int[Array, " R"],
+        tree: TokenTree,
+    ) -> tuple[Drafts, Pages]:
+        """Draft level by level the most likely tokens behind each node that has children.
+
+        Each level computes all nodes before it again: attention sees a tree among the tokens of one call, and the
+        weights are read once for all of them.
+        """
+        R, N = rows.slot.shape[0], tree.num_nodes
+        num_within, levels = jnp.array(tree.num_within), jnp.array(tree.levels)
+        place = np.array(
+            [tree.levels[tree.depth[node]].index(node) for node in tree.parent]
+        )  # of parents in their level
+        words, rank, depth = jnp.array([0, *tree.ancestors]), np.array(tree.rank), jnp.array([tree.depth[1:]])
+
+        def draft(level: Int[Array, ""], so_far: _Drafting) -> _Drafting:
+            live = level < num_drafts
+            start = jnp.where(level == 0, length, rows.start)
+            q_lens = rows.start + 1 - start + num_within[level]
+            at = Rows.of(rows.slot, start, jnp.where(live, q_lens, 0), live)
+            hidden, kv_pages = self._forward(
+                params, state, at, rows.start, so_far.token_ids, so_far.kv_pages, R * (N + 1), words
+            )
+            parents = levels[level]
+            token = at.cu_q_lens[:-1, None] + (rows.start - start)[:, None] + parents[None]
+            logits = self._logits(params, hidden.at[token.reshape(-1)].get(mode="clip"))
+            _, likely = lax.top_k(logits, max(tree.rank) + 1)
+            likely = likely.reshape(R, len(tree.levels[0]), -1)
+            drafted = likely[:, place, rank]
+            token_ids = jnp.where(depth == level + 1, drafted, so_far.token_ids)
+            return _Drafting(kv_pages=kv_pages, token_ids=token_ids, weights=None)
+
+        drafting = _Drafting(kv_pages=state.draft.kv_pages, token_ids=jnp.zeros((R, N), jnp.int32), weights=None)
+        drafting = lax.fori_loop(0, jnp.max(num_drafts), draft, drafting)
+        ancestors = jnp.broadcast_to(words[1:], (R, N))
+        return Drafts(drafting.token_ids, num_within[num_drafts], None, ancestors), drafting.kv_pages
+
+    def _catch_up(
+        self, params: Params, state: ServeState, rows: Rows, length: Int[Array, " R"]
+    ) -> tuple[Pages, Int[Array, " R"]]:
+        """Compute what a row lacks but for its last two tokens, so that drafting begins with one or two."""
+
+        def lags(carry: tuple[Pages, Array]) -> Bool[Array, ""]:
+            return jnp.any(rows.start - carry[1] > 1)
+
+        def compute(carry: tuple[Pages, Array]) -> tuple[Pages, Array]:
+            kv_pages, length = carry
+            missing = rows.start - length
+            before = jnp.cumsum(missing) - missing
+            q_lens = jnp.clip(self.chunk - before, 0, missing)
+            at = Rows.of(rows.slot, length, q_lens, q_lens > 0)
+            token_ids = jnp.zeros((rows.slot.shape[0], 1), jnp.int32)
+            _, kv_pages = self._forward(params, state, at, rows.start, token_ids, kv_pages, self.chunk)
+            return kv_pages, length + q_lens
+
+        caught_up: tuple[Pages, Array] = lax.while_loop(lags, compute, (state.draft.kv_pages, length))
+        return caught_up
+
+    def _page_table(self, state: ServeState, rows: Rows) -> Int[Array, "R M"]:
+        """Return the pages of rows."""
+        M = self.schedule.max_pages_per_row
+        columns = slice(self.kv_group * M, (self.kv_group + 1) * M)
+        return state.sequences.page_table[:, columns].at[rows.slot].get(mode="clip")
+
+    def _forward(
+        self,
+        params: Params,
+        state: ServeState,
+        rows: Rows,
+        last: Int[Array, " R"],
+        drafted: Int[Array, "R N"],
+        kv_pages: Pages,
+        num_tokens: int,
+        words: Int[Array, " N1"] | None = None,
+    ) -> tuple[Float[Array, "T D"], Pages]:
+        """Return the hidden states of rows, whose tokens after place `last` are drafted ones, and the pool.
+
+        `words` has the ancestors of each node of a tree; rows with drafted tokens then begin at `last`.
+        """
+        row, offset, place, _ = place_tokens(rows, num_tokens)
+        known = state.slots.token_history.at[rows.slot[row], place].get(mode="clip")
+        node = place - last[row]
+        ids = jnp.where(node > 0, drafted[row, jnp.clip(node - 1, 0, drafted.shape[1] - 1)], known)
+        if self.is_mapped:
+            ids = params["inputs"].at[ids].get(mode="clip")
+        tree_mask = None if words is None else words.at[offset].get(mode="clip")
+        position = place
+        if words is not None:
+            position = jnp.where(node > 0, last[row] + lax.population_count(words.at[node].get(mode="clip")), place)
+        group = RaggedRows(rows.kv_lens, self._page_table(state, rows), rows.cu_q_lens, jnp.int32(rows.slot.shape[0]))
+        carry = AttentionCarry(kv_pages, (group,), tree_mask)
+        hidden, carry = decoder.forward(params, self.arch, ids, position, self._attend, carry)
+        return hidden, carry.kv_pages
+
+    def _logits(self, params: Params, hidden: Float[Array, "M D"]) -> Float[Array, "M V"]:
+        """Return logits over the target's vocabulary."""
+        logits = decoder.compute_logits(params, self.arch, hidden)
+        if self.is_mapped:
+            outputs = params["outputs"]
+            return jnp.where(outputs[None] >= 0, logits.at[:, outputs].get(mode="clip"), -jnp.inf)
+        missing = max(self.vocab_size - logits.shape[1], 0)
+        logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
+        return logits[:, : self.vocab_size]
+
+    def _draw(
+        self,
+        logits: Float[Array, "R V"],
+        rows: SamplingRows,
+        index: Int[Array, ""],
+        weights: Float[Array, "K R V"],
+        base_seed: UInt32[Array, ""],
+    ) -> tuple[Int[Array, " R"], Float[Array, "K R V"]]:
+        """Return the drafted tokens, and all weights so far: those of greedy rows need not be known."""
+
+        def draw() -> tuple[Array, Array]:
+            own = token_weights(logits, rows)
+            token_ids = draw_by_weight(own, rows, base_seed, DRAFT)
+            return token_ids, lax.dynamic_update_slice(weights, own[None], (index, 0, 0))
+
+        drawn: tuple[Array, Array] = lax.cond(
+            jnp.any(rows.is_sampled), draw, lambda: (jnp.argmax(logits, axis=1).astype(jnp.int32), weights)
+        )
+        return drawn

@@ -1,0 +1,115 @@
+"""Medusa: heads on the model's last hidden state propose the tokens behind the next one (Cai et al. 2024).
+
+Head n reads the hidden state from which the model sampled the last known token, and proposes the n-th token behind that
+one; heads do not see each other's proposals. A tree proposes products of the most likely tokens of each head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int, UInt32
+
+from jaxserve.execution.round import Rows
+from jaxserve.execution.state import ServeState
+from jaxserve.execution.verification import BothParams, Drafts
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.models import decoder
+from jaxserve.models.arch import ArchConfig
+from jaxserve.token_tree import TokenTree
+
+
+@dataclass(frozen=True)
+class Medusa:
+    """Proposer with a head per position.
+
+    Parameters: `blocks`, a list per head of a list of `weight` [D, D] and, where there is one, `bias` [D]; and
+    `lm_heads`, a matrix [V, D] per head, empty where the heads share that of the model.
+
+    Attributes:
+        max_drafts: most tokens of a continuation that it proposes, K: no more than it has heads.
+        arch: sizes of the model, or of one device's part of it.
+        vocab_size: size of the whole vocabulary, V.
+        max_num_seqs: number of slots, S.
+        dtype: name of the dtype of hidden states.
+        tree: tree of the most likely tokens that it proposes, K levels; None for a chain.
+    """
+
+    max_drafts: int
+    arch: ArchConfig
+    vocab_size: int
+    max_num_seqs: int
+    dtype: str
+    tree: TokenTree | None = None
+
+    @property
+    def max_nodes(self) -> int:
+        """Most tokens that it proposes for a row, N."""
+        return self.max_drafts if self.tree is None else self.tree.num_nodes
+
+    def new_state(self) -> Float[Array, "S D"]:
+        """Return its state: the last hidden state of each slot."""
+        return jnp.zeros((self.max_num_seqs, self.arch.hidden_size), jnp.dtype(self.dtype))
+
+    def admit(self, state: Any, slot: Int[Array, " A"]) -> Any:
+        """Return the state as it is: a request computes a token before it drafts any."""
+        return state
+
+    def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
+        """Return its state as it is."""
+        return state.draft
+
+    def observe(
+        self,
+        params: BothParams,
+        state: ServeState,
+        rows: Rows,
+        token_ids: Int[Array, " T"],
+        hidden: Float[Array, "T D"],
+    ) -> Float[Array, "S D"]:
+        """Return the state with the hidden state of each row's last token."""
+        slot = jnp.where(rows.q_lens > 0, rows.slot, self.max_num_seqs)
+        last = hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip")
+        observed: Float[Array, "S D"] = state.draft.at[slot].set(last.astype(self.dtype), mode="drop")
+        return observed
+
+    def propose(
+        self,
+        params: BothParams,
+        state: ServeState,
+        rows: Rows,
+        num_drafts: Int[Array, " R"],
+        base_seed: UInt32[Array, ""],
+    ) -> tuple[Drafts, Any]:
+        """Propose the most likely tokens of each head."""
+        hidden = state.draft.at[rows.slot].get(mode="clip")
+        num_likely = 1 if self.tree is None else max(self.tree.rank) + 1
+        likely = jnp.stack([self._likely(params, head, hidden, num_likely) for head in range(self.max_drafts)], axis=1)
+        if self.tree is None:
+            return Drafts(likely[:, :, 0], num_drafts, None), state.draft
+        token_ids = likely[:, np.array(self.tree.depth[1:]) - 1, np.array(self.tree.rank)]
+        ancestors = jnp.broadcast_to(jnp.array([self.tree.ancestors]), token_ids.shape)
+        return Drafts(token_ids, jnp.array(self.tree.num_within)[num_drafts], None, ancestors), state.draft
+
+    def _likely(self, params: BothParams, head: int, hidden: Float[Array, "R D"], count: int) -> Int[Array, "R count"]:
+        """Return the tokens that a head thinks most likely, the most likely first."""
+        target, own = params
+        x = hidden
+        for layer in own["blocks"][head]:
+            x = x + jax.nn.silu(linear(x, layer["weight"], bias=layer.get("bias")))
+        if own["lm_heads"]:
+            logits = linear(x, own["lm_heads"][head], LinearContext(dtype=jnp.float32))
+        else:
+            logits = whole_logits(target, self.arch, x)
+        return lax.top_k(logits[:, : self.vocab_size], count)[1]
+
+
+def whole_logits(params: Any, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+    """Return logits of a model over its whole vocabulary, on each of its devices."""
+    logits = decoder.compute_logits(params, arch, hidden)
+    return logits if arch.tensor_axis is None else lax.all_gather(logits, arch.tensor_axis, axis=1, tiled=True)

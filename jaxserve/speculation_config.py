@@ -1,0 +1,117 @@
+"""SpeculationConfig: which proposer drafts tokens, and how many."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxserve.errors import ConfigError
+from jaxserve.token_tree import MAX_NODES, TokenTree
+
+METHODS = ("draft_model", "ngram", "medusa")
+DEFAULT_DRAFTED_TOKENS = 4
+_MAX_NGRAM = 32
+_IGNORED = {"disable_logprobs": (False,), "draft_tensor_parallel_size": (1, None), "prompt_lookup": (None,)}
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How tokens are proposed for speculative decoding. Names are those of vLLM's `speculative_config`.
+
+    Attributes:
+        method: "draft_model" for a smaller model with the same tokenizer, "ngram" for what followed the last tokens
+            where they occurred before, "medusa" for heads on the model's hidden states; None is "draft_model" where a
+            model is given.
+        model: directory of the draft model's checkpoint, or of the heads; None is the embedded draft of the embedded
+            default model.
+        num_speculative_tokens: most tokens proposed for a request at a time.
+        prompt_lookup_max: most tokens that "ngram" matches.
+        prompt_lookup_min: fewest tokens that "ngram" matches.
+        quantization: weight format of the draft model; None serves it as it is.
+        speculative_token_tree: paths of a tree of drafts by the ranks of their tokens: [(0,), (1,), (0, 0)]. Its depth
+            is then `num_speculative_tokens`, which is left out. None drafts a chain.
+        adaptive: choose the number of tokens for each request by how many are accepted and by how long steps take; if
+            False, it is always `num_speculative_tokens`.
+    """
+
+    method: str | None = None
+    model: str | None = None
+    num_speculative_tokens: int = DEFAULT_DRAFTED_TOKENS
+    prompt_lookup_max: int = 5
+    prompt_lookup_min: int | None = None
+    quantization: str | None = None
+    speculative_token_tree: str | Sequence[Sequence[int]] | None = None
+    adaptive: bool = True
+
+    @cached_property
+    def tree(self) -> TokenTree | None:
+        """Shape of the drafts; None for a chain."""
+        return None if self.speculative_token_tree is None else TokenTree.of(self.speculative_token_tree)
+
+    @property
+    def max_nodes(self) -> int:
+        """Most tokens proposed for a request at a time, those of all paths of a tree."""
+        return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
+
+    def __post_init__(self) -> None:
+        if self.method == "ngram" or self.model in ("ngram", "[ngram]"):
+            object.__setattr__(self, "method", "ngram")
+            object.__setattr__(self, "model", None)
+        if self.method is None:
+            object.__setattr__(self, "method", "draft_model")
+        if self.method not in METHODS:
+            raise ConfigError(f"the method of speculative_config must be one of {list(METHODS)}, got {self.method!r}")
+        if self.model is not None:
+            if not isinstance(self.model, str | os.PathLike):
+                raise ConfigError(f"the model of speculative_config must be a path, got {self.model!r}")
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if self.tree is not None:
+            if self.method == "ngram":
+                raise ConfigError('speculative_token_tree needs a method that ranks tokens, got method "ngram"')
+            if self.num_speculative_tokens not in (DEFAULT_DRAFTED_TOKENS, self.tree.num_levels):
+                raise ConfigError(
+                    "num_speculative_tokens must be the depth of speculative_token_tree or be left out, got "
+                    f"{self.num_speculative_tokens} and a depth of {self.tree.num_levels}"
+                )
+            object.__setattr__(self, "speculative_token_tree", self.tree.paths)
+            object.__setattr__(self, "num_speculative_tokens", self.tree.num_levels)
+        if self.prompt_lookup_min is None:  # as in vLLM
+            object.__setattr__(self, "prompt_lookup_min", self.prompt_lookup_max)
+        for name, high in (
+            ("num_speculative_tokens", MAX_NODES),
+            ("prompt_lookup_max", _MAX_NGRAM),
+            ("prompt_lookup_min", self.prompt_lookup_max),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+                raise ConfigError(f"{name} of speculative_config must be an integer in [1, {high}], got {value!r}")
+        if not isinstance(self.adaptive, bool):
+            raise ConfigError(f"adaptive of speculative_config must be a bool, got {self.adaptive!r}")
+
+    @classmethod
+    def of(cls, value: str | Mapping[str, Any] | SpeculationConfig | None) -> SpeculationConfig | None:
+        """Return the configuration that a user gave; ConfigError for keys that are not supported."""
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"speculative_config must be JSON, got {value!r}: {error}") from error
+        if value is None or isinstance(value, SpeculationConfig):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"speculative_config must be a mapping or a SpeculationConfig, got {value!r}")
+        names = [field.name for field in dataclasses.fields(cls)]
+        kept = {}
+        for name, each in value.items():
+            if name in names:
+                kept[name] = each
+            elif name not in _IGNORED or each not in _IGNORED[name]:
+                raise ConfigError(
+                    f"unsupported speculative_config {{{name!r}: {each!r}}}; supported keys are {sorted(names)}"
+                )
+        return cls(**kept)

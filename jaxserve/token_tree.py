@@ -1,0 +1,96 @@
+"""TokenTree: shape of a tree of drafted tokens."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from jaxserve.errors import ConfigError
+
+MAX_NODES = 31  # with the last known token 32, whose ancestors are the bits of a word
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """Continuations that are drafted at once, level by level; node 0 is the last known token.
+
+    Attributes:
+        paths: path to each other node, by ranks: (0, 1) is the second most likely token behind the most likely one.
+            Shorter paths first.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, value: str | Iterable[Iterable[int]]) -> TokenTree:
+        """Return the tree of some paths in any order, a list of tuples or its spelling as in vLLM and Medusa.
+
+        Raises:
+            ConfigError: they are not paths of one tree of at most 31 nodes.
+        """
+        wanted = (
+            f"a list of up to {MAX_NODES} different paths of ranks, each with its beginnings, such as [(0,), (0, 0)]"
+        )
+        try:
+            given: Any = ast.literal_eval(value) if isinstance(value, str) else value
+            paths = sorted((tuple(path) for path in given), key=lambda path: (len(path), path))
+            known = {(), *paths}
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise ConfigError(f"a token tree must be {wanted}, got {value!r}") from error
+        is_tree = all(path and path[:-1] in known for path in paths) and len(known) == len(paths) + 1
+        ranks = [rank for path in paths for rank in path]
+        if not is_tree or not all(type(rank) is int and 0 <= rank < MAX_NODES for rank in ranks):
+            raise ConfigError(f"a token tree must be {wanted}, got {value!r}")
+        if not 1 <= len(paths) <= MAX_NODES:
+            raise ConfigError(f"a token tree must be {wanted}, got {len(paths)} paths")
+        return cls(tuple(paths))
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, N, but for node 0."""
+        return len(self.paths)
+
+    @property
+    def num_levels(self) -> int:
+        """Tokens of the longest path."""
+        return len(self.paths[-1])
+
+    @cached_property
+    def depth(self) -> tuple[int, ...]:
+        """Tokens on the path to each node, node 0 first."""
+        return (0, *map(len, self.paths))
+
+    @cached_property
+    def rank(self) -> tuple[int, ...]:
+        """Rank of each node but node 0 among its siblings."""
+        return tuple(path[-1] for path in self.paths)
+
+    @cached_property
+    def parent(self) -> tuple[int, ...]:
+        """Node that each node but node 0 follows."""
+        index = {(): 0} | {path: node for node, path in enumerate(self.paths, 1)}
+        return tuple(index[path[:-1]] for path in self.paths)
+
+    @cached_property
+    def ancestors(self) -> tuple[int, ...]:
+        """Word of each node but node 0, whose bit n is set if node n is on its path."""
+        words = [0]
+        for parent in self.parent:
+            words.append(words[parent] | 1 << parent)
+        return tuple(words[1:])
+
+    @cached_property
+    def num_within(self) -> tuple[int, ...]:
+        """Nodes but node 0 in the first levels, by the number of levels from 0."""
+        return tuple(sum(0 < depth <= level for depth in self.depth) for level in range(self.num_levels + 1))
+
+    @cached_property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """Nodes of each level that have children; as many for each level, padded by the first."""
+        parents = sorted(set(self.parent))
+        inner = [[node for node in parents if self.depth[node] == level] for level in range(self.num_levels)]
+        width = max(map(len, inner))
+        return tuple(tuple(nodes + nodes[:1] * (width - len(nodes))) for nodes in inner)

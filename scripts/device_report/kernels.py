@@ -1,0 +1,96 @@
+"""The kernels of attention that a device has: what they are to show, and how they run where there is no such device."""
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import jax
+
+from device_report.points import UnavailableError
+from jaxserve.pallas_kernels.dispatch import AUTO, select
+from jaxserve.pallas_kernels.ragged_paged_attention import BACKENDS, mosaic_gpu, mosaic_tpu
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, GPU_CASES, TPU_CASES, Case, widened
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
+
+FALLBACK = "xla"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Attention kernels of a device, as a backend.
+
+    Attributes:
+        backend: its name.
+        module: module of the backend.
+        cases: cases in which it must be right.
+        tiny_cases: cases of a dry run, by name.
+        interpreter: Pallas' interpreter: module and the class of its parameters.
+        first_interpreter: the first jax that has it.
+    """
+
+    backend: str
+    module: ModuleType
+    cases: tuple[Case, ...]
+    tiny_cases: tuple[str, ...]
+    interpreter: tuple[str, str]
+    first_interpreter: tuple[int, ...]
+
+    @property
+    def backends(self) -> tuple[str, str]:
+        """Itself, and what serves where it cannot."""
+        return self.backend, FALLBACK
+
+    def runnable(self) -> AbstractContextManager[None]:
+        """Calls traced inside run here: on the device as they are, elsewhere in the interpreter, where jax has it."""
+        if jax.default_backend() != "cpu" or jax.__version_info__ < self.first_interpreter:
+            return contextlib.nullcontext()
+        module, params = self.interpreter
+        interpreted: AbstractContextManager[None] = self.module.interpreted(
+            getattr(importlib.import_module(module), params)()
+        )
+        return interpreted
+
+    def best(self, problem: Problem) -> str:
+        """The kernel where it runs, XLA's elsewhere."""
+        with self.runnable():
+            return FALLBACK if self.module.supports(problem) else self.backend
+
+    def served(self, problem: Problem) -> str:
+        """The kernel where an engine can run it here, else what the engine takes by itself."""
+        requested = AUTO if self.module.supports(problem) else self.backend
+        return select("ragged_paged_attention", BACKENDS, requested, lambda backend: backend.supports(problem))
+
+    def check(self, backend: str, problem: Problem) -> None:
+        """UnavailableError for a backend that cannot run here."""
+        with self.runnable():
+            if (reason := BACKENDS[backend].supports(problem)) is not None:
+                raise UnavailableError(f"{backend}: {reason}")
+
+
+def _tpu_cases() -> Iterator[Case]:
+    """Yield the cases in float32, as most are written, in half precision where that differs, and the kernel's own."""
+    yield from map(widened, (*CASES, *TPU_CASES))
+    yield from (widened(replace(case, name=f"{case.name}_half")) for case in GPU_CASES if case not in CASES)
+
+
+KERNELS = {  # keyed by device
+    "gpu": Kernel(
+        "mosaic_gpu",
+        mosaic_gpu,
+        GPU_CASES,
+        ("rope_bfloat16", "int8_pages_of_8_rope"),
+        ("jax.experimental.pallas.mosaic_gpu", "InterpretGPUParams"),
+        (0, 11),
+    ),
+    "tpu": Kernel(
+        "mosaic_tpu",
+        mosaic_tpu,
+        tuple(_tpu_cases()),
+        ("rope_bfloat16", "fp8_pages_of_32_rope"),
+        ("jax.experimental.pallas.tpu", "InterpretParams"),
+        (0, 10),
+    ),
+}

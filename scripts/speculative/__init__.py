@@ -1,0 +1,1 @@
+"""Runs, plots and page of `speculative_report.py`."""

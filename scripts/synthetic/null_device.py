@@ -1,0 +1,100 @@
+"""An engine whose device takes no time: it accepts every step and answers with the same token at once."""
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
+from jaxserve.engine.engine import Engine
+from jaxserve.execution.batch import BatchPacker
+from jaxserve.execution.executor import StepResult
+from jaxserve.scheduling.plan import PlanKind, StepPlan
+
+TOKEN = 7
+MODEL: dict[str, Any] = {  # no weights are made of it: only step statistics and limits read it
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 32_000,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 22,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@dataclass(slots=True)
+class NullStep:
+    """A step whose result was there before it was asked for: the same token for every row that samples."""
+
+    launched_s: float
+    max_new: list[int]
+    num_compiles: int = 0
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        tokens = np.full((len(self.max_new), 1), TOKEN, np.int32)
+        return StepResult(tokens, np.array(self.max_new, np.int32), time.monotonic())
+
+
+class NullExecutor:
+    """An executor without device: it packs what it is given and answers with the same token."""
+
+    kv_token_bytes = 0
+
+    def __init__(self, schedule: ScheduleConfig, vocab_size: int) -> None:
+        self.schedule = schedule
+        self.packer = BatchPacker(schedule, 0, vocab_size)
+        self._buckets = schedule.buckets()
+
+    def bucket_for(self, num_tokens: int) -> int:
+        return min(b for b in self._buckets if b >= num_tokens)
+
+    def multi_step_bucket_for(self, num_rows: int) -> None:
+        """One step per dispatch: what is measured is the host's work per step."""
+
+    def speculative_bucket_for(self, num_rows: int) -> None:
+        """Return None: there is no program with drafts."""
+
+    def wait_for(self, bucket: int, kind: PlanKind) -> None:
+        """All buckets are there."""
+
+    def launch(self, plan: StepPlan, bucket: int) -> NullStep:
+        self.packer.pack(plan, bucket)
+        return NullStep(time.monotonic(), plan.max_new)
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        return 0
+
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        return 0
+
+    def restore_state(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def null_engine(**options: Any) -> Engine:
+    """An engine of these options over a null device; `num_pages` must be among them."""
+    with tempfile.TemporaryDirectory() as model:
+        (Path(model) / "config.json").write_text(json.dumps(MODEL))
+        config = EngineConfig(model=model, skip_tokenizer_init=True, **options)
+        schedule = resolve_schedule(
+            config,
+            max_position=MODEL["max_position_embeddings"],
+            platform="cpu",
+            page_size=config.page_size or 16,
+            num_pages=options["num_pages"],
+        )
+        return Engine(config, NullExecutor(schedule, MODEL["vocab_size"]))

@@ -1,0 +1,1 @@
+"""Corpus, tokenizer and model of the embedded checkpoint, for its training and scoring."""

@@ -1,0 +1,74 @@
+"""The decoder on batches of equally long sequences, without a KV pool: what training and scoring run."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from jaxserve.models import decoder
+from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.decoder import Attend
+from jaxserve.models.params import Params, matrix_transform
+from jaxserve.models.registry import from_hf_config, param_specs
+from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.quant import weight_format
+from jaxserve.weights import load, read_config
+
+_QUERY_BLOCK = 128  # queries of a block skip the keys behind it: half of the causal square is never computed
+
+
+def load_model(directory: Path, *, quantization: str | None = None) -> tuple[Params, ArchConfig]:
+    """Parameters in float32, or quantised, and sizes of a Hugging Face directory."""
+    arch = from_hf_config(read_config(directory))
+    specs = param_specs(arch)
+    return load(directory, specs, jnp.float32, transform=matrix_transform(specs, weight_format(quantization))), arch
+
+
+def logits(params: Params, arch: ArchConfig, tokens: Array) -> Array:
+    """Next-token logits f32[B, S, V] of `tokens` i32[B, S]; every sequence starts at position 0."""
+    B, S = tokens.shape
+    positions = jnp.tile(jnp.arange(S), B)
+    hidden, _ = decoder.forward(params, arch, tokens.reshape(-1), positions, dense_attend(S), None)
+    return decoder.compute_logits(params, arch, hidden).reshape(B, S, -1)
+
+
+def token_nats(logits: Array, targets: Array) -> Array:
+    """Cross-entropy f32[B, S] of `targets` i32[B, S]."""
+    picked = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jax.nn.logsumexp(logits, axis=-1) - picked
+
+
+@cache
+def dense_attend(seq_len: int) -> Attend:
+    """Causal attention inside each run of `seq_len` tokens of the token axis."""
+
+    def attend(
+        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions
+    ) -> tuple[Array, Any]:
+        if options.attention.window is not None or options.attention.soft_cap is not None:
+            raise NotImplementedError(f"dense_attend has no sliding window and no soft cap, got {options}")
+        T, K, H = k.shape
+        B, G = T // seq_len, q.shape[1] // K
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * options.attention.scale  # [B, K, G, S, H]
+        k, v = (x.reshape(B, seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
+        out = [_attend_block(q, k, v, start) for start in range(0, seq_len, _QUERY_BLOCK)]
+        return jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4).reshape(T, K * G, H), carry
+
+    return attend
+
+
+def _attend_block(q: Array, k: Array, v: Array, start: int) -> Array:
+    """Queries from `start` on, softmax normalised after the values are summed."""
+    B, K, G, S, H = q.shape
+    end = min(start + _QUERY_BLOCK, S)
+    block = q[:, :, :, start:end].reshape(B, K, -1, H)
+    scores = jnp.einsum("bkqh,bksh->bkqs", block, k[:, :, :end])
+    hidden = jnp.tile(jnp.arange(start, end)[:, None] < jnp.arange(end)[None, :], (G, 1))
+    scores = jnp.where(hidden[None, None], -1e30, scores)
+    weights = jnp.exp(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
+    out = jnp.einsum("bkqs,bksh->bkqh", weights, v[:, :, :end]) / weights.sum(axis=-1, keepdims=True)
+    return out.reshape(B, K, G, end - start, H)

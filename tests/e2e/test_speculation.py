@@ -1,0 +1,424 @@
+"""Speculative decoding changes how many tokens a step yields, and nothing else."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import checkpoints
+import numpy as np
+import pytest
+import tiny_tokenizers
+import transformers
+from hypothesis import given, settings
+from safetensors.numpy import load_file, save_file
+from scipy.special import softmax
+from scipy.stats import chisquare
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.llm import LLM
+from jaxserve.metrics import Vector
+from jaxserve.request import SamplingParams
+from jaxserve.speculation_config import SpeculationConfig
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
+from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
+from tests.random_runs import examples
+
+Start = Callable[..., Engine]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROPOSERS = ("same", "other", "ngram", "tree", "medusa", "foreign")
+TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1)]
+
+
+@pytest.fixture(scope="session")
+def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SpeculationConfig]:
+    """Return a configuration by the name of a proposer.
+
+    The model as its own draft is nearly always right, another random one nearly never, look-ups now and then. A tree
+    has a draft that is similar to the model, so that paths differ; a foreign draft is similar too, with other ids for
+    the tokens. Medusa heads are random, in a tree that is wide.
+    """
+    other = tmp_path_factory.mktemp("draft")
+    sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS, "num_hidden_layers": 1}
+    checkpoints.write_checkpoint(other, "llama", seed=7, **sizes)
+    similar = tmp_path_factory.mktemp("similar")
+    shutil.copytree(llama, similar, dirs_exist_ok=True)
+    rng = np.random.default_rng(3)
+    for path in similar.glob("*.safetensors"):
+        arrays = load_file(path)
+        noisy = {name: x + 0.3 * x.std() * rng.standard_normal(x.shape, np.float32) for name, x in arrays.items()}
+        save_file(noisy, path)
+
+    foreign = tmp_path_factory.mktemp("foreign")
+    write_with_other_ids(similar, foreign)
+    heads = tmp_path_factory.mktemp("heads")
+    write_heads(heads, hidden_size(llama), lambda size: rng.standard_normal((size, size), np.float32))
+
+    def speculate(proposer: str, num_tokens: int = 3, **options: Any) -> SpeculationConfig:
+        if proposer == "ngram":
+            options = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1} | options
+        elif proposer == "medusa":
+            tree = [(n,) for n in range(8)] + [(0, n) for n in range(8)] + [(0, 0, n) for n in range(8)]
+            options = {"method": "medusa", "model": str(heads), "speculative_token_tree": tree} | options
+        elif proposer == "tree":
+            options = {"model": str(similar), "speculative_token_tree": TREE} | options
+        else:
+            options = {"model": str({"same": llama, "other": other, "foreign": foreign}[proposer])} | options
+        return SpeculationConfig(num_speculative_tokens=num_tokens, adaptive=False, **options)
+
+    return speculate
+
+
+def write_with_other_ids(source: Path, target: Path) -> None:
+    """Write a checkpoint whose tokens have other ids, but for special ones; the last few are missing."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    order = [0, 1, *(2 + np.random.default_rng(0).permutation(len(vocab) - 2)).tolist()]
+    tokenizer["model"]["vocab"] = {token: order[token_id] for token, token_id in vocab.items()}
+    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for path in target.glob("*.safetensors"):
+        arrays = load_file(path)
+        for name, array in arrays.items():
+            if "embed_tokens" in name or "lm_head" in name:
+                arrays[name] = np.empty_like(array)
+                arrays[name][order] = array
+        save_file(arrays, path)
+
+
+def hidden_size(model: Path) -> int:
+    """Return the width of a checkpoint's model."""
+    size: int = json.loads((model / "config.json").read_text())["hidden_size"]
+    return size
+
+
+def write_heads(directory: Path, size: int, weight: Callable[[int], np.ndarray], num_heads: int = 4) -> None:
+    """Write Medusa heads in the original layout, that share the model's matrix for the logits."""
+    tensors = {f"{head}.0.linear.weight": weight(size) for head in range(num_heads)}
+    tensors |= {f"{head}.0.linear.bias": np.zeros(size, np.float32) for head in range(num_heads)}
+    save_file(tensors, directory / "medusa_lm_head.safetensors")
+    (directory / "config.json").write_text(json.dumps({"medusa_num_heads": num_heads, "medusa_num_layers": 1}))
+
+
+@pytest.fixture(scope="session", params=PROPOSERS)
+def speculation(request: pytest.FixtureRequest, speculate: Callable[..., SpeculationConfig]) -> SpeculationConfig:
+    """Return the configuration of each proposer."""
+    return speculate(request.param)
+
+
+def tokenizers_of(speculation: SpeculationConfig) -> dict[str, bool]:
+    """Return options by which tokenizers are compared, where the draft model has one of its own."""
+    return {"skip_tokenizer_init": "foreign" not in (speculation.model or "")}
+
+
+class TestAnyWorkload:
+    """Batches, chunks, prefix hits, preemptions, mixed plans and all kinds of sampling at once."""
+
+    @given(jobs=jobs(aborts=True))
+    @settings(few_but_rich, max_examples=examples(8))
+    def test_greedy_tokens_are_those_of_plain_decoding(
+        self, start: Start, speculation: SpeculationConfig, jobs: list[Job]
+    ) -> None:
+        jobs = [replace(job, params=replace(job.params, temperature=0)) for job in jobs]
+        whole = [replace(job, abort=None) for job in jobs]
+        expected = run(start(**tokenizers_of(speculation)), whole)
+        engine = start(speculative_config=speculation, multi_step=8, **tokenizers_of(speculation))
+        for output, wanted, job in zip(run(engine, whole), expected, jobs, strict=True):
+            assert_same(output, wanted, job)
+        for output, wanted in zip(run(engine, jobs), expected, strict=True):
+            for cut, completion in zip(output.outputs, wanted.outputs, strict=True):
+                assert cut.token_ids == completion.token_ids[: len(cut.token_ids)]
+
+
+@pytest.mark.parametrize("step_ahead", [True, pytest.param(False, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "params",
+    [
+        GREEDY,
+        replace(GREEDY, frequency_penalty=0.5, presence_penalty=0.3, repetition_penalty=1.2),
+        replace(GREEDY, logit_bias={5: 3.0, 7: -100.0}),
+        replace(GREEDY, logprobs=3),
+        replace(GREEDY, ignore_eos=False, min_tokens=8, stop_token_ids=list(range(2, 40))),
+    ],
+    ids=["greedy", "penalties", "bias", "logprobs", "min_tokens"],
+)
+def test_every_parameter(
+    start: Start, speculation: SpeculationConfig, params: SamplingParams, step_ahead: bool
+) -> None:
+    prompts = [tokens(n, f"drafts {n}") for n in (4, 9, 1)]
+    expected = generate(start(), prompts, params)
+    options = {"multi_step": 8, "step_ahead": step_ahead} | tokenizers_of(speculation)
+    engine = start(speculative_config=speculation, **options)
+    drafted = engine.stats.num_drafted_tokens
+    for output, wanted in zip(generate(engine, prompts, params), expected, strict=True):
+        assert_same(output, wanted)
+    if speculation.method == "draft_model":
+        assert engine.stats.num_drafted_tokens > drafted
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 8])
+def test_a_draft_that_is_right_saves_target_passes(
+    start: Start, speculate: Callable[..., SpeculationConfig], num_tokens: int
+) -> None:
+    """Each round yields all drafted tokens and one more; only the last one may have fewer."""
+    engine = start(speculative_config=speculate("same", num_tokens))
+    prompt, expected = tokens(5, "right"), generate(start(), [tokens(5, "right")], GREEDY)
+    before = replace(engine.stats)
+    assert_same(*generate(engine, [prompt], GREEDY), *expected)
+    stats = engine.stats.since(before)
+    assert GREEDY.max_tokens is not None
+    num_rounds = -(-(GREEDY.max_tokens - 1) // (num_tokens + 1))  # the first token comes from the prompt
+    assert stats.num_steps == 1 + num_rounds
+    assert stats.num_accepted_tokens == GREEDY.max_tokens - 1 - num_rounds
+    assert sum(stats.accepted_per_position.values) == stats.num_accepted_tokens
+    assert stats.acceptance_rate == 1
+    [again] = generate(engine, [prompt], GREEDY)
+    metrics = again.outputs[0].metrics
+    assert metrics.num_draft_rounds == stats.num_draft_rounds <= num_rounds
+    assert metrics.num_accepted_tokens == metrics.num_drafted_tokens == stats.num_accepted_tokens
+    assert sum(metrics.num_accepted_per_position) == metrics.num_accepted_tokens
+    assert len(metrics.num_accepted_per_position) == num_tokens
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_heads_read_the_hidden_state_behind_the_last_token(
+    start: Start, llama: Path, tmp_path: Path, num_tokens: int
+) -> None:
+    """Heads of zeros propose what the model itself sampled last; so they are right where tokens repeat."""
+    write_heads(tmp_path, hidden_size(llama), lambda size: np.zeros((size, size), np.float32))
+    heads = SpeculationConfig("medusa", str(tmp_path), num_speculative_tokens=num_tokens, adaptive=False)
+    engine, plain = start(speculative_config=heads, step_ahead=False), start()
+    num_repeated = 0
+    for index in range(6):
+        prompt, params = tokens(5 + index, f"heads {index}"), replace(GREEDY, max_tokens=40)
+        [expected], before = generate(plain, [prompt], params), replace(engine.stats)
+        [output] = generate(engine, [prompt], params)
+        assert_same(output, expected)
+        num_accepted = engine.stats.since(before).num_accepted_tokens
+        ids, last, wanted = expected.outputs[0].token_ids, 0, 0
+        while last < len(ids) - 1:
+            most = min(num_tokens, len(ids) - last - 2)
+            run = next((n for n in range(most) if ids[last + 1 + n] != ids[last]), most)
+            wanted, last = wanted + run, last + run + 1
+        assert num_accepted == wanted
+        num_repeated += num_accepted
+    assert num_repeated
+
+
+def test_a_draft_with_the_same_tokens_under_other_ids_is_as_good(
+    start: Start, speculate: Callable[..., SpeculationConfig], llama: Path, tmp_path: Path
+) -> None:
+    """Its tokens are read and proposed by their text."""
+    write_with_other_ids(llama, tmp_path)
+    config = speculate("same", 4, model=str(tmp_path))
+    engine, before = start(speculative_config=config, skip_tokenizer_init=False), None
+    for index in range(4):
+        prompt = tokens(4 + index, f"other ids {index}")
+        before = replace(engine.stats)
+        [output] = generate(engine, [prompt], GREEDY)
+        assert_same(output, *generate(start(), [prompt], GREEDY))
+        assert engine.stats.since(before).acceptance_rate == 1
+
+
+def test_a_draft_of_another_family_with_another_tokenizer(start: Start, tmp_path: Path) -> None:
+    """GPT-2 with tokens as Llama 2 has them: most of the model's tokens are missing in it."""
+    backend = tiny_tokenizers.byte_fallback()
+    checkpoints.write_checkpoint(tmp_path, "gpt2", vocab_size=backend.get_vocab_size())
+    tiny_tokenizers.write(tmp_path, backend, bos_token="<s>", eos_token="</s>")
+    prompts = [tokens(n, f"foreign {n}") for n in (3, 9, 14)]
+    config = SpeculationConfig(model=str(tmp_path), num_speculative_tokens=3, adaptive=False)
+    engine = start(speculative_config=config, skip_tokenizer_init=False, multi_step=8)
+    for params in (GREEDY, replace(GREEDY, repetition_penalty=1.2, logprobs=1)):
+        for output, wanted in zip(generate(engine, prompts, params), generate(start(), prompts, params), strict=True):
+            assert_same(output, wanted)
+    assert engine.stats.num_drafted_tokens > 0
+
+
+def test_a_tree_of_a_draft_that_is_right_saves_target_passes(
+    start: Start, speculate: Callable[..., SpeculationConfig]
+) -> None:
+    """Each round accepts the path of the most likely tokens, whose nodes are not next to each other.
+
+    All but the last rounds yield 4 tokens; the pages of a sequence end where it does, so that those draft fewer nodes.
+    """
+    engine = start(speculative_config=speculate("same", 3, speculative_token_tree=TREE))
+    prompt, expected = tokens(5, "right"), generate(start(), [tokens(5, "right")], GREEDY)
+    before = replace(engine.stats)
+    assert_same(*generate(engine, [prompt], GREEDY), *expected)
+    stats = engine.stats.since(before)
+    assert stats.num_steps == 1 + 5 + 2 + 1
+    assert stats.acceptance_rate == 1
+
+
+def test_a_tree_accepts_what_a_chain_misses(start: Start, speculate: Callable[..., SpeculationConfig]) -> None:
+    rates = []
+    for tree in ([(0,), (0, 0)], [(0,), (0, 0), (1,), (2,), (0, 1), (1, 0)]):
+        engine = start(speculative_config=speculate("tree", 2, speculative_token_tree=tree))
+        before = replace(engine.stats)
+        generate(engine, [tokens(6, i) for i in range(8)], GREEDY)
+        rates.append(engine.stats.since(before).acceptance_rate)
+    assert rates[1] > 1.1 * rates[0]
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 9))
+def test_a_tree_larger_than_what_is_left_ends_where_plain_decoding_does(
+    start: Start, speculate: Callable[..., SpeculationConfig], max_tokens: int
+) -> None:
+    params = replace(GREEDY, max_tokens=max_tokens)
+    prompts = [tokens(n, "short") for n in (3, 4, 9)]
+    engine = start(speculative_config=speculate("tree"), multi_step=16)
+    for output, wanted in zip(generate(engine, prompts, params), generate(start(), prompts, params), strict=True):
+        assert_same(output, wanted)
+    engine.check_integrity()
+
+
+def test_the_last_token_of_a_prompt_left_alone_by_chunks_is_read(start: Start, speculation: SpeculationConfig) -> None:
+    """It is computed in the first round with drafts, and was never sampled."""
+    prompts = [tokens(n, f"chunks {n}") for n in (17, 33)]  # a step computes 16
+    engine = start(speculative_config=speculation, **tokenizers_of(speculation))
+    for prompt in prompts:
+        assert_same(*generate(engine, [prompt], GREEDY), *generate(start(), [prompt], GREEDY))
+
+
+def test_a_random_draft_is_hardly_ever_accepted(start: Start, speculate: Callable[..., SpeculationConfig]) -> None:
+    engine = start(speculative_config=speculate("other"))
+    before = replace(engine.stats)
+    generate(engine, [tokens(6, i) for i in range(4)], GREEDY)
+    stats = engine.stats.since(before)
+    assert stats.num_drafted_tokens > 50
+    assert stats.acceptance_rate < 0.1
+
+
+def test_plain_rows_beside_speculating_ones_are_bit_identical(
+    start: Start, speculate: Callable[..., SpeculationConfig]
+) -> None:
+    """A row whose draft model has no position left goes on without drafts; so do sampled ones with logprobs."""
+    params = replace(GREEDY, logprobs=2)
+    prompts = [tokens(n, f"mixed {n}") for n in (3, 20, 33)]
+    alone = [generate(start(), [prompt], params)[0] for prompt in prompts]
+    together = generate(start(speculative_config=speculate("same"), multi_step=16), prompts, params)
+    for output, wanted in zip(together, alone, strict=True):
+        assert_same(output, wanted)
+
+
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral", marks=pytest.mark.full)])
+def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path) -> None:
+    """The draft model keeps to the pages of the widest window."""
+    checkpoints.write_checkpoint(tmp_path, family)
+    prompts = [tokens(n, f"windows {n}") for n in (3, 9, 30)]
+    options: dict[str, Any] = SIZES | {"model": str(tmp_path), "skip_tokenizer_init": True, "num_pages": 60}
+    expected = generate(Engine(EngineConfig(**options)), prompts, GREEDY)
+    same = SpeculationConfig(model=str(tmp_path), num_speculative_tokens=3, adaptive=False)
+    engine = Engine(EngineConfig(**options | {"speculative_config": same, "multi_step": 8}))
+    for output, wanted in zip(generate(engine, prompts, GREEDY), expected, strict=True):
+        assert_same(output, wanted)
+    engine.check_integrity()
+    assert engine.stats.acceptance_rate > 0.95
+
+
+def test_a_stop_string_inside_accepted_tokens_ends_the_text_there(
+    llama: Path, llm: LLM, speculate: Callable[..., SpeculationConfig]
+) -> None:
+    plain = llm.generate(["drafted"], replace(GREEDY, max_tokens=20), use_tqdm=False)[0].outputs[0]
+    stop = plain.text[len(plain.text) // 2 :][:2]
+    params = replace(GREEDY, max_tokens=20, stop=[stop])
+    expected = llm.generate(["drafted"], params, use_tqdm=False)[0].outputs[0]
+    options = SIZES | {"multi_step": 16, "speculative_config": speculate("same")}
+    with LLM(str(llama), **options) as speculative:
+        assert metrics_of(speculative)["vllm:spec_decode_num_drafts"] == 0
+        output = speculative.generate(["drafted"], params, use_tqdm=False)[0].outputs[0]
+        speculative.generate(["more"], GREEDY, use_tqdm=False)  # the last step is counted after its tokens are out
+        metrics = metrics_of(speculative)
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens"]
+    assert sum(metrics["vllm:spec_decode_num_accepted_tokens_per_pos"]) == accepted > 0
+    assert metrics["vllm:spec_decode_num_draft_tokens"] >= accepted
+    assert (output.text, output.token_ids, output.finish_reason) == (
+        expected.text,
+        expected.token_ids,
+        expected.finish_reason,
+    )
+    assert output.finish_reason == "stop"
+
+
+def metrics_of(llm: LLM) -> dict[str, Any]:
+    """Return values by vLLM's names, read as vLLM's own example does."""
+    return {m.name: m.values if isinstance(m, Vector) else m.value for m in llm.get_metrics()}
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_k": 4, "temperature": 2.0, "min_p": 0.05}], ids=["k", "t"])
+@pytest.mark.full
+def test_the_first_three_tokens_have_the_target_s_distribution(
+    start: Start,
+    oracle: transformers.PreTrainedModel,
+    speculate: Callable[..., SpeculationConfig],
+    proposer: str,
+    filters: dict[str, Any],
+) -> None:
+    """Chi-square over 20,000 draws, against probabilities by transformers; the prompt repeats itself for look-ups."""
+    num_draws, block = 20_000, 500
+    prompt = tokens(6, "chi") * 2
+    params = SamplingParams(max_tokens=4, ignore_eos=True, n=block, **({"temperature": 1.0} | filters))
+    tree = {"speculative_token_tree": [(0,), (1,), (0, 0), (1, 0)]}
+    options: dict[str, Any] = tree if proposer in ("tree", "medusa") else {}
+    config = speculate(proposer, 2, **options)
+    sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "num_pages": 200}
+    engine = start(speculative_config=config, **sizes, **tokenizers_of(config))
+    counts: dict[tuple[int, ...], int] = {}
+    for seed in range(num_draws // block):
+        [output] = generate(engine, [prompt], replace(params, seed=seed * block))  # seeds of samples count up from it
+        for completion in output.outputs:
+            key = tuple(completion.token_ids[:3])
+            counts[key] = counts.get(key, 0) + 1
+    expected = joint_distribution(oracle, prompt, params)
+    assert counts.keys() <= expected.keys()
+    pairs = np.array([(counts.get(key, 0), p * num_draws) for key, p in expected.items()])
+    common = pairs[:, 1] >= 5
+    observed, wanted = np.vstack([pairs[common], pairs[~common].sum(axis=0)]).T
+    if wanted[-1] < 5:
+        observed, wanted = observed[:-1], wanted[:-1]
+    assert chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue > 0.01
+
+
+def joint_distribution(
+    oracle: transformers.PreTrainedModel, prompt: list[int], params: SamplingParams
+) -> dict[tuple[int, ...], float]:
+    """Return the probability of each three tokens after a prompt."""
+    joint: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        longer: dict[tuple[int, ...], float] = {}
+        for key, p in joint.items():
+            logits = checkpoints.reference_logits(oracle, np.array([*prompt, *key]))[-1].astype(np.float64)
+            probabilities = softmax(logits / params.temperature)
+            probabilities[probabilities < params.min_p * probabilities.max()] = 0
+            top = np.argsort(-probabilities)[: params.top_k]
+            for token_id in top[probabilities[top] > 0]:
+                share = probabilities[token_id] / probabilities[top].sum()
+                longer[(*key, int(token_id))] = p * share
+        joint = longer
+    return joint
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"method": "magic"}, "must be one of"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "integer in"),
+        ({"method": "ngram", "prompt_lookup_min": 9}, "prompt_lookup_min"),
+        ({"method": "ngram", "lookup": 9}, "unsupported speculative_config"),
+        (7, "mapping"),
+        ({"num_speculative_tokens": 2}, "must name its draft model"),
+        ({"speculative_token_tree": [(0, 0)]}, "token tree must be"),
+        ({"speculative_token_tree": "[(0,), (0"}, "token tree must be"),
+        ({"speculative_token_tree": [(0,)], "num_speculative_tokens": 3}, "depth"),
+        ({"speculative_token_tree": [(0,)], "method": "ngram"}, "ranks tokens"),
+    ],
+)
+def test_bad_options_are_refused(llama: Path, config: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        LLM(str(llama), speculative_config=config, **SIZES)

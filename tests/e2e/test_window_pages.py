@@ -1,0 +1,54 @@
+"""Sliding windows: pages behind them serve others, and outputs are those of transformers all the same."""
+
+from pathlib import Path
+
+import checkpoints
+import pytest
+from test_oracle import Oracle, Start
+
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import RequestError
+from jaxserve.request import SamplingParams
+from tests.e2e.workloads import generate, tokens
+
+# Window of 9 in pages of 4: a sequence holds 4 pages of a sliding group. A sequence of 60 tokens has 15 of a full one.
+NEEDED = {"mistral": 4, "gemma3": 15 + 4, "qwen2": 15 + 4, "gpt_neo": 15 + 4}
+LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=NEEDED)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Oracle]:
+    path: Path = tmp_path_factory.mktemp(request.param)
+    return request.param, path, Oracle(checkpoints.write_checkpoint(path, request.param))
+
+
+def test_a_sequence_needs_no_more_pages_than_its_windows(start: Start, family: tuple[str, Path, Oracle]) -> None:
+    name, path, oracle = family
+    engine = start(model=str(path), num_pages=NEEDED[name])
+    assert engine.schedule.kv_groups.num_pages(59) == NEEDED[name]
+    (output,) = generate(engine, [tokens(40, "long")], LONG)
+    assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids, 20)
+    assert not output.metrics.num_preemptions
+    engine = start(model=str(path), num_pages=NEEDED[name] - 1)
+    with pytest.raises(RequestError, match=f"need {NEEDED[name]} pages"):
+        engine.add_request("too long", tokens(40, "long"), LONG)
+
+
+@pytest.mark.parametrize("options", [{}, {"multi_step": 4}, {"step_ahead": False}], ids=str)
+def test_pages_that_change_owners_change_no_tokens(
+    start: Start, family: tuple[str, Path, Oracle], options: dict[str, int | bool]
+) -> None:
+    """Sequences take each other's pages, by preemption and behind windows, and find cached prefixes."""
+    name, path, oracle = family
+    engine: Engine = start(model=str(path), num_pages=2 * NEEDED[name], **options)
+    shared = tokens(24, "shared")
+    prompts = [
+        shared[:length] + tokens(extra, n) for n, (length, extra) in enumerate([(24, 9), (0, 30), (20, 2), (8, 21)])
+    ]
+    for _ in range(2):
+        outputs = generate(engine, [*prompts, prompts[0]], LONG)
+        for output in outputs:
+            assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids, 20)
+    assert any(output.num_cached_tokens for output in outputs)
+    engine.check_integrity()
+    assert engine.occupancy.num_pages_used == 0

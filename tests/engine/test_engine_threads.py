@@ -1,0 +1,473 @@
+"""Calls of any threads on one engine, interrupts and failures among them: others are served, and nothing is left."""
+
+import linecache
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from queue import SimpleQueue
+from types import FrameType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxserve import llm as llm_module
+from jaxserve.engine import core, engine, frontend, threads, wakes
+from jaxserve.engine.engine import Engine
+from jaxserve.engine.outputs import RequestGroup
+from jaxserve.errors import RequestError
+from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams
+from synthetic.null_device import TOKEN, null_engine
+
+FILES = {module.__file__ for module in (core, engine, frontend, threads, llm_module)}
+PARAMS = SamplingParams(max_tokens=5, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1500, ignore_eos=True)
+PATIENCE_S = 30
+
+
+def new_llm() -> LLM:
+    engine = null_engine(max_model_len=2048, max_num_seqs=4, page_size=16, num_pages=800, compile_ahead="minimal")
+    return LLM.over(engine)
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    llm = new_llm()
+    yield llm
+    check(llm)
+
+
+def check(llm: LLM) -> None:
+    """Others are served, and nothing of those before them is left."""
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, [[1, 2, 3]], PARAMS, False)
+        assert future.result(PATIENCE_S)[0].outputs[0].token_ids == [TOKEN] * 5
+    until_s = time.monotonic() + PATIENCE_S
+    while llm.engine.has_unfinished():  # a cancel that was interrupted has not happened: the request runs to its end
+        assert time.monotonic() < until_s
+        time.sleep(0.001)
+    with llm._threads.paused() as engine:
+        assert not engine.core.num_unfinished
+        assert engine.occupancy.num_pages_used == 0
+        engine.check_integrity()
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one line of FILES that the calling thread comes to."""
+
+    def __init__(self, line: int | None) -> None:
+        self.line, self.num_lines = line, 0
+        self.entered: dict[int, set[int]] = {}  # lines of `with` statements, by frame
+        self.error: KeyboardInterrupt | None = None  # keeps the frames that it came through, as a debugger does
+
+    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        if frame.f_code.co_filename not in FILES:
+            return None
+        if event == "line" and not self._is_safe(frame):
+            self.num_lines += 1
+            if self.num_lines - 1 == self.line:
+                raise KeyboardInterrupt
+        return self._trace
+
+    def _is_safe(self, frame: FrameType) -> bool:
+        """Return whether no signal is looked for at a line: CPython does so after a call and at a jump.
+
+        So it does neither at a `try:` nor between the body of a `with` statement and the release of its lock, for which
+        the line of the statement is come to again.
+        """
+        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+        if not text.startswith(("with self._lock", "with self._pause:", "with self.lock", "with self.engine.frontend")):
+            return text in ("try:", "return outputs")  # the caller might be interrupted as well, who then has them
+        entered = self.entered.setdefault(id(frame), set())
+        is_left = frame.f_lineno in entered
+        entered ^= {frame.f_lineno}
+        return is_left
+
+    def call(self, function: Callable[[Any], Any], served: LLM | Engine) -> Any:
+        sys.settrace(self._trace)
+        try:
+            return function(served)
+        except KeyboardInterrupt as error:
+            self.error = error
+            return None
+        finally:
+            sys.settrace(None)
+
+
+def generate(llm: LLM) -> None:
+    llm.generate([[1, 2], [3]], PARAMS, use_tqdm=False)
+
+
+def stream(llm: LLM) -> None:
+    for _ in llm.stream([1, 2], PARAMS):
+        pass
+
+
+def close_stream(llm: LLM) -> None:
+    parts = llm.stream([1, 2], LONG)
+    next(parts)
+    parts.close()
+
+
+def reset(llm: LLM) -> None:
+    llm.reset_prefix_cache()
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize("action", [generate, stream, close_stream, reset])
+def test_an_interrupt_at_any_line_stops_nobody_else(action: Callable[[LLM], None]) -> None:
+    llm, line, was_interrupted = new_llm(), 0, True
+    while was_interrupted:
+        interrupter = Interrupter(line)
+        interrupter.call(action, llm)
+        was_interrupted = interrupter.error is not None
+        check(llm)
+        line += 1
+    assert line > 10
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_an_interrupt_at_any_line_of_a_step_by_hand_loses_no_output() -> None:
+    """Each request that was queued is returned as finished, or its end is raised."""
+    engine, line, was_interrupted = new_llm().engine, 0, True
+    while was_interrupted:
+        interrupter, ended = Interrupter(line), set()
+
+        def step(engine: Engine, ended: set[str] = ended) -> None:
+            try:
+                ended |= {output.request_id for output in engine.step() if output.finished}
+            except RuntimeError as error:
+                pytest.fail(f"no step has failed: {error}")
+
+        outputs = [engine.add_request(name, [1, 2], SamplingParams(max_tokens=2, n=2)) for name in "ab"]
+        for _ in range(3):
+            interrupter.call(step, engine)
+        was_interrupted = interrupter.error is not None
+        for _ in range(10):
+            if engine.has_unfinished():
+                step(engine)
+        assert all(output.finished for output in outputs), line
+        aborted = {o.request_id for o in outputs if "abort" in {c.finish_reason for c in o.outputs}}
+        assert ended | aborted == {"a", "b"}, line
+        assert not engine.has_unfinished(), line
+        assert not engine.core.num_unfinished
+        engine.check_integrity()
+        line += 1
+    assert line > 50
+    assert ended == {"a", "b"}
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_an_interrupted_change_of_weights_keeps_the_outputs_of_requests_that_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = new_llm().engine
+    monkeypatch.setattr(engine.devices, "prepare", lambda _: dict)
+    for name, max_tokens in (("short", 2), ("long", 50)):
+        engine.add_request(name, [1, 2], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    step, num_steps = engine.core.step, 0
+
+    def interrupted(now_s: float) -> None:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 10:
+            raise KeyboardInterrupt
+        step(now_s)
+
+    monkeypatch.setattr(engine.core, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.update_weights({})
+    ended = set()
+    while engine.has_unfinished():
+        ended |= {output.request_id for output in engine.step() if output.finished}
+    assert ended == {"short", "long"}
+
+
+def test_few_frames_lead_to_the_program(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch, paths = llm.engine.replicas[0].executor.launch, []
+
+    def watched(*args: Any) -> Any:
+        frames, frame = [], sys._getframe(1)
+        while frame.f_code.co_name != "run":  # entry point of the thread
+            if "jaxtyping" not in frame.f_code.co_filename and "beartype" not in frame.f_code.co_filename:
+                frames.append(frame.f_code.co_name)
+            assert frame.f_back is not None
+            frame = frame.f_back
+        paths.append(frames)
+        return launch(*args)
+
+    monkeypatch.setattr(llm.engine.replicas[0].executor, "launch", watched)
+    generate(llm)
+    assert paths[0] == ["launch", "_step", "step", "_run_core"], "and the executor's launch calls the program"
+
+
+def test_many_threads_are_served(llm: LLM) -> None:
+    def read(index: int) -> int:
+        return sum(len(part.outputs[0].token_ids) for part in llm.stream([1 + index], PARAMS))
+
+    with ThreadPoolExecutor(50) as pool:
+        assert list(pool.map(read, range(50), timeout=PATIENCE_S)) == [5] * 50
+
+
+def test_a_listener_that_fails_ends_its_own_request_alone(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: RequestGroup) -> None:
+        raise ValueError("the client has gone")
+
+    groups = [llm.engine.frontend.prepare(name, [1, 2], LONG) for name in "ab"]
+    ended = threading.Event()
+    llm._threads.submit(groups[:1], fail)
+    llm._threads.submit(groups[1:], lambda group: ended.set() if group.output.finished else None)
+    assert ended.wait(PATIENCE_S)
+    assert [group.output.outputs[0].finish_reason for group in groups] == ["abort", "length"]
+    assert "what listened to it has failed" in caplog.text
+
+
+def test_a_listener_may_submit_while_somebody_pauses(llm: LLM) -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+    second = llm.engine.frontend.prepare("b", [1, 2], PARAMS)
+
+    def submit(group: RequestGroup) -> None:
+        if group.output.finished:
+            while not llm._threads._is_paused:
+                time.sleep(0.001)
+            llm._threads.submit([second], lambda group: ended.put("b") if group.output.finished else None)
+            ended.put("a")
+
+    llm._threads.submit([llm.engine.frontend.prepare("a", [1, 2], PARAMS)], submit)
+    until_s = time.monotonic() + PATIENCE_S
+    while ended.qsize() < 2 and time.monotonic() < until_s:
+        llm.reset_prefix_cache()
+    assert [ended.get(timeout=1) for _ in range(2)] == ["a", "b"]
+
+
+def test_a_listener_may_submit_to_an_engine_that_is_stepped_in_a_pause(llm: LLM) -> None:
+    ended: SimpleQueue[str] = SimpleQueue()
+    second = llm.engine.frontend.prepare("b", [1, 2], PARAMS)
+
+    def submit(group: RequestGroup) -> None:
+        if group.output.finished:
+            llm._threads.submit([second], lambda group: ended.put("b") if group.output.finished else None)
+            ended.put("a")
+
+    def step() -> None:
+        with llm._threads.paused() as engine:
+            engine.frontend.start(llm.engine.frontend.prepare("a", [1, 2], PARAMS), submit)
+            while engine.has_unfinished():
+                engine.step()
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(step).result(PATIENCE_S)
+    assert [ended.get(timeout=1) for _ in range(2)] == ["a", "b"]
+
+
+def test_requests_end_where_no_thread_can_be_started(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+    for role in ("core", "frontend"):
+
+        def fail(thread: threading.Thread, role: str = role) -> None:
+            if thread.name == f"jaxserve {role}":
+                raise RuntimeError("can't start new thread")
+            start(thread)
+
+        with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+            patch.setattr(threading.Thread, "start", fail)
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                pool.submit(llm.generate, [[1], [2]], PARAMS, False).result(PATIENCE_S)
+        check(llm)
+
+
+def test_a_step_by_hand_returns_next_what_an_error_kept_back(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    append = RequestGroup.append
+
+    def failing(group: RequestGroup, *args: Any) -> Any:
+        if group.request_id == "fails":
+            raise ValueError("no text for this token")
+        return append(group, *args)
+
+    monkeypatch.setattr(RequestGroup, "append", failing)
+    for name in ("ends", "fails"):
+        llm.engine.add_request(name, [1, 2], SamplingParams(max_tokens=1))
+    returned, errors = [], []
+    while llm.engine.has_unfinished():
+        try:
+            returned += [output.request_id for output in llm.engine.step()]
+        except ValueError as error:
+            errors.append(error)
+    assert returned == ["ends"]
+    assert len(errors) == 1
+
+
+def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, closed = new_llm(), []
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    monkeypatch.setattr(llm.engine.core, "abort_all", broken)
+    monkeypatch.setattr(llm.engine.replicas[0].executor, "close", lambda: closed.append(True))
+    with pytest.raises(RuntimeError, match="beyond repair"):
+        llm.close()
+    assert closed
+
+
+def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that came too early for their threads to be woken reach them after WAKE_S, not with the next tokens."""
+    now_s = [100.0]
+    monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    group = new_llm().engine.frontend.prepare("a", [1, 2], PARAMS)
+    waking, many = wakes.Wakes(), [SimpleQueue[None]() for _ in range(wakes.MAX_BURST + 2)]
+    assert waking.wake() is None, "nobody waits"
+    listeners = [waking.listener(news) for news in many]
+    for listener, news in zip(listeners, many, strict=True):
+        listener(group)
+        news.get_nowait()  # the first news come at once
+        listener(group)
+    for num_woken in range(wakes.MAX_BURST, len(many)):
+        left_s = waking.wake()
+        assert left_s == pytest.approx(wakes.WAKE_S)
+        assert [news.qsize() for news in many] == [1] * num_woken + [0] * (len(many) - num_woken)
+        now_s[0] += left_s
+    assert waking.wake() is None
+    assert [news.qsize() for news in many] == [1] * len(many)
+    for listener, news in zip(listeners, many, strict=True):
+        news.get()
+        listener(group)
+    assert waking.wake(is_last=True) is None
+    assert [news.qsize() for news in many] == [1] * len(many)
+
+
+def test_a_listener_must_not_wait_for_its_own_thread(llm: LLM) -> None:
+    errors: SimpleQueue[Exception] = SimpleQueue()
+
+    def reset(_: RequestGroup) -> None:
+        try:
+            llm.reset_prefix_cache()
+        except RuntimeError as error:
+            errors.put(error)
+
+    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
+    llm._threads.submit([group], reset)
+    assert "use another one" in str(errors.get(timeout=PATIENCE_S))
+
+
+@pytest.mark.parametrize("error", [SystemExit("dies"), MemoryError("dies"), KeyboardInterrupt("dies")], ids=repr)
+@pytest.mark.parametrize("part", ["core.take_events", "core.step", "frontend._take_step", "core._load_balancer.place"])
+def test_a_thread_that_dies_ends_its_requests_and_the_next_are_served(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, part: str, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = part.split(".")
+    owner = llm.engine
+    for name in path[:-1]:
+        owner = getattr(owner, name)
+    method, calls = getattr(owner, path[-1]), []
+
+    def dying(*args: Any) -> Any:
+        calls.append(threading.current_thread().name)
+        if len(calls) == 4:
+            raise error
+        return method(*args)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr(owner, path[-1], dying)
+        for future in [pool.submit(llm.generate, [[n]], LONG, False) for n in range(2)]:
+            told = future.exception(PATIENCE_S)
+            assert told is None or (isinstance(told, RuntimeError) and "dies" in str(told))
+    assert all(name.startswith("jaxserve") for name in calls)
+    assert len(calls) >= 4
+    check(llm)
+    assert "are ended" in caplog.text
+
+
+def test_a_core_that_cannot_recover_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = new_llm()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("beyond repair")
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(llm.engine.core, "step", broken)
+        patch.setattr(llm.engine.replicas[0], "recover", broken)
+        patch.setattr(llm.engine.core, "_finish", broken)
+        with pytest.raises(RuntimeError, match="beyond repair"):
+            pool.submit(llm.generate, [[1]], LONG, False).result(PATIENCE_S)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[1]], PARAMS, use_tqdm=False)
+    until_s = time.monotonic() + PATIENCE_S
+    while llm._threads._running:
+        assert time.monotonic() < until_s, "its thread must not go on for nobody"
+        time.sleep(0.01)
+
+
+def test_those_that_end_beside_a_row_that_fails_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    append, told = RequestGroup.append, SimpleQueue()
+
+    def failing(group: RequestGroup, *args: Any) -> Any:
+        if group.request_id == "fails":
+            raise ValueError("no text for this token")
+        return append(group, *args)
+
+    monkeypatch.setattr(RequestGroup, "append", failing)
+    groups = [llm.engine.frontend.prepare(name, [1, 2], SamplingParams(max_tokens=1)) for name in ("ends", "fails")]
+    llm._threads.submit(groups, lambda group: told.put(group.request_id) if group.output.finished else None)
+    assert {told.get(timeout=PATIENCE_S) for _ in groups} == {"ends", "fails"}
+    assert groups[0].error is None
+    assert isinstance(groups[1].error, ValueError)
+
+
+def test_what_comes_during_a_pause_waits_for_its_end(llm: LLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        with llm._threads.paused() as engine:
+            future = pool.submit(llm.generate, [[1]], PARAMS, False)
+            assert not engine.has_unfinished()
+        assert future.result(PATIENCE_S)[0].finished
+
+
+def test_an_engine_can_be_stepped_by_hand_between_calls(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The threads of a call may still be at their end when it returns."""
+    for index in range(50):
+        generate(llm)
+        output = llm.engine.add_request(f"by hand {index}", [1, 2], PARAMS)
+        assert not llm._threads._running
+        while llm.engine.has_unfinished():
+            llm.engine.step()
+        assert output.outputs[0].token_ids == [TOKEN] * 5
+    group = llm.engine.frontend.prepare("a", [1, 2], LONG)
+    monkeypatch.setattr(threads, "PATIENCE_S", 0.01)
+    llm._threads.submit([group], lambda _: None)
+    with pytest.raises(RuntimeError, match="by hand"):
+        llm.engine.add_request("by hand", [1, 2], PARAMS)
+
+
+def test_cancelling_twice_or_late_changes_nothing(llm: LLM) -> None:
+    group = llm.engine.frontend.prepare("a", [1, 2], PARAMS)
+    llm._threads.submit([group], lambda _: None)
+    for _ in range(3):
+        llm.engine.frontend.cancel("a")
+    check(llm)
+    assert llm.engine.frontend.cancel("a") is None
+
+
+def test_an_id_is_free_again_once_its_request_has_ended(llm: LLM) -> None:
+    first, again = (llm.engine.frontend.prepare("a", [1, 2], LONG) for _ in range(2))
+    llm._threads.submit([first], lambda _: None)
+    with pytest.raises(RequestError, match="unique"):
+        llm._threads.submit([again], lambda _: None)
+    llm.engine.frontend.cancel("a")
+    check(llm)
+    llm._threads.submit([again], lambda _: None)
+    llm.engine.frontend.cancel("a")
+
+
+def test_closing_ends_calls_that_wait() -> None:
+    llm = new_llm()
+    started = threading.Event()
+    group = llm.engine.frontend.prepare("a", [1, 2], LONG)
+    llm._threads.submit([group], lambda _: started.set())
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(llm.generate, [[n] for n in range(20)], LONG, False)
+        assert started.wait(PATIENCE_S)
+        llm.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            future.result(PATIENCE_S)

@@ -1,0 +1,36 @@
+"""Attention costs against a count of every pair."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.execution.costs import attention_cost
+
+shares = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 20)), min_size=1, max_size=5)
+windows = st.lists(st.sampled_from([None, 1, 2, 7, 30, 100]), min_size=1, max_size=4)
+
+
+def visible(position: int, window: int | None) -> range:
+    return range(0 if window is None else max(0, position - window + 1), position + 1)
+
+
+@given(shares, windows)
+def test_every_pair_counts_once(shares: list[tuple[int, int]], windows: list[int | None]) -> None:
+    start, num_tokens = np.array(shares).T
+    cost = attention_cost(start, num_tokens, windows)
+    num_scores = num_kv_tokens = 0
+    for window in windows:
+        for start, count in shares:
+            keys = [visible(position, window) for position in range(start, start + count)]
+            num_scores += sum(map(len, keys))
+            num_kv_tokens += len(set().union(*keys)) + count  # each read once, new ones written
+    assert cost == (num_scores, num_kv_tokens)
+
+
+@given(shares, windows, st.integers(1, 5))
+def test_steps_add_up(shares: list[tuple[int, int]], windows: list[int | None], num_steps: int) -> None:
+    start, num_tokens = np.array(shares).T
+    steps = [(start + index * num_tokens, num_tokens) for index in range(num_steps)]
+    together = attention_cost(*(np.stack(column) for column in zip(*steps, strict=True)), windows)
+    assert together == tuple(map(sum, zip(*(attention_cost(*step, windows) for step in steps), strict=True)))
+    assert together.num_scores == attention_cost(start, num_tokens * num_steps, windows).num_scores

@@ -1,0 +1,98 @@
+"""Cost and random draws of speculative rounds."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import chisquare
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.execution.batch import BatchLayout
+from jaxserve.execution.executor import RoundCounts
+from jaxserve.execution.round import Model, Rows, plain_round
+from jaxserve.execution.state import abstract_state
+from jaxserve.execution.verification import Drafts, _verify, round_words
+from jaxserve.models import registry
+from jaxserve.planner.program import abstract_params
+from jaxserve.sampling import DRAFT, DraftedTokens, SamplingRows, draw_by_weight, pack_records
+from jaxserve.sampling.sampler import accept_or_draw
+from tests.checkpoints import hf_dict
+from tests.simulation import make_request
+
+R, K = 8, 4
+
+
+def test_verification_reads_the_weights_once() -> None:
+    """XLA counts the bytes of a plain step of 8 rows, and of the pass over 8 rows with 4 drafted tokens each."""
+    arch = registry.from_hf_config(
+        hf_dict("llama", vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
+    )
+    schedule = ScheduleConfig(R, 64, 64, 4, 160)
+    params = abstract_params(arch, jnp.dtype("float32"))
+    state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="xla")
+    model = Model.of(arch, backend="xla")
+    layout = BatchLayout.of(schedule, R)
+
+    def plain(params, state, blob):
+        return plain_round(params, state, layout.unpack(blob), jnp.int32(0), model)
+
+    def verify(params, state, drafts):
+        ones = jnp.ones(R, jnp.int32)
+        rows = Rows.of(jnp.arange(R), state.sequences.length, ones, ones > 0)
+        logits, _, kv_pages = _verify(params, state, rows, drafts, jnp.int32(R), model)
+        return replace(state, kv_pages=kv_pages), logits
+
+    drafts = jax.eval_shape(lambda: Drafts(jnp.zeros((R, K), jnp.int32), jnp.zeros(R, jnp.int32), None))
+    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    num_bytes = [
+        jax.jit(program, donate_argnums=1).lower(params, state, last).compile().cost_analysis()["bytes accessed"]
+        for program, last in ((plain, blob), (verify, drafts))
+    ]
+    assert num_bytes[1] < 1.1 * num_bytes[0], num_bytes
+
+
+def test_round_words_hold_all_counts() -> None:
+    counts = np.random.default_rng(0).integers(0, 33, (4, 35)).astype(np.int32)
+    words = np.asarray(round_words(*map(jnp.asarray, counts)))
+    assert np.array_equal(np.stack(RoundCounts.unpack(words)), counts)
+
+
+@pytest.mark.parametrize("case", ["any", "same", "disjoint"])
+def test_tokens_have_the_target_s_distribution_whatever_was_drafted(case: str) -> None:
+    """Modified rejection sampling of 40,000 rows with seeds of their own, against the exact probabilities."""
+    num_rows, rng = 40_000, np.random.default_rng(1)
+    p, q = rng.dirichlet(np.ones(6), 2).astype(np.float32)
+    if case == "same":
+        q = p
+    elif case == "disjoint":
+        p, q = np.where(np.arange(6) < 3, p, 0), np.where(np.arange(6) < 3, 0, q)
+    rows = seeded_rows(num_rows)
+    weights, drafted = (jnp.broadcast_to(jnp.asarray(x), (num_rows, 6)) for x in (p / p.max(), q * 3))
+    base_seed = jnp.uint32(5)
+    ids = draw_by_weight(drafted, rows, base_seed, DRAFT)
+    draft = DraftedTokens(ids, jnp.ones(num_rows, bool), drafted)
+    tokens = np.asarray(jax.jit(partial(accept_or_draw, base_seed=base_seed))(weights, rows, drafted=draft))
+    counts = np.bincount(tokens, minlength=6)
+    assert not counts[p == 0].any()
+    assert chisquare(counts[p > 0], (p / p.sum() * num_rows)[p > 0], sum_check=False).pvalue > 0.01
+    num_kept = int((tokens == np.asarray(ids)).sum())
+    if case == "same":
+        assert num_kept == num_rows, "min(1, p / q) is 1"
+    else:
+        expected = float(np.minimum(p / p.sum(), q / q.sum()).sum()) * num_rows
+        assert abs(num_kept - expected) < 4 * num_rows**0.5
+
+
+def seeded_rows(num_rows: int) -> SamplingRows:
+    """Return rows that sample at temperature 1, each with a seed of its own."""
+    requests = [make_request("a", [1])]
+    records = np.repeat(pack_records(requests), num_rows, axis=0)
+    seeded = make_request("b", [1])
+    seeded.seed = 1
+    place = int(np.flatnonzero(pack_records([seeded])[0] != records[0])[0])
+    records[:, place] = np.arange(num_rows)
+    position = jnp.full(num_rows, 9, jnp.int32)
+    return SamplingRows(jnp.asarray(records), position, jnp.ones(num_rows, bool))

@@ -1,0 +1,77 @@
+"""Groups of layers with pages of their own: what they hold, and where each layer is."""
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxserve.kv_cache.groups import KVGroups
+from jaxserve.models.arch import MAX_KV_GROUPS, ArchConfig, RopeConfig
+
+PAGE_SIZES = st.integers(1, 16)
+WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
+
+
+def arch_of(*windows: int | None) -> ArchConfig:
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
+    rest = {"max_position": 64, "norm_eps": 1e-6, "rope": RopeConfig(theta=1e4)}
+    return ArchConfig("Fake", num_layers=len(windows), windows=windows, **sizes, **rest)
+
+
+@given(page_size=PAGE_SIZES, windows=WINDOWS, num_tokens=st.integers(1, 300))
+def test_pages_grow_with_tokens_and_no_more_than_without_windows(
+    page_size: int, windows: list[int | None], num_tokens: int
+) -> None:
+    groups = KVGroups(page_size, tuple(windows))
+    num_pages = groups.num_pages(num_tokens)
+    assert groups.num_pages(num_tokens - 1) <= num_pages <= groups.size * groups.num_columns(num_tokens)
+    most = groups.most_tokens(num_pages)
+    assert most is None or groups.num_pages(most) <= num_pages < groups.num_pages(most + 1)
+    assert most is None or most >= num_tokens
+
+
+@given(page_size=PAGE_SIZES, windows=WINDOWS.filter(any), num_tokens=st.integers(1, 300))
+def test_a_window_reaches_what_is_held(page_size: int, windows: list[int | None], num_tokens: int) -> None:
+    """Of the tokens of a window, in whatever column it begins, none is in a column that was released."""
+    groups = KVGroups(page_size, tuple(windows))
+    first, window = groups.first_column(num_tokens), max(w for w in groups.windows if w is not None)
+    seen = range(max(num_tokens - window + 1, 0), num_tokens + 1)
+    assert first == seen[0] // groups.page_size
+    assert groups.num_columns(num_tokens + 1) - first <= groups.num_held_columns
+    if num_tokens % groups.page_size == 0:
+        assert num_tokens // groups.page_size - first <= groups.num_window_columns
+
+
+@pytest.mark.parametrize(
+    ("windows", "group_windows", "group_layers"),
+    [
+        ((None,) * 5, (None,), 5),
+        ((8,) * 5, (8,), 5),
+        ((8, None) * 3, (8, None), 3),
+        ((8, 8, None, None) * 2, (8, None), 4),
+        (((8,) * 5 + (None,)) * 10 + (8, 8), (8,) * 5 + (None,), 11),  # Gemma 3 27B
+        ((None, None, 8, 8, 8, 8), (None, 8, 8), 2),  # does not repeat
+        ((None, *[8] * 27), (None, *[8] * 7), 4),
+    ],
+)
+def test_layers_of_one_window_share_groups(
+    windows: tuple[int | None, ...], group_windows: tuple[int | None, ...], group_layers: int
+) -> None:
+    arch = arch_of(*windows)
+    assert (arch.kv_windows, arch.kv_group_layers) == (group_windows, group_layers)
+
+
+@given(windows=st.lists(st.sampled_from([None, 4, 8]), min_size=1, max_size=12), times=st.integers(1, 3))
+def test_every_layer_has_a_place_of_its_own(windows: list[int | None], times: int) -> None:
+    arch = arch_of(*windows * times)
+    places, period = arch.kv_places, arch.period
+    assert max(Counter(places).values()) == 1
+    assert all(arch.kv_windows[place.group] == window for place, window in zip(places, arch.windows, strict=True))
+    for number in range(period if 2 * period <= arch.num_layers else 0):  # scanned: the group is static, steps are even
+        alike = places[number::period]
+        assert len({place.group for place in alike}) == 1
+        assert len({b.layer - a.layer for a, b in pairwise(alike)}) <= 1
+    if 2 * period > arch.num_layers:
+        assert len(arch.kv_windows) <= MAX_KV_GROUPS + 2

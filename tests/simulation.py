@@ -1,0 +1,337 @@
+"""A device for the scheduler that knows from which tokens each entry of its pool was computed, and a loop over both."""
+
+import dataclasses
+import zlib
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.execution.executor import StepResult
+from jaxserve.kv_cache.groups import RELEASED, KVGroups
+from jaxserve.request import FinishReason, Request, RequestStatus, SamplingParams
+from jaxserve.scheduling.plan import PlanKind, StepPlan
+from jaxserve.scheduling.policy import Policy
+from jaxserve.scheduling.scheduler import Scheduler
+
+VOCAB_SIZE = 5
+PARAMS = SamplingParams(max_tokens=None)
+IGNORED = 10**6  # token that the device returns for rows that do not sample
+
+
+def make_scheduler(
+    max_num_seqs=8,
+    max_num_batched_tokens=64,
+    page_size=4,
+    num_pages=64,
+    max_model_len=256,
+    windows=(None,),
+    num_spare_tokens=0,
+    **policy_numbers,
+):
+    policy = Policy.of(max_num_batched_tokens)
+    return Scheduler(
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        groups=KVGroups(page_size, windows),
+        num_pages=num_pages,
+        max_model_len=max_model_len,
+        policy=dataclasses.replace(policy, **policy_numbers),
+        num_spare_tokens=num_spare_tokens,
+    )
+
+
+def make_request(request_id, prompt, max_tokens=4, *, min_tokens=0, **kwargs):
+    prompt = list(prompt)
+    params = PARAMS if not min_tokens else SamplingParams(max_tokens=None, min_tokens=min_tokens)
+    return Request(request_id, prompt, params, seed=0, max_total_tokens=len(prompt) + max_tokens, **kwargs)
+
+
+def next_token(tokens):
+    """The model: any deterministic function of all tokens before."""
+    return zlib.crc32(repr(tokens).encode()) % VOCAB_SIZE
+
+
+def generate_alone(request):
+    """Output and reason of an undisturbed run."""
+    tokens = list(request.prompt_token_ids)
+    while True:
+        tokens.append(next_token(tokens))
+        num_output = len(tokens) - request.num_prompt_tokens
+        if tokens[-1] in request.stop_ids and num_output > request.params.min_tokens:
+            return tokens[request.num_prompt_tokens :], FinishReason.STOP
+        if len(tokens) == request.max_total_tokens:
+            return tokens[request.num_prompt_tokens :], FinishReason.LENGTH
+
+
+class Row(NamedTuple):
+    """A plan's columns, row by row."""
+
+    request: Request
+    slot: int
+    start: int
+    num_tokens: int
+    max_new: int
+    admitted: bool
+
+
+def rows_of(plan):
+    columns = zip(plan.requests, plan.slots, plan.starts, plan.counts, plan.max_new, strict=True)
+    return [Row(request, *rest, request in plan.admitted) for request, *rest in columns]
+
+
+class Device:
+    """Runs plans in order. A pool entry holds what its content depends on: salt and tokens up to its position.
+
+    As the compiled step, it knows by slot how long sequences are and which have stopped, and takes from a plan no more
+    than that. A round with drafts computes up to `num_spare_tokens` more than it may accept: those of a tree.
+    """
+
+    def __init__(self, groups, num_spare_tokens=0):
+        self.groups = groups
+        self.num_spare_tokens = num_spare_tokens
+        self.kv = {}
+        self.history = {}  # slot -> position -> token
+        self.lengths = {}
+        self.stopped = set()
+
+    def run(self, plan):
+        """The sampled ids of each row."""
+        rows = rows_of(plan)
+        for row in rows:
+            if row.admitted:
+                self.stopped.discard(row.slot)
+                self.lengths[row.slot] = row.start
+                self.history[row.slot] = dict(enumerate(row.request.tokens(0, row.request.num_known_tokens)))
+        sampled = [[] for _ in rows]
+        if plan.num_drafts:
+            for _ in range(plan.num_steps):
+                for row, num_drafts, ids in zip(rows, plan.num_drafts, sampled, strict=True):
+                    self._speculate(row, num_drafts, ids)
+            return sampled
+        for index in range(plan.num_steps):
+            taking_part = [
+                (row, ids)
+                for row, ids in zip(rows, sampled, strict=True)
+                if row.slot not in self.stopped and index < max(row.max_new, 1)
+            ]
+            now = [
+                row._replace(start=self.lengths[row.slot], num_tokens=row.num_tokens if index == 0 else 1)
+                for row, _ in taking_part
+            ]
+            for row, (planned, ids), token in zip(now, taking_part, self._run_step(now), strict=True):
+                assert row.start <= planned.start + index, "the plan is an upper bound"
+                self.lengths[row.slot] = row.start + row.num_tokens
+                if row.max_new:
+                    ids.append(token)
+                    self._stop(row.request, row.slot, token)
+        return sampled
+
+    def _speculate(self, planned, num_drafts, ids):
+        """A round with drafts, of which some are accepted; the others leave their content behind."""
+        num_drafts = max(min(num_drafts, planned.max_new - len(ids) - 1), 0)
+        first = self.lengths[planned.slot]
+        num_accepted = zlib.crc32(repr(self.history[planned.slot]).encode()) % (num_drafts + 1)
+        for index in range(num_accepted + 1):
+            if planned.slot in self.stopped or len(ids) >= planned.max_new:
+                break
+            row = planned._replace(start=self.lengths[planned.slot], num_tokens=1)
+            assert row.start <= planned.start + len(ids), "the plan is an upper bound"
+            [token] = self._run_step([row])
+            self.lengths[row.slot] += 1
+            ids.append(token)
+            self._stop(row.request, row.slot, token)
+            if index == 0:
+                num_nodes = num_drafts + self.num_spare_tokens if num_drafts else 0
+                for position in range(first + 1, min(first + 1 + num_nodes, row.request.max_total_tokens - 1)):
+                    for group in range(self.groups.size):
+                        self.kv[self._entry(row.request, position, group)] = "drafted"
+
+    def _stop(self, request, slot, token):
+        num_tokens = self.lengths[slot] + 1
+        may_stop = num_tokens - request.num_prompt_tokens > request.params.min_tokens
+        if (token in request.stop_ids and may_stop) or num_tokens == request.max_total_tokens:
+            self.stopped.add(slot)
+
+    def _run_step(self, rows):
+        sequences = [self._sequence(row) for row in rows]
+        self._write(rows, sequences)  # all of them, before any row attends: the contract of the operation
+        for row, tokens in zip(rows, sequences, strict=True):
+            self._check_content(row, tokens)
+        return [self._sample(row, tokens) for row, tokens in zip(rows, sequences, strict=True)]
+
+    def _sequence(self, row):
+        request, stop = row.request, row.start + row.num_tokens
+        tokens = [self.history[row.slot][i] for i in range(stop)]
+        num_known = min(stop, request.num_known_tokens)
+        assert tokens[:num_known] == request.tokens(0, num_known), "the slot holds another request's tokens"
+        assert row.num_tokens == 1 or num_known == stop, "only a single token may have an unknown id"
+        return tokens
+
+    def _write(self, rows, sequences):
+        written = set()
+        for row, tokens in zip(rows, sequences, strict=True):
+            for position in range(row.start, row.start + row.num_tokens):
+                for group in range(self.groups.size):
+                    entry = self._entry(row.request, position, group)
+                    assert entry not in written, f"{entry} is written twice in one step"
+                    written.add(entry)
+                    self.kv[entry] = (group, row.request.salt, tuple(tokens[: position + 1]))
+
+    def _check_content(self, row, tokens):
+        """Every token sees all before it, in groups with a window those that it reaches."""
+        for group, window in enumerate(self.groups.windows):
+            first = 0 if window is None else max(row.start - window + 1, 0)
+            for position in range(first, len(tokens)):
+                content = self.kv.get(self._entry(row.request, position, group))
+                expected = (group, row.request.salt, tuple(tokens[: position + 1]))
+                assert content == expected, f"{row.request.request_id} finds {content} at position {position}"
+
+    def _sample(self, row, tokens):
+        if not row.max_new:
+            return IGNORED
+        self.history[row.slot][len(tokens)] = token = next_token(tokens)
+        return token
+
+    def _entry(self, request, position, group):
+        column, offset = divmod(position, self.groups.page_size)
+        page = request.pages[column * self.groups.size + group]
+        assert page != RELEASED
+        return page, offset
+
+
+class Loop:
+    """Scheduler and device with `depth` plans in flight, as an engine drives them, of up to `max_steps` each.
+
+    With drafts, slots have different numbers of them, `max_drafts` at most.
+    """
+
+    def __init__(self, scheduler, depth=0, max_steps=1, max_drafts=0):
+        self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
+        slots = range(scheduler.max_num_seqs)
+        self.num_drafts = [(max_drafts + slot) % (max_drafts + 1) for slot in slots] if max_drafts else ()
+        self.device = Device(scheduler.groups, scheduler.num_spare_tokens)
+        self.in_flight = []
+        self.plans = []
+
+    def schedule(self):
+        plan = self.scheduler.schedule(self.max_steps, self.num_drafts)
+        if plan is not None:
+            self.in_flight.append((plan, self.device.run(plan)))
+            self.plans.append(plan)
+        assert plan or self.in_flight or not self.scheduler.has_unfinished(), "idle with runnable work"
+        return plan
+
+    def update(self):
+        """Let the scheduler have the oldest tokens; returns how many each request got."""
+        plan, sampled = self.in_flight.pop(0)
+        ended = self.scheduler.update(plan, sampled)
+        assert ended == [request for request in plan.requests if request in ended]
+        assert all(request.status is RequestStatus.FINISHED for request in ended)
+        return {request: len(token_ids) for request, token_ids in zip(plan.requests, sampled, strict=True) if token_ids}
+
+    def step(self):
+        plan = self.schedule()
+        if self.in_flight and (plan is None or len(self.in_flight) > self.depth):
+            self.update()
+        self.scheduler.check_integrity()
+        return plan
+
+    def drain(self):
+        while self.scheduler.has_unfinished() or self.in_flight:
+            self.step()
+        return self
+
+    def add(self, *requests):
+        for request in requests:
+            self.scheduler.add(request)
+        return self
+
+
+class SimulatedStep:
+    """A step of a `Device`: it has run, or fails when it is read."""
+
+    def __init__(self, plan: StepPlan, sampled: list[list[int]], launched_s: float, error: Exception | None) -> None:
+        self.launched_s, self.num_compiles = launched_s, 0
+        self._plan, self._sampled, self._error = plan, sampled, error
+
+    def is_ready(self) -> bool:
+        return True
+
+    def result(self) -> StepResult:
+        if self._error is not None:
+            raise self._error
+        token_ids = np.zeros((len(self._sampled), max(1, *self._plan.max_new)), np.int32)
+        for row, ids in zip(token_ids, self._sampled, strict=True):
+            row[: len(ids)] = ids
+        return StepResult(token_ids, np.array([len(ids) for ids in self._sampled], np.int32), self.launched_s)
+
+
+class SimulatedExecutor:
+    """An executor over a `Device`, whose clock counts steps. It fails where it is told to.
+
+    Attributes:
+        fails_at_launch: exception that the next launch raises, before it does anything.
+        fails_on_device: exception that reading the next step raises; the state is lost with it.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, max_steps: int = 1) -> None:
+        self.schedule, self._max_steps = schedule, max_steps
+        self.device = Device(schedule.kv_groups)
+        self.fails_at_launch: Exception | None = None
+        self.fails_on_device: Exception | None = None
+        self._is_lost = False
+        self._num_launches = 0
+
+    @property
+    def kv_token_bytes(self) -> int:
+        return 1
+
+    def weight_bytes(self, num_tokens: int) -> int:
+        return num_tokens
+
+    def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
+        return num_tokens
+
+    def bucket_for(self, num_tokens: int) -> int:
+        return min(bucket for bucket in self.schedule.buckets() if bucket >= num_tokens)
+
+    def multi_step_bucket_for(self, num_rows: int) -> int | None:
+        return self.bucket_for(num_rows) if self._max_steps > 1 else None
+
+    def speculative_bucket_for(self, num_rows: int) -> int | None:
+        return min((b for b in self.schedule.speculative_buckets() if b >= num_rows), default=None)
+
+    def wait_for(self, bucket: int, kind: PlanKind) -> None:
+        """All buckets are there."""
+
+    def launch(self, plan: StepPlan, bucket: int) -> SimulatedStep:
+        if self.fails_at_launch is not None:
+            error, self.fails_at_launch = self.fails_at_launch, None
+            raise error
+        self._num_launches += 1
+        error, self.fails_on_device = self.fails_on_device, None
+        self._is_lost |= error is not None
+        if self._is_lost:  # steps behind a failed one fail with it
+            sampled, error = [[0] * most for most in plan.max_new], error or RuntimeError("a step before has failed")
+        else:
+            sampled = self.device.run(plan)
+        return SimulatedStep(plan, sampled, float(self._num_launches), error)
+
+    def restore_state(self) -> bool:
+        was_lost, self._is_lost = self._is_lost, False
+        if was_lost:
+            self.device = Device(self.schedule.kv_groups)
+        return was_lost
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def starts(plan):
+    """Request id -> (start, num_tokens)."""
+    return {row.request.request_id: (row.start, row.num_tokens) for row in rows_of(plan)}
+
+
+def num_computed(plans):
+    return sum(plan.num_tokens for plan in plans)
