@@ -302,7 +302,7 @@ class ScheduleConfig:
     long_prefill_token_threshold: int = 0
     windows: tuple[int | None, ...] = (None,)  # sliding window of each KV group
     max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
-    max_nodes: int = 0  # most tokens drafted for a row in a round: more than it may accept if they are a tree
+    num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -310,6 +310,11 @@ class ScheduleConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
                 f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
+
+    @property
+    def max_nodes(self) -> int:
+        """Most tokens drafted for a row in a round."""
+        return self.max_drafts + self.num_spare_drafts
 
     @property
     def policy(self) -> Policy:
@@ -435,7 +440,7 @@ def resolve_schedule(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         windows=windows,
         max_drafts=config.speculation.num_speculative_tokens if config.speculation else 0,
-        max_nodes=config.speculation.max_nodes if config.speculation else 0,
+        num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
     )
 
 

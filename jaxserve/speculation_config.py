@@ -54,9 +54,9 @@ class SpeculationConfig:
         return None if self.speculative_token_tree is None else TokenTree.of(self.speculative_token_tree)
 
     @property
-    def max_nodes(self) -> int:
-        """Most tokens proposed for a request at a time, those of all paths of a tree."""
-        return self.num_speculative_tokens if self.tree is None else self.tree.num_nodes
+    def num_spare_drafts(self) -> int:
+        """Tokens of a tree beyond those of its longest path; 0 for a chain."""
+        return 0 if self.tree is None else self.tree.num_nodes - self.tree.num_levels
 
     def __post_init__(self) -> None:
         if self.method == "ngram" or self.model in ("ngram", "[ngram]"):

@@ -142,7 +142,7 @@ class Scheduler:
             num_pages=schedule.num_pages,
             max_model_len=schedule.max_model_len,
             policy=schedule.policy,
-            num_spare_tokens=schedule.max_nodes - schedule.max_drafts,
+            num_spare_tokens=schedule.num_spare_drafts,
         )
 
     @property

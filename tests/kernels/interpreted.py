@@ -131,6 +131,7 @@ if __name__ == "__main__":
         "half": Case("half", *lengths, 4, 1, kv_dtype="bfloat16", **sizes),
         "narrow": Case("narrow", *lengths, 16, 1, kv_dtype="float8_e4m3fn", **sizes),
         "tree": Case("tree", *tree_lengths, 4, 1, kv_dtype="bfloat16", **sizes, **tree),
+        "tree_wide": Case("tree_wide", (32, 1), (276, 100), 4, 1, kv_dtype="bfloat16", **sizes, tree="random"),
         "tpu": Case("tpu", *tpu_lengths, 4, 1, kv_dtype="bfloat16", **sizes),
         "tpu_tree": Case("tpu_tree", *tree_lengths, 4, 1, kv_dtype="bfloat16", **sizes, **tree),
         "tpu_narrow": Case("tpu_narrow", *tpu_lengths, 4, 1, page_size=32, kv_dtype="float8_e4m3fn", **sizes),

@@ -79,8 +79,9 @@ PLANTED = {  # bug: (case, old code, new code)
     ),
     "none in trees": ("tree", "", ""),
     "siblings are seen": ("tree", "lax.shift_right_logical(word, node & 31) & 1 == 1", "node >= 0"),
+    "none in a tree across blocks": ("tree_wide", "", ""),
     "nodes of whole blocks are all seen": (
-        "tree",
+        "tree_wide",
         "jnp.minimum(item.position + 1, item.tree_start)",
         "item.position + 1",
     ),
