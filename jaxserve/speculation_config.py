@@ -13,7 +13,8 @@ from typing import Any
 from jaxserve.errors import ConfigError
 from jaxserve.token_tree import MAX_NODES, TokenTree
 
-METHODS = ("draft_model", "ngram", "medusa")
+METHODS = ("draft_model", "ngram", "medusa", "eagle3", "mtp")
+TREE_METHODS = ("draft_model", "medusa")
 DEFAULT_DRAFTED_TOKENS = 4
 _MAX_NGRAM = 32
 _IGNORED = {"disable_logprobs": (False,), "draft_tensor_parallel_size": (1, None), "prompt_lookup": (None,)}
@@ -25,8 +26,8 @@ class SpeculationConfig:
 
     Attributes:
         method: "draft_model" for a smaller model with the same tokenizer, "ngram" for what followed the last tokens
-            where they occurred before, "medusa" for heads on the model's hidden states; None is "draft_model" where a
-            model is given.
+            where they occurred before, "medusa" for heads on the model's hidden states, "eagle3" and "mtp" for a layer
+            over them; None is "draft_model" where a model is given.
         model: directory of the draft model's checkpoint, or of the heads; None is the embedded draft of the embedded
             default model.
         num_speculative_tokens: most tokens proposed for a request at a time.
@@ -71,8 +72,10 @@ class SpeculationConfig:
                 raise ConfigError(f"the model of speculative_config must be a path, got {self.model!r}")
             object.__setattr__(self, "model", os.fspath(self.model))
         if self.tree is not None:
-            if self.method == "ngram":
-                raise ConfigError('speculative_token_tree needs a method that ranks tokens, got method "ngram"')
+            if self.method not in TREE_METHODS:
+                raise ConfigError(
+                    f"speculative_token_tree needs a method of {list(TREE_METHODS)}, got method {self.method!r}"
+                )
             if self.num_speculative_tokens not in (DEFAULT_DRAFTED_TOKENS, self.tree.num_levels):
                 raise ConfigError(
                     "num_speculative_tokens must be the depth of speculative_token_tree or be left out, got "

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -49,8 +49,9 @@ from jaxserve.quant import packed, weight_format
 from jaxserve.request import SamplingParams
 from jaxserve.sampling import LogprobLayout
 from jaxserve.sharding import named_sharding, replica_meshes, replicated
+from jaxserve.spec_decode.draft_layer import DraftLayer, LayerHead
 from jaxserve.spec_decode.draft_model import DraftModel
-from jaxserve.spec_decode.head_files import load_medusa
+from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
 from jaxserve.spec_decode.medusa import Medusa
 from jaxserve.spec_decode.ngram import NGram
 from jaxserve.speculation_config import SpeculationConfig
@@ -180,13 +181,15 @@ class Draft:
 
     Attributes:
         params: its weights, on one device; empty for look-ups.
-        arch: sizes of a draft model; None for look-ups and heads.
+        arch: sizes of a draft model or layer; None for look-ups and Medusa heads.
         backend: backend of its attention.
+        head: what a draft layer is; None without one.
     """
 
     params: Params
     arch: ArchConfig | None = None
     backend: str = ""
+    head: LayerHead | None = None
 
     def page_bytes(self, kv_dtype: jnp.dtype, page_size: int) -> int:
         """Return the bytes of one page of its pool."""
@@ -198,8 +201,10 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return Draft({})
-    if speculation.method == "medusa":
-        return _load_heads(config, speculation, arch)
+    if speculation.method in ("medusa", "eagle3", "mtp"):
+        if speculation.model is None:
+            raise ConfigError("the speculative_config of a model must name its heads, got no model")
+        return _load_heads(config, speculation, arch, Path(speculation.model))
     if speculation.model is None and config.model is not None:
         raise ConfigError("the speculative_config of a model must name its draft model, got no model")
     own = dataclasses.replace(
@@ -213,22 +218,33 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     )
     draft_arch = build_arch(own)
     common = _common_tokens(config, own, arch.vocab_size)
-    group = arch.kv_windows[_widest_group(arch)]
-    windows = tuple(_narrower(window, group) for window in draft_arch.windows)
-    draft_arch = dataclasses.replace(draft_arch, windows=windows, one_kv_group=True)
+    draft_arch = _within_pages(draft_arch, arch)
     backend = select_backend(own, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
     return Draft(build_params(own, draft_arch) | common, draft_arch, backend)
 
 
-def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig) -> Draft:
-    """Load Medusa heads; ConfigError if they are fewer than the tokens to draft."""
-    if speculation.model is None:
-        raise ConfigError("the speculative_config of a model must name its heads, got no model")
-    params = load_medusa(Path(speculation.model), arch, compute_dtype(config, arch))
+def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:
+    """Return the sizes of a draft that sees no further back than the pages of the model's widest KV group go."""
+    group = arch.kv_windows[_widest_group(arch)]
+    windows = tuple(_narrower(window, group) for window in draft.windows)
+    return dataclasses.replace(draft, windows=windows, one_kv_group=True)
+
+
+def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: ArchConfig, directory: Path) -> Draft:
+    """Load heads; ConfigError if Medusa's are fewer than the tokens to draft."""
+    dtype = compute_dtype(config, arch)
+    if speculation.method != "medusa":
+        method: Literal["eagle3", "mtp"] = "eagle3" if speculation.method == "eagle3" else "mtp"
+        native = packed.unsupported(weight_format(None), dtype) is None
+        params, head = load_draft_layer(directory, method, arch, dtype, partial(matrix_transform, native=native))
+        head = dataclasses.replace(head, arch=_within_pages(head.arch, arch))
+        plain = dataclasses.replace(config, attention_backend="auto")
+        return Draft(params, head.arch, select_backend(plain, head.arch, pool_dtype(config, dtype)), head)
+    params = load_medusa(directory, arch, dtype)
     num_heads = len(params["blocks"])
     if speculation.num_speculative_tokens > num_heads:
         raise ConfigError(
-            f"num_speculative_tokens must be at most the number of heads in {speculation.model}, got "
+            f"num_speculative_tokens must be at most the number of heads in {directory}, got "
             f"{speculation.num_speculative_tokens} and {num_heads}"
         )
     return Draft(params)
@@ -282,7 +298,19 @@ def build_proposer(
     if speculation.method == "medusa":
         local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
         return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
-    assert draft.arch is not None, "there is a draft model"
+    assert draft.arch is not None, "there is a draft model or a layer"
+    if draft.head is not None:
+        return DraftLayer(
+            num_tokens,
+            draft.head,
+            arch.local(config.tensor_parallel_size),
+            arch.vocab_size,
+            schedule,
+            compute_dtype(config, arch).name,
+            kv_dtype.name,
+            draft.backend,
+            kv_group=_widest_group(arch),
+        )
     return DraftModel(
         num_tokens,
         draft.arch,

@@ -142,7 +142,7 @@ ReadLogprobs = Callable[
 ]  # arguments: logits [N, V], ids [N] and the number of top tokens
 
 
-# observe(state, rows, token ids [T], hidden states [T, D]) -> state of the proposer
+# observe(state, rows, token ids [T], what it observes of them [T, observed]) -> state of the proposer
 Observe = Callable[[ServeState, Rows, Array, Array], Any]
 
 
@@ -161,21 +161,31 @@ class Model:
         backend: backend of attention.
         split: layout of the logits on several devices; None where they are whole.
         logprobs: columns of packed log probabilities.
+        feature_layers: layers whose inputs a proposer observes, instead of the hidden states after the final norm.
     """
 
     arch: ArchConfig
     backend: str
     logprobs: LogprobLayout
     split: VocabSplit | None = None
+    feature_layers: tuple[int, ...] = ()
 
     @staticmethod
-    def of(arch: ArchConfig, *, backend: str, num_devices: int = 1, max_logprobs: int = DEFAULT_MAX_LOGPROBS) -> Model:
+    def of(
+        arch: ArchConfig,
+        *,
+        backend: str,
+        num_devices: int = 1,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
+        feature_layers: tuple[int, ...] = (),
+    ) -> Model:
         """Return the model of the whole `arch`, or of its part on one of several devices, for a shard_map over them."""
         return Model(
             arch.local(num_devices),
             backend,
             LogprobLayout.of(max_logprobs, arch.vocab_size),
             vocab_split(arch, num_devices),
+            feature_layers,
         )
 
 
@@ -192,10 +202,10 @@ def plain_round(
     draw, read_logprobs = (split.sample, split.token_logprobs) if split else (sample, token_logprobs)
     rows = planned_rows(sequences, batch, index)
     tokens = tokens_of(batch, rows, state.slots, index)
-    hidden, kv_pages = run_model(params, state, rows, tokens, batch.num_rows, model)
+    hidden, observed, kv_pages = run_model(params, state, rows, tokens, batch.num_rows, model)
     if observe is not None:
         with jax.named_scope("observe"):
-            state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, hidden))
+            state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, observed))
     logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
     sampling = SamplingRows(sequences.records.at[rows.slot].get(mode="clip"), rows.kv_lens, rows.samples)
     with jax.named_scope("sample"):
@@ -224,15 +234,17 @@ def run_model(
     num_rows: Int[Array, ""],
     model: Model,
     tree_mask: Int[Array, " T"] | None = None,
-) -> tuple[Float[Array, "T D"], Pages]:
-    """Return the hidden states of all tokens, and the pool with their keys and values."""
+) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], Pages]:
+    """Return the hidden states of all tokens, what a proposer observes of them, and the pool with keys and values."""
     page_table = state.sequences.page_table.at[rows.slot].get(mode="clip")
     page_tables = jnp.split(page_table, len(model.arch.kv_windows), axis=1)
     groups = tuple(RaggedRows(rows.kv_lens, table, rows.cu_q_lens, num_rows) for table in page_tables)
     attend = partial(paged_attend, backend=model.backend)
     carry = AttentionCarry(state.kv_pages, groups, tree_mask)
-    hidden, carry = decoder.forward(params, model.arch, tokens.token_ids, tokens.position, attend, carry)
-    return hidden, carry.kv_pages
+    hidden, features, carry = decoder.forward_with_features(
+        params, model.arch, tokens.token_ids, tokens.position, attend, carry, model.feature_layers
+    )
+    return hidden, features if model.feature_layers else hidden, carry.kv_pages
 
 
 def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:

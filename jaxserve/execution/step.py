@@ -66,7 +66,14 @@ def make_serve_step(
         num_devices: number of devices that the model is split over.
         observer: proposer of speculative decoding that reads the hidden states; None where there is none.
     """
-    model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
+    features = () if observer is None else observer.feature_layers
+    model = Model.of(
+        arch,
+        backend=backend,
+        num_devices=num_devices,
+        max_logprobs=layout.max_logprobs,
+        feature_layers=features,
+    )
     R, num_words = layout.num_rows, model.logprobs.num_words
 
     def serve_step(all_params: Any, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:

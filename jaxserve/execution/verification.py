@@ -150,7 +150,14 @@ class Proposer(Protocol):
 
 @runtime_checkable
 class Observer(Proposer, Protocol):
-    """Proposer that reads the hidden states of the model, in plain steps too."""
+    """Proposer that reads hidden states of the model, in plain steps too."""
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers whose inputs it reads, each once; none for the hidden states after the final norm.
+
+        The number of layers stands for the output of the last one.
+        """
 
     def observe(
         self,
@@ -158,7 +165,7 @@ class Observer(Proposer, Protocol):
         state: ServeState,
         rows: Rows,
         token_ids: Int[Array, " T"],
-        hidden: Float[Array, "T D"],
+        observed: Float[Array, "T observed"],
     ) -> Any:
         """Return its state after the model has computed tokens that belong to the sequences for certain.
 
@@ -167,7 +174,7 @@ class Observer(Proposer, Protocol):
             state: state of all sequences; its `draft` is the proposer's own.
             rows: rows of the tokens.
             token_ids: tokens on the axis of the rows.
-            hidden: hidden states after the final norm, whole on each device.
+            observed: hidden states of the tokens, those of several layers side by side, whole on each device.
         """
 
 
@@ -187,7 +194,13 @@ def make_speculative_step(
         max_rounds: rounds that one dispatch may go.
         num_devices: number of devices that the model is split over.
     """
-    model = Model.of(arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs)
+    model = Model.of(
+        arch,
+        backend=backend,
+        num_devices=num_devices,
+        max_logprobs=layout.max_logprobs,
+        feature_layers=proposer.feature_layers if isinstance(proposer, Observer) else (),
+    )
     R, num_words = layout.num_rows, model.logprobs.num_words
     num_columns = max_rounds * (proposer.max_drafts + 1)
 
@@ -251,7 +264,7 @@ def _round(
         drafts = dataclasses.replace(drafts, count=jnp.minimum(drafts.count, jnp.maximum(room, 0)))
         state = dataclasses.replace(state, draft=draft_state)
     with jax.named_scope("verify"):
-        logits, hidden, kv_pages = _verify(target_params, state, rows, drafts, batch.num_rows, model)
+        logits, observed, kv_pages = _verify(target_params, state, rows, drafts, batch.num_rows, model)
         state = dataclasses.replace(state, kv_pages=kv_pages)
     with jax.named_scope("accept"):
         state, out, path, num_accepted = _accept(state, batch, rows, drafts, logits, out, model)
@@ -265,7 +278,7 @@ def _round(
             row, node, position, _ = place_tokens(kept, rows.slot.shape[0] * (proposer.max_drafts + 1))
             place = row * (proposer.max_nodes + 1) + path.at[row, node].get(mode="clip")
             token_ids = state.slots.token_history.at[kept.slot[row], position].get(mode="clip")
-            draft_state = proposer.observe(params, state, kept, token_ids, hidden[place])
+            draft_state = proposer.observe(params, state, kept, token_ids, observed[place])
         state = dataclasses.replace(state, draft=draft_state)
     return state, out, round_words(wanted, drafts.num_levels, num_accepted, out.sampled[:, 0] - num_sampled)
 
@@ -277,10 +290,10 @@ def round_words(wanted: Array, drafted: Array, accepted: Array, sampled: Array) 
 
 def _verify(
     params: Params, state: ServeState, rows: Rows, drafts: Drafts, num_rows: Int[Array, ""], model: Model
-) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 D"], Pages]:
-    """Return logits and hidden states after the last known token of each row and after each drafted one, and the pool.
+) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 observed"], Pages]:
+    """Return logits after the last known token of each row and after each drafted one, and the pool.
 
-    The hidden states are those of the first row, then those of the second, and so on.
+    Between the two is what a proposer observes of the tokens: those of the first row, then of the second, and so on.
     """
     R, N = drafts.token_ids.shape
     all_rows = Rows.of(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples)
@@ -292,10 +305,10 @@ def _verify(
         tree_mask = drafts.words.at[row, node].get(mode="clip")
         position = jnp.where(live, rows.start[row] + lax.population_count(tree_mask), 0)
     tokens = Tokens(row, position, live, position, token_ids=jnp.where(node == 0, known, drafted))
-    hidden, kv_pages = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
+    hidden, observed, kv_pages = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
     place = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
     logits = decoder.compute_logits(params, model.arch, hidden.at[place.reshape(-1)].get(mode="clip"))
-    return logits.reshape(N + 1, R, -1), hidden.at[place.T.reshape(-1)].get(mode="clip"), kv_pages
+    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(mode="clip"), kv_pages
 
 
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:

@@ -6,7 +6,7 @@ The KV pool and whatever else attention needs travel in `carry`, so both forms u
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -46,6 +46,23 @@ def forward(
 
     If the model is split over devices, `params`, `arch` and `carry` are one device's; the hidden states are whole.
     """
+    hidden, _, carry = forward_with_features(params, arch, token_ids, positions, attend, carry, ())
+    return hidden, carry
+
+
+def forward_with_features(
+    params: Params,
+    arch: ArchConfig,
+    token_ids: Int[Array, " T"],
+    positions: Int[Array, " T"],
+    attend: Attend,
+    carry: Any,
+    feature_layers: Sequence[int],
+) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], Any]:
+    """Return what `forward` does and, in the middle, the inputs of F layers side by side.
+
+    Layer `arch.num_layers` stands for the output of the last one before the final norm.
+    """
     family = registry.family(arch)
     with jax.named_scope("embed"):
         # The dtype is that of the norms, which are never quantised.
@@ -68,19 +85,35 @@ def forward(
         rope, options = ropes[arch.layer_rope(kind)], arch.layer_options(kind)
         return block(p, x, rope, carry, kv_layer, arch=arch, options=options, attend=attend)
 
-    def run_period(state: tuple[Array, Any], xs: tuple[tuple[Params, ...], Array]) -> tuple[tuple[Array, Any], None]:
-        x, carry = state
-        period, first = xs
+    num_features = len(feature_layers)
+    features = jnp.zeros((num_features, *x.shape), x.dtype)
+    wanted = {layer: place for place, layer in enumerate(feature_layers)}
+    place_of = [wanted.get(layer, num_features) for layer in range(num_scanned)]  # out of range, dropped
+
+    def keep(features: Array, layer: int, x: Array) -> Array:
+        return features.at[wanted[layer]].set(x) if layer in wanted else features
+
+    def run_period(
+        state: tuple[Array, Array, Any], xs: tuple[tuple[Params, ...], Array, Array]
+    ) -> tuple[tuple[Array, Array, Any], None]:
+        x, features, carry = state
+        period, places_in_features, first = xs
         for kind, p in enumerate(period):
+            if num_features:
+                features = features.at[places_in_features[kind]].set(x, mode="drop")
             x, carry = run(family.block, kind, p, x, carry, first + places[kind].layer)
-        return (x, carry), None
+        return (x, features, carry), None
 
     if scanned:
         firsts = jnp.array([places[layer].layer for layer in range(0, num_scanned, len(scanned))])
-        (x, carry), _ = lax.scan(run_period, (x, carry), (scanned, firsts))
+        per_period = jnp.array(place_of).reshape(len(firsts), len(scanned))
+        (x, features, carry), _ = lax.scan(run_period, (x, features, carry), (scanned, per_period, firsts))
     for layer, p in enumerate(unrolled, start=num_scanned):
+        features = keep(features, layer, x)
         x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))
-    return family.final_norm(x, params["final_norm"], arch.norm_eps), carry
+    features = keep(features, arch.num_layers, x)
+    side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
+    return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, carry
 
 
 def can_scan(arch: ArchConfig) -> bool:

@@ -139,11 +139,10 @@ def _layer_specs(arch: ArchConfig, layer: int, gated: bool, mlp_norm: str) -> li
 
 
 def project_qkv(
-    p: Params, x: Float[Array, "T D"], arch: ArchConfig
+    p: Params, x: Float[Array, "T inner"], arch: ArchConfig, norm: RmsNorm | None
 ) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Apply the input norm and return queries, keys and values of every token, normed per head if `arch.qk_norm`."""
+    """Norm the input and return queries, keys and values of every token, normed per head if `arch.qk_norm`."""
     T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
-    norm = RmsNorm(p["input_norm"], arch.norm_eps)
     qkv = linear(x, p["qkv_proj"], norm=norm, bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
     q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
     if arch.qk_norm:
@@ -169,14 +168,18 @@ def block(
     """
     summed = LinearContext(axis=arch.tensor_axis)
     with jax.named_scope("attention"):
-        q, k, v = project_qkv(p, x, arch)
+        q, k, v = project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options)
         x = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=x)
     with jax.named_scope("mlp"):
-        norm = RmsNorm(p["mlp_norm"], arch.norm_eps)
-        inner = linear(x, p["gate_up_proj"], LinearContext(activation=swiglu), norm=norm, bias=p.get("gate_up_bias"))
-        x = linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=x)
-    return x, carry
+        return mlp(p, x, arch), carry
+
+
+def mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
+    """Return x + SwiGLU of its norm."""
+    norm, summed = RmsNorm(p["mlp_norm"], arch.norm_eps), LinearContext(axis=arch.tensor_axis)
+    inner = linear(x, p["gate_up_proj"], LinearContext(activation=swiglu), norm=norm, bias=p.get("gate_up_bias"))
+    return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=x)
 
 
 LLAMA = ModelFamily(arch, param_specs, block, rms_norm)

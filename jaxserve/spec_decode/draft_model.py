@@ -32,7 +32,8 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows, move_tokens
-from jaxserve.sampling import DRAFT, SamplingRows, draw_by_weight, token_weights
+from jaxserve.sampling import SamplingRows
+from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
 from jaxserve.token_tree import TokenTree
 
 
@@ -164,7 +165,7 @@ class DraftModel:
             logits = self._logits(params, hidden.at[at.cu_q_lens[1:] - 1].get(mode="clip"))
             sampling = SamplingRows(records, rows.start + 1 + index, live)
             assert so_far.weights is not None, "tokens of a chain are drawn"
-            token_ids, weights = self._draw(logits, sampling, index, so_far.weights, base_seed)
+            token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
             token_ids = lax.dynamic_update_slice(so_far.token_ids, token_ids[:, None], (0, index))
             return _Drafting(kv_pages=kv_pages, token_ids=token_ids, weights=weights)
 
@@ -279,29 +280,4 @@ class DraftModel:
     def _logits(self, params: Params, hidden: Float[Array, "M D"]) -> Float[Array, "M V"]:
         """Return logits over the target's vocabulary."""
         logits = decoder.compute_logits(params, self.arch, hidden)
-        if self.is_mapped:
-            outputs = params["outputs"]
-            return jnp.where(outputs[None] >= 0, logits.at[:, outputs].get(mode="clip"), -jnp.inf)
-        missing = max(self.vocab_size - logits.shape[1], 0)
-        logits = jnp.pad(logits, ((0, 0), (0, missing)), constant_values=-jnp.inf)
-        return logits[:, : self.vocab_size]
-
-    def _draw(
-        self,
-        logits: Float[Array, "R V"],
-        rows: SamplingRows,
-        index: Int[Array, ""],
-        weights: Float[Array, "K R V"],
-        base_seed: UInt32[Array, ""],
-    ) -> tuple[Int[Array, " R"], Float[Array, "K R V"]]:
-        """Return the drafted tokens, and all weights so far: those of greedy rows need not be known."""
-
-        def draw() -> tuple[Array, Array]:
-            own = token_weights(logits, rows)
-            token_ids = draw_by_weight(own, rows, base_seed, DRAFT)
-            return token_ids, lax.dynamic_update_slice(weights, own[None], (index, 0, 0))
-
-        drawn: tuple[Array, Array] = lax.cond(
-            jnp.any(rows.is_sampled), draw, lambda: (jnp.argmax(logits, axis=1).astype(jnp.int32), weights)
-        )
-        return drawn
+        return over_vocabulary(logits, self.vocab_size, params.get("outputs"))

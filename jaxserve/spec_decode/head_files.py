@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
+from numpy.typing import NDArray
 from safetensors.flax import load_file  # numpy has no bfloat16
 
 from jaxserve.errors import ConfigError, brief
+from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec
+from jaxserve.spec_decode.draft_layer import LayerHead
 from jaxserve.weights import assemble
 from jaxserve.weights.errors import CheckpointError
 
+_LAYER = r"(?:model\.)?(?:midlayer|layers\.\d+|mtp_layers\.\d+)\."
+_RENAMED = (  # pattern of a published name, name under which it is read
+    (rf"{_LAYER}(?:enorm|token_layernorm)\.weight", "embedding_norm"),
+    (rf"{_LAYER}(?:hnorm|hidden_layernorm|hidden_norm)\.weight", "feature_norm"),
+    (rf"{_LAYER}(?:eh_proj|input_proj)\.weight", "proj"),
+    (rf"{_LAYER}(?:shared_head\.norm|final_layernorm)\.weight|norm\.weight", "final_norm"),
+    (rf"(?:{_LAYER}|model\.)?embed_tokens\.weight", "embed"),
+    (rf"{_LAYER}shared_head\.head\.weight|lm_head\.weight", "lm_head"),
+    (r"fc\.weight", "fc"),
+    (r"fc_norm\.(\d+)\.weight", r"fc_norm.\1"),
+    (r"input_norm\.weight", "fc_norm.0"),
+    (rf"{_LAYER}(.+)", r"model.layers.0.\1"),
+)
+_IGNORED = re.compile(r"t2d|verifier_.+|rotary_emb\.inv_freq")
+_HIDDEN_FIRST = re.compile(r"model\.mtp_layers\.")  # MiMo's projection has the hidden state in front
 _MEDUSA_BLOCK = re.compile(r"(?:blocks\.)?(\d+)\.(?:layers\.)?(\d+)\.(?:linear\.)?weight")
 
 
@@ -89,6 +110,145 @@ def _lm_heads(num_heads: int, names: Sequence[str]) -> list[str]:
     if sorted(by_head) != list(range(num_heads)) or len(names) != num_heads:
         raise ConfigError(f"Medusa heads must have one matrix for the logits each, or none, got {list(names)}")
     return [by_head[head] for head in range(num_heads)]
+
+
+def load_draft_layer(
+    directory: Path,
+    method: Literal["eagle3", "mtp"],
+    target: ArchConfig,
+    dtype: DTypeLike,
+    transform_of: Callable[[Sequence[ParamSpec]], Callable[[Any, Any], Any]],
+) -> tuple[Params, LayerHead]:
+    """Load an EAGLE-3 or MTP head for the model `target`: the parameters that `draft_layer.DraftLayer` describes.
+
+    Layouts: EAGLE's own (`midlayer.`), that of the speculators library, DeepSeek's (`enorm`, `eh_proj`) and MiMo's.
+
+    Args:
+        directory: directory with config.json and .safetensors files.
+        method: kind of the head.
+        target: sizes of the whole model.
+        dtype: dtype of the parameters.
+        transform_of: function that returns, for all tensors, how each is converted; see `weights.load`.
+
+    Raises:
+        ConfigError: the head is damaged or not supported, or does not fit the model.
+    """
+    config = read_config(directory)
+    tensors = _renamed(directory, config)
+    layer = {name.removeprefix("model.layers.0.") for name in tensors if name.startswith("model.layers.0.")}
+    sizes = {"architectures": ["LlamaForCausalLM"], **config, **(config.get("transformer_layer_config") or {})}
+    if method == "eagle3" and sizes.get("num_hidden_layers", 1) != 1:
+        raise ConfigError(f"an EAGLE-3 head must have one layer, got {sizes['num_hidden_layers']} in {directory}")
+    own_sizes = {"num_hidden_layers": 1, "vocab_size": target.vocab_size, "tie_word_embeddings": True}
+    arch = llama.arch(
+        {**sizes, **own_sizes},
+        qkv_bias="self_attn.q_proj.bias" in layer,
+        o_bias="self_attn.o_proj.bias" in layer,
+        mlp_bias="mlp.up_proj.bias" in layer,
+        qk_norm="self_attn.q_norm.weight" in layer,
+    )
+    head = LayerHead("mtp", arch)
+    if method == "mtp":  # copies of the model's
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("embed", "lm_head")}
+    else:
+        tensors["embedding_norm"] = tensors.pop("model.layers.0.input_layernorm.weight", None)
+        head = LayerHead(
+            "eagle3",
+            arch,
+            _feature_layers(config, target),
+            norms_residual=bool(config.get("norm_before_residual", False)),
+            norms_output=bool(config.get("norm_output", False)),
+        )
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    offsets = tensors.pop("d2t", None)
+    if arch.hidden_size != target.hidden_size and not {"embed", "lm_head"} <= set(tensors):
+        raise ConfigError(
+            f"a head that shares embedding or logits must be as wide as the model, got hidden_size {arch.hidden_size} "
+            f"and {target.hidden_size} in {directory}"
+        )
+    specs = _layer_specs(head, target, tensors)
+    try:
+        params = assemble(tensors, specs, dtype, transform=transform_of(specs))
+    except CheckpointError as error:
+        raise ConfigError(f"the head in {directory} must fit the model: {error}") from error
+    if offsets is not None:
+        params["outputs"] = _outputs(np.asarray(offsets), target.vocab_size, directory)
+    return params, head
+
+
+def _renamed(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a draft layer by the names under which they are read."""
+    tensors: dict[str, Any] = {}
+    for name, tensor in read_tensors(directory).items():
+        if _IGNORED.fullmatch(name):
+            continue
+        pattern, new = next((row for row in _RENAMED if re.fullmatch(row[0], name)), (re.escape(name), name))
+        new = re.sub(pattern, new, name)
+        if new in tensors:
+            raise ConfigError(f"a head must have one layer, got {name} beside another of its kind in {directory}")
+        is_swapped = new == "proj" and (_HIDDEN_FIRST.match(name) or config.get("mtp_hidden_states_first"))
+        tensors[new] = jnp.roll(tensor, tensor.shape[1] // 2, axis=1) if is_swapped else tensor
+    return tensors
+
+
+def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ...]:
+    """Return the layers whose inputs an EAGLE-3 head reads: those that it names, else the three of its authors."""
+    n = target.num_layers
+    nested = config.get("eagle_config") or {}
+    named = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    layers = tuple(named or (2, n // 2, n - 3))
+    if len(set(layers)) != len(layers) or not all(isinstance(i, int) and 0 <= i <= n for i in layers):
+        raise ConfigError(
+            f"eagle_aux_hidden_state_layer_ids of an EAGLE-3 head must be distinct numbers in [0, {n}], got {layers}"
+        )
+    return layers
+
+
+def _layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any]) -> list[ParamSpec]:
+    """Return one row per tensor of a draft layer."""
+    arch = head.arch
+    D, V = arch.hidden_size, target.vocab_size
+
+    def vector(name: str, size: int = D) -> ParamSpec:
+        return ParamSpec((name,), (size,), (None,), (name,), (size,))
+
+    def matrix(name: str, rows: int, inner: int) -> ParamSpec:
+        return ParamSpec((name,), (rows, inner), (None, None), (name,), (rows,))
+
+    specs = [dataclasses.replace(spec, axes=(None,) * len(spec.axes)) for spec in llama.param_specs(arch)]
+    specs = [spec for spec in specs if spec.path[0] == "layers"]
+    specs += [vector("embedding_norm"), vector("feature_norm"), vector("final_norm")]
+    if "embed" in tensors:
+        specs.append(matrix("embed", V, D))
+    if "lm_head" in tensors:
+        specs.append(matrix("lm_head", int(tensors["lm_head"].shape[0]), D))
+    if head.method == "mtp":
+        return [*specs, matrix("proj", D, 2 * D)]
+    inner = len(head.feature_layers) * target.hidden_size
+    norms = sorted(name for name in tensors if name.startswith("fc_norm."))
+    for number, name in enumerate(norms):
+        size = inner // len(norms)
+        specs.append(ParamSpec(("fc_norm", number), (size,), (None,), (name,), (size,)))
+    specs = [spec for spec in specs if spec.path[-1] != "input_norm"]
+    wide = [spec.path[-1] == "qkv_proj" for spec in specs]
+    specs = [
+        dataclasses.replace(spec, shape=(spec.shape[0], 2 * D)) if is_wide else spec
+        for spec, is_wide in zip(specs, wide, strict=True)
+    ]
+    return [*specs, matrix("fc", D, inner)]
+
+
+def _outputs(offsets: NDArray[np.integer], vocab_size: int, directory: Path) -> jax.Array:
+    """Return the draft's id of each token of the model, -1 where it has none, from what is to be added to its ids."""
+    own = np.arange(len(offsets))
+    ids = own + offsets
+    if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocab_size:
+        raise ConfigError(
+            f"d2t of a head must give each draft token another one of the model's, got {ids} in {directory}"
+        )
+    outputs = np.full(vocab_size, -1, np.int32)
+    outputs[ids] = own
+    return jnp.asarray(outputs)
 
 
 def _shapes(tensors: dict[str, jax.Array]) -> str:

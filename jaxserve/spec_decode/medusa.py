@@ -52,6 +52,11 @@ class Medusa:
         """Most tokens that it proposes for a row, N."""
         return self.max_drafts if self.tree is None else self.tree.num_nodes
 
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """No layers: it reads hidden states after the final norm."""
+        return ()
+
     def new_state(self) -> Float[Array, "S D"]:
         """Return its state: the last hidden state of each slot."""
         return jnp.zeros((self.max_num_seqs, self.arch.hidden_size), jnp.dtype(self.dtype))
@@ -70,13 +75,13 @@ class Medusa:
         state: ServeState,
         rows: Rows,
         token_ids: Int[Array, " T"],
-        hidden: Float[Array, "T D"],
+        observed: Float[Array, "T D"],
     ) -> Float[Array, "S D"]:
         """Return the state with the hidden state of each row's last token."""
         slot = jnp.where(rows.q_lens > 0, rows.slot, self.max_num_seqs)
-        last = hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip")
-        observed: Float[Array, "S D"] = state.draft.at[slot].set(last.astype(self.dtype), mode="drop")
-        return observed
+        last = observed.at[rows.cu_q_lens[1:] - 1].get(mode="clip")
+        new: Float[Array, "S D"] = state.draft.at[slot].set(last.astype(self.dtype), mode="drop")
+        return new
 
     def propose(
         self,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
+import draft_layers
 import numpy as np
 import pytest
 import tiny_tokenizers
@@ -31,7 +32,7 @@ from tests.random_runs import examples
 Start = Callable[..., Engine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-PROPOSERS = ("same", "other", "ngram", "tree", "medusa", "foreign")
+PROPOSERS = ("same", "other", "ngram", "tree", "medusa", "layer", "foreign")
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1)]
 
 
@@ -41,7 +42,7 @@ def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
     The model as its own draft is nearly always right, another random one nearly never, look-ups now and then. A tree
     has a draft that is similar to the model, so that paths differ; a foreign draft is similar too, with other ids for
-    the tokens. Medusa heads are random, in a tree that is wide.
+    the tokens. Medusa heads are random, in a tree that is wide. An EAGLE-3 layer is random too.
     """
     other = tmp_path_factory.mktemp("draft")
     sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS, "num_hidden_layers": 1}
@@ -59,12 +60,17 @@ def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     heads = tmp_path_factory.mktemp("heads")
     write_heads(heads, hidden_size(llama), lambda size: rng.standard_normal((size, size), np.float32))
 
+    layer = tmp_path_factory.mktemp("layer")
+    draft_layers.write_eagle3(layer, transformers.AutoModelForCausalLM.from_pretrained(llama), (0, 1, 2))
+
     def speculate(proposer: str, num_tokens: int = 3, **options: Any) -> SpeculationConfig:
         if proposer == "ngram":
             options = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1} | options
         elif proposer == "medusa":
             tree = [(n,) for n in range(8)] + [(0, n) for n in range(8)] + [(0, 0, n) for n in range(8)]
             options = {"method": "medusa", "model": str(heads), "speculative_token_tree": tree} | options
+        elif proposer == "layer":
+            options = {"method": "eagle3", "model": str(layer)} | options
         elif proposer == "tree":
             options = {"model": str(similar), "speculative_token_tree": TREE} | options
         else:

@@ -1,0 +1,289 @@
+"""DraftLayer: one decoder layer over the model's own features drafts token by token (EAGLE-3, MTP).
+
+A feature stands for the sequence up to a place: hidden states that the model computed there, or the layer's own output.
+From the feature at a place and the embedding of the token behind it the layer predicts the token after that. Its keys
+and values are under the place of the feature, in a pool of its own under the page ids of the sequence, and are computed
+along with the model's: in plain steps from all tokens, in rounds from those that were kept, instead of those that were
+drafted from its own outputs.
+
+- EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the feature is a projection of the inputs of several layers. Queries, keys
+  and values are projected from embedding and feature side by side; the feature alone is in the residual stream.
+- MTP (DeepSeek-V3, arXiv 2412.19437; FastMTP, arXiv 2509.18362): the feature is the hidden state after the final norm.
+  A projection of embedding and feature goes through an ordinary layer.
+
+Where a request begins behind a cached prefix, the entry of the prefix's last place is that of the request which
+computed it: its token behind the prefix may be another one. That may cost an accepted draft, and no more.
+
+Over several devices each has the whole layer; embedding and logits that it shares are the model's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, no_type_check
+
+import jax.numpy as jnp
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from jaxserve.config import ScheduleConfig
+from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens
+from jaxserve.execution.state import ServeState, new_pool
+from jaxserve.execution.verification import BothParams, Drafts
+from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import rope_table
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
+from jaxserve.sampling import SamplingRows
+from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
+from jaxserve.spec_decode.medusa import whole_logits
+
+
+@dataclass(frozen=True)
+class LayerHead:
+    """What a checkpoint of a draft layer is.
+
+    Attributes:
+        method: way in which embedding and feature enter.
+        arch: sizes of its one layer.
+        feature_layers: layers of the model whose inputs make the feature; none for the hidden state after the final
+            norm.
+        norms_residual: True if the residual stream of EAGLE-3 begins behind the norm of the feature.
+        norms_output: True if the next feature is the output after the norm.
+    """
+
+    method: Literal["eagle3", "mtp"]
+    arch: ArchConfig
+    feature_layers: tuple[int, ...] = ()
+    norms_residual: bool = False
+    norms_output: bool = True
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class DraftLayerState:
+    """State of a draft layer.
+
+    Attributes:
+        kv_pages: its pool.
+        feature: feature at the last computed place of each slot's sequence.
+        is_known: False until a step has computed tokens of the sequence.
+    """
+
+    kv_pages: Pages
+    feature: Float[Array, "S D"]
+    is_known: Bool[Array, " S"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
+class _Drafting:
+    """What changes while tokens are drafted: the pool, and of each row feature, tokens and weights so far."""
+
+    kv_pages: Pages
+    feature: Float[Array, "R D"]
+    token_ids: Int[Array, "R K"]
+    weights: Float[Array, "K R V"]
+
+
+@dataclass(frozen=True)
+class DraftLayer:
+    """Proposer with one decoder layer.
+
+    Parameters: those of a Llama layer under `layers`, of `embedding_norm`, `feature_norm`, `final_norm` and either `fc`
+    (EAGLE-3, the projection of the layers' inputs, with its norms `fc_norm` if there are any) or `proj` (MTP); `embed`,
+    `lm_head` and `outputs`, the ids of the model's tokens in `lm_head`, where it does not share those of the model.
+
+    Attributes:
+        max_drafts: most tokens that it proposes for a row, K.
+        head: what the checkpoint is.
+        target: sizes of the model, or of one device's part of it.
+        vocab_size: size of the whole vocabulary, V.
+        schedule: sizes of steps and pool.
+        dtype: name of the dtype of features.
+        kv_dtype: name of the pool's dtype.
+        backend: backend of its attention.
+        kv_group: KV group of the model whose pages it uses.
+    """
+
+    max_drafts: int
+    head: LayerHead
+    target: ArchConfig
+    vocab_size: int
+    schedule: ScheduleConfig
+    dtype: str
+    kv_dtype: str
+    backend: str
+    kv_group: int
+
+    @property
+    def max_nodes(self) -> int:
+        """Most tokens that it proposes for a row: those of a chain."""
+        return self.max_drafts
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the model whose inputs it reads."""
+        return self.head.feature_layers
+
+    def new_state(self) -> DraftLayerState:
+        """Return an empty pool, and sequences of which nothing is known."""
+        s, arch = self.schedule, self.head.arch
+        return DraftLayerState(
+            kv_pages=new_pool(arch, s.num_pages, s.page_size, kv_dtype=jnp.dtype(self.kv_dtype), backend=self.backend),
+            feature=jnp.zeros((s.max_num_seqs, arch.hidden_size), jnp.dtype(self.dtype)),
+            is_known=jnp.zeros(s.max_num_seqs, bool),
+        )
+
+    def admit(self, state: DraftLayerState, slot: Int[Array, " A"]) -> DraftLayerState:
+        """Return the state with sequences in `slot` of which nothing is known."""
+        return dataclasses.replace(state, is_known=state.is_known.at[slot].set(False, mode="drop"))
+
+    def settle(self, state: ServeState, rows: Rows, drafts: Drafts, path: Int[Array, "R N1"]) -> Any:
+        """Return its state as it is: `observe` replaces what was drafted."""
+        return state.draft
+
+    def observe(
+        self,
+        params: BothParams,
+        state: ServeState,
+        rows: Rows,
+        token_ids: Int[Array, " T"],
+        observed: Float[Array, "T observed"],
+    ) -> DraftLayerState:
+        """Compute the entries of all places but the last, behind which no token is known yet; keep its feature."""
+        draft: DraftLayerState = state.draft
+        feature = self._feature(params, observed)
+        # The first token of a row goes with the feature kept from the step before, if there was one.
+        first = jnp.where(draft.is_known.at[rows.slot].get(mode="clip"), 0, 1)
+        at = Rows.of(
+            rows.slot, jnp.maximum(rows.start - 1 + first, 0), jnp.maximum(rows.q_lens - first, 0), rows.samples
+        )
+        row, offset, position, _ = place_tokens(at, token_ids.shape[0])
+        offset = offset + first[row]
+        token = rows.cu_q_lens[row] + offset
+        before = jnp.where(
+            (offset > 0)[:, None],
+            feature.at[token - 1].get(mode="clip"),
+            draft.feature.at[rows.slot[row]].get(mode="clip"),
+        )
+        ids = token_ids.at[token].get(mode="clip")
+        _, kv_pages = self._forward(params, state, at, ids, before, position, draft.kv_pages)
+        slot = jnp.where(rows.q_lens > 0, rows.slot, draft.is_known.shape[0])  # out of range, dropped
+        last = feature.at[rows.cu_q_lens[1:] - 1].get(mode="clip")
+        return DraftLayerState(
+            kv_pages=kv_pages,
+            feature=draft.feature.at[slot].set(last, mode="drop"),
+            is_known=draft.is_known.at[slot].set(True, mode="drop"),
+        )
+
+    def propose(
+        self,
+        params: BothParams,
+        state: ServeState,
+        rows: Rows,
+        num_drafts: Int[Array, " R"],
+        base_seed: UInt32[Array, ""],
+    ) -> tuple[Drafts, Any]:
+        """Draft token by token, each drawn as the row asks."""
+        R, K, V = rows.slot.shape[0], self.max_drafts, self.vocab_size
+        own: DraftLayerState = state.draft
+        num_drafts = jnp.where(own.is_known.at[rows.slot].get(mode="clip"), num_drafts, 0)
+        records = state.sequences.records.at[rows.slot].get(mode="clip")
+        known = state.slots.token_history.at[rows.slot, rows.start].get(mode="clip")
+
+        def draft(index: Int[Array, ""], so_far: _Drafting) -> _Drafting:
+            live = index < num_drafts
+            at = Rows.of(rows.slot, jnp.maximum(rows.start - 1 + index, 0), live.astype(jnp.int32), live)
+            row, _, position, _ = place_tokens(at, R)
+            drafted = so_far.token_ids.at[:, index - 1].get(mode="clip")
+            ids = jnp.where(index == 0, known, drafted)[row]
+            hidden, kv_pages = self._forward(params, state, at, ids, so_far.feature[row], position, so_far.kv_pages)
+            hidden = hidden.at[at.cu_q_lens[1:] - 1].get(mode="clip")
+            normed = rms_norm(hidden, params[1]["final_norm"], self.head.arch.norm_eps)
+            sampling = SamplingRows(records, rows.start + 1 + index, live)
+            logits = self._logits(params, normed)
+            token_ids, weights = draw_draft(logits, sampling, index, so_far.weights, base_seed)
+            return _Drafting(
+                kv_pages=kv_pages,
+                feature=normed if self.head.norms_output else hidden,
+                token_ids=lax.dynamic_update_slice(so_far.token_ids, token_ids[:, None], (0, index)),
+                weights=weights,
+            )
+
+        drafting = _Drafting(
+            kv_pages=own.kv_pages,
+            feature=own.feature.at[rows.slot].get(mode="clip"),
+            token_ids=jnp.zeros((R, K), jnp.int32),
+            weights=jnp.zeros((K, R, V), jnp.float32),
+        )
+        drafting = lax.fori_loop(0, jnp.max(num_drafts), draft, drafting)
+        drafts = Drafts(drafting.token_ids, num_drafts, drafting.weights)
+        return drafts, dataclasses.replace(own, kv_pages=drafting.kv_pages)
+
+    def _feature(self, params: BothParams, observed: Float[Array, "T observed"]) -> Float[Array, "T D"]:
+        """Return the features of tokens."""
+        _, own = params
+        x = observed.astype(self.dtype)
+        if "fc" not in own:
+            return x
+        if "fc_norm" in own:  # over all at once, or over each layer's part
+            norms, eps = own["fc_norm"], self.head.arch.norm_eps
+            x = jnp.concatenate(
+                [rms_norm(part, norm, eps) for part, norm in zip(jnp.split(x, len(norms), 1), norms, strict=True)], 1
+            )
+        return linear(x, own["fc"])
+
+    def _forward(
+        self,
+        params: BothParams,
+        state: ServeState,
+        rows: Rows,
+        token_ids: Int[Array, " T"],
+        feature: Float[Array, "T D"],
+        position: Int[Array, " T"],
+        kv_pages: Pages,
+    ) -> tuple[Float[Array, "T D"], Pages]:
+        """Return the layer's outputs for features and the tokens behind them, and the pool."""
+        target, own = params
+        arch, p, eps = self.head.arch, own["layers"][0], self.head.arch.norm_eps
+        table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.tensor_axis)
+        x = rms_norm(embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis)), own["embedding_norm"], eps)
+        normed = rms_norm(feature, own["feature_norm"], eps)
+        both = jnp.concatenate([x, normed], axis=1)
+        assert arch.rope is not None, "Llama's layers rotate"
+        rope = rope_table(position, arch.rope, arch.head_dim)
+        options, layer = arch.layer_options(0), jnp.int32(0)
+        attend = partial(paged_attend, backend=self.backend)
+        M = self.schedule.max_pages_per_row
+        page_table = state.sequences.page_table[:, self.kv_group * M : (self.kv_group + 1) * M]
+        group = RaggedRows(
+            rows.kv_lens,
+            page_table.at[rows.slot].get(mode="clip"),
+            rows.cu_q_lens,
+            jnp.int32(rows.slot.shape[0]),
+        )
+        carry: Any = AttentionCarry(kv_pages, (group,))
+        if self.head.method == "mtp":
+            x, carry = llama.block(
+                p, linear(both, own["proj"]), rope, carry, layer, arch=arch, options=options, attend=attend
+            )
+            return x, carry.kv_pages
+        q, k, v = llama.project_qkv(p, both, arch, None)
+        out, carry = attend(q, k, v, rope, carry, layer, options)
+        residual = normed if self.head.norms_residual else feature
+        x = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
+        return llama.mlp(p, x, arch), carry.kv_pages
+
+    def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
+        target, own = params
+        if "lm_head" in own:
+            logits = linear(hidden, own["lm_head"], LinearContext(dtype=jnp.float32))
+        else:
+            logits = whole_logits(target, self.target, hidden)
+        return over_vocabulary(logits, self.vocab_size, own.get("outputs"))

@@ -1,0 +1,123 @@
+"""EAGLE-3 and MTP heads draft what their definitions in torch draft."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import draft_layers
+import jax
+import numpy as np
+import pytest
+import torch
+import transformers
+from draft_layers import Head
+
+from jaxserve.engine.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.models.params import matrix_transform
+from jaxserve.models.registry import from_hf_config
+from jaxserve.request import SamplingParams
+from jaxserve.spec_decode.head_files import load_draft_layer
+from jaxserve.speculation_config import SpeculationConfig
+from tests.e2e.workloads import assert_same, generate, tokens
+
+Start = Callable[..., Engine]
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+LIKELY = range(40, 46)  # the model's tokens are among these, so that some drafts are right
+
+
+@pytest.fixture(scope="module")
+def model(llama: Path) -> transformers.LlamaForCausalLM:
+    """Return the model of `llama`, whose logits of tokens that are not LIKELY are small."""
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_pretrained(llama, tie_word_embeddings=False).eval()
+
+
+@pytest.fixture(scope="module")
+def target(model: transformers.LlamaForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write that model."""
+    with torch.no_grad():
+        unlikely = torch.ones(model.config.vocab_size, dtype=torch.bool)
+        unlikely[list(LIKELY)] = False
+        model.lm_head.weight[unlikely] *= 0.01
+    path = tmp_path_factory.mktemp("target")
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(path)
+    return path
+
+
+HEADS = {
+    "eagle3": {"feature_layers": (0, 1, 2)},
+    "eagle3 of speculators": {
+        "feature_layers": (2, 1),
+        "layout": "speculators",
+        "norms_residual": True,
+        "norms_output": True,
+    },
+    "eagle3 of few tokens": {"feature_layers": (1,), "token_ids": (3, *LIKELY, 200)},
+    "mtp": {},
+}
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+@pytest.mark.parametrize("kind", HEADS)
+def test_what_is_accepted_is_what_torch_drafts(
+    start: Start, model: transformers.LlamaForCausalLM, target: Path, tmp_path: Path, kind: str, num_tokens: int
+) -> None:
+    method = kind.split(maxsplit=1)[0]
+    write = draft_layers.write_eagle3 if method == "eagle3" else draft_layers.write_mtp
+    head = write(tmp_path, model, **HEADS[kind])
+    heads = SpeculationConfig(method, str(tmp_path), num_speculative_tokens=num_tokens, adaptive=False)
+    engine = start(model=str(target), speculative_config=heads, step_ahead=False)
+    num_accepted = num_rejected = 0
+    for index in range(5):
+        prompt = tokens(5 + 5 * index, f"layer {index}")  # in several chunks
+        [expected] = generate(start(model=str(target)), [prompt], replace(GREEDY, max_tokens=30))
+        before = replace(engine.stats)
+        [output] = generate(engine, [prompt], replace(GREEDY, max_tokens=30))
+        assert_same(output, expected)
+        stats = engine.stats.since(before)
+        accepted, drafted = simulated(head, prompt, expected.outputs[0].token_ids, num_tokens)
+        assert (stats.num_accepted_tokens, stats.num_drafted_tokens) == (accepted, drafted)
+        num_accepted, num_rejected = num_accepted + accepted, num_rejected + drafted - accepted
+    assert num_accepted > 5 < num_rejected
+
+
+def simulated(head: Head, prompt: list[int], output: list[int], num_tokens: int) -> tuple[int, int]:
+    """Return how many tokens a head drafts in the rounds of a request, and how many of them are right."""
+    ids = [*prompt, *output]
+    features, last = head.features(ids), len(prompt)  # place of the last known token
+    num_accepted = num_drafted = 0
+    while last < len(ids) - 1:
+        most = min(num_tokens, len(ids) - last - 2)
+        drafts = head.draft(ids[: last + 1], features, most)
+        right = next((n for n in range(most) if drafts[n] != ids[last + 1 + n]), most)
+        num_accepted, num_drafted, last = num_accepted + right, num_drafted + most, last + right + 1
+    return num_accepted, num_drafted
+
+
+@pytest.mark.parametrize("layout", ["speculators", "mimo"])
+def test_mtp_heads_are_the_same_in_every_layout(
+    model: transformers.LlamaForCausalLM, tmp_path: Path, layout: str
+) -> None:
+    arch = from_hf_config(model.config.to_dict())
+    params = []
+    for name in ("deepseek", layout):
+        torch.manual_seed(1)
+        draft_layers.write_mtp(tmp_path / name, model, name)
+        params.append(load_draft_layer(tmp_path / name, "mtp", arch, np.float32, matrix_transform)[0])
+    jax.tree.map(np.testing.assert_array_equal, *params)
+
+
+def test_heads_that_do_not_fit_are_refused(model: transformers.LlamaForCausalLM, tmp_path: Path) -> None:
+    arch = from_hf_config(model.config.to_dict())
+    draft_layers.write_eagle3(tmp_path, model, (0, 1, 9))
+    with pytest.raises(ConfigError, match=r"eagle_aux_hidden_state_layer_ids .* distinct numbers in \[0, 2\]"):
+        load_draft_layer(tmp_path, "eagle3", arch, np.float32, matrix_transform)
+    draft_layers.write_eagle3(tmp_path, model, (0, 1))
+    with pytest.raises(ConfigError, match=r"must fit the model: (?s:.*)missing: embedding_norm, proj"):
+        load_draft_layer(tmp_path, "mtp", arch, np.float32, matrix_transform)
+    wide = replace(arch, hidden_size=2 * arch.hidden_size)
+    with pytest.raises(ConfigError, match="must be as wide as the model"):
+        load_draft_layer(tmp_path, "eagle3", wide, np.float32, matrix_transform)
