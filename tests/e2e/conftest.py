@@ -3,11 +3,13 @@
 Engines of default sizes share their compiled programs, so that a further engine starts in about a second.
 """
 
+import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import checkpoints
+import jax
 import mappings
 import pytest
 import tiny_tokenizers
@@ -48,12 +50,14 @@ def engines() -> dict[tuple[tuple[str, Any], ...], Engine]:
     return {}
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def few_engines(engines: dict[tuple[tuple[str, Any], ...], Engine]) -> Iterator[None]:
     """Drop the engines if they hold many programs; the next test that needs one starts it again."""
     yield
     if mappings.are_many():
         engines.clear()
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

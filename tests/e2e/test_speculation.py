@@ -422,7 +422,7 @@ def joint_distribution(
         ({"speculative_token_tree": [(0, 0)]}, "token tree must be"),
         ({"speculative_token_tree": "[(0,), (0"}, "token tree must be"),
         ({"speculative_token_tree": [(0,)], "num_speculative_tokens": 3}, "depth"),
-        ({"speculative_token_tree": [(0,)], "method": "ngram"}, "ranks tokens"),
+        ({"speculative_token_tree": [(0,)], "method": "ngram"}, "needs a method of"),
     ],
 )
 def test_bad_options_are_refused(llama: Path, config: Any, match: str) -> None:
