@@ -98,7 +98,12 @@ BFLOAT16 = jnp.dtype("bfloat16")
     [
         *zip(itertools.cycle(CHIPS), DISTINCT),
         *[("v6e", case) for case in (*WIDE, *NARROW)],
-        *[(chip, case) for chip in ("v5e", "v5p", "tpu7x") for case in (*WIDE[1:5], *NARROW)],
+        *[(chip, case) for chip in ("v5e", "v5p", "tpu7x") for case in (WIDE[1], NARROW[0])],
+        *[
+            pytest.param(chip, case, marks=pytest.mark.full)
+            for chip in ("v5e", "v5p", "tpu7x")
+            for case in (*WIDE[2:5], NARROW[1])
+        ],
     ],
     ids=lambda value: getattr(value, "name", value),
 )

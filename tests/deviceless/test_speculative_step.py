@@ -27,8 +27,15 @@ ROWS, NUM_DRAFTS, MAX_ROUNDS = 16, 4, 4
 TREE = TokenTree.of([(0,) * n for n in range(1, NUM_DRAFTS + 1)] + [(1,), (2,), (0, 1), (1, 0), (0, 0, 1)])
 
 
-@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize(("target", "megabytes"), [("h200", 800), ("v6e:1x1", 400)])
+@pytest.mark.parametrize(
+    ("target", "megabytes", "tree"),
+    [
+        pytest.param("h200", 800, None, id="h200-chain"),
+        pytest.param("h200", 800, TREE, id="h200-tree", marks=pytest.mark.full),
+        pytest.param("v6e:1x1", 400, None, id="v6e-chain", marks=pytest.mark.full),
+        pytest.param("v6e:1x1", 400, TREE, id="v6e-tree"),
+    ],
+)
 def test_a_round_of_8b_with_a_draft_of_1b_works_in_place(targets, target, megabytes, tree):
     chip = targets(target).sheet.chip
     (_, arch), (_, draft_arch) = read_model("llama-3.1-8b"), read_model("llama-3.2-1b")

@@ -38,14 +38,14 @@ def check_exchanges(arch, num_tokens, text, num_copies):
     ("name", "target", "decode_megabytes", "largest_megabytes"),
     [
         ("llama-3.1-8b", "h200", 800, 850),
-        ("llama-3.1-70b", "h200x4", 300, 350),
+        pytest.param("llama-3.1-70b", "h200x4", 300, 350, marks=pytest.mark.full),
         ("llama-3.1-8b", "v6e:1x1", 131 + 64, 131 + 64),
         ("llama-3.1-70b", "v6e:2x4", 16 + 64, 16 + 64),
         ("gemma-2-9b", "h200", 800, 850),
-        ("gemma-2-9b", "v6e:1x1", 340, 360),
-        ("gemma-3-27b", "h200x2", 420, 450),
+        pytest.param("gemma-2-9b", "v6e:1x1", 340, 360, marks=pytest.mark.full),
+        pytest.param("gemma-3-27b", "h200x2", 420, 450, marks=pytest.mark.full),
         ("gemma-3-27b", "v6e:2x2", 410, 440),
-        ("gpt-neo-2.7b", "h200", 800, 850),
+        pytest.param("gpt-neo-2.7b", "h200", 800, 850, marks=pytest.mark.full),
     ],
 )
 def test_steps_work_in_place(targets, name, target, decode_megabytes, largest_megabytes):

@@ -351,7 +351,10 @@ def record_log(
     return paths, counts
 
 
-@pytest.mark.parametrize(("num_replicas", "sizes"), [(1, SIZES), (3, SIZES), (1, LARGER), (3, LARGER), (3, DRAFTING)])
+@pytest.mark.parametrize(
+    ("num_replicas", "sizes"),
+    [(3, SIZES), *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, LARGER), (3, LARGER), (3, DRAFTING)))],
+)
 def test_a_log_of_ten_thousand_events_replays_to_the_same_plans(
     tmp_path: Path, num_replicas: int, sizes: ScheduleConfig
 ) -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 DEVICES_DIR = Path(__file__).parent / "devices"
-ENGINES = [DEVICES_DIR / f"check_{name}.py" for name in ("engine", "replicas", "speculation")]  # they share programs
-OTHERS = sorted(set(DEVICES_DIR.glob("check_*.py")) - set(ENGINES))
+ENGINES = [DEVICES_DIR / f"check_{name}.py" for name in ("engine", "replicas")]  # they share programs
+SPECULATION = [DEVICES_DIR / "check_speculation.py"]
+OTHERS = sorted({*DEVICES_DIR.glob("check_*.py")} - {*ENGINES, *SPECULATION})
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"  # the level compiles faster
 DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
 
 
-@pytest.mark.parametrize("checks", [ENGINES, OTHERS], ids=["engines", "others"])
+@pytest.mark.parametrize("checks", [ENGINES, SPECULATION, OTHERS], ids=["engines", "speculation", "others"])
 def test_on_eight_devices(checks: list[Path]) -> None:
     run_checks(checks, "not full")
 
