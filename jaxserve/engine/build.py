@@ -41,6 +41,7 @@ from jaxserve.execution.xla_cache import programs_dir, scope_of
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.family import widest_output
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels import ragged_paged_attention as attention
@@ -610,8 +611,8 @@ def accelerator_pool_bytes(
 def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
     seqs, tokens = default_batch(config, on_cpu=False)
-    widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size
-    computed = 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest)
+    token_size = widest_output(registry.param_specs(arch)) + 4 * arch.hidden_size
+    computed = 4 * (4 * seqs * arch.vocab_size + 2 * tokens * token_size)
     return SCRATCH_BYTES + computed + _logprob_bytes(config, arch, seqs + tokens)
 
 

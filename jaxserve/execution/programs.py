@@ -275,13 +275,9 @@ class Programs:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
         return min(b for b in tuple(self.steps) if b >= num_tokens)
 
-    def multi_step_bucket_for(self, num_rows: int) -> int | None:
-        """The smallest compiled bucket in which `num_rows` rows in decode can go several rounds."""
-        return min((b for b in tuple(self.multi_steps) if b >= num_rows), default=None)
-
-    def speculative_bucket_for(self, num_rows: int) -> int | None:
-        """The smallest compiled bucket in which `num_rows` rows in decode can go on with drafts."""
-        return min((b for b in tuple(self.speculative) if b >= num_rows), default=None)
+    def decode_bucket_for(self, kind: PlanKind, num_rows: int) -> int | None:
+        """Return the smallest compiled bucket of a kind for `num_rows` rows in decode; None if there is none."""
+        return min((b for b in tuple(self.of_kind(kind)) if b >= num_rows), default=None)
 
     def of_kind(self, kind: PlanKind) -> dict[int, Compiled]:
         """The compiled programs of a kind, by bucket."""

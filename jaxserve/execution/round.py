@@ -128,11 +128,12 @@ def paged_attend(
     carry: AttentionCarry,
     layer: Int[Array, ""],
     options: LayerOptions,
+    sinks: Float[Array, " Q"] | None = None,
     *,
     backend: str,
 ) -> tuple[Float[Array, "T Q H"], AttentionCarry]:
     """Rotate if positions are not learned, write the new keys and values into the pool, attend over it."""
-    inputs = AttentionInputs(q, k, v, carry.groups[options.kv_group], rope, tree_mask=carry.tree_mask)
+    inputs = AttentionInputs(q, k, v, carry.groups[options.kv_group], rope, sinks, carry.tree_mask)
     out, kv_pages = ragged_paged_attention(inputs, carry.kv_pages, layer, options.attention, backend=backend)
     return out, dataclasses.replace(carry, kv_pages=kv_pages)
 

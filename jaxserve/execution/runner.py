@@ -210,11 +210,11 @@ class Runner:
 
     def multi_step_bucket_for(self, num_rows: int) -> int | None:
         """Return the smallest compiled bucket in which so many rows in decode can go several rounds."""
-        return self.programs.multi_step_bucket_for(num_rows)
+        return self.programs.decode_bucket_for(PlanKind.MULTI_STEP, num_rows)
 
     def speculative_bucket_for(self, num_rows: int) -> int | None:
         """Return the smallest compiled bucket in which so many rows in decode can go on with drafts."""
-        return self.programs.speculative_bucket_for(num_rows)
+        return self.programs.decode_bucket_for(PlanKind.SPECULATIVE, num_rows)
 
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Block until one bucket is compiled; RuntimeError if it never will be."""

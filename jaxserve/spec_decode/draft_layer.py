@@ -35,8 +35,7 @@ from jaxserve.execution.state import ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import rope_table
-from jaxserve.models import llama
+from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import SamplingRows
@@ -256,9 +255,6 @@ class DraftLayer:
         x = rms_norm(embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis)), own["embedding_norm"], eps)
         normed = rms_norm(feature, own["feature_norm"], eps)
         both = jnp.concatenate([x, normed], axis=1)
-        assert arch.rope is not None, "Llama's layers rotate"
-        rope = rope_table(position, arch.rope, arch.head_dim)
-        options, layer = arch.layer_options(0), jnp.int32(0)
         attend = partial(paged_attend, backend=self.backend)
         M = self.schedule.max_pages_per_row
         page_table = state.sequences.page_table[:, self.kv_group * M : (self.kv_group + 1) * M]
@@ -269,16 +265,13 @@ class DraftLayer:
             jnp.int32(rows.slot.shape[0]),
         )
         carry: Any = AttentionCarry(kv_pages, (group,))
+        residual = None
         if self.head.method == "mtp":
-            x, carry = llama.block(
-                p, linear(both, own["proj"]), rope, carry, layer, arch=arch, options=options, attend=attend
-            )
-            return x, carry.kv_pages
-        q, k, v = llama.project_qkv(p, both, arch, None)
-        out, carry = attend(q, k, v, rope, carry, layer, options)
-        residual = normed if self.head.norms_residual else feature
-        x = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
-        return llama.mlp(p, x, arch), carry.kv_pages
+            both = linear(both, own["proj"])
+        else:
+            residual = normed if self.head.norms_residual else feature
+        x, carry = draft_head.block(p, both, position, carry, arch=arch, attend=attend, residual=residual)
+        return x, carry.kv_pages
 
     def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         target, own = params

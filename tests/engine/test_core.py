@@ -42,7 +42,7 @@ ARCH = ArchConfig(
     ffn_size=8,
     max_position=256,
     norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4),
+    ropes=(RopeConfig(theta=1e4),),
     windows=(None,),
 )
 SIZES = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, page_size=4, num_pages=24)
