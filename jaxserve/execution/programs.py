@@ -56,7 +56,7 @@ class Programs:
         multi_steps: programs of several rounds, by bucket; some are in both tables.
         speculative: programs of rounds with drafted tokens, by bucket.
         admit: the program that lets requests enter their slots.
-        set_slot: the program that enters what else there is to know of a request.
+        set_slot: the program that enters a request's other data.
         num_devices: number of devices that the model is split over.
     """
 
@@ -175,9 +175,9 @@ class Programs:
     def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
 
-        Where `after` has compiled all of its own: what it left in XLA's cache may serve this one too.
+        The rest waits until `after` has compiled all of its own: what it left in XLA's cache may serve here too.
 
-        All in a thread of its own: an interrupt while the caller's compiled would leave XLA at it with nobody to wait
+        A thread of its own compiles: an interrupt of a caller that compiles would leave XLA working with nobody waiting
         for it, and the exit would take its client away.
         """
         buckets, drafting = self.schedule.buckets(), self.schedule.speculative_buckets()
@@ -313,7 +313,7 @@ class Programs:
 
 @cache
 def _known_options(device: jax.Device) -> dict[str, str | bool]:
-    """`step_options` of a device, without those that the XLA in use does not know: its options come and go."""
+    """Return the `step_options` of a device that the XLA in use knows: its options come and go."""
 
     def is_known(option: dict[str, str | bool]) -> bool:
         try:

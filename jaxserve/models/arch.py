@@ -20,7 +20,7 @@ class LayerOptions(NamedTuple):
     """Static facts of a layer that its attention needs.
 
     Attributes:
-        attention: how it attends.
+        attention: options of its attention.
         kv_group: KV group of its keys and values.
     """
 
@@ -65,14 +65,14 @@ class ArchConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     eos_ids: frozenset[int] = frozenset()
-    dtype: str = "float32"  # that of the checkpoint
+    dtype: str = "float32"  # dtype of the checkpoint
     query_scale: float | None = None  # factor on scores; None is head_dim ** -0.5
     soft_cap: float | None = None  # bound of scores: soft_cap * tanh(scores / soft_cap)
     logit_soft_cap: float | None = None  # bound of logits, in the same way
     logit_scale: float = 1.0  # factor on logits
     embed_scale: float = 1.0  # factor on embeddings
     residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
-    tensor_axis: str | None = None  # of the mesh, where these are the sizes of one device
+    tensor_axis: str | None = None  # mesh axis of the split, where these are the sizes of one device
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
 
     def __post_init__(self) -> None:
@@ -120,12 +120,12 @@ class ArchConfig:
         )
 
     def attention(self, layer: int) -> AttentionOptions:
-        """Return how a layer attends."""
+        """Return the options of a layer's attention."""
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         return AttentionOptions(scale, self.windows[layer], self.soft_cap)
 
     def layer_options(self, layer: int) -> LayerOptions:
-        """Return what the attention of a layer needs to know."""
+        """Return the static facts of a layer that its attention needs."""
         return LayerOptions(self.attention(layer), self.kv_places[layer].group)
 
     @cached_property
@@ -139,8 +139,8 @@ class ArchConfig:
     def kv_places(self) -> tuple[KVPlace, ...]:
         """Place of each layer in the KV groups: equally many layers of one window in each, in every period.
 
-        Where the layers do not repeat, a group has as many as there are of the rarer window, or more, lest there be
-        more than MAX_KV_GROUPS; the last group of a window may have fewer.
+        If the layers do not repeat, a group has as many layers as have the rarest window, or more if there would be
+        more than MAX_KV_GROUPS groups; the last group of a window may have fewer.
         """
         if self.one_kv_group:
             return tuple(KVPlace(0, layer) for layer in range(self.num_layers))

@@ -59,7 +59,7 @@ def forward_with_features(
     carry: Any,
     feature_layers: Sequence[int],
 ) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], Any]:
-    """Return what `forward` does and, in the middle, the inputs of F layers side by side.
+    """Return the results of `forward` and, between them, the inputs of F layers side by side.
 
     Layer `arch.num_layers` stands for the output of the last one before the final norm.
     """

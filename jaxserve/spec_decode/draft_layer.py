@@ -1,18 +1,18 @@
 """DraftLayer: one decoder layer over the model's own features drafts token by token (EAGLE-3, MTP).
 
-A feature stands for the sequence up to a place: hidden states that the model computed there, or the layer's own output.
-From the feature at a place and the embedding of the token behind it the layer predicts the token after that. Its keys
-and values are under the place of the feature, in a pool of its own under the page ids of the sequence, and are computed
-along with the model's: in plain steps from all tokens, in rounds from those that were kept, instead of those that were
-drafted from its own outputs.
+A feature stands for the sequence up to one position: hidden states that the model computed there, or the layer's own
+output. From the feature at a position and the embedding of the next token, the layer predicts the token after that. Its
+pool has the page ids of the sequence, and keys and values of a feature are at the feature's position. What it computed
+from its own outputs while drafting is computed again from the model's features: for all tokens of plain steps, and for
+the accepted ones of rounds with drafts.
 
 - EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the feature is a projection of the inputs of several layers. Queries, keys
   and values are projected from embedding and feature side by side; the feature alone is in the residual stream.
 - MTP (DeepSeek-V3, arXiv 2412.19437; FastMTP, arXiv 2509.18362): the feature is the hidden state after the final norm.
   A projection of embedding and feature goes through an ordinary layer.
 
-Where a request begins behind a cached prefix, the entry of the prefix's last place is that of the request which
-computed it: its token behind the prefix may be another one. That may cost an accepted draft, and no more.
+A request that begins behind a cached prefix finds at the prefix's last position the keys and values of the request that
+computed it, whose next token may differ. That can cost an accepted draft, and no more.
 
 Over several devices each has the whole layer; embedding and logits that it shares are the model's.
 """
@@ -45,7 +45,7 @@ from jaxserve.spec_decode.medusa import whole_logits
 
 @dataclass(frozen=True)
 class LayerHead:
-    """What a checkpoint of a draft layer is.
+    """Kind and sizes of a draft layer's checkpoint.
 
     Attributes:
         method: way in which embedding and feature enter.
@@ -82,7 +82,7 @@ class DraftLayerState:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class _Drafting:
-    """What changes while tokens are drafted: the pool, and of each row feature, tokens and weights so far."""
+    """State of drafting: the pool, and each row's feature, tokens and weights so far."""
 
     kv_pages: Pages
     feature: Float[Array, "R D"]
@@ -100,7 +100,7 @@ class DraftLayer:
 
     Attributes:
         max_drafts: most tokens that it proposes for a row, K.
-        head: what the checkpoint is.
+        head: kind and sizes of the checkpoint.
         target: sizes of the model, or of one device's part of it.
         vocab_size: size of the whole vocabulary, V.
         schedule: sizes of steps and pool.

@@ -224,7 +224,7 @@ def _layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any]
 
 
 def _outputs(offsets: NDArray[np.integer], vocab_size: int, directory: Path) -> jax.Array:
-    """Return the draft's id of each token of the model, -1 where it has none, from what is to be added to its ids."""
+    """Return the draft's id of each token of the model, -1 where it has none; model id = draft id + offset."""
     own = np.arange(len(offsets))
     ids = own + offsets
     if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocab_size:

@@ -34,7 +34,7 @@ def test_pages_grow_with_tokens_and_no_more_than_without_windows(
 
 @given(page_size=PAGE_SIZES, windows=WINDOWS.filter(any), num_tokens=st.integers(1, 300))
 def test_a_window_reaches_what_is_held(page_size: int, windows: list[int | None], num_tokens: int) -> None:
-    """Of the tokens of a window, in whatever column it begins, none is in a column that was released."""
+    """No token of a window, in whatever column it begins, is in a column that was released."""
     groups = KVGroups(page_size, tuple(windows))
     first, window = groups.first_column(num_tokens), max(w for w in groups.windows if w is not None)
     seen = range(max(num_tokens - window + 1, 0), num_tokens + 1)
