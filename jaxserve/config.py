@@ -98,8 +98,8 @@ class EngineConfig:
         compilation_cache_dir: directory of cached executables; "auto" is jaxserve/compiled in the user's cache
             directory, None is off. Executables take at most 1 GiB there, and each start trims XLA's own cache files to
             1 GiB, except in a directory that the user gave. With many processes "auto" is off.
-        speculative_config: how tokens are drafted for speculative decoding: a SpeculationConfig, or its fields, which
-            have vLLM's names, as a dict or as JSON; None drafts none. Outputs stay those of the model alone.
+        speculative_config: settings of speculative decoding: a SpeculationConfig, or its fields under vLLM's names, as
+            a dict or as JSON; None drafts no tokens. Outputs stay those of the model alone.
         event_log: file in which the scheduler's inputs are recorded, prompts included: at most 1 GiB of JSON lines,
             with one further file per further replica. `python -m jaxserve.engine.event_log FILE` replays the plans.
             None records nothing.
@@ -191,7 +191,7 @@ class EngineConfig:
 
     @property
     def speculation(self) -> SpeculationConfig | None:
-        """How tokens are drafted; None if none are."""
+        """Settings of speculative decoding; None without it."""
         return SpeculationConfig.of(self.speculative_config)
 
     @property

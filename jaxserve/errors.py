@@ -10,7 +10,7 @@ class RequestError(ValueError):
 
 
 class EngineDiedError(RequestError):
-    """Error of a request during which engines died, one after the other, each while it served this one alone."""
+    """Error of a request that several engines died of, one after the other, each while serving it alone."""
 
 
 class PeerLostError(RuntimeError):

@@ -110,7 +110,7 @@ class StepStats:
     num_draft_rounds: int = 0  # rounds of rows for which tokens were drafted
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
-    accepted_per_position: Counts = Counts()  # of these, the first drafted ones of a round, the second, and so on
+    accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
         """Return the split of the step's wall time."""
@@ -144,7 +144,7 @@ class EngineStats:
     num_draft_rounds: int = 0  # rounds of rows for which tokens were drafted
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
-    accepted_per_position: Counts = Counts()  # of these, the first drafted ones of a round, the second, and so on
+    accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
 
     def add(self, step: StepStats) -> None:
         """Add the statistics of one dispatch."""

@@ -293,8 +293,8 @@ class Request:
     review_at: int = 0  # number of output tokens at which the request ends by length or a page is full
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
-    pages: list[int] = field(default_factory=list)  # of all KV groups, column by column; append-only while running
-    num_released_columns: int = 0  # first columns whose pages in sliding groups were released
+    pages: list[int] = field(default_factory=list)  # ids of all KV groups, by column; append-only while running
+    num_released_columns: int = 0  # leading columns whose pages in sliding groups were released
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
     slot: int = -1  # row of the per-request device state; -1 while not running
 
@@ -369,7 +369,7 @@ class RequestMetrics:
         num_draft_rounds: rounds in which tokens were drafted for it.
         num_drafted_tokens: drafted tokens.
         num_accepted_tokens: drafted tokens that were accepted.
-        num_accepted_per_position: how many of these were the first drafted token of a round, the second, and so on.
+        num_accepted_per_position: accepted tokens by their position among the drafted ones of a round.
     """
 
     arrival_s: float = 0.0

@@ -22,7 +22,7 @@ _IGNORED = {"disable_logprobs": (False,), "draft_tensor_parallel_size": (1, None
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """How tokens are proposed for speculative decoding. Names are those of vLLM's `speculative_config`.
+    """Options of speculative decoding, under the names of vLLM's `speculative_config`.
 
     Attributes:
         method: "draft_model" for a smaller model with the same tokenizer, "ngram" for what followed the last tokens
@@ -83,7 +83,7 @@ class SpeculationConfig:
                 )
             object.__setattr__(self, "speculative_token_tree", self.tree.paths)
             object.__setattr__(self, "num_speculative_tokens", self.tree.num_levels)
-        if self.prompt_lookup_min is None:  # as in vLLM
+        if self.prompt_lookup_min is None:  # its default in vLLM
             object.__setattr__(self, "prompt_lookup_min", self.prompt_lookup_max)
         for name, high in (
             ("num_speculative_tokens", MAX_NODES),

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxserve.errors import ConfigError
 
-MAX_NODES = 31  # with the last known token 32, whose ancestors are the bits of a word
+MAX_NODES = 31  # 32 with the last known token: the ancestors of a node are the bits of a word
 
 
 @dataclass(frozen=True)

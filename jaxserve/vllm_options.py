@@ -135,7 +135,7 @@ CHAT_ARGUMENTS = (
     VllmOption("chat_template_content_format", "a message's text parts are joined", ("auto", "string")),
     VllmOption("continue_final_message", "every answer is a message of its own", (False,)),
 )
-SAMPLING_ARGUMENTS = (  # of SamplingParams; best_of may be `n`, too
+SAMPLING_ARGUMENTS = (  # arguments of SamplingParams; best_of may also be `n`
     VllmOption("structured_outputs", "there are no structured outputs", (None,)),
     VllmOption("guided_decoding", "there are no structured outputs", (None,)),
     VllmOption("logits_processors", "there are no logits processors", (None, [])),

@@ -22,6 +22,8 @@ CONFIGS = {
     "gemma3": transformers.Gemma3TextConfig,
     "gpt2": transformers.GPT2Config,
     "gpt_neo": transformers.GPTNeoConfig,
+    "granite": transformers.GraniteConfig,
+    "granite_swa": transformers.GraniteSWAConfig,
 }
 FAMILIES = tuple(CONFIGS)
 _NOT_IN_GPT = (
@@ -72,6 +74,7 @@ _SIZES = {
     "eos_token_id": 2,
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention"]
+_FACTORS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
@@ -81,6 +84,8 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "gemma3": {"head_dim": 16, "sliding_window": 9, "query_pre_attn_scalar": 24, "layer_types": _LAYER_TYPES},
     "gpt2": {},
     "gpt_neo": {"attention_types": [[["local", "global"], 1]], "window_size": 9},
+    "granite": _FACTORS,
+    "granite_swa": {**_FACTORS, "sliding_window": 9, "layer_types": _LAYER_TYPES, "layer_rope_theta": [1e4, 0]},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
@@ -134,6 +139,12 @@ def reference_logits(model: transformers.PreTrainedModel, token_ids: NDArray[np.
         return model(torch.tensor(token_ids, dtype=torch.long)[None]).logits[0].numpy()
 
 
+def _head_size(family: str, size: int) -> int:
+    """Return the size of heads for a random width; rotations need an even one, where no other can be given."""
+    is_free = "head_dim" in renamed(family, {"head_dim": size}) or not renamed(family, {"rope_parameters": {}})
+    return size if is_free else size + size % 2
+
+
 def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Return overrides for `build_config`: odd sizes, query groups of 1 to 8, every RoPE, ties, biases, windows."""
     rng = random.Random(f"{family}-{seed}")
@@ -143,7 +154,8 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         rope = dict(ROPES[list(ROPES)[case % len(ROPES)]])
         overrides: dict[str, Any] = {
             "vocab_size": rng.randrange(67, 301, 2),
-            "hidden_size": heads * rng.randint(-(-24 // heads), -(-64 // heads)),  # transformers requires a multiple
+            # transformers requires a multiple
+            "hidden_size": heads * _head_size(family, rng.randint(-(-24 // heads), -(-64 // heads))),
             "intermediate_size": rng.randrange(33, 100),
             "num_hidden_layers": layers,
             "num_attention_heads": heads,
@@ -153,7 +165,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
             "rms_norm_eps": rng.choice([1e-5, 1e-6]),
             "tie_word_embeddings": rng.random() < 0.5,
         }
-        if family == "llama":
+        if family in ("llama", "granite"):
             overrides |= {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
         if family == "mistral":
             overrides |= {"sliding_window": rng.choice([None, 5, 16])}
@@ -172,6 +184,12 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
         if family == "gpt_neo":
             kinds = [rng.choice(["global", "local"]) for _ in range(layers)]
             overrides |= {"attention_types": [[kinds, 1]], "window_size": rng.choice([3, 8])}
+        if family.startswith("granite"):
+            overrides |= {name: value * rng.uniform(0.5, 1.5) for name, value in _FACTORS.items()}
+        if family == "granite_swa":
+            overrides |= {"sliding_window": rng.choice([3, 8])}
+            overrides |= {"layer_types": [rng.choice(_LAYER_TYPES) for _ in range(layers)]}
+            overrides |= {"layer_rope_theta": [rng.choice([0, 1e4, 1e6]) for _ in range(layers)]}
         if family == "gemma3":
             local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}
             overrides["rope_parameters"] = {_LAYER_TYPES[0]: local, _LAYER_TYPES[1]: overrides["rope_parameters"]}

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers.modeling_layers import MtpLayer
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-NOISE = 0.3  # of weights around those that repeat the model's last prediction, so that some drafts are right
+NOISE = 0.3  # spread of weights around those that repeat the model's last prediction, so that some drafts are right
 
 
 class Eagle3Layer(LlamaDecoderLayer):

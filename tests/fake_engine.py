@@ -60,7 +60,7 @@ class FakeEngine:
         vocab_size = self.tokenizer.vocab_size if self.tokenizer else 100
         rope = RopeConfig(theta=1e4)
         return ArchConfig(
-            "LlamaForCausalLM", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, rope=rope, windows=(None,)
+            "LlamaForCausalLM", vocab_size, **sizes, max_position=1000, norm_eps=1e-6, ropes=(rope,), windows=(None,)
         )
 
     def add_request(

@@ -7,7 +7,7 @@ null) share their first `prefix_len` tokens. Outputs are greedy and ignore the e
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, no_type_check
 
@@ -88,10 +88,6 @@ class Workload:
             return replace(r, arrival_s=r.arrival_s + repetition * period_s, prefix_id=prefix_id)
 
         return replace(self, requests=tuple(map(request, range(num_requests))))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the workload in the file format."""
-        return {"name": self.name, "seed": self.seed, "requests": [asdict(r) for r in self.requests]}
 
 
 def load_workload(source: str) -> Workload:

@@ -41,6 +41,7 @@ from jaxserve.execution.xla_cache import programs_dir, scope_of
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.models.family import widest_output
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels import ragged_paged_attention as attention
@@ -76,7 +77,7 @@ SCRATCH_BYTES = (
     64_000_000  # temporaries of a step that do not grow with the model: partial results of attention above all
 )
 _claimed: dict[str, float] = {}  # share of each device's memory that XLA took when an engine started jax, by platform
-MIN_COMMON_SHARE = 0.01  # of a draft model's tokens that the model must have too
+MIN_COMMON_SHARE = 0.01  # share of a draft model's tokens that the model must have too
 CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
 
 
@@ -135,7 +136,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     """One for each replica: load the weights, size the pools, allocate the states and compile.
 
     Args:
-        config: what was asked for.
+        config: options of the engine.
         arch: of the whole model.
         peers: the other processes, which build the same.
     """
@@ -177,13 +178,13 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """What was loaded for a proposer.
+    """Weights and sizes of a proposer.
 
     Attributes:
         params: its weights, on one device; empty for look-ups.
         arch: sizes of a draft model or layer; None for look-ups and Medusa heads.
         backend: backend of its attention.
-        head: what a draft layer is; None without one.
+        head: kind and sizes of a draft layer; None without one.
     """
 
     params: Params
@@ -197,7 +198,7 @@ class Draft:
 
 
 def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
-    """Load what the proposer of an engine for the model `arch` needs; ConfigError if the two do not go together."""
+    """Load the weights of the proposer for the model `arch`; ConfigError if they do not fit the model."""
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return Draft({})
@@ -445,7 +446,7 @@ def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None
     is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
 
     Args:
-        config: what was asked for.
+        config: options of the engine.
         arch: the model.
         on_cpu: True for a model that runs on a CPU; by default as in this process.
     """
@@ -461,12 +462,12 @@ def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
 
 
 def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, *, platform: str | None = None) -> str:
-    """The attention that serves what a device has of a model; ConfigError where the one asked for cannot.
+    """Return the backend that serves one device's part of a model; ConfigError if the requested one cannot.
 
     Args:
-        config: what was asked for.
-        arch: what a device has.
-        kv_dtype: of the pool.
+        config: options of the engine.
+        arch: sizes of one device's part of the model.
+        kv_dtype: dtype of the pool.
         platform: as of `ragged_paged_attention.select_backend`.
     """
     try:
@@ -484,7 +485,7 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
 
 
 def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, backend: str) -> int:
-    """Tokens per page of the pool of a device that has `arch` of the model, in the layout of `backend`."""
+    """Return the tokens per page of a device's pool in the layout of `backend`; `arch` is its part of the model."""
     if config.page_size is not None:
         return config.page_size
     sizes = {"num_kv_heads": arch.num_kv_heads, "head_dim": arch.head_dim}
@@ -499,14 +500,14 @@ def build_schedule(
     devices: Sequence[Memory],
     draft_page: Callable[[int], int] = lambda page_size: 0,
 ) -> ScheduleConfig:
-    """The resolved sizes; each pool from `num_pages`, else from free memory.
+    """Return the resolved sizes; the pool's come from `num_pages`, or else from free memory.
 
     Args:
-        config: what was asked for.
-        arch: what a device has.
-        kv_dtype: of the pool.
-        backend: of attention, whose layout it has.
-        devices: of all replicas; the one with the least free memory decides.
+        config: options of the engine.
+        arch: sizes of one device's part of the model.
+        kv_dtype: dtype of the pool.
+        backend: backend of attention, whose layout the pool has.
+        devices: devices of all replicas; the one with the least free memory decides.
         draft_page: bytes of a page of a draft model's pool, by tokens per page.
     """
     page_size = choose_page_size(config, arch, kv_dtype, backend)
@@ -593,11 +594,11 @@ def _free_bytes(config: EngineConfig, arch: ArchConfig, stats: Mapping[str, int]
 def accelerator_pool_bytes(
     config: EngineConfig, arch: ArchConfig, *, total_bytes: int, limit_bytes: int, used_bytes: int
 ) -> float:
-    """What the pool may take on an accelerator that has `arch` of the model; negative where nothing is left for it.
+    """Return the bytes that the pool may take on an accelerator; negative where nothing is left for it.
 
     Args:
-        config: the share of the memory that may be used.
-        arch: what a device has.
+        config: options, the share of memory to use among them.
+        arch: sizes of one device's part of the model.
         total_bytes: memory that the device has.
         limit_bytes: memory that XLA takes.
         used_bytes: memory in use, by the weights above all.
@@ -610,8 +611,8 @@ def accelerator_pool_bytes(
 def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
     seqs, tokens = default_batch(config, on_cpu=False)
-    widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size
-    computed = 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest)
+    token_size = widest_output(registry.param_specs(arch)) + 4 * arch.hidden_size
+    computed = 4 * (4 * seqs * arch.vocab_size + 2 * tokens * token_size)
     return SCRATCH_BYTES + computed + _logprob_bytes(config, arch, seqs + tokens)
 
 

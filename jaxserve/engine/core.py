@@ -130,7 +130,7 @@ class EngineCore:
         self._finish(list(self._requests.values()), FinishReason.ABORT, error)
 
     def recover(self, error: BaseException) -> None:
-        """End all requests, wherever an error has broken off what was done with them, and go on without."""
+        """End all requests after an error at any point, and go on without them."""
         for replica in self.replicas:
             replica.forget_all()
         self.abort_all(error)
@@ -197,15 +197,15 @@ class EngineCore:
             self.outbox.append(Delta(self._now_s, admitted=admitted))
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
-        """End a replica's requests when a step breaks off: plans, pages and device then differ in what was computed."""
+        """End a replica's requests after a failed step: plans, pages and device disagree about what was computed."""
         ids = set(self._load_balancer.ids_on(replica))
-        # Of those that a token has ended, nobody may know yet.
+        # Requests that a token has ended may not have been reported yet.
         requests = [r for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
         try:
             self._on_failure(error)
         except PeerLostError as lost:
             error = lost
-        replica.forget_all()  # first: its scheduler may be left half-changed, and need not end them
+        replica.forget_all()  # first, as its scheduler may be half-changed and need not end them
         self._finish(requests, FinishReason.ABORT, error)
         replica.recover()
 

@@ -1,4 +1,4 @@
-"""Devices: the runners of all replicas, their weights, and what their memory is used for."""
+"""Devices: the runners of all replicas, their weights and their memory."""
 
 from collections.abc import Callable, Sequence
 
@@ -34,12 +34,12 @@ class Devices:
         self._has_weights = True
 
     def check_open(self) -> None:
-        """Raise RuntimeError of a closed engine."""
+        """Raise RuntimeError if the engine is closed."""
         if self.is_closed:
             raise RuntimeError("this engine is closed: its weights and pools are freed; start another one")
 
     def check_serve(self) -> None:
-        """Raise RequestError, or RuntimeError of a closed engine, where no request can be served now."""
+        """Raise RequestError if no request can be served now, RuntimeError if the engine is closed."""
         self.check_open()
         if self._asleep:
             raise RequestError("the engine must be awake to serve requests; call wake_up first")
@@ -55,7 +55,7 @@ class Devices:
         return self._runners[0].params
 
     def prepare(self, given: Weights) -> Callable[[], Params]:
-        """Return a function that makes other weights, for `replace`; ConfigError if they are not of this model."""
+        """Return a function that makes other weights, for `replace`; ConfigError if they do not fit the model."""
         if "weights" in self._asleep:
             raise ConfigError('the engine must be awake to take weights; call wake_up, or wake_up(tags=["weights"])')
         return prepare_params(self._config, self._arch, given, self._runners[0].param_shapes)
@@ -79,7 +79,7 @@ class Devices:
         self._asleep = set(SLEEP_TAGS)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Take the memory again that `sleep` has freed; see `LLM.wake_up`."""
+        """Allocate the memory again that `sleep` has freed; see `LLM.wake_up`."""
         self.check_open()
         wanted = set(SLEEP_TAGS if tags is None else tags)
         if isinstance(tags, str) or not wanted <= set(SLEEP_TAGS):
@@ -93,7 +93,7 @@ class Devices:
 
     @property
     def is_sleeping(self) -> bool:
-        """True while memory that `sleep` has freed is not all taken again."""
+        """True while some memory that `sleep` has freed is not allocated again."""
         self.check_open()
         return bool(self._asleep)
 

@@ -41,13 +41,13 @@ class Engine:
 
     Args:
         config: model and options.
-        executor: the device of the only replica; compiled programs as `config` says unless given.
+        executor: device of the only replica; None for compiled programs, as `config` says.
 
     Attributes:
         config: configuration of the engine.
         arch: sizes of the model.
         frontend: way from prompts to requests, and from deltas to outputs.
-        core: the replicas and what comes to them.
+        core: the replicas and their inputs.
         devices: weights and memory of all replicas.
         peers: the other processes of the run; None if there are none.
         schedule: resolved sizes of steps and pool, of each replica.
@@ -148,7 +148,7 @@ class Engine:
         return self._collect()
 
     def _advance(self) -> None:
-        """Do one step, and raise what broke one off, to those whose requests it has ended."""
+        """Do one step; raise the error of a failed one, which has ended its requests."""
         try:
             try:
                 self.core.step(time.monotonic())
@@ -162,7 +162,7 @@ class Engine:
             raise
 
     def _drop_failed(self, error: BaseException) -> None:
-        """Drop the requests that an error has ended, which is raised."""
+        """Drop the requests that have ended by an error that is raised."""
         self._progressed = {name: g for name, g in self._progressed.items() if g.error is not error}
 
     def _collect(self) -> list[RequestOutput]:
@@ -172,12 +172,12 @@ class Engine:
         return outputs
 
     def settle(self) -> None:
-        """Do what was asked of the engine, without a step."""
+        """Take the events that wait, without a step."""
         self.core.take_events()
         self._deliver()
 
     def _deliver(self) -> None:
-        """Bring outputs up to date, and let the core know of those that stop strings have ended."""
+        """Bring outputs up to date, and tell the core which requests stop strings have ended."""
         self.frontend.deliver()
         self.core.take_events()
 

@@ -159,13 +159,13 @@ class LoadBalancer:
         """Give a queued request to a replica."""
         replica = self._replicas[index]
         with replica.changing():
-            self._replica_of[request.request_id] = replica  # first: what breaks off ends the requests of the replica
+            self._replica_of[request.request_id] = replica  # first: an error ends the requests of the replica
             del self._queue[request.request_id]
             replica.add(request)
             if not self.is_lone:
                 self._router.note(index, self._prefix(request))
                 del self._prefixes[request.request_id]
-                self._note_state(index, is_open=True)  # `_fits` finds out whether it still is
+                self._note_state(index, is_open=True)  # `_fits` checks whether it still is
 
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)

@@ -33,7 +33,7 @@ def require_same_options(config: EngineConfig, peers: Leader | Follower) -> None
 
 
 def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: Devices) -> None:
-    """Do what the leading process does, until that ends. Ends the process where that cannot go on."""
+    """Replay the leading process's events until it ends. End this process if that cannot go on."""
 
     def launch(plan: StepPlan, bucket: int) -> None:
         executor.wait_for(bucket, plan.kind)
@@ -47,6 +47,6 @@ def follow(peers: Follower, scheduler: Scheduler, executor: Executor, devices: D
 
 
 def fail_others(peers: Leader | Follower | None, error: BaseException) -> None:
-    """End the other processes, which have done what this one broke off; PeerLostError if one is lost."""
+    """End the other processes, which have gone on where this one failed; PeerLostError if one is lost."""
     if isinstance(peers, Leader):
         peers.fail(repr(error))

@@ -72,7 +72,7 @@ class Replica:
         draft_pacer: chooses how many tokens are drafted.
         step_stats: writer of the statistics of steps.
         in_flight: steps that were launched and not read, oldest first.
-        failure: what broke off a change of the scheduler half-way; `forget_all` and `recover` are due.
+        failure: error that interrupted a change of the scheduler; `forget_all` and `recover` must follow.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Replica:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Have the scheduler, the record of its events and what their owner notes of it change together or not at all.
+        """Change the scheduler, the record of its events and their owner's notes together or not at all.
 
-        What breaks the block off, an interrupt too, is kept as `failure`.
+        An error in the block, an interrupt included, is kept as `failure`.
         """
         try:
             yield
@@ -264,7 +264,7 @@ class Replica:
         return self.pacer.max_steps(bucket)
 
     def _choose_drafts(self) -> tuple[Sequence[int], int]:
-        """Return the tokens to draft by slot, and the most rounds; nothing where no program drafts for these rows."""
+        """Return the tokens to draft by slot, and the most rounds; nothing if no program drafts for these rows."""
         schedule, scheduler = self.executor.schedule, self.scheduler
         if not (schedule.max_drafts and scheduler.num_running):
             return (), 0

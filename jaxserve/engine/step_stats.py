@@ -123,7 +123,7 @@ class StepStatsWriter:
 
 
 def _by_position(accepted: NDArray[np.int32]) -> Counts:
-    """Return in how many rounds the first drafted token was accepted, the second, and so on."""
+    """Return the number of rounds that accepted the drafted token at each position."""
     most = int(accepted.max(initial=0))
     return Counts(tuple(int((accepted > position).sum()) for position in range(most)))
 

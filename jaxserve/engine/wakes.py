@@ -11,10 +11,10 @@ MAX_BURST = 8  # threads woken at once; more would keep the engine's own threads
 
 
 class Wakes:
-    """Wakes threads that stream, one each WAKE_S on average, but for the first news and the last of a request.
+    """Wakes streaming threads, one every WAKE_S on average, and at once for a request's first and last tokens.
 
-    To wake a thread for a token takes longer than all else that the host does for it, and while other threads of the
-    process run Python the engine's own cannot. So the more threads stream, the more tokens each gets at once.
+    Waking a thread for a token takes longer than all other host work for it, and the engine's threads cannot run Python
+    meanwhile. So the more threads stream, the more tokens each gets at once.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Wakes:
         self._due_s = 0.0  # time of the next wake
 
     def listener(self, news: SimpleQueue[None]) -> Listener:
-        """Return a listener of one request that has the thread that waits for `news` woken: now, or by `wake`."""
+        """Return a listener of one request that wakes the thread which waits for `news`, at once or through `wake`."""
         is_told = False
 
         def listener(group: RequestGroup) -> None:

@@ -49,7 +49,7 @@ class StepResult:
     ended_s: float  # time of the result, by the executor's clock
     logprobs: TokenLogprobs | None = None  # [R * columns of token_ids]
     prompt_logprobs: TokenLogprobs | None = None  # [T]
-    rounds: RoundCounts | None = None  # of a step with drafts
+    rounds: RoundCounts | None = None  # counts of a step with drafts
 
     def sampled(self, num_rows: int) -> list[list[int]]:
         """Return the tokens that each of the first rows sampled."""

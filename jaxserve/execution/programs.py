@@ -56,7 +56,7 @@ class Programs:
         multi_steps: programs of several rounds, by bucket; some are in both tables.
         speculative: programs of rounds with drafted tokens, by bucket.
         admit: the program that lets requests enter their slots.
-        set_slot: the program that enters what else there is to know of a request.
+        set_slot: the program that enters a request's other data.
         num_devices: number of devices that the model is split over.
     """
 
@@ -175,9 +175,9 @@ class Programs:
     def warm_up(self, compile_ahead: str, after: "Programs | None" = None) -> None:
         """Compile what must be ready before the first request, and start on the rest (EngineConfig.compile_ahead).
 
-        Where `after` has compiled all of its own: what it left in XLA's cache may serve this one too.
+        The rest waits until `after` has compiled all of its own: what it left in XLA's cache may serve here too.
 
-        All in a thread of its own: an interrupt while the caller's compiled would leave XLA at it with nobody to wait
+        A thread of its own compiles: an interrupt of a caller that compiles would leave XLA working with nobody waiting
         for it, and the exit would take its client away.
         """
         buckets, drafting = self.schedule.buckets(), self.schedule.speculative_buckets()
@@ -275,13 +275,9 @@ class Programs:
         """The smallest compiled bucket that holds `num_tokens`; the largest one always is compiled."""
         return min(b for b in tuple(self.steps) if b >= num_tokens)
 
-    def multi_step_bucket_for(self, num_rows: int) -> int | None:
-        """The smallest compiled bucket in which `num_rows` rows in decode can go several rounds."""
-        return min((b for b in tuple(self.multi_steps) if b >= num_rows), default=None)
-
-    def speculative_bucket_for(self, num_rows: int) -> int | None:
-        """The smallest compiled bucket in which `num_rows` rows in decode can go on with drafts."""
-        return min((b for b in tuple(self.speculative) if b >= num_rows), default=None)
+    def decode_bucket_for(self, kind: PlanKind, num_rows: int) -> int | None:
+        """Return the smallest compiled bucket of a kind for `num_rows` rows in decode; None if there is none."""
+        return min((b for b in tuple(self.of_kind(kind)) if b >= num_rows), default=None)
 
     def of_kind(self, kind: PlanKind) -> dict[int, Compiled]:
         """The compiled programs of a kind, by bucket."""
@@ -317,7 +313,7 @@ class Programs:
 
 @cache
 def _known_options(device: jax.Device) -> dict[str, str | bool]:
-    """`step_options` of a device, without those that the XLA in use does not know: its options come and go."""
+    """Return the `step_options` of a device that the XLA in use knows: its options come and go."""
 
     def is_known(option: dict[str, str | bool]) -> bool:
         try:

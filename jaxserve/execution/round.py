@@ -102,7 +102,8 @@ class StepOutput:
         sampled: number of tokens that each row sampled, then those tokens: one array, which is one download.
         logprobs: log probabilities of the sampled tokens, as `TokenLogprobs.pack` lays them out; zeros unless the step
             wants them. Those of a whole vocabulary are of the first round alone.
-        prompt_logprobs: per token that the host packed for the first round, of the token after it; zeros unless wanted.
+        prompt_logprobs: log probabilities of the token after each token that the host packed for the first round; zeros
+            unless wanted.
     """
 
     sampled: Int[Array, "R columns"]
@@ -113,7 +114,7 @@ class StepOutput:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class AttentionCarry:
-    """Threaded through the layers: the pool, where each row's tokens are in every KV group, and trees of drafts."""
+    """State that goes through the layers: the pool, the rows of every KV group, and trees of drafts."""
 
     kv_pages: Pages
     groups: tuple[RaggedRows, ...]
@@ -128,11 +129,12 @@ def paged_attend(
     carry: AttentionCarry,
     layer: Int[Array, ""],
     options: LayerOptions,
+    sinks: Float[Array, " Q"] | None = None,
     *,
     backend: str,
 ) -> tuple[Float[Array, "T Q H"], AttentionCarry]:
     """Rotate if positions are not learned, write the new keys and values into the pool, attend over it."""
-    inputs = AttentionInputs(q, k, v, carry.groups[options.kv_group], rope, tree_mask=carry.tree_mask)
+    inputs = AttentionInputs(q, k, v, carry.groups[options.kv_group], rope, sinks, carry.tree_mask)
     out, kv_pages = ragged_paged_attention(inputs, carry.kv_pages, layer, options.attention, backend=backend)
     return out, dataclasses.replace(carry, kv_pages=kv_pages)
 
@@ -147,7 +149,7 @@ Observe = Callable[[ServeState, Rows, Array, Array], Any]
 
 
 def vocab_split(arch: ArchConfig, num_devices: int) -> VocabSplit | None:
-    """Return how logits lie on the devices of a whole model; None where one has all of them."""
+    """Return the layout of logits over the devices; None if one device has all of them."""
     axis = arch.local(num_devices).tensor_axis
     return VocabSplit(axis, num_devices, arch.vocab_size) if axis else None
 
@@ -248,7 +250,7 @@ def run_model(
 
 
 def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:
-    """Mask of rows that compute something in a round: all that go on in the first, then those that sample more.
+    """Return the mask of rows that compute tokens in a round: in the first all that go on, then those that sample more.
 
     Args:
         sequences: sequences by slot.

@@ -66,7 +66,7 @@ class RunningStep:
         )
 
     def start_download(self) -> None:
-        """Let what is wanted of the output come to the host as soon as it is there."""
+        """Start the download of the wanted outputs, each as soon as it is ready."""
         out = self.output
         wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
         for array in (out.sampled, *(array for array, is_wanted in wanted if is_wanted)):
@@ -93,9 +93,9 @@ class Runner:
     Attributes:
         params: the weights in use.
         draft_params: parameters of the proposer.
-        programs: model that it runs.
+        programs: compiled programs of the model.
         packer: packer that turns plans into arrays.
-        param_shapes: shapes, dtypes and places that they must have.
+        param_shapes: shapes, dtypes and places that weights must have.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Runner:
         _close_at_exit(self)
 
     def restore_state(self) -> bool:
-        """Wait for the state; where it was lost with a step that failed, make an empty one. Returns whether it was."""
+        """Wait for the state, replacing one that a failed step has lost by an empty one; return whether it was lost."""
         if _is_sound(self.state):
             return False
         if jax.process_count() > 1:
@@ -168,7 +168,7 @@ class Runner:
 
     @property
     def kv_token_bytes(self) -> int:
-        """Bytes of one token in the pool of a device, all layers and what scales it has included."""
+        """Bytes of one token in the pool of a device, all layers and any scales included."""
         arch, num_tokens = self.programs.arch, self.schedule.num_pages * self.schedule.page_size
         return self._kv_bytes * arch.num_layers // (num_tokens * arch.kv_group_layers)
 
@@ -210,11 +210,11 @@ class Runner:
 
     def multi_step_bucket_for(self, num_rows: int) -> int | None:
         """Return the smallest compiled bucket in which so many rows in decode can go several rounds."""
-        return self.programs.multi_step_bucket_for(num_rows)
+        return self.programs.decode_bucket_for(PlanKind.MULTI_STEP, num_rows)
 
     def speculative_bucket_for(self, num_rows: int) -> int | None:
         """Return the smallest compiled bucket in which so many rows in decode can go on with drafts."""
-        return self.programs.speculative_bucket_for(num_rows)
+        return self.programs.decode_bucket_for(PlanKind.SPECULATIVE, num_rows)
 
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Block until one bucket is compiled; RuntimeError if it never will be."""
@@ -252,7 +252,7 @@ def _placed(params: Params, shapes: Params) -> Params:
 
 
 def _is_sound(state: ServeState | None) -> bool:
-    """Wait for a state. It is lost if a step it was donated to never ran, or if a step that it comes from failed."""
+    """Wait for a state; return False if a step it was donated to never ran, or if a step that made it failed."""
     try:
         for leaf in jax.tree.leaves(state):  # each of them: the programs that made them may differ
             leaf.block_until_ready()

@@ -1,4 +1,4 @@
-"""ServeState: what lives on the device between steps, and its shapes."""
+"""ServeState: the state that lives on the device between steps, and its shapes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from jaxserve.sampling import (
 )
 from jaxserve.sharding import joined, tensor_size
 
-MANY = 1024  # times as many heads or tokens take more room, however they are padded
+MANY = 1024  # factor on heads or tokens with which they take more room, however they are padded
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -152,7 +152,7 @@ def abstract_state(
     if mesh is None:
         return shapes(arch)
     local = arch.local(tensor_size(mesh))
-    # A backend may fill heads up, each device its own: what there is in all follows from what one of them has.
+    # A backend may pad the heads of each device, so global shapes follow from those of one device.
     return joined(mesh, shapes(local), shapes(local.times(MANY)))
 
 
@@ -170,7 +170,7 @@ def new_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
 
 
 def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
-    """Shapes and dtypes of what enters a slot."""
+    """Return the shapes and dtypes of a slot row."""
     shapes: SlotRow = jax.eval_shape(partial(new_slot_row, schedule, vocab_size))
     return shapes
 

@@ -113,10 +113,10 @@ def make_serve_step(
 def step_options(device_kind: str) -> dict[str, str | bool]:
     """Options of XLA for the programs of steps on such devices.
 
-    For TPU7x it would copy all weights in front of the loop over the layers, in every step: into tiles of twice as many
-    rows, which it takes to pay over the rounds of a loop, although each layer is read in one of them alone. On a CPU
-    most of the time of a program is spent to compile it: its newer code generator and the later passes of LLVM take
-    twice as long, and steps take no less time for them, of 1 row rather more.
+    For TPU7x, XLA would copy all weights in front of the loop over the layers, in every step: it expects tiles of twice
+    as many rows to pay over the iterations of the loop, although each layer is read in only one of them. On a CPU most
+    of a program's time is its compilation: XLA's newer code generator and the later passes of LLVM take twice as long,
+    and make no step faster, those of one row rather slower.
     """
     if device_kind == "cpu":
         return {"xla_cpu_use_fusion_emitters": False, "xla_backend_optimization_level": "1"}
@@ -152,7 +152,7 @@ def make_admit(layout: AdmissionLayout, proposer: Proposer | None = None) -> Adm
 
 
 def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:
-    """The program that enters an admitted request whose sampling looks at more than its logits; donates the state."""
+    """Return the program that enters a request whose sampling reads more than its logits; donates the state."""
     split = vocab_split(arch, num_devices)
 
     def set_slot(state: ServeState, slot: Int[Array, ""], row: SlotRow) -> ServeState:

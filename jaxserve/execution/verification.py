@@ -43,7 +43,7 @@ from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, move_tokens
 from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample, token_logprobs
 
-BothParams = tuple[Params, Params]  # of the model and of the proposer
+BothParams = tuple[Params, Params]  # parameters of the model and of the proposer
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -55,8 +55,8 @@ class Drafts:
         token_ids: proposed ids; parents before their children.
         count: number of tokens proposed for each row.
         weights: weights that each token of a chain was drawn by, up to a factor; None where the proposer does not draw.
-        ancestors: word per proposed token of a tree, bit n of which is set if node n is on the path to it, that of node
-            0 always; None for chains.
+        ancestors: word per proposed token of a tree: bit n is set if node n is on the path to it, bit 0 always. None
+            for chains.
     """
 
     token_ids: Int[Array, "R N"]
@@ -88,7 +88,7 @@ class Drafts:
         return jnp.max(jnp.where(jnp.arange(self.words.shape[1])[None] <= self.count[:, None], self.depth, 0), axis=1)
 
     def children(self, sampled: Int[Array, "R N1"]) -> Bool[Array, "R N"]:
-        """Mask of the proposed tokens that are what was sampled at their parents; of equal siblings the first."""
+        """Return the mask of proposed tokens that were sampled at their parents; of equal siblings only the first."""
         N, parent = self.token_ids.shape[1], self.parent
         index = jnp.arange(N)[None]
         fits = (index < self.count[:, None]) & (self.token_ids == jnp.take_along_axis(sampled, parent, axis=1))
@@ -100,7 +100,7 @@ class Drafts:
 
 @runtime_checkable
 class Proposer(Protocol):
-    """What drafts tokens on the device. Hashable; its arrays are parameters and state of the programs."""
+    """Source of drafted tokens on the device. Hashable; its arrays are parameters and state of the programs."""
 
     @property
     def max_drafts(self) -> int:
@@ -183,7 +183,7 @@ def make_speculative_step(
 ) -> Any:
     """The speculative step of one bucket: rows in decode go several rounds, each with up to K drafted tokens.
 
-    To be jitted with `state` donated; over several devices, in a shard_map. Its parameters are the model's and the
+    To be jitted with `state` donated; over several devices, in a shard_map. Parameters are a pair, the model's and the
     proposer's.
 
     Args:
@@ -232,7 +232,7 @@ def make_speculative_step(
 
 
 def _with_sent_tokens(state: ServeState, batch: SpeculativeBatch) -> ServeState:
-    """Return the state whose history has the tokens that the host sends: the last one of a prompt, if it is left alone.
+    """Return the state whose history has the tokens that the host sends: a prompt's last one, if it alone was left.
 
     All other last known tokens have been sampled, or were known when their request was admitted.
     """
@@ -293,7 +293,7 @@ def _verify(
 ) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 observed"], Pages]:
     """Return logits after the last known token of each row and after each drafted one, and the pool.
 
-    Between the two is what a proposer observes of the tokens: those of the first row, then of the second, and so on.
+    The second result is what a proposer observes of the tokens, row after row.
     """
     R, N = drafts.token_ids.shape
     all_rows = Rows.of(rows.slot, rows.start, rows.q_lens + drafts.count, rows.samples)
@@ -329,10 +329,10 @@ def _accept(
     out: StepOutput,
     model: Model,
 ) -> tuple[ServeState, StepOutput, Int[Array, "R N1"], Int[Array, " R"]]:
-    """Sample the tokens of each row until one is not what was drafted; returns their nodes, and how many were accepted.
+    """Sample the tokens of each row up to the first that was not drafted; return their nodes and the accepted drafts.
 
-    All at once where none depends on those before it but by its logits; one after the other where penalties, masks or
-    log probabilities are asked for.
+    All are sampled at once if each depends on those before it through its logits alone, and one after the other if
+    penalties, masks or log probabilities are wanted.
     """
     at_once = _SampledAtOnce.of(state, batch, rows, drafts, logits, model)
     state, out = at_once.write(state, rows, out)
@@ -347,7 +347,7 @@ class _SampledAtOnce:
     """Tokens of all nodes of a round, sampled independently of each other.
 
     Attributes:
-        is_done: False if that cannot be; then no token is kept.
+        is_done: False if the tokens depend on each other; then none is kept.
         token_ids: token that each row sampled at each depth.
         num_kept: tokens that each row keeps.
         path: node that each row took at each depth; the depth itself where it had ended.
@@ -371,7 +371,7 @@ class _SampledAtOnce:
         logits: Float[Array, "N1 R V"],
         model: Model,
     ) -> _SampledAtOnce:
-        """Sample at all nodes, and keep of each row those down to the first without a child that is what it sampled."""
+        """Sample at all nodes; keep each row's path from node 0 as long as a child is what its parent sampled."""
         R, N = drafts.token_ids.shape
         draw = model.split.sample if model.split else sample
 

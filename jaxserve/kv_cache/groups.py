@@ -14,8 +14,9 @@ class KVGroups:
     """Groups of equally many layers, so that all pages have the same bytes whichever group they serve.
 
     For each `page_size` tokens, a column, a sequence has a page in every group. It keeps their ids in one list, column
-    by column. A group of sliding-window layers needs the columns that a window reaches alone: the entries of those
-    before are RELEASED, and their pages belong to others. Groups with different windows all keep the largest.
+    by column. A group of sliding-window layers needs only the columns that a window reaches: the entries of earlier
+    ones are RELEASED, and their pages belong to others. If windows differ, all of these groups keep what the largest
+    reaches.
 
     Attributes:
         page_size: tokens per page.
@@ -42,28 +43,28 @@ class KVGroups:
 
     @cached_property
     def num_window_columns(self) -> int:
-        """Columns before that of the next token that a window may reach, where that token begins a column."""
+        """Earlier columns that a window may reach from a token that begins a column."""
         return -(-(max(window for window in self.windows if window is not None) - 1) // self.page_size)
 
     @cached_property
     def num_held_columns(self) -> int:
-        """Columns that a sequence holds of a sliding group at most, if it is computed a page at a time."""
+        """Most columns of a sliding group that a sequence holds, if it is computed a page at a time."""
         window = max(window for window in self.windows if window is not None)
         return -(-(window - 1 + _AHEAD) // self.page_size) + 1
 
     def num_columns(self, num_tokens: int) -> int:
-        """Columns of so many tokens."""
+        """Return the columns of so many tokens."""
         return -(-num_tokens // self.page_size)
 
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that a sequence of so many tokens holds at most, if it is computed a page at a time."""
+        """Return the most pages that a sequence of so many tokens holds, if it is computed a page at a time."""
         num_columns = self.num_columns(num_tokens)
         if not self.sliding:
             return num_columns * self.size
         return num_columns * len(self.full) + min(num_columns, self.num_held_columns) * len(self.sliding)
 
     def most_tokens(self, num_pages: int) -> int | None:
-        """Tokens of the longest sequence that fits so many pages; None where any does."""
+        """Return the tokens of the longest sequence that fits so many pages; None if any length fits."""
         num_columns = num_pages // self.size
         if self.sliding and num_columns >= self.num_held_columns:
             if not self.full:
@@ -72,6 +73,6 @@ class KVGroups:
         return num_columns * self.page_size
 
     def first_column(self, num_tokens: int) -> int:
-        """First column that a window reaches from the token behind the first `num_tokens`."""
+        """Return the first column that a window reaches from the token behind the first `num_tokens`."""
         window = max(window for window in self.windows if window is not None)
         return max(num_tokens - window + 1, 0) // self.page_size

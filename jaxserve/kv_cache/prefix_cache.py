@@ -22,8 +22,8 @@ class PrefixCache:
     keeps its content and joins the evictable pages; these are reused, least recently released first, only when
     no free page is left.
 
-    Each group of layers has pages of its own. A prefix is cached where all of them have the pages that the next token
-    sees: those of full attention all, those with a window the last ones.
+    Each KV group has pages of its own. A prefix is cached if every group has the pages that the next token sees: a
+    group of full attention all of them, a group with a window the last ones.
     """
 
     def __init__(self, pool: PagePool, groups: KVGroups):
@@ -73,13 +73,13 @@ class PrefixCache:
         return page_hash in self._page_by_hash[self._first]
 
     def may_match(self, request: Request, num_columns: int) -> bool:
-        """Return False where `match` would find fewer columns than this, as far as a single look-up can tell."""
+        """Return False if a single look-up shows that `match` would find fewer columns than this."""
         if num_columns > self._num_matchable(request):
             return False
         return not self._groups.full or num_columns < 1 or self.has(self.hashes(request)[num_columns - 1])
 
     def match(self, request: Request) -> list[int]:
-        """The pages of the longest cached prefix of a request, column by column; takes no references.
+        """Return the pages of a request's longest cached prefix, column by column; takes no references.
 
         At least one known token is left over, because sampling needs the hidden state of the last one.
         """
@@ -101,7 +101,7 @@ class PrefixCache:
         return (request.num_known_tokens - 1) // self.page_size
 
     def _num_seen(self, hashes: list[bytes]) -> int:
-        """Columns of the longest prefix whose last ones, which windows reach, are cached in all sliding groups."""
+        """Return the columns of the longest prefix that all sliding groups have as far as windows reach."""
         needed, num_last = self._groups.num_window_columns, 0  # columns cached without a gap
         tables = [self._page_by_hash[group] for group in self._groups.sliding]
         for column in range(len(hashes) - 1, -1, -1):

@@ -16,7 +16,7 @@ from jaxserve.layers.norm import RmsNorm
 
 @dataclass(frozen=True)
 class LinearContext:
-    """What a product needs to know beside its operands; hashable.
+    """Settings of a product besides its operands; hashable.
 
     Attributes:
         activation: function of the sums and the bias; gated matrices, and only they, must have `swiglu`.
@@ -67,7 +67,7 @@ class Matrix(ABC):
         """Return the rows `ids`, clipped to valid ones."""
 
     def linear(self, x: Float[Array, "T in"], context: LinearContext, operands: Operands) -> Float[Array, "T outputs"]:
-        """Return the product with all that surrounds it; matrices whose kernel fuses these override this."""
+        """Return the product with its operands applied; matrices whose kernel fuses them override this."""
         y = self.multiply(operands.norm(x) if operands.norm else x, context)
         return operands.finish(y, context)
 

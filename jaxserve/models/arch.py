@@ -20,7 +20,7 @@ class LayerOptions(NamedTuple):
     """Static facts of a layer that its attention needs.
 
     Attributes:
-        attention: how it attends.
+        attention: options of its attention.
         kv_group: KV group of its keys and values.
     """
 
@@ -57,7 +57,7 @@ class ArchConfig:
     ffn_size: int
     max_position: int  # longest sequence, RoPE scaling included: see hf_config.max_position
     norm_eps: float
-    rope: RopeConfig | None  # None for learned positions
+    ropes: tuple[RopeConfig | None, ...]  # rotation of each layer's queries and keys; None where it has none
     windows: tuple[int | None, ...]  # sliding window of each layer in tokens, None for full attention
     tied_embeddings: bool = False
     qkv_bias: bool = False
@@ -65,23 +65,26 @@ class ArchConfig:
     mlp_bias: bool = False
     qk_norm: bool = False
     eos_ids: frozenset[int] = frozenset()
-    dtype: str = "float32"  # that of the checkpoint
+    dtype: str = "float32"  # dtype of the checkpoint
     query_scale: float | None = None  # factor on scores; None is head_dim ** -0.5
     soft_cap: float | None = None  # bound of scores: soft_cap * tanh(scores / soft_cap)
     logit_soft_cap: float | None = None  # bound of logits, in the same way
+    logit_scale: float = 1.0  # factor on logits
     embed_scale: float = 1.0  # factor on embeddings
-    local_rope: RopeConfig | None = None  # rotation in layers with a window; None is that of all others
-    tensor_axis: str | None = None  # of the mesh, where these are the sizes of one device
+    residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
+    tensor_axis: str | None = None  # mesh axis of the split, where these are the sizes of one device
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
 
     def __post_init__(self) -> None:
-        assert len(self.windows) == self.num_layers, "each layer has a window or None"
+        assert len(self.windows) == len(self.ropes) == self.num_layers, (
+            "each layer has a window and a rotation, or None"
+        )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.rope and self.head_dim % 2:
+        if any(self.ropes) and self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
 
     def local(self, num_devices: int) -> "ArchConfig":
@@ -117,18 +120,18 @@ class ArchConfig:
         )
 
     def attention(self, layer: int) -> AttentionOptions:
-        """Return how a layer attends."""
+        """Return the options of a layer's attention."""
         scale = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         return AttentionOptions(scale, self.windows[layer], self.soft_cap)
 
     def layer_options(self, layer: int) -> LayerOptions:
-        """Return what the attention of a layer needs to know."""
+        """Return the static facts of a layer that its attention needs."""
         return LayerOptions(self.attention(layer), self.kv_places[layer].group)
 
     @cached_property
     def period(self) -> int:
         """Number of layers after which their kinds repeat."""
-        kinds = [(self.attention(layer), self.layer_rope(layer)) for layer in range(self.num_layers)]
+        kinds = [(self.attention(layer), self.ropes[layer]) for layer in range(self.num_layers)]
         periods = range(1, self.num_layers)
         return next((p for p in periods if kinds[p:] == kinds[:-p]), self.num_layers)
 
@@ -136,8 +139,8 @@ class ArchConfig:
     def kv_places(self) -> tuple[KVPlace, ...]:
         """Place of each layer in the KV groups: equally many layers of one window in each, in every period.
 
-        Where the layers do not repeat, a group has as many as there are of the rarer window, or more, lest there be
-        more than MAX_KV_GROUPS; the last group of a window may have fewer.
+        If the layers do not repeat, a group has as many layers as have the rarest window, or more if there would be
+        more than MAX_KV_GROUPS groups; the last group of a window may have fewer.
         """
         if self.one_kv_group:
             return tuple(KVPlace(0, layer) for layer in range(self.num_layers))
@@ -166,10 +169,6 @@ class ArchConfig:
     def kv_group_layers(self) -> int:
         """Layers of the largest KV group, whose keys and values every page has room for."""
         return 1 + max(place.layer for place in self.kv_places)
-
-    def layer_rope(self, layer: int) -> RopeConfig | None:
-        """Return the rotation of a layer's queries and keys; None if it has none."""
-        return self.rope if self.local_rope is None or self.windows[layer] is None else self.local_rope
 
 
 def token_id_set(value: Any) -> frozenset[int]:

@@ -18,14 +18,14 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.rope import rope_table
 from jaxserve.models import registry
-from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
 from jaxserve.models.params import POSITION_EMBED, Params, ScannedLayers
 
-# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options) -> (out[T,Q,H], carry); it rotates
-# q and k first, by `rope` if that is given. `layer` is the layer's number in its KV group. Hashable, closes over no
-# arrays.
-Attend = Callable[[Array, Array, Array, Array | None, Any, Any, LayerOptions], tuple[Array, Any]]
+# attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options, sinks=[Q] or None)
+# -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
+# group, `sinks` the logits that take part in the softmax without values. Hashable, closes over no arrays.
+Attend = Callable[..., tuple[Array, Any]]
 
 
 @cache
@@ -59,7 +59,7 @@ def forward_with_features(
     carry: Any,
     feature_layers: Sequence[int],
 ) -> tuple[Float[Array, "T D"], Float[Array, "T FD"], Any]:
-    """Return what `forward` does and, in the middle, the inputs of F layers side by side.
+    """Return the results of `forward` and, between them, the inputs of F layers side by side.
 
     Layer `arch.num_layers` stands for the output of the last one before the final norm.
     """
@@ -72,8 +72,9 @@ def forward_with_features(
             x *= jnp.asarray(arch.embed_scale, x.dtype)
         if POSITION_EMBED in params:
             x += embed(positions, params[POSITION_EMBED], dataclasses.replace(context, axis=None))
-        configs = dict.fromkeys(map(arch.layer_rope, range(arch.num_layers)))
-        ropes = {config: config and rope_table(positions, config, arch.head_dim) for config in configs}
+        ropes = {
+            config: config and rope_table(positions, config, arch.head_dim) for config in dict.fromkeys(arch.ropes)
+        }
     layers = params["layers"]
     scanned, unrolled = (layers.periodic, layers.rest) if isinstance(layers, ScannedLayers) else ((), layers)
     num_scanned = arch.num_layers - len(unrolled)
@@ -82,7 +83,7 @@ def forward_with_features(
 
     def run(block: Block, kind: int, p: Params, x: Array, carry: Any, kv_layer: Any) -> tuple[Array, Any]:
         """Run a layer that is of the same kind as layer `kind`."""
-        rope, options = ropes[arch.layer_rope(kind)], arch.layer_options(kind)
+        rope, options = ropes[arch.ropes[kind]], arch.layer_options(kind)
         return block(p, x, rope, carry, kv_layer, arch=arch, options=options, attend=attend)
 
     num_features = len(feature_layers)
@@ -126,4 +127,6 @@ def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
         logits = linear(hidden, head, LinearContext(dtype=jnp.float32))
+        if arch.logit_scale != 1.0:
+            logits *= arch.logit_scale
         return logits if (cap := arch.logit_soft_cap) is None else cap * jnp.tanh(logits / cap)

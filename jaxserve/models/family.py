@@ -33,6 +33,11 @@ class ModelFamily:
     final_norm: Callable[[Array, Any, float], Array]
 
 
+def widest_output(specs: list[ParamSpec]) -> int:
+    """Return the size of a token's largest product with a matrix of a layer, on the device that has these rows."""
+    return max(spec.shape[0] for spec in specs if spec.is_matrix and spec.path[0] == "layers")
+
+
 @dataclass(frozen=True)
 class FlopCounts:
     """Floating-point operations of a step, two for each product of a weight or a score.

@@ -17,10 +17,9 @@ from jaxserve.layers.rope import RopeConfig
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, STRINGS, one_of, read_fields
+from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, layer_windows, one_of, read_fields
 from jaxserve.models.params import Params, ParamSpec
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -53,7 +52,9 @@ def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Read the config.json of a Gemma 3 text model."""
     defaults = {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
     config = {**_DEFAULTS, **defaults, **config}
-    return _arch(config, period=6, qk_norm=True, local_rope=_local_rope(config))
+    arch, local = _arch(config, period=6, qk_norm=True), _local_rope(config)
+    ropes = (rope if window is None else local for rope, window in zip(arch.ropes, arch.windows, strict=True))
+    return dataclasses.replace(arch, ropes=tuple(ropes))
 
 
 def _arch(config: Mapping[str, Any], period: int, **overrides: Any) -> ArchConfig:
@@ -77,16 +78,14 @@ def _windows(values: Mapping[str, Any], period: int) -> tuple[int | None, ...]:
     layers, kinds = values["num_hidden_layers"], values["layer_types"]
     if kinds is None:
         period = values["sliding_window_pattern"] or period
-        kinds = [_SLIDING if (layer + 1) % period else _FULL for layer in range(layers)]
-    if len(kinds) != layers or not {_FULL, _SLIDING}.issuperset(kinds):
-        raise ConfigError(f"layer_types must be {layers} of {_FULL!r} and {_SLIDING!r}, got {kinds}")
-    return tuple(values["sliding_window"] if kind == _SLIDING else None for kind in kinds)
+        kinds = [SLIDING if (layer + 1) % period else FULL for layer in range(layers)]
+    return layer_windows(kinds, layers, values["sliding_window"])
 
 
 def _local_rope(config: Mapping[str, Any]) -> RopeConfig:
     """Return the rotation of layers with a window, in the new spelling (by kind of layer) or the old one."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    local = parameters.get(_SLIDING) if isinstance(parameters, Mapping) else None
+    local = parameters.get(SLIDING) if isinstance(parameters, Mapping) else None
     theta = (local or {}).get("rope_theta") or config["rope_local_base_freq"]
     return RopeConfig(float(read_fields({"rope_theta": theta}, {"rope_theta": POSITIVE})["rope_theta"]))
 

@@ -98,7 +98,7 @@ def _arch(config: Mapping[str, Any], names: tuple[str, ...], **facts: Any) -> Ar
         "ffn_size": values[inner] or 4 * values[width],
         "max_position": values[positions],
         "norm_eps": float(values["layer_norm_epsilon"]),
-        "rope": None,
+        "ropes": (None,) * values[layers],
         "windows": (None,) * values[layers],
         "tied_embeddings": values["tie_word_embeddings"],
         "o_bias": True,

@@ -4,7 +4,7 @@ Defaults that depend on the family are merged into the config by the family befo
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,6 +107,16 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
     if kind == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
         raise ConfigError(f"config.json: low_freq_factor must be below high_freq_factor, got {options}")
     return RopeConfig(float(fields["rope_theta"]), kind, tuple(sorted((k, float(v)) for k, v in options.items())))
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def layer_windows(kinds: Sequence[str], num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """Return the window of each layer from `layer_types`; ConfigError unless there is a known one for each layer."""
+    if len(kinds) != num_layers or not {FULL, SLIDING}.issuperset(kinds):
+        raise ConfigError(f"layer_types must be {num_layers} of {FULL!r} and {SLIDING!r}, got {list(kinds)}")
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 def max_position(max_position_embeddings: int, rope: RopeConfig) -> int:

@@ -62,7 +62,7 @@ def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
         "ffn_size": values["intermediate_size"],
         "max_position": max_position(values["max_position_embeddings"], rope),
         "norm_eps": float(values["rms_norm_eps"]),
-        "rope": rope,
+        "ropes": (rope,) * layers,
         "windows": (None,) * layers,
         "tied_embeddings": values["tie_word_embeddings"],
         "qkv_bias": values["attention_bias"],
@@ -153,7 +153,7 @@ def project_qkv(
 def block(
     p: Params,
     x: Float[Array, "T D"],
-    rope: Float[Array, "2 T half"],
+    rope: Float[Array, "2 T half"] | None,
     carry: Any,
     layer: Any,
     *,

@@ -219,7 +219,7 @@ class ScannedLayers(NamedTuple):
     """Layers in the form that is scanned (TPU).
 
     Attributes:
-        periodic: for each place in the period of the layers' kinds, one tree of stacked arrays [periods, ...].
+        periodic: one tree of stacked arrays [periods, ...] for each place in the period of the layers' kinds.
         rest: layers behind the last whole period.
     """
 

@@ -3,14 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxserve.errors import ConfigError
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import COUNT, SIZE, STRINGS, SWITCH, read_fields
+from jaxserve.models.hf_config import COUNT, FULL, SIZE, SLIDING, STRINGS, SWITCH, layer_windows, read_fields
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
 _DEFAULTS = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
@@ -48,10 +46,8 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     layers, num_full = values["num_hidden_layers"], values["max_window_layers"]
     kinds = values["layer_types"]
     if kinds is None:
-        kinds = [_FULL if layer < num_full else _SLIDING for layer in range(layers)]
-    if len(kinds) != layers or not {_FULL, _SLIDING}.issuperset(kinds):
-        raise ConfigError(f"layer_types must be {layers} of {_FULL!r} and {_SLIDING!r}, got {kinds}")
-    return tuple(window if kind == _SLIDING else None for kind in kinds)
+        kinds = [FULL if layer < num_full else SLIDING for layer in range(layers)]
+    return layer_windows(kinds, layers, window)
 
 
 QWEN2 = ModelFamily(qwen2_arch, llama.param_specs, llama.block, rms_norm)

@@ -5,7 +5,7 @@ from math import prod
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.models import gemma, gpt, llama, mistral, qwen
+from jaxserve.models import gemma, gpt, granite, llama, mistral, qwen
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS, TABLE, read_fields
@@ -20,6 +20,8 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "Gemma3ForCausalLM": gemma.GEMMA3,
     "GPT2LMHeadModel": gpt.GPT2,
     "GPTNeoForCausalLM": gpt.GPT_NEO,
+    "GraniteForCausalLM": granite.GRANITE,
+    "GraniteSWAForCausalLM": granite.GRANITE_SWA,
 }
 
 

@@ -152,7 +152,7 @@ class Plan:
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens of requests of max_model_len tokens that the pool holds, over all chips."""
+        """Tokens that the pools of all chips hold in requests of max_model_len tokens."""
         num_tokens = self.schedule.max_model_len
         return self.memory.num_pages * num_tokens // self.schedule.kv_groups.num_pages(num_tokens)
 

@@ -1,4 +1,4 @@
-"""Weight formats: how matrices are stored on devices, by the name that `quantization` takes."""
+"""Weight formats: the storage of matrices on devices, by the name that `quantization` takes."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""WeightFormat: how matrices are stored, as a value."""
+"""WeightFormat: the storage of matrices as a value."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _SLAB_SIZE = 64 << 10  # elements that each thread converts at once: they fit in
 
 @runtime_checkable
 class Row(TensorRow, Protocol):
-    """One tensor of a model, as a format has to know it."""
+    """Facts of a model's tensor that a format needs."""
 
     @property
     def axes(self) -> tuple[str | None, ...]:
@@ -48,7 +48,7 @@ class Leaf(NamedTuple):
 
 
 class WeightFormat(ABC):
-    """How matrices are stored: which arrays a tensor becomes, how they are computed, and the pytree that multiplies.
+    """Storage of matrices: the arrays that a tensor becomes, their computation, and the pytree that multiplies.
 
     Checkpoints are read by the names and shapes of the row, and random weights are converted as loaded ones are.
 

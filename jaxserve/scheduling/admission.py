@@ -1,4 +1,4 @@
-"""Admission: what a scheduler would do with a request that waits before several schedulers."""
+"""Admission: whether a scheduler could start a request that is queued before several schedulers."""
 
 from jaxserve.request import Request
 from jaxserve.scheduling.ledger import Ledger
@@ -7,7 +7,7 @@ from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
 
 
 class Admission:
-    """Answers for a load balancer, from the state of one scheduler, which they do not change.
+    """Answers to a load balancer from the state of one scheduler, which they only read.
 
     Args:
         ledger: requests and pages of the scheduler.
@@ -26,8 +26,8 @@ class Admission:
     def has_room(self, request: Request | None = None) -> bool:
         """Return whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.
 
-        That is behind those that wait here. Rows in decode that need a page in that plan already may yet take those
-        that are counted as free, and the plan may pass over `request`, if it `must_wait`.
+        Requests that wait here come first. Rows in decode that need a page in that plan may still take pages that count
+        as free, and the plan may pass over `request` if it `must_wait`.
         """
         ledger = self._ledger
         if len(ledger.waiting) >= len(ledger.free_slots):

@@ -30,9 +30,9 @@ class Decodes:
         self._next_held_slot = 0  # slot from which rows in decode are held back next
 
     def most_steps(self, limit: int, num_drafts: Sequence[int] = ()) -> int:
-        """Return how many steps, at most `limit`, one plan may have: all rows are in decode, and their pages are there.
+        """Return the most steps that one plan may have, if all rows are in decode and pages for their tokens are there.
 
-        0 where a request could join sooner: a row that ends gives its slot to one that waits for it.
+        Return 0 if a waiting request could join sooner, in the slot of a row that ends.
 
         Args:
             limit: most steps.

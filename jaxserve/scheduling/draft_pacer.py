@@ -8,9 +8,9 @@ step, which are measured while serving. The k with the most tokens per second is
 Drafts for several rows take the time of the longest, so that k is chosen for all rows together; a row whose drafts
 would hardly ever be accepted so far asks for fewer.
 
-What is not tried is not known: plain steps show nothing of acceptance, rounds with drafts nothing of the time of plain
-steps, and both change. So now and then some dispatches go with another k, drafting after plain steps, and otherwise the
-one that was measured the longest ago: as often as the share PROBE_SHARE of all time pays for what they lose.
+Plain steps tell nothing about acceptance, rounds with drafts nothing about the time of plain steps, and both change. So
+some dispatches are probes with another k: after plain steps one with drafts, otherwise the k whose measurement is the
+oldest. Probes may lose the share PROBE_SHARE of all time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 DISPATCH_S = 0.010  # time that the rounds of a dispatch may take together
-DECAY = 0.95  # weight of a round's acceptance by the time of the next one
-PRIOR_ROUNDS = 4.0  # rounds for which the acceptance of all requests stands in the estimate of one
+DECAY = 0.95  # factor on the weight of a round's acceptance with each later round
+PRIOR_ROUNDS = 4.0  # weight, in rounds, of the acceptance of all requests in the estimate of one
 FIRST_ROUNDS = 2  # rounds of a dispatch before any time is known
 ROUND_PER_STEP = 3.0  # plain steps in the time of a round, before that is known
 FIRST_GUESS = 0.6  # acceptance before any draft was verified
@@ -84,8 +84,8 @@ class Acceptance:
 class _Costs:
     """Times of one bucket: seconds per round by k, of plain steps by one and by several in a dispatch."""
 
-    times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # of dispatches, with their rounds
-    measured_s: dict[int, float] = field(default_factory=dict)  # when each k was measured last
+    times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # times of dispatches, with their rounds
+    measured_s: dict[int, float] = field(default_factory=dict)  # time of the last measurement of each k
 
     def add(self, num_drafts: int, num_rounds: int, seconds: float, now_s: float) -> None:
         """Add the time of a dispatch."""
@@ -96,7 +96,7 @@ class _Costs:
     def median_s(self, kind: int) -> float:
         """Return the seconds per round of a kind of dispatch; infinite for one that was not measured.
 
-        It is that of half of the rounds: a dispatch that ended after few of them says little about others.
+        The median counts rounds, not dispatches: one that ended after a few rounds says little about others.
         """
         times = sorted(self.times.get(kind, ()))
         half = sum(num_rounds for _, num_rounds in times) / 2
@@ -107,7 +107,7 @@ class _Costs:
         return math.inf
 
     def guess_s(self, num_drafts: int) -> float:
-        """Return the seconds per round of a number of drafts, or what they may be before any was measured."""
+        """Return the seconds per round of a number of drafts, or an estimate before any was measured."""
         known = [self.median_s(k) for k in self.times if k > 0]
         found = self.median_s(num_drafts)
         return found if math.isfinite(found) else max(known) if known else ROUND_PER_STEP * self.median_s(SINGLE)
@@ -205,8 +205,8 @@ class DraftPacer:
             num_tokens: tokens of a row, on average.
             end_s: time of the end.
 
-        What counts is the time since the end before, so that whatever the host adds counts too. The first dispatch of a
-        kind is left out: a draft model may have had to catch up.
+        The time of a dispatch is that since the previous end, so that the host's share is included. The first dispatch
+        of a kind is left out: a draft model may have had to catch up.
         """
         seconds, last = end_s - self._now_s, self._last
         self._last, self._now_s = (bucket, num_drafts), end_s
@@ -228,7 +228,7 @@ class DraftPacer:
         self._acceptance.add(slots, wanted, accepted)
 
     def pause(self) -> None:
-        """Note that something else ran: what ends next has no end before it to count from."""
+        """Note that something else ran, so that the time of the next dispatch cannot be told from its end."""
         self._last = self._probe = None
 
     def _best(self, bucket: int, chances: NDArray[np.float64]) -> int:

@@ -15,7 +15,7 @@ RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
 
 
 class Ledger:
-    """Requests by state, and counts over them that every change keeps up, so that nobody has to go through them.
+    """Requests by state, with counts that every change updates, so that no caller iterates over requests.
 
     Args:
         max_num_seqs: slots.
@@ -99,7 +99,7 @@ class Ledger:
         request.slot = self.free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
-        if self.groups.sliding:  # of the cached prefix, it has got no others
+        if self.groups.sliding:  # its only pages are those of the cached prefix
             num_cached = self.groups.num_columns(num_computed_tokens)
             request.num_released_columns = max(num_cached - self.groups.num_window_columns, 0)
         self.running[request.request_id] = request
@@ -153,11 +153,11 @@ class Ledger:
         return True
 
     def release_unseen(self, request: Request) -> None:
-        """Release pages of a running request that no token from the next one on sees: windows have gone past them.
+        """Release the pages of a running request that are behind its windows: no later token sees them.
 
-        What is known but for the last token is computed for certain, by steps in flight at the latest. The next owner
-        of a page writes to it in a later step, or in the plan being made, in which the request must not have a row yet:
-        its row sees no more of it.
+        All known tokens but the last are computed for certain, by steps in flight at the latest. The next owner of a
+        page writes to it in a later step or in the plan being made. In that plan the request must not have a row yet,
+        so that its row no longer reads the page.
         """
         groups = self.groups
         if not groups.sliding:
@@ -185,9 +185,9 @@ class Ledger:
         return cached + new
 
     def num_tokens_with_room(self, cached: Sequence[int]) -> int:
-        """Tokens that the whole pool has room for beside the cached pages of those before.
+        """Return the tokens that the whole pool has room for beside the cached pages of a prefix.
 
-        Fewer than a request has only where it leaves pages behind its windows: all of it would not fit.
+        A request with more tokens than these runs only because its windows release pages.
         """
         num_held = sum(page != RELEASED for page in cached) if self.groups.sliding else len(cached)
         return (self._num_pages - num_held) // self.groups.size * self.page_size

@@ -1,18 +1,18 @@
 """DraftLayer: one decoder layer over the model's own features drafts token by token (EAGLE-3, MTP).
 
-A feature stands for the sequence up to a place: hidden states that the model computed there, or the layer's own output.
-From the feature at a place and the embedding of the token behind it the layer predicts the token after that. Its keys
-and values are under the place of the feature, in a pool of its own under the page ids of the sequence, and are computed
-along with the model's: in plain steps from all tokens, in rounds from those that were kept, instead of those that were
-drafted from its own outputs.
+A feature stands for the sequence up to one position: hidden states that the model computed there, or the layer's own
+output. From the feature at a position and the embedding of the next token, the layer predicts the token after that. Its
+pool has the page ids of the sequence, and keys and values of a feature are at the feature's position. What it computed
+from its own outputs while drafting is computed again from the model's features: for all tokens of plain steps, and for
+the accepted ones of rounds with drafts.
 
 - EAGLE-3 (Li et al. 2025, arXiv 2503.01840): the feature is a projection of the inputs of several layers. Queries, keys
   and values are projected from embedding and feature side by side; the feature alone is in the residual stream.
 - MTP (DeepSeek-V3, arXiv 2412.19437; FastMTP, arXiv 2509.18362): the feature is the hidden state after the final norm.
   A projection of embedding and feature goes through an ordinary layer.
 
-Where a request begins behind a cached prefix, the entry of the prefix's last place is that of the request which
-computed it: its token behind the prefix may be another one. That may cost an accepted draft, and no more.
+A request that begins behind a cached prefix finds at the prefix's last position the keys and values of the request that
+computed it, whose next token may differ. That can cost an accepted draft, and no more.
 
 Over several devices each has the whole layer; embedding and logits that it shares are the model's.
 """
@@ -35,8 +35,7 @@ from jaxserve.execution.state import ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm
-from jaxserve.layers.rope import rope_table
-from jaxserve.models import llama
+from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import SamplingRows
@@ -46,7 +45,7 @@ from jaxserve.spec_decode.medusa import whole_logits
 
 @dataclass(frozen=True)
 class LayerHead:
-    """What a checkpoint of a draft layer is.
+    """Kind and sizes of a draft layer's checkpoint.
 
     Attributes:
         method: way in which embedding and feature enter.
@@ -83,7 +82,7 @@ class DraftLayerState:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class _Drafting:
-    """What changes while tokens are drafted: the pool, and of each row feature, tokens and weights so far."""
+    """State of drafting: the pool, and each row's feature, tokens and weights so far."""
 
     kv_pages: Pages
     feature: Float[Array, "R D"]
@@ -101,7 +100,7 @@ class DraftLayer:
 
     Attributes:
         max_drafts: most tokens that it proposes for a row, K.
-        head: what the checkpoint is.
+        head: kind and sizes of the checkpoint.
         target: sizes of the model, or of one device's part of it.
         vocab_size: size of the whole vocabulary, V.
         schedule: sizes of steps and pool.
@@ -256,9 +255,6 @@ class DraftLayer:
         x = rms_norm(embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis)), own["embedding_norm"], eps)
         normed = rms_norm(feature, own["feature_norm"], eps)
         both = jnp.concatenate([x, normed], axis=1)
-        assert arch.rope is not None, "Llama's layers rotate"
-        rope = rope_table(position, arch.rope, arch.head_dim)
-        options, layer = arch.layer_options(0), jnp.int32(0)
         attend = partial(paged_attend, backend=self.backend)
         M = self.schedule.max_pages_per_row
         page_table = state.sequences.page_table[:, self.kv_group * M : (self.kv_group + 1) * M]
@@ -269,16 +265,13 @@ class DraftLayer:
             jnp.int32(rows.slot.shape[0]),
         )
         carry: Any = AttentionCarry(kv_pages, (group,))
+        residual = None
         if self.head.method == "mtp":
-            x, carry = llama.block(
-                p, linear(both, own["proj"]), rope, carry, layer, arch=arch, options=options, attend=attend
-            )
-            return x, carry.kv_pages
-        q, k, v = llama.project_qkv(p, both, arch, None)
-        out, carry = attend(q, k, v, rope, carry, layer, options)
-        residual = normed if self.head.norms_residual else feature
-        x = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
-        return llama.mlp(p, x, arch), carry.kv_pages
+            both = linear(both, own["proj"])
+        else:
+            residual = normed if self.head.norms_residual else feature
+        x, carry = draft_head.block(p, both, position, carry, arch=arch, attend=attend, residual=residual)
+        return x, carry.kv_pages
 
     def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         target, own = params

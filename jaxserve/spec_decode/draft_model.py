@@ -1,12 +1,12 @@
 """DraftModel: a smaller model proposes tokens, one after the other, or a tree level by level.
 
 Its keys and values are in a pool of its own under the page ids of the sequences. It computes a sequence when it is
-first asked to propose for it, and again after plain steps what it has missed: steps without drafts cost nothing more
-than without a proposer.
+first asked to propose for it, and after plain steps it catches up: steps without drafts cost no more than without a
+proposer.
 
-A draft model with another tokenizer reads each token of the sequence as one of its own, the same one wherever it has
-that, and proposes only tokens that both have (token-level intersection, Timor et al. 2025, arXiv 2502.05202): its
-distribution over these is what drafts are drawn by, so that verification stays exact.
+A draft model with another tokenizer reads each token of the sequence as one of its own, the same token if it has it,
+and proposes only tokens that both have (token-level intersection, Timor et al. 2025, arXiv 2502.05202). Drafts are
+drawn from its distribution over these, so that verification stays exact.
 
 Over several devices each has the whole draft model: it is small, and exchanges between its layers would take longer.
 """
@@ -54,7 +54,7 @@ class DraftState:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class _Drafting:
-    """What changes while tokens are drafted: the pool, and tokens and weights so far."""
+    """State of drafting: the pool, and tokens and weights so far."""
 
     kv_pages: Pages
     token_ids: Int[Array, "R N"]
@@ -195,7 +195,7 @@ class DraftModel:
         num_within, levels = jnp.array(tree.num_within), jnp.array(tree.levels)
         place = np.array(
             [tree.levels[tree.depth[node]].index(node) for node in tree.parent]
-        )  # of parents in their level
+        )  # index of each node's parent in its level
         words, rank, depth = jnp.array([0, *tree.ancestors]), np.array(tree.rank), jnp.array([tree.depth[1:]])
 
         def draft(level: Int[Array, ""], so_far: _Drafting) -> _Drafting:
@@ -223,7 +223,7 @@ class DraftModel:
     def _catch_up(
         self, params: Params, state: ServeState, rows: Rows, length: Int[Array, " R"]
     ) -> tuple[Pages, Int[Array, " R"]]:
-        """Compute what a row lacks but for its last two tokens, so that drafting begins with one or two."""
+        """Compute the missing tokens of rows but their last two, so that drafting begins with one or two."""
 
         def lags(carry: tuple[Pages, Array]) -> Bool[Array, ""]:
             return jnp.any(rows.start - carry[1] > 1)

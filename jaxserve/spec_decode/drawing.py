@@ -1,4 +1,4 @@
-"""What proposers that draw their tokens have in common."""
+"""Sampling of drafts, shared by the proposers that draw their tokens."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +34,7 @@ def draw_draft(
 
     Args:
         logits: logits of the tokens.
-        rows: how each row samples.
+        rows: sampling parameters of each row.
         index: tokens drafted before.
         weights: weights that those were drawn by.
         base_seed: seed of the engine.

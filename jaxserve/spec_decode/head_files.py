@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 from safetensors.flax import load_file  # numpy has no bfloat16
 
 from jaxserve.errors import ConfigError, brief
-from jaxserve.models import llama
+from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.spec_decode.draft_layer import LayerHead
@@ -136,17 +135,10 @@ def load_draft_layer(
     config = read_config(directory)
     tensors = _renamed(directory, config)
     layer = {name.removeprefix("model.layers.0.") for name in tensors if name.startswith("model.layers.0.")}
-    sizes = {"architectures": ["LlamaForCausalLM"], **config, **(config.get("transformer_layer_config") or {})}
+    sizes = {**config, **(config.get("transformer_layer_config") or {})}
     if method == "eagle3" and sizes.get("num_hidden_layers", 1) != 1:
         raise ConfigError(f"an EAGLE-3 head must have one layer, got {sizes['num_hidden_layers']} in {directory}")
-    own_sizes = {"num_hidden_layers": 1, "vocab_size": target.vocab_size, "tie_word_embeddings": True}
-    arch = llama.arch(
-        {**sizes, **own_sizes},
-        qkv_bias="self_attn.q_proj.bias" in layer,
-        o_bias="self_attn.o_proj.bias" in layer,
-        mlp_bias="mlp.up_proj.bias" in layer,
-        qk_norm="self_attn.q_norm.weight" in layer,
-    )
+    arch = draft_head.read_arch(config, layer, target.vocab_size)
     head = LayerHead("mtp", arch)
     if method == "mtp":  # copies of the model's
         tensors = {name: tensor for name, tensor in tensors.items() if name not in ("embed", "lm_head")}
@@ -215,8 +207,7 @@ def _layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any]
     def matrix(name: str, rows: int, inner: int) -> ParamSpec:
         return ParamSpec((name,), (rows, inner), (None, None), (name,), (rows,))
 
-    specs = [dataclasses.replace(spec, axes=(None,) * len(spec.axes)) for spec in llama.param_specs(arch)]
-    specs = [spec for spec in specs if spec.path[0] == "layers"]
+    specs = draft_head.param_specs(arch, wide=head.method == "eagle3")
     specs += [vector("embedding_norm"), vector("feature_norm"), vector("final_norm")]
     if "embed" in tensors:
         specs.append(matrix("embed", V, D))
@@ -229,17 +220,11 @@ def _layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any]
     for number, name in enumerate(norms):
         size = inner // len(norms)
         specs.append(ParamSpec(("fc_norm", number), (size,), (None,), (name,), (size,)))
-    specs = [spec for spec in specs if spec.path[-1] != "input_norm"]
-    wide = [spec.path[-1] == "qkv_proj" for spec in specs]
-    specs = [
-        dataclasses.replace(spec, shape=(spec.shape[0], 2 * D)) if is_wide else spec
-        for spec, is_wide in zip(specs, wide, strict=True)
-    ]
     return [*specs, matrix("fc", D, inner)]
 
 
 def _outputs(offsets: NDArray[np.integer], vocab_size: int, directory: Path) -> jax.Array:
-    """Return the draft's id of each token of the model, -1 where it has none, from what is to be added to its ids."""
+    """Return the draft's id of each token of the model, -1 where it has none; model id = draft id + offset."""
     own = np.arange(len(offsets))
     ids = own + offsets
     if len(np.unique(ids)) != len(ids) or ids.min() < 0 or ids.max() >= vocab_size:

@@ -38,7 +38,7 @@ def move_tokens(
     is_changed = jnp.any(index != own, axis=1)
     columns = (first // P)[:, None] + jnp.arange(num_columns, dtype=jnp.int32)[None]
     pages = jnp.take_along_axis(page_table, jnp.minimum(columns, page_table.shape[1] - 1), axis=1)
-    # A page none of whose tokens changes may be past the row's last, and any other row's.
+    # A page without changed tokens may be past the row's last one, and then any other row's: it is not written.
     changes = jnp.any((index != own).reshape(R, num_columns, P), axis=2)
     target = jnp.where(changes, pages, dims.num_pages).reshape(-1)
 

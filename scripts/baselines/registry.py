@@ -53,7 +53,7 @@ def find_python(spec: EngineSpec, pythons: Mapping[str, str]) -> str | None:
 
 def worker_command(spec: EngineSpec, python: str, checkpoint: Path, options: Mapping[str, Any]) -> list[str]:
     """The command of a worker process; its converted checkpoint is kept beside the original."""
-    cache = checkpoint.with_name(f"{checkpoint.name}.peers")
+    cache = checkpoint.with_name(f"{checkpoint.name}.baselines")
     arguments = [spec.adapter, str(checkpoint), str(cache), json.dumps({**spec.options, **options})]
     return [python, "-m", "baselines.worker", *arguments]
 

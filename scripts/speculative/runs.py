@@ -20,13 +20,13 @@ from jaxserve.speculation_config import SpeculationConfig
 
 @dataclass
 class Case:
-    """One way to generate, and what came of it.
+    """One way to generate, and its results.
 
     Attributes:
         name: name in tables and plots.
         engine: engine that generates.
         steps: one entry per dispatch of the last round.
-        tokens: of each prompt, in the last round: token and True if it was drafted.
+        tokens: tokens of each prompt in the last round, each with True if it was drafted.
         seconds: time of each round for all prompts.
         num_tokens: tokens of each round.
         drafts: drafted, accepted and sampled tokens of each draft and its verification, over all rounds.

@@ -46,7 +46,7 @@ def dense_attend(seq_len: int) -> Attend:
     """Causal attention inside each run of `seq_len` tokens of the token axis."""
 
     def attend(
-        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions
+        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions, sinks: None = None
     ) -> tuple[Array, Any]:
         if options.attention.window is not None or options.attention.soft_cap is not None:
             raise NotImplementedError(f"dense_attend has no sliding window and no soft cap, got {options}")

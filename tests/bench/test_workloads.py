@@ -34,7 +34,7 @@ def test_the_file_is_the_built_in_one(tmp_path: Path) -> None:
     assert load_workload(str(MIXED)) == load_workload("mixed-64")
     for name in BUILT_IN:
         path = tmp_path / "copy.json"
-        path.write_text(json.dumps(load_workload(name).to_json()))
+        path.write_text(json.dumps(asdict(load_workload(name))))
         assert load_workload(str(path)) == load_workload(name)
 
 

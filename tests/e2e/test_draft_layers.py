@@ -72,7 +72,7 @@ def test_what_is_accepted_is_what_torch_drafts(
     engine = start(model=str(target), speculative_config=heads, step_ahead=False)
     num_accepted = num_rejected = 0
     for index in range(5):
-        prompt = tokens(5 + 5 * index, f"layer {index}")  # in several chunks
+        prompt = tokens(5 + 5 * index, f"layer {index}")  # computed in several chunks
         [expected] = generate(start(model=str(target)), [prompt], replace(GREEDY, max_tokens=30))
         before = replace(engine.stats)
         [output] = generate(engine, [prompt], replace(GREEDY, max_tokens=30))

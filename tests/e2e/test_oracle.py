@@ -33,6 +33,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {}),
     "gpt2": ("gpt2", {}),
     "gpt-neo": ("gpt_neo", {}),
+    "granite-swa": ("granite_swa", {}),
 }
 NUM_OUTPUT = 9
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4, prompt_logprobs=2)

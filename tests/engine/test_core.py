@@ -42,7 +42,7 @@ ARCH = ArchConfig(
     ffn_size=8,
     max_position=256,
     norm_eps=1e-6,
-    rope=RopeConfig(theta=1e4),
+    ropes=(RopeConfig(theta=1e4),),
     windows=(None,),
 )
 SIZES = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, page_size=4, num_pages=24)
@@ -372,7 +372,7 @@ def test_a_changed_log_is_found_out(tmp_path: Path, kind: str) -> None:
     record_log(path, 2000, fails=kind == "Recovered")
     lines = path.read_text().splitlines(keepends=True)
     pattern = rf'\["{kind}"' + (r".*\d" if kind == "Updated" else "")
-    cancelled = {json.loads(line)[1] for line in lines if line.startswith('["Finished"')}  # before its turn, perhaps
+    cancelled = {json.loads(line)[1] for line in lines if line.startswith('["Finished"')}  # may never start
     places = [i for i, line in enumerate(lines) if i > 300 and re.match(pattern, line)]
     if kind == "Added":
         places = [i for i in places if json.loads(lines[i])[1]["request_id"] not in cancelled]

@@ -506,7 +506,7 @@ def test_canonical_round_trip(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_move_within_their_rows_and_nothing_else_does(backend, kv_dtype, seed):
-    """In any layout, with pages of 32 tokens, against loops over the canonical pool."""
+    """Check any layout, with pages of 32 tokens, against loops over the canonical pool."""
     if backend == "native" and kv_dtype == "int8":
         pytest.skip("the layout has no scales")
     rng = np.random.default_rng(seed)

@@ -16,7 +16,7 @@ WINDOWS = st.lists(st.none() | st.integers(1, 40), min_size=1, max_size=4)
 
 def arch_of(*windows: int | None) -> ArchConfig:
     sizes = {"vocab_size": 8, "hidden_size": 8, "num_heads": 1, "num_kv_heads": 1, "head_dim": 8, "ffn_size": 8}
-    rest = {"max_position": 64, "norm_eps": 1e-6, "rope": RopeConfig(theta=1e4)}
+    rest = {"max_position": 64, "norm_eps": 1e-6, "ropes": (RopeConfig(theta=1e4),) * len(windows)}
     return ArchConfig("Fake", num_layers=len(windows), windows=windows, **sizes, **rest)
 
 
@@ -34,7 +34,7 @@ def test_pages_grow_with_tokens_and_no_more_than_without_windows(
 
 @given(page_size=PAGE_SIZES, windows=WINDOWS.filter(any), num_tokens=st.integers(1, 300))
 def test_a_window_reaches_what_is_held(page_size: int, windows: list[int | None], num_tokens: int) -> None:
-    """Of the tokens of a window, in whatever column it begins, none is in a column that was released."""
+    """No token of a window, in whatever column it begins, is in a column that was released."""
     groups = KVGroups(page_size, tuple(windows))
     first, window = groups.first_column(num_tokens), max(w for w in groups.windows if w is not None)
     seen = range(max(num_tokens - window + 1, 0), num_tokens + 1)
@@ -61,6 +61,25 @@ def test_layers_of_one_window_share_groups(
 ) -> None:
     arch = arch_of(*windows)
     assert (arch.kv_windows, arch.kv_group_layers) == (group_windows, group_layers)
+
+
+@pytest.mark.parametrize(
+    ("windows", "num_pages", "share"),
+    [
+        ((4096,) * 32, 258, 1 / 8),  # Mistral 7B v0.1
+        (((1024,) * 5 + (None,)) * 10 + (1024,) * 2, 2048 + 5 * 66, 1 / 5),  # Gemma 3 27B: a sixth, and the windows
+        ((None, 4096) * 21, 2048 + 258, 9 / 16),  # Gemma 2 9B
+        ((None,) * 32, 2048, 1),
+    ],
+)
+def test_windows_save_this_share_of_a_long_sequence(
+    windows: tuple[int | None, ...], num_pages: int, share: float
+) -> None:
+    arch, num_tokens, page_size = arch_of(*windows), 32768, 16
+    assert KVGroups(page_size, arch.kv_windows).num_pages(num_tokens) == num_pages
+    # A page has room for the layers of a group; without groups a sequence would hold all layers of all its tokens.
+    held = num_pages * page_size * arch.kv_group_layers
+    assert held / (num_tokens * arch.num_layers) == pytest.approx(share, rel=0.04)
 
 
 @given(windows=st.lists(st.sampled_from([None, 4, 8]), min_size=1, max_size=12), times=st.integers(1, 3))

@@ -23,7 +23,7 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
     TRANSFORMS.append(partial(matrix_transform, native=True))
 
 
-def attend(q, k, v, rope, carry, layer, options):
+def attend(q, k, v, rope, carry, layer, options, sinks=None):
     """Compute causal attention over one whole sequence, as a dense matrix."""
     T, Q, _ = q.shape
     q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
@@ -34,7 +34,9 @@ def attend(q, k, v, rope, carry, layer, options):
     if options.attention.soft_cap is not None:
         scores = options.attention.soft_cap * jnp.tanh(scores / options.attention.soft_cap)
     scores = jnp.where(seen[None], scores, -jnp.inf)
-    return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores), v), carry + layer
+    if sinks is not None:
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks[:, None, None], (Q, T, 1))], axis=-1)
+    return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v), carry + layer
 
 
 def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform):
@@ -78,6 +80,7 @@ SCANNED = {
     "gemma2": ({"num_hidden_layers": 5}, 2),
     "gpt2": ({"num_hidden_layers": 3}, 1),
     "gpt_neo": ({"num_hidden_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]}, 2),
+    "granite_swa": ({"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "layer_rope_theta": [1e4, 0] * 2}, 2),
     "gemma3": ({"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]}, 3),
 }
 

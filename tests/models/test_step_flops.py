@@ -22,7 +22,14 @@ SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
 def dense_attend(
-    q: Array, k: Array, v: Array, rope: Array | None, carry: Any, layer: Any, options: LayerOptions
+    q: Array,
+    k: Array,
+    v: Array,
+    rope: Array | None,
+    carry: Any,
+    layer: Any,
+    options: LayerOptions,
+    sinks: Array | None = None,
 ) -> tuple[Array, Any]:
     T, K, H = k.shape
     q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))

@@ -91,13 +91,13 @@ def test_medians_and_ratios() -> None:
     walls = {"jaxserve": (1.0, 2.0, 1.0, 4.0), "a": (9.0, 3.0, 6.0, 12.0)}  # the first one warms up
     race = rounds.Contest({name: Scripted(*w) for name, w in walls.items()}, 100, lambda _: None)
     race.run(FOUR, num_rounds=3)
-    ours, peer = rounds.summarise(race.runs)
+    ours, baseline = rounds.summarise(race.runs)
     tokens = 3 + 4 + 5 + 6
     assert (ours["min"], ours["median"], ours["max"]) == (tokens / 4, tokens / 2, tokens)
-    assert peer["median"] == statistics.median([tokens / 3, tokens / 6, tokens / 12])
-    assert (ours["ratio"], peer["ratio"]) == (1.0, 3.0)
-    assert peer["unit"] == "output tok/s"
-    assert peer["num_runs"] == 3
+    assert baseline["median"] == statistics.median([tokens / 3, tokens / 6, tokens / 12])
+    assert (ours["ratio"], baseline["ratio"]) == (1.0, 3.0)
+    assert baseline["unit"] == "output tok/s"
+    assert baseline["num_runs"] == 3
 
 
 def test_ids_are_compared_with_transformers_wherever_its_turn_is() -> None:

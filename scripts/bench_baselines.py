@@ -1,13 +1,13 @@
 """jaxserve against other engines: the same workloads on the same checkpoint, in turns, as ratios.
 
-    python scripts/bench_peers.py DIR/tiny --make tiny     # writes a random-weight checkpoint first; needs torch
-    python scripts/bench_peers.py DIR/tiny --python vllm=~/vllm/bin/python --python openvino_genai=~/ov/bin/python
-    python scripts/bench_peers.py DIR/tiny --engines jaxserve vllm --workloads single my.json --json out.json
+    python scripts/bench_baselines.py DIR/tiny --make tiny     # writes a random-weight checkpoint first; needs torch
+    python scripts/bench_baselines.py DIR/tiny --python vllm=~/vllm/bin/python --python openvino_genai=~/ov/bin/python
+    python scripts/bench_baselines.py DIR/tiny --engines jaxserve vllm --workloads single my.json --json out.json
 
 Greedy, end of sequence ignored, float32, every request there at once. Each engine loads once, in a process of its own,
 which is stopped while another is measured; a round gives every engine the same prompts, and no two rounds have any in
 common. An engine that fails is reported and the others go on. Models converted for an engine, and logs, are kept in
-DIR/tiny.peers.
+DIR/tiny.baselines.
 
 A workload of several requests is measured in output tokens per second; one of a single request in tokens per second
 after the first, (n - 1) / (T(n tokens) - T(1 token, another prompt)). `cores` is what the engine used of the processor;
@@ -120,7 +120,7 @@ def _option(text: str) -> tuple[str, str, Any]:
 def _start_all(args: argparse.Namespace, stack: ExitStack) -> dict[str, Worker]:
     """A worker for each engine that has an interpreter, ended when the stack unwinds."""
     pythons, options = dict(args.python), _by_engine(args.set)
-    logs = args.checkpoint.with_name(f"{args.checkpoint.name}.peers") / "logs"
+    logs = args.checkpoint.with_name(f"{args.checkpoint.name}.baselines") / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     workers = {}
     for name in args.engines or ENGINES:

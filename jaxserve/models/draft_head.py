@@ -1,0 +1,85 @@
+"""The decoder layer of draft heads, which are published as layers of Llama, whatever the family of the model."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxserve.layers.linear import linear
+from jaxserve.layers.rope import rope_table
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.decoder import Attend
+from jaxserve.models.params import Params, ParamSpec
+
+
+def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: int) -> ArchConfig:
+    """Read the sizes of the layer from the config.json of a head.
+
+    Args:
+        config: content of the file.
+        tensors: names of the layer's tensors, which tell what biases and norms it has.
+        vocab_size: vocabulary of the model.
+
+    Raises:
+        ConfigError: a field is missing, malformed or not supported.
+    """
+    sizes = {"architectures": ["LlamaForCausalLM"], **config, **(config.get("transformer_layer_config") or {})}
+    return llama.arch(
+        {**sizes, "num_hidden_layers": 1, "vocab_size": vocab_size, "tie_word_embeddings": True},
+        qkv_bias="self_attn.q_proj.bias" in tensors,
+        o_bias="self_attn.o_proj.bias" in tensors,
+        mlp_bias="mlp.up_proj.bias" in tensors,
+        qk_norm="self_attn.q_norm.weight" in tensors,
+    )
+
+
+def param_specs(arch: ArchConfig, *, wide: bool) -> list[ParamSpec]:
+    """Return one row per tensor of the layer, all of which every device has.
+
+    Args:
+        arch: sizes of the layer.
+        wide: True if queries, keys and values are projected from two vectors side by side, which have their own norms.
+    """
+    specs = [spec for spec in llama.param_specs(arch) if spec.path[0] == "layers"]
+    specs = [dataclasses.replace(spec, axes=(None,) * len(spec.axes)) for spec in specs]
+    if not wide:
+        return specs
+    return [
+        dataclasses.replace(spec, shape=(spec.shape[0], 2 * arch.hidden_size)) if spec.path[-1] == "qkv_proj" else spec
+        for spec in specs
+        if spec.path[-1] != "input_norm"
+    ]
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T inner"],
+    position: Int[Array, " T"],
+    carry: Any,
+    *,
+    arch: ArchConfig,
+    attend: Attend,
+    residual: Float[Array, "T D"] | None = None,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Apply the layer to tokens at these positions; see `llama.block`.
+
+    Args:
+        p: parameters of the layer.
+        x: inputs of the layer; where `residual` is given, normed inputs of attention alone.
+        position: position of each token.
+        carry: state of attention.
+        arch: sizes of the layer.
+        attend: attention, as in `decoder.forward`.
+        residual: residual stream before attention; None where it is `x`.
+    """
+    (config,), options, layer = arch.ropes, arch.layer_options(0), jnp.int32(0)
+    rope = None if config is None else rope_table(position, config, arch.head_dim)
+    if residual is None:
+        return llama.block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+    q, k, v = llama.project_qkv(p, x, arch, None)
+    out, carry = attend(q, k, v, rope, carry, layer, options)
+    y = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
+    return llama.mlp(p, y, arch), carry
