@@ -79,6 +79,8 @@ class Decodes:
         if held_back:
             held = set(held_back)
             rows = [request for request in rows if request not in held]
+            for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
+                self._ledger.release_unseen(request)
         for request in rows:
             start = request.num_computed_tokens
             most = num_steps * (1 + num_drafts[request.slot]) if num_drafts else num_steps
