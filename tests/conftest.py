@@ -8,7 +8,7 @@ For writers of tests:
 - Compiled programs are cached in one directory for all workers and child processes of a run: the second engine of equal
   sizes loads them. A test that must see programs compiled passes its own `compilation_cache_dir`.
 - Random tests (hypothesis) are in the default run with few examples and in `pytest -m full` with many:
-  `@settings(max_examples=examples(25))`, from `random_runs`, is 25 or 250.
+  `@settings(max_examples=examples(25))`, from `random_runs`, is 25 or 100.
 - Tests of more than a few seconds run a part by default: `pytest.param(..., marks=pytest.mark.full)` for the rest.
 """
 

@@ -3,7 +3,7 @@
 import hypothesis
 
 DEFAULT, FULL = "default", "full"
-FACTOR = 10  # ratio of many to few
+FACTOR = 4  # ratio of many to few
 
 
 def choose(profile: str) -> None:
