@@ -38,14 +38,48 @@ needs_interpreter = pytest.mark.skipif(
 )
 
 
-ALIKE = """decode_more_rows_than_a_group one_long_chunk_after_context padding_rows padding_tokens soft_cap sinks one_head
-many_rows_share_a_prefix many_rows_share_a_prefix_of_wide_heads shared_prefix_sinks_soft_cap shared_token_written_now
-window_of_one_token window_across_pages window_wider_than_rows group_of_3 group_of_4 group_of_5 group_of_8 head_dim_64
-pages_of_32 pages_of_64 pages_of_128 int8_pages_of_64 int8_pages_of_8_rope int8_shared_prefix_written_now
-fp8_pages_of_128 float8_e4m3fn_stale_nan float8_e4m3fn_shared_prefix_window_sinks
-float8_e4m3fn_shared_prefix_written_now rope_one_row_decoding rope_two_prompts_of_many_tiles rope_no_live_rows
-rope_shared_prefix rope_head_dim_96 rope_head_dim_128 rope_bfloat16_pool tree_chain tree_binary tree_sinks_soft_cap
-tree_window_of_one_token""".split()
+ALIKE = [
+    "decode_more_rows_than_a_group",
+    "one_long_chunk_after_context",
+    "padding_rows",
+    "padding_tokens",
+    "soft_cap",
+    "sinks",
+    "one_head",
+    "many_rows_share_a_prefix",
+    "many_rows_share_a_prefix_of_wide_heads",
+    "shared_prefix_sinks_soft_cap",
+    "shared_token_written_now",
+    "window_of_one_token",
+    "window_across_pages",
+    "window_wider_than_rows",
+    "group_of_3",
+    "group_of_4",
+    "group_of_5",
+    "group_of_8",
+    "head_dim_64",
+    "pages_of_32",
+    "pages_of_64",
+    "pages_of_128",
+    "int8_pages_of_64",
+    "int8_pages_of_8_rope",
+    "int8_shared_prefix_written_now",
+    "fp8_pages_of_128",
+    "float8_e4m3fn_stale_nan",
+    "float8_e4m3fn_shared_prefix_window_sinks",
+    "float8_e4m3fn_shared_prefix_written_now",
+    "rope_one_row_decoding",
+    "rope_two_prompts_of_many_tiles",
+    "rope_no_live_rows",
+    "rope_shared_prefix",
+    "rope_head_dim_96",
+    "rope_head_dim_128",
+    "rope_bfloat16_pool",
+    "tree_chain",
+    "tree_binary",
+    "tree_sinks_soft_cap",
+    "tree_window_of_one_token",
+]
 """Cases whose parts occur in others as well: each is slow in the interpreter."""
 
 
