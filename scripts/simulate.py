@@ -80,7 +80,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=20, help="short ones")
     parser.add_argument("--max-num-batched-tokens", type=int, default=2048)
     args = parser.parse_args()
-    for name, policy in (("default", {}), ("first come first", {"long_prefill_token_threshold": 131_072})):
+    for name, threshold in (("default", 0), ("first come first", 131_072)):
         schedule = ScheduleConfig(
             256,
             args.max_num_batched_tokens,
@@ -88,7 +88,7 @@ def main() -> None:
             page_size=16,
             num_pages=20_000,
             few_programs=True,
-            **policy,
+            long_prefill_token_threshold=threshold,
         )
         arch, executor = modelled(args.model, args.target, schedule)
         long, *short = serve(arch, executor, [args.long, *[args.short] * args.count], num_output=16)

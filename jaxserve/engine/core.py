@@ -197,7 +197,11 @@ class EngineCore:
             self.outbox.append(Delta(self._now_s, admitted=admitted))
 
     def _fail(self, replica: Replica, error: BaseException) -> None:
-        """End a replica's requests after a failed step: plans, pages and device disagree about what was computed."""
+        """End a replica's requests after a failed step: plans, pages and device disagree about what was computed.
+
+        Broken off itself, it is repeated by the next `take_events`.
+        """
+        replica.failure = replica.failure or error
         ids = set(self._load_balancer.ids_on(replica))
         # Requests that a token has ended may not have been reported yet.
         requests = [r for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]
@@ -210,8 +214,9 @@ class EngineCore:
         replica.recover()
 
     def _finish(self, requests: Sequence[Request], reason: FinishReason, error: BaseException | None = None) -> None:
+        """End requests. An interrupted call can be repeated: what it has forgotten, it has told."""
+        self.outbox.append(Delta(self._now_s, ended=[(request, reason) for request in requests], error=error))
         for request in requests:
             if self._requests.get(request.request_id) is request:
                 self._load_balancer.finish(request, reason)
                 del self._requests[request.request_id]
-        self.outbox.append(Delta(self._now_s, ended=[(request, reason) for request in requests], error=error))

@@ -41,7 +41,7 @@ class Engine:
 
     Args:
         config: model and options.
-        executor: device of the only replica; None for compiled programs, as `config` says.
+        executors: devices of the replicas; None for compiled programs, as `config` says.
 
     Attributes:
         config: configuration of the engine.
@@ -56,7 +56,7 @@ class Engine:
         default_sampling_params: parameters that the checkpoint recommends.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+    def __init__(self, config: EngineConfig, executors: Sequence[Executor] | None = None) -> None:
         self.config = config
         self.arch = build_arch(config)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.tokenizer_path)
@@ -67,11 +67,12 @@ class Engine:
         if len(eos_ids) > MAX_EOS_IDS:
             raise ConfigError(f"a model may have at most {MAX_EOS_IDS} end-of-sequence ids, got {len(eos_ids)}")
         self.stats = EngineStats()
-        self.peers = processes.own_role() if executor is None else None
+        self.peers = processes.own_role() if executors is None else None
         if self.peers is not None:
             self.peers.claim()
             require_same_options(config, self.peers)
-        executors: Sequence[Executor] = [executor] if executor else build_runners(config, self.arch, self.peers)
+        if executors is None:
+            executors = build_runners(config, self.arch, self.peers)
         self.devices = Devices(config, self.arch, [e for e in executors if isinstance(e, Runner)])
         self.schedule = executors[0].schedule
         self._logs = [] if config.event_log is None else _open_logs(config.event_log, self.schedule, len(executors))
@@ -142,7 +143,7 @@ class Engine:
 
         With several replicas, of each that need not wait for its devices. Returns the requests that progressed:
         cumulative outputs, final where `finished`. Raises what broke a step off, whose requests it has ended; the next
-        call returns the others.
+        call returns the others, or raises what else broke off: each replica has failures of its own.
         """
         self._advance()
         return self._collect()
@@ -155,7 +156,7 @@ class Engine:
             finally:  # an interrupted step, too, has ended its requests
                 self._deliver()
             for group in self._progressed.values():
-                if group.error is not None:
+                if isinstance(group.error, Exception):  # an interrupt was raised when it came
                     raise group.error
         except BaseException as error:
             self._drop_failed(error)

@@ -209,12 +209,13 @@ class Replica:
 
     def drop_in_flight(self) -> None:
         """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
-        while self.in_flight:
-            step = self.in_flight[0]
-            self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
-            self._stats.num_sampled_tokens += sum(step.plan.max_new)
-            self.take([[0] * most for most in step.plan.max_new])
-            self._has_dropped = True
+        with self.changing():
+            while self.in_flight:
+                step = self.in_flight[0]
+                self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
+                self._stats.num_sampled_tokens += sum(step.plan.max_new)
+                self.take([[0] * most for most in step.plan.max_new])
+                self._has_dropped = True
         self.pacer.pause()
 
     def forget_all(self) -> None:

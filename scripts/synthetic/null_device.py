@@ -85,8 +85,8 @@ class NullExecutor:
         """Nothing is held."""
 
 
-def null_engine(**options: Any) -> Engine:
-    """An engine of these options over a null device; `num_pages` must be among them."""
+def null_engine(num_replicas: int = 1, **options: Any) -> Engine:
+    """An engine of these options, each replica over a null device; `num_pages` must be among them."""
     with tempfile.TemporaryDirectory() as model:
         (Path(model) / "config.json").write_text(json.dumps(MODEL))
         config = EngineConfig(model=model, skip_tokenizer_init=True, **options)
@@ -97,4 +97,4 @@ def null_engine(**options: Any) -> Engine:
             page_size=config.page_size or 16,
             num_pages=options["num_pages"],
         )
-        return Engine(config, NullExecutor(schedule, MODEL["vocab_size"]))
+        return Engine(config, [NullExecutor(schedule, MODEL["vocab_size"]) for _ in range(num_replicas)])

@@ -225,11 +225,16 @@ class BreakOff:
 
 @pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize(("num_replicas", "stride"), [(1, 7), (3, 31)])  # primes: no loop is always met at one line
+@pytest.mark.parametrize(  # strides are primes: no loop is always met at one line
+    ("num_replicas", "stride", "devices_fail"), [(1, 7, False), (3, 31, False), (2, 23, True)]
+)
 def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
-    num_replicas: int, stride: int, error: type[BaseException]
+    num_replicas: int, stride: int, devices_fail: bool, error: type[BaseException]
 ) -> None:
-    """Requests end as they would alone, or are aborted; pages, slots and queues are as if nothing had happened."""
+    """Requests end as they would alone, or are aborted; pages, slots and queues are as if nothing had happened.
+
+    So they do where devices fail as well, and the step breaks off again while that is dealt with.
+    """
     line, places, driven = 0, set(), Driven()
     while True:
         driven = Driven(num_replicas)
@@ -238,6 +243,8 @@ def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
         driven.cancel(next(iter(driven.unfinished)))
         driven.core.step(0.0)
         driven.cancel(list(driven.unfinished)[3])
+        if devices_fail:
+            driven.executors[0].fails_at_launch = driven.executors[1].fails_on_device = FAILURE
         break_off = BreakOff(line, error)
         sys.settrace(break_off.trace)
         try:
@@ -247,10 +254,14 @@ def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
             pass
         finally:
             sys.settrace(None)
+        driven.step()
         for _ in range(100):
-            driven.step()
+            if driven.core.has_work():
+                driven.step()
         assert not driven.unfinished, f"never told: {break_off.where}"
         assert not driven.core.has_work()
+        for executor in driven.executors:
+            executor.fails_at_launch = executor.fails_on_device = None
         request = driven.submit(prompt=[1, 2, 3], max_tokens=5)
         driven.drain()
         assert driven.ended[request][1] is not FinishReason.ABORT, break_off.where
@@ -258,8 +269,9 @@ def test_wherever_a_step_breaks_off_everybody_is_told_and_the_core_serves_on(
             break
         places.add(break_off.where)
         line += stride
-    assert len(places) > 200
-    assert sum(reason is FinishReason.ABORT for _, reason in driven.ended.values()) == 2, "the cancelled ones alone"
+    assert len(places) > (100 if devices_fail else 200)
+    num_aborted = sum(reason is FinishReason.ABORT for _, reason in driven.ended.values())
+    assert num_aborted > 2 if devices_fail else num_aborted == 2, "the cancelled ones alone"
 
 
 def test_executors_are_executors() -> None:
@@ -351,9 +363,14 @@ def record_log(
     return paths, counts
 
 
+@pytest.mark.usefixtures("no_type_checks")  # they would take most of the time
 @pytest.mark.parametrize(
     ("num_replicas", "sizes"),
-    [(3, SIZES), *(pytest.param(*case, marks=pytest.mark.full) for case in ((1, LARGER), (3, LARGER), (3, DRAFTING)))],
+    [
+        (1, SIZES),
+        (3, DRAFTING),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in ((3, SIZES), (1, LARGER), (3, LARGER))),
+    ],
 )
 def test_a_log_of_ten_thousand_events_replays_to_the_same_plans(
     tmp_path: Path, num_replicas: int, sizes: ScheduleConfig
@@ -365,6 +382,7 @@ def test_a_log_of_ten_thousand_events_replays_to_the_same_plans(
     assert all(counts[what] for what in happened | ({"Withdrawn"} if num_replicas > 1 else set())), counts
 
 
+@pytest.mark.usefixtures("no_type_checks")
 @pytest.mark.parametrize("kind", ["Added", "Finished", "Updated", "CacheReset", "Recovered"])
 def test_a_changed_log_is_found_out(tmp_path: Path, kind: str) -> None:
     """Some changes make no difference: a request that is ended a step earlier by its last token, say."""

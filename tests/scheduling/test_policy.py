@@ -238,7 +238,10 @@ def test_a_prompt_is_long_no_more_when_others_have_computed_enough_of_it():
 
 
 def test_one_long_prompt_is_hashed_in_vain_per_step():
-    steps = Steps().add(*(make_request(str(i), prompt(i, 9000), 1) for i in range(4)))
+    """Whatever waits that reads no prefix cache, and so is not hashed."""
+    unread = make_request("unread", prompt(9, 9000), 1, read_prefix_cache=False)
+    first, *others = (make_request(str(i), prompt(i, 9000), 1) for i in range(4))
+    steps = Steps().add(first, unread, *others)
     for num_hashed in (2, 3, 4):
         steps.step()
         assert sum(bool(request.page_hashes) for request in steps.scheduler._requests.values()) == num_hashed
