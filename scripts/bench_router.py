@@ -22,7 +22,7 @@ import time
 from typing import cast
 
 from jaxserve.engine.load_balancer import LoadBalancer
-from jaxserve.engine.replica import Replica
+from jaxserve.engine.replica import Changing, Replica
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import FinishReason, Request, SamplingParams
 from jaxserve.scheduling.scheduler import Scheduler
@@ -35,8 +35,7 @@ ROUND = 8  # requests between two steps of all replicas
 class SchedulerReplica:
     """A replica whose steps take no time."""
 
-    failure: BaseException | None = None
-    changing = Replica.changing
+    changing = Changing()
 
     def __init__(self, num_rows: int) -> None:
         self.scheduler = Scheduler(

@@ -106,8 +106,8 @@ class EngineCore:
     def take_events(self) -> None:
         """Do what the inbox says, without a step."""
         for replica in self.replicas:
-            if replica.failure is not None:
-                self._fail(replica, replica.failure)
+            if replica.changing.failure is not None:
+                self._fail(replica, replica.changing.failure)
         while self.inbox:
             match self.inbox[0]:
                 case Submitted(requests):
@@ -201,7 +201,7 @@ class EngineCore:
 
         Broken off itself, it is repeated by the next `take_events`.
         """
-        replica.failure = replica.failure or error
+        replica.changing.failure = replica.changing.failure or error
         ids = set(self._load_balancer.ids_on(replica))
         # Requests that a token has ended may not have been reported yet.
         requests = [r for r in self._requests.values() if r.request_id in ids or r.status is RequestStatus.FINISHED]

@@ -158,7 +158,7 @@ class LoadBalancer:
     def _bind(self, request: Request, index: int) -> None:
         """Give a queued request to a replica."""
         replica = self._replicas[index]
-        with replica.changing():
+        with replica.changing:
             self._replica_of[request.request_id] = replica  # first: an error ends the requests of the replica
             del self._queue[request.request_id]
             replica.add(request)
@@ -185,7 +185,7 @@ class LoadBalancer:
         for index in list(self._with_waiting):
             replica = self._replicas[index]
             if self._idle or replica.scheduler.num_schedules != self._num_schedules[index]:
-                with replica.changing():
+                with replica.changing:
                     withdrawn = replica.withdraw()
                     self._queue.update({request.request_id: request for request in withdrawn})
                     for request in withdrawn:

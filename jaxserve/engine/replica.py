@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -55,6 +54,24 @@ class StepTokens(NamedTuple):
     result: StepResult
 
 
+class Changing:
+    """Context in which the scheduler, the record of its events and their owner's notes change together or not at all.
+
+    Attributes:
+        failure: error that interrupted a block; `Replica.forget_all` and `recover` must follow.
+    """
+
+    def __init__(self) -> None:
+        self.failure: BaseException | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self.failure = self.failure or error
+
+
 class Replica:
     """Scheduler and executor of one copy of the model, and the steps in flight between them.
 
@@ -72,7 +89,7 @@ class Replica:
         draft_pacer: chooses how many tokens are drafted.
         step_stats: writer of the statistics of steps.
         in_flight: steps that were launched and not read, oldest first.
-        failure: error that interrupted a change of the scheduler; `forget_all` and `recover` must follow.
+        changing: context of changes of the scheduler, which knows of one that broke off.
     """
 
     def __init__(
@@ -89,7 +106,7 @@ class Replica:
         self.pacer = Pacer(config.multi_step, lambda bucket: s.max_steps(bucket, config.max_steps))
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.in_flight: deque[InFlight] = deque()
-        self.failure: BaseException | None = None
+        self.changing = Changing()
         self._stats = stats
         self._most_in_flight = 2 if config.step_ahead else 1
         speculation, is_timed = config.speculation, config.multi_step == "auto"
@@ -109,39 +126,27 @@ class Replica:
 
     # Requests
 
-    @contextmanager
-    def changing(self) -> Iterator[None]:
-        """Change the scheduler, the record of its events and their owner's notes together or not at all.
-
-        An error in the block, an interrupt included, is kept as `failure`.
-        """
-        try:
-            yield
-        except BaseException as error:
-            self.failure = self.failure or error
-            raise
-
     def add(self, request: Request) -> None:
         """Queue a request; RequestError where it could not run to its end even alone."""
-        with self.changing():
+        with self.changing:
             self.scheduler.add(request)
             self._note(Added(request))
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request if it has not ended already."""
-        with self.changing():
+        with self.changing:
             if self.scheduler.finish(request_id, reason) is not None:
                 self._note(Finished(request_id, reason))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
-        with self.changing():
+        with self.changing:
             self.scheduler.reset_prefix_cache()
             self._note(CacheReset())
 
     def withdraw(self) -> list[Request]:
         """Hand back the requests that wait here, as far as all their tokens are known, in their order."""
-        with self.changing():
+        with self.changing:
             withdrawn = self.scheduler.withdraw()
             if withdrawn:
                 self._note(Withdrawn())
@@ -209,7 +214,7 @@ class Replica:
 
     def drop_in_flight(self) -> None:
         """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
-        with self.changing():
+        with self.changing:
             while self.in_flight:
                 step = self.in_flight[0]
                 self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
@@ -229,7 +234,7 @@ class Replica:
         self._has_dropped = True  # the state is not known to be sound yet: waiting for it may be interrupted
         self._digest = 0
         self._note(Recovered())
-        self.failure = None
+        self.changing.failure = None
         self.executor.restore_state()
         self._has_dropped = False
 

@@ -81,10 +81,10 @@ class Decodes:
             rows = [request for request in rows if request not in held]
             for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
                 self._ledger.release_unseen(request)
-        for request in rows:
-            start = request.num_computed_tokens
-            most = num_steps * (1 + num_drafts[request.slot]) if num_drafts else num_steps
-            if start + most + num_spare > request.quiet_until:
+        limits = [num_steps * (1 + num_drafts[row.slot]) for row in rows] if num_drafts else [num_steps] * len(rows)
+        for request, limit in zip(rows, limits, strict=True):
+            start, most = request.num_computed_tokens, limit
+            if start + most > request.quiet_until:
                 if request.status is RequestStatus.BLOCKED:
                     continue
                 if in_prefill(request):
@@ -140,7 +140,8 @@ class Decodes:
             plan.wants_logprobs = True
         elif not request.waits_for_tokens:
             num_tokens = self._ledger.num_columns(request) * self._ledger.page_size
-            request.quiet_until = min(num_tokens, request.max_total_tokens - 1)
+            # Spare tokens are allowed for, though only steps with drafts compute them.
+            request.quiet_until = min(num_tokens, request.max_total_tokens - 1) - self._num_spare_tokens
         if request.waits_for_tokens:
             request.status = RequestStatus.BLOCKED
         return True

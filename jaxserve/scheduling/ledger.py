@@ -227,10 +227,10 @@ class Ledger:
         first, stop, size = start // self.page_size, stop // self.page_size, self.groups.size
         if first >= stop or request in self.unshared:
             return
-        hashes = self.cache.hashes(request)
-        for index, page in enumerate(request.pages[first * size : stop * size], start=first * size):
-            if page != RELEASED:
-                self.cache.register(hashes[index // size], page, index % size)
+        hashes, pages = self.cache.hashes(request), request.pages
+        for index in range(first * size, stop * size):
+            if pages[index] != RELEASED:
+                self.cache.register(hashes[index // size], pages[index], index % size)
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""

@@ -155,7 +155,7 @@ class Router:
                     self._set_open_load(route.replica)
                 yield job, route
         finally:
-            for replica, load in enumerate(self._waiting_loads):
+            for replica, load in enumerate(self._waiting_loads if num_passed_over else ()):
                 if load:
                     self._waiting_loads[replica] = 0
                     self._set_open_load(replica)
