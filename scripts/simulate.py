@@ -38,7 +38,7 @@ def modelled(model: str, target: str, schedule: ScheduleConfig) -> tuple[Any, Mo
         link_bytes_per_s=sheet.link_bytes_per_s,
         num_chips=1,
         matrix_bytes=registry.num_params(arch) * BYTES - (0 if arch.tied_embeddings else embedding_bytes),
-        embedding_row_bytes=arch.hidden_size * BYTES,
+        lookup_bytes=arch.hidden_size * BYTES,
         kv_token_bytes=2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * BYTES,
         collectives=(),
         collective_tokens=1,

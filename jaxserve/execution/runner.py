@@ -23,8 +23,8 @@ from jaxserve.execution.state import ServeState
 from jaxserve.execution.verification import Proposer
 from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, device_bytes, step_bytes
-from jaxserve.models.registry import flop_counts
+from jaxserve.models.params import Params, device_bytes, lookup_bytes, step_bytes
+from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.sampling import LogprobLayout
 from jaxserve.scheduling.plan import PlanKind, StepPlan
 from jaxserve.sharding import tensor_size
@@ -139,7 +139,7 @@ class Runner:
         # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
         self._matrix_bytes = step_bytes(params)
-        self._embedding_row_bytes = device_bytes(params["embed"]) // arch.local(tensor_size(mesh)).vocab_size
+        self._lookup_bytes = lookup_bytes(params, param_specs(arch.local(tensor_size(mesh))), device_bytes)
         self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
         self._sleeping_params: Params | None = None  # copy in the host's memory
         self._sleeping_draft: Params = {}
@@ -159,8 +159,8 @@ class Runner:
         return True
 
     def weight_bytes(self, num_tokens: int) -> int:
-        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and an embedding row per token."""
-        return self._matrix_bytes + num_tokens * self._embedding_row_bytes
+        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and rows of tables per token."""
+        return self._matrix_bytes + num_tokens * self._lookup_bytes
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step on a device."""

@@ -26,6 +26,8 @@ __all__ = [
     "Params",
     "ScannedLayers",
     "build_tree",
+    "lookup_bytes",
+    "lookup_tables",
     "matrix_transform",
     "split_array",
     "stack_layers",
@@ -247,10 +249,28 @@ def stack_layers(params: Params, period: int, stack: Callable[..., Any] = lambda
     return {**params, "layers": ScannedLayers(periodic, layers[num_scanned:])}
 
 
+def lookup_tables(params: Params) -> Params:
+    """Return the tables of which a step reads a row per token and nothing else: not an embedding that is the head."""
+    names = ("embed", POSITION_EMBED) if "lm_head" in params else (POSITION_EMBED,)
+    return {name: params[name] for name in names if name in params}
+
+
+def lookup_bytes(params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int]) -> int:
+    """Return the bytes of table rows that each token of a step reads.
+
+    Args:
+        params: parameters.
+        specs: specs of the tensors of one device.
+        num_bytes: function that returns the bytes of a tensor on one device.
+    """
+    tables = [spec for spec in specs if spec.path in (("embed",), (POSITION_EMBED,))]
+    return sum(num_bytes(leaf_at(params, spec.path)) // spec.shape[0] for spec in tables)
+
+
 def step_bytes(params: Params) -> int:
-    """Return the bytes of weights that a step reads on a device: all but an embedding table that is not the head."""
-    read = {name: tensors for name, tensors in params.items() if name != "embed" or "lm_head" not in params}
-    return device_bytes(read)
+    """Return the bytes of weights that every step reads on a device, whatever its tokens."""
+    tables = lookup_tables(params)
+    return device_bytes({name: tensors for name, tensors in params.items() if name not in tables})
 
 
 def device_bytes(tree: Any) -> int:

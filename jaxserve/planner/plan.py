@@ -29,7 +29,7 @@ from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params
+from jaxserve.models.params import Params, lookup_bytes, lookup_tables
 from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
@@ -316,7 +316,6 @@ def _roofline(
     schedule: ScheduleConfig,
     program: StepProgram,
 ) -> Roofline:
-    embedding_bytes = tree_bytes(params["embed"])
     share = 1 / target.devices_per_chip
     return Roofline(
         arch=local,
@@ -324,8 +323,8 @@ def _roofline(
         peak_rates=PeakRates(share * sheet.flops_per_s[dtype.name], share * sheet.bytes_per_s),
         link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
         num_chips=target.num_chips,
-        matrix_bytes=memory.weights - (0 if local.tied_embeddings else embedding_bytes),
-        embedding_row_bytes=embedding_bytes // local.vocab_size,
+        matrix_bytes=memory.weights - tree_bytes(lookup_tables(params)),
+        lookup_bytes=lookup_bytes(params, registry.param_specs(local), tree_bytes),
         kv_token_bytes=memory.page * local.num_layers // (schedule.page_size * local.kv_group_layers),
         collectives=program.collectives,
         collective_tokens=program.num_tokens,

@@ -26,7 +26,7 @@ class Roofline:
         link_bytes_per_s: bandwidth from a chip to the others, in one direction.
         num_chips: number of chips that the model is split over.
         matrix_bytes: bytes of weights that every step reads, on one device.
-        embedding_row_bytes: bytes of the embedding row that each token of a step reads.
+        lookup_bytes: bytes of table rows that each token of a step reads.
         kv_token_bytes: bytes of one token in the pool of one device, over all layers.
         collectives: collectives of one layer.
         collective_tokens: tokens of the step in which `collectives` were counted.
@@ -38,7 +38,7 @@ class Roofline:
     link_bytes_per_s: float
     num_chips: int
     matrix_bytes: int
-    embedding_row_bytes: int
+    lookup_bytes: int
     kv_token_bytes: int
     collectives: tuple[Collective, ...]
     collective_tokens: int
@@ -58,7 +58,7 @@ class Roofline:
         bucket = min(size for size in self.schedule.buckets() if size >= sum(counts))
         attention = attention_cost(np.array(starts), np.array(counts), self.arch.windows)
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // self.arch.num_layers
-        num_bytes = self.matrix_bytes + bucket * self.embedding_row_bytes + kv_bytes
+        num_bytes = self.matrix_bytes + bucket * self.lookup_bytes + kv_bytes
         flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)

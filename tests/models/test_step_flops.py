@@ -12,9 +12,10 @@ import pytest
 from checkpoints import FAMILIES, hf_dict
 from jax import Array
 
+from jaxserve import weights
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, LayerOptions
-from jaxserve.models.params import Params, build_tree
+from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, step_bytes
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
@@ -59,3 +60,15 @@ def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_row
     assert registry.flop_counts(arch).step(num_tokens, num_rows, scores) == pytest.approx(
         compiled_flops(arch, num_tokens, num_rows), rel=0.1
     )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_read_tables_by_rows_and_all_else_whole(family: str) -> None:
+    arch = registry.from_hf_config(hf_dict(family))
+    specs = registry.param_specs(arch)
+    params = weights.dummy(specs, 0, jnp.float32)
+    whole = sum(array.nbytes for array in jax.tree.leaves(params))
+    embeddings, positions = 4 * arch.vocab_size * arch.hidden_size, 4 * arch.max_position * arch.hidden_size
+    has_positions = family.startswith("gpt")
+    assert lookup_bytes(params, specs, device_bytes) == 4 * arch.hidden_size * (1 + has_positions)
+    assert step_bytes(params) == whole - has_positions * positions - (not arch.tied_embeddings) * embeddings
