@@ -85,10 +85,6 @@ class Router:
         self._loads[replica], self._is_open[replica] = load, is_open
         self._set_open_load(replica)
 
-    def add_load(self, replica: int, num_tokens: int) -> None:
-        """Add to the load of a replica."""
-        self.set_load(replica, self._loads[replica] + num_tokens, is_open=self._is_open[replica])
-
     def close(self, replica: int) -> None:
         """Assign nothing to the replica until `set_load` opens it."""
         self._is_open[replica] = False
