@@ -1,7 +1,8 @@
 """XLA's persistent compilation cache, for what jaxserve compiles only.
 
-It has the small programs that load and quantise weights. Programs of steps are kept whole (`programs.ProgramStore`)
-and need it only where they cannot be: in a run of many processes, or in a remote directory.
+It has the small programs that load and quantise weights. Programs of steps are kept whole
+(`program_store.ProgramStore`) and need it only where they cannot be: in a run of many processes, or in a remote
+directory.
 
 jax has one such cache per process, which its settings choose. They are changed while jaxserve compiles and restored
 afterwards, so that a trainer in the same process neither fills jaxserve's cache nor loses its own.

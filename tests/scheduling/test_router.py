@@ -44,7 +44,7 @@ def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) 
     blocks = st.lists(st.integers(0, 1), max_size=6)
     for _ in range(data.draw(st.integers(1, 25))):
         replica = data.draw(st.integers(0, num_replicas - 1))
-        match data.draw(st.sampled_from(["load", "load", "note", "note", "forget", "close"])):
+        match data.draw(st.sampled_from(["load", "load", "load", "note", "note", "forget", "close"])):
             case "load":
                 loads[replica], is_open[replica] = data.draw(st.integers(0, 400)), data.draw(st.booleans())
                 router.set_load(replica, loads[replica], is_open=is_open[replica])
