@@ -38,6 +38,8 @@ from jaxserve.layers.norm import rms_norm
 from jaxserve.layers.rope import rope_table
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.decoder import Attend
+from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import SamplingRows
 from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
@@ -158,7 +160,7 @@ class DraftLayer:
     ) -> DraftLayerState:
         """Compute the entries of all places but the last, behind which no token is known yet; keep its feature."""
         draft: DraftLayerState = state.draft
-        feature = self._feature(params, observed)
+        feature = project_features(params[1], self.head, observed.astype(self.dtype))
         # The first token of a row goes with the feature kept from the step before, if there was one.
         first = jnp.where(draft.is_known.at[rows.slot].get(mode="clip"), 0, 1)
         at = Rows.of(
@@ -226,19 +228,6 @@ class DraftLayer:
         drafts = Drafts(drafting.token_ids, num_drafts, drafting.weights)
         return drafts, dataclasses.replace(own, kv_pages=drafting.kv_pages)
 
-    def _feature(self, params: BothParams, observed: Float[Array, "T observed"]) -> Float[Array, "T D"]:
-        """Return the features of tokens."""
-        _, own = params
-        x = observed.astype(self.dtype)
-        if "fc" not in own:
-            return x
-        if "fc_norm" in own:  # over all at once, or over each layer's part
-            norms, eps = own["fc_norm"], self.head.arch.norm_eps
-            x = jnp.concatenate(
-                [rms_norm(part, norm, eps) for part, norm in zip(jnp.split(x, len(norms), 1), norms, strict=True)], 1
-            )
-        return linear(x, own["fc"])
-
     def _forward(
         self,
         params: BothParams,
@@ -251,14 +240,8 @@ class DraftLayer:
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Return the layer's outputs for features and the tokens behind them, and the pool."""
         target, own = params
-        arch, p, eps = self.head.arch, own["layers"][0], self.head.arch.norm_eps
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.tensor_axis)
-        x = rms_norm(embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis)), own["embedding_norm"], eps)
-        normed = rms_norm(feature, own["feature_norm"], eps)
-        both = jnp.concatenate([x, normed], axis=1)
-        assert arch.rope is not None, "Llama's layers rotate"
-        rope = rope_table(position, arch.rope, arch.head_dim)
-        options, layer = arch.layer_options(0), jnp.int32(0)
+        embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
         attend = partial(paged_attend, backend=self.backend)
         M = self.schedule.max_pages_per_row
         page_table = state.sequences.page_table[:, self.kv_group * M : (self.kv_group + 1) * M]
@@ -269,16 +252,8 @@ class DraftLayer:
             jnp.int32(rows.slot.shape[0]),
         )
         carry: Any = AttentionCarry(kv_pages, (group,))
-        if self.head.method == "mtp":
-            x, carry = llama.block(
-                p, linear(both, own["proj"]), rope, carry, layer, arch=arch, options=options, attend=attend
-            )
-            return x, carry.kv_pages
-        q, k, v = llama.project_qkv(p, both, arch, None)
-        out, carry = attend(q, k, v, rope, carry, layer, options)
-        residual = normed if self.head.norms_residual else feature
-        x = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
-        return llama.mlp(p, x, arch), carry.kv_pages
+        x, carry = apply_layer(own, self.head, embedding, feature, position, attend, carry)
+        return x, carry.kv_pages
 
     def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
         target, own = params
@@ -287,3 +262,51 @@ class DraftLayer:
         else:
             logits = whole_logits(target, self.target, hidden)
         return over_vocabulary(logits, self.vocab_size, own.get("outputs"))
+
+
+def project_features(own: Params, head: LayerHead, observed: Float[Array, "T observed"]) -> Float[Array, "T D"]:
+    """Return the features of tokens, from what the model computed of them."""
+    x = observed
+    if "fc" not in own:
+        return x
+    if "fc_norm" in own:  # over all at once, or over each layer's part
+        norms, eps = own["fc_norm"], head.arch.norm_eps
+        x = jnp.concatenate(
+            [rms_norm(part, norm, eps) for part, norm in zip(jnp.split(x, len(norms), 1), norms, strict=True)], 1
+        )
+    return linear(x, own["fc"])
+
+
+def apply_layer(
+    own: Params,
+    head: LayerHead,
+    embedding: Float[Array, "T D"],
+    feature: Float[Array, "T D"],
+    position: Int[Array, " T"],
+    attend: Attend,
+    carry: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Return the layer's outputs before the final norm, and the carry of attention.
+
+    Args:
+        own: parameters that `DraftLayer` describes.
+        head: what the checkpoint is.
+        embedding: embeddings of the tokens behind the features.
+        feature: features.
+        position: places of the features.
+        attend: attention, as `models.decoder.Attend` describes.
+        carry: what attention needs and updates.
+    """
+    arch, p, eps = head.arch, own["layers"][0], head.arch.norm_eps
+    normed = rms_norm(feature, own["feature_norm"], eps)
+    both = jnp.concatenate([rms_norm(embedding, own["embedding_norm"], eps), normed], axis=1)
+    assert arch.rope is not None, "Llama's layers rotate"
+    rope = rope_table(position, arch.rope, arch.head_dim)
+    options, layer = arch.layer_options(0), jnp.int32(0)
+    if head.method == "mtp":
+        return llama.block(p, linear(both, own["proj"]), rope, carry, layer, arch=arch, options=options, attend=attend)
+    q, k, v = llama.project_qkv(p, both, arch, None)
+    out, carry = attend(q, k, v, rope, carry, layer, options)
+    residual = normed if head.norms_residual else feature
+    x = linear(out.reshape(out.shape[0], -1), p["o_proj"], bias=p.get("o_bias"), residual=residual)
+    return llama.mlp(p, x, arch), carry
