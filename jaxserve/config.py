@@ -29,7 +29,11 @@ _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 LARGEST_MAX_LOGPROBS = 1024  # a TPU selects them one by one; a whole vocabulary needs no selection
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
-DEFAULT_DRAFT_MODEL = "default-draft"  # its draft, with the same tokenizer
+DEFAULT_DRAFTS = {  # what drafts for it, in weights/, by the method of speculative_config
+    "draft_model": "default-draft",
+    "medusa": "default-medusa",
+    "eagle3": "default-eagle3",
+}
 MAX_FIXED_STEPS = 1024
 MAX_STEP_TOKENS = 1024  # most tokens sampled in one dispatch, over all rows: the program holds their log probabilities
 MULTI_STEP_ROWS = 16  # largest bucket of the only multi-step program on accelerators

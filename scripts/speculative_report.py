@@ -1,8 +1,7 @@
 """Measure speculative decoding of one row at a time, with plain decoding and a random draft beside it.
 
-    python scripts/speculative_report.py --out report                       # the embedded model and its draft
-    python scripts/speculative_report.py --out report --model M --draft D --prompts prompts.jsonl
-    python scripts/speculative_report.py --out report --heads medusa=H --heads eagle3=E
+    python scripts/speculative_report.py --out report                # the embedded model with its draft and heads
+    python scripts/speculative_report.py --out report --model M --draft D --medusa H --prompts prompts.jsonl
 
 Writes a folder: `metrics.json`, `steps-CASE.jsonl` with one line per dispatch of the last round, plots, and
 `index.html`, which shows all of it and needs no other file. Cases take turns in each round; speeds are medians. What is
@@ -19,13 +18,14 @@ from pathlib import Path
 import jax
 
 from jaxserve import SamplingParams
-from jaxserve.config import DEFAULT_DRAFT_MODEL, embedded_model
+from jaxserve.config import DEFAULT_DRAFTS, embedded_model
 from jaxserve.figures.plotting import reason_missing
 from jaxserve.speculation_config import SpeculationConfig
 from speculative.page import markdown, table, write_page
 from speculative.runs import run_round, start, write_random_draft
 
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+HEADS = {"medusa": "Medusa heads", "eagle3": "EAGLE-3 layer"}
 PROMPTS = Path(__file__).parent / "speculative" / "prompts.jsonl"
 
 
@@ -35,7 +35,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--model", help="directory of the model (default: the embedded one)")
     parser.add_argument("--draft", type=Path, help="directory of the draft model (default: the embedded one)")
-    parser.add_argument("--heads", action="append", default=[], help="METHOD=DIRECTORY of heads; may be given again")
+    for method, name in HEADS.items():
+        parser.add_argument(f"--{method}", help=f"directory of its {name} (default: that of the embedded model)")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSON lines with a "prompt" each')
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--num-drafts", type=int, default=4)
@@ -44,7 +45,7 @@ def main() -> int:
     args = parser.parse_args()
     prompts = [json.loads(line)["prompt"] for line in args.prompts.read_text(encoding="utf-8").splitlines() if line]
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=1)
-    draft = args.draft or embedded_model(DEFAULT_DRAFT_MODEL)
+    draft = args.draft or embedded_model(DEFAULT_DRAFTS["draft_model"])
     options = {"model": args.model, "max_num_seqs": 1, "max_num_batched_tokens": 64}
     k, fixed = args.num_drafts, {"num_speculative_tokens": args.num_drafts, "adaptive": False}
     with tempfile.TemporaryDirectory() as scratch:
@@ -54,12 +55,13 @@ def main() -> int:
             f"draft model, k = {k}": SpeculationConfig(model=str(draft), **fixed),
             "draft model, adaptive": SpeculationConfig(model=str(draft), num_speculative_tokens=k),
             "tree of 3 levels": SpeculationConfig(model=str(draft), speculative_token_tree=TREE, adaptive=False),
+            **{
+                f"{name}, k = {k}": SpeculationConfig(method, getattr(args, method), **fixed)
+                for method, name in HEADS.items()
+                if args.model is None or getattr(args, method) is not None
+            },
             f"n-gram, k = {k}": SpeculationConfig(method="ngram", prompt_lookup_min=2, **fixed),
             "n-gram, adaptive": SpeculationConfig(method="ngram", prompt_lookup_min=2, num_speculative_tokens=k),
-            **{
-                f"{method}, k = {k}": SpeculationConfig(method=method, model=directory, **fixed)
-                for method, _, directory in (heads.partition("=") for heads in args.heads)
-            },
             f"random draft, k = {k}": SpeculationConfig(model=str(random), **fixed),
         }
         cases = [start(name, config, **options) for name, config in configs.items()]

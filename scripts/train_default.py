@@ -12,10 +12,8 @@ it, and give fewer `--steps` with `--resume` and `--out`. The draft learns the t
 
 import argparse
 import json
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,37 +30,25 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, build_tree
 from jaxserve.models.registry import from_hf_config, param_specs
 from jaxserve.weights import save
-from training import bpe_tokenizer, stdlib_corpus
+from training import bpe_tokenizer, loop, stdlib_corpus
 from training.dense_model import load_model, logits, token_nats
+from training.loop import Schedule, Tensors
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
-Tensors = dict[str, Array]  # keyed by Hugging Face name: Muon is to see each projection by itself, not fused ones
 Teacher = tuple[Params, ArchConfig]
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """Recipe of the training. Sizes of batches and sequences are in tokens."""
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Schedule):
+    """Sizes of a model, and how it is trained."""
 
     hidden_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     ffn_size: int
-    steps: int
     head_dim: int = 64
     vocab_size: int = 4096
-    batch_size: int = 4096
-    microbatch_size: int = 2048  # its activations stay in cache
-    seq_len: int = 512
-    long_seq_len: int = 1024
-    long_fraction: float = 0.15  # share of the steps, at the end, with `long_seq_len`
-    muon_lr: float = 0.02
-    adam_lr: float = 0.004
-    weight_decay: float = 0.05
-    warmup_steps: int = 60
-    decay_fraction: float = 0.45
-    seed: int = 0
 
     def hf_config(self) -> dict[str, Any]:
         """config.json of a Llama of these sizes."""
@@ -87,56 +73,12 @@ class Recipe:
             "eos_token_id": bpe_tokenizer.END_ID,
         }
 
-    def seq_len_at(self, step: int) -> int:
-        return self.long_seq_len if step >= (1 - self.long_fraction) * self.steps else self.seq_len
-
-    def schedule(self, peak: float) -> Callable[[Array], Array]:
-        """Warm-up, constant, linear decay to zero."""
-
-        def lr(step: Array) -> Array:
-            left = (self.steps - step) / (self.decay_fraction * self.steps)
-            return peak * jnp.minimum(jnp.minimum((step + 1) / self.warmup_steps, 1.0), left)
-
-        return lr
-
 
 TARGET = Recipe(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, ffn_size=768, steps=1500)
 DRAFT = Recipe(
     hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, ffn_size=256, steps=500,
     muon_lr=0.03, adam_lr=0.008, warmup_steps=30,
 )  # fmt: skip
-
-
-class Batches:
-    """The batch of any step: an epoch packs the documents in a new order, cuts sequences, and shuffles those."""
-
-    def __init__(self, documents: Sequence[NDArray[np.int32]], recipe: Recipe) -> None:
-        self._documents, self._recipe = documents, recipe
-        self._num_tokens = sum(map(len, documents))
-        self._epoch = lru_cache(maxsize=2)(self._shuffled)
-
-    def at(self, step: int) -> NDArray[np.int32]:
-        """Tokens i32[microbatches, B, S + 1] of a step.
-
-        Half of the sequences have <|endoftext|> in place of their first token, so that a text may begin anywhere.
-        """
-        r = self._recipe
-        S = r.seq_len_at(step)
-        num_rows = r.batch_size // S
-        rows = np.stack([self._sequence(i, S) for i in range(step * num_rows, (step + 1) * num_rows)])
-        rows[np.random.default_rng((r.seed, 1, step)).random(num_rows) < 0.5, 0] = bpe_tokenizer.END_ID
-        return rows.reshape(-1, r.microbatch_size // S, S + 1)
-
-    def _sequence(self, index: int, S: int) -> NDArray[np.int32]:
-        epoch, i = divmod(index, (self._num_tokens - 1) // S)
-        stream, order = self._epoch(epoch, S)
-        return stream[order[i] * S : order[i] * S + S + 1]
-
-    def _shuffled(self, epoch: int, S: int) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """All documents end to end, and the order in which to take its sequences."""
-        rng = np.random.default_rng((self._recipe.seed, 0, epoch))
-        stream = np.concatenate([self._documents[i] for i in rng.permutation(len(self._documents))])
-        return stream, rng.permutation((len(stream) - 1) // S)
 
 
 def init_tensors(specs: Sequence[ParamSpec], seed: int) -> Tensors:
@@ -156,83 +98,30 @@ def as_params(tensors: Tensors, arch: ArchConfig) -> Params:
     return build_tree(param_specs(arch), lambda spec: jnp.concatenate([tensors[n] for n in spec.hf_names]))
 
 
-@cache  # train_step compiles once per optimizer object
-def optimizer(recipe: Recipe) -> optax.GradientTransformation:
-    """Muon (Jordan et al. 2024) for the projections, Adam for embeddings and norms."""
+@dataclass(frozen=True)
+class MeanNats:
+    """Mean cross-entropy over tokens, against the next token or a teacher's idea of it."""
 
-    def dimensions(tensors: Tensors) -> dict[str, optax.contrib.MuonDimensionNumbers | None]:
-        out_in = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=0)
-        return {name: out_in if "_proj" in name else None for name in tensors}
+    arch: ArchConfig
+    teacher_arch: ArchConfig | None
 
-    return optax.contrib.muon(
-        recipe.schedule(recipe.muon_lr),
-        weight_decay=recipe.weight_decay,
-        adam_b2=0.98,
-        adam_learning_rate=recipe.schedule(recipe.adam_lr),
-        muon_weight_dimension_numbers=dimensions,
-    )
-
-
-def mean_nats(tensors: Tensors, tokens: Array, teacher: Params | None, arch: ArchConfig, teacher_arch: Any) -> Array:
-    """Mean cross-entropy over `tokens` i32[B, S + 1], against the next token or a teacher's idea of it."""
-    inputs, targets = tokens[:, :-1], tokens[:, 1:]
-    out = logits(as_params(tensors, arch), arch, inputs)
-    if teacher is None:
-        return token_nats(out, targets).mean()
-    goal = jax.nn.softmax(logits(teacher, teacher_arch, inputs), axis=-1)
-    return optax.softmax_cross_entropy(out, goal).mean()
-
-
-@partial(jax.jit, static_argnames=("tx", "arch", "teacher_arch"), donate_argnames=("tensors", "opt_state"))
-def train_step(
-    tensors: Tensors,
-    opt_state: optax.OptState,
-    batch: Array,
-    teacher: Params | None,
-    *,
-    tx: optax.GradientTransformation,
-    arch: ArchConfig,
-    teacher_arch: ArchConfig | None,
-) -> tuple[Tensors, optax.OptState, Array]:
-    """One update from `batch` i32[microbatches, B, S + 1]; donates `tensors` and `opt_state`."""
-    loss_and_grads = jax.value_and_grad(partial(mean_nats, arch=arch, teacher_arch=teacher_arch))
-
-    def accumulate(total: Any, tokens: Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, loss_and_grads(tensors, tokens, teacher)), None
-
-    zero = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, tensors))
-    total, _ = jax.lax.scan(accumulate, zero, batch)
-    nats, grads = jax.tree.map(lambda x: x / batch.shape[0], total)
-    updates, opt_state = tx.update(grads, opt_state, tensors)
-    return optax.apply_updates(tensors, updates), opt_state, nats
+    def __call__(self, tensors: Tensors, tokens: Array, teacher: Params | None) -> Array:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        out = logits(as_params(tensors, self.arch), self.arch, inputs)
+        if teacher is None or self.teacher_arch is None:
+            return token_nats(out, targets).mean()
+        goal = jax.nn.softmax(logits(teacher, self.teacher_arch, inputs), axis=-1)
+        return optax.softmax_cross_entropy(out, goal).mean()
 
 
 def train(
     recipe: Recipe, documents: Sequence[NDArray[np.int32]], teacher: Teacher | None, checkpoints: ocp.CheckpointManager
 ) -> Tensors:
     """Run all steps, or those after the newest of `checkpoints`; prints the loss as JSON lines."""
-    arch, tx, batches = from_hf_config(recipe.hf_config()), optimizer(recipe), Batches(documents, recipe)
+    arch = from_hf_config(recipe.hf_config())
     teacher_params, teacher_arch = teacher or (None, None)
     tensors = init_tensors(param_specs(arch), recipe.seed)
-    opt_state = tx.init(tensors)
-    first = checkpoints.latest_step() or 0
-    if first:
-        state = {"tensors": tensors, "opt_state": opt_state}
-        state = checkpoints.restore(first, args=ocp.args.StandardRestore(state))
-        tensors, opt_state = state["tensors"], state["opt_state"]
-    started = time.monotonic()
-    for step in range(first, recipe.steps):
-        tensors, opt_state, nats = train_step(
-            tensors, opt_state, batches.at(step), teacher_params, tx=tx, arch=arch, teacher_arch=teacher_arch
-        )
-        done = step + 1
-        if done % 10 == 0:
-            row = {"step": done, "nats_per_token": round(float(nats), 4), "tokens": done * recipe.batch_size}
-            print(json.dumps({**row, "elapsed_s": round(time.monotonic() - started, 1)}), flush=True)
-        if done % 50 == 0 or done == recipe.steps:
-            checkpoints.save(done, args=ocp.args.StandardSave({"tensors": tensors, "opt_state": opt_state}))
-    checkpoints.wait_until_finished()
-    return tensors
+    return loop.train(recipe, documents, tensors, MeanNats(arch, teacher_arch), teacher_params, checkpoints)
 
 
 def export(directory: Path, recipe: Recipe, tensors: Tensors, tokenizer: Tokenizer) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxserve import weights
 from jaxserve.config import (
-    DEFAULT_DRAFT_MODEL,
+    DEFAULT_DRAFTS,
     DEFAULT_GPU_MEMORY_FRACTION,
     FREE_TOKENS,
     MAX_STEP_TOKENS,
@@ -202,15 +202,12 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     speculation = config.speculation
     if speculation is None or speculation.method == "ngram":
         return Draft({})
-    if speculation.method in ("medusa", "eagle3", "mtp"):
-        if speculation.model is None:
-            raise ConfigError("the speculative_config of a model must name its heads, got no model")
-        return _load_heads(config, speculation, arch, Path(speculation.model))
-    if speculation.model is None and config.model is not None:
-        raise ConfigError("the speculative_config of a model must name its draft model, got no model")
+    directory = _draft_directory(config, speculation)
+    if speculation.method != "draft_model":
+        return _load_heads(config, speculation, arch, directory)
     own = dataclasses.replace(
         config,
-        model=speculation.model or str(embedded_model(DEFAULT_DRAFT_MODEL)),
+        model=str(directory),
         quantization=speculation.quantization,
         tensor_parallel_size=1,
         data_parallel_size=1,
@@ -222,6 +219,16 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     draft_arch = _within_pages(draft_arch, arch)
     backend = select_backend(own, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
     return Draft(build_params(own, draft_arch) | common, draft_arch, backend)
+
+
+def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Path:
+    """Return the directory of what drafts; ConfigError if none is given and none is embedded."""
+    if speculation.model is not None:
+        return Path(speculation.model)
+    if config.model is not None or speculation.method not in DEFAULT_DRAFTS:
+        wanted = "draft model" if speculation.method == "draft_model" else f"{speculation.method} heads"
+        raise ConfigError(f"the speculative_config of a model must name its {wanted}, got no model")
+    return embedded_model(DEFAULT_DRAFTS[speculation.method])
 
 
 def _within_pages(draft: ArchConfig, arch: ArchConfig) -> ArchConfig:

@@ -37,6 +37,8 @@ from jaxserve.layers.linear import LinearContext, embed, linear
 from jaxserve.layers.norm import rms_norm
 from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.decoder import Attend
+from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import SamplingRows
 from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
@@ -157,7 +159,7 @@ class DraftLayer:
     ) -> DraftLayerState:
         """Compute the entries of all places but the last, behind which no token is known yet; keep its feature."""
         draft: DraftLayerState = state.draft
-        feature = self._feature(params, observed)
+        feature = project_features(params[1], self.head, observed.astype(self.dtype))
         # The first token of a row goes with the feature kept from the step before, if there was one.
         first = jnp.where(draft.is_known.at[rows.slot].get(mode="clip"), 0, 1)
         at = Rows.of(
@@ -225,19 +227,6 @@ class DraftLayer:
         drafts = Drafts(drafting.token_ids, num_drafts, drafting.weights)
         return drafts, dataclasses.replace(own, kv_pages=drafting.kv_pages)
 
-    def _feature(self, params: BothParams, observed: Float[Array, "T observed"]) -> Float[Array, "T D"]:
-        """Return the features of tokens."""
-        _, own = params
-        x = observed.astype(self.dtype)
-        if "fc" not in own:
-            return x
-        if "fc_norm" in own:  # over all at once, or over each layer's part
-            norms, eps = own["fc_norm"], self.head.arch.norm_eps
-            x = jnp.concatenate(
-                [rms_norm(part, norm, eps) for part, norm in zip(jnp.split(x, len(norms), 1), norms, strict=True)], 1
-            )
-        return linear(x, own["fc"])
-
     def _forward(
         self,
         params: BothParams,
@@ -250,11 +239,8 @@ class DraftLayer:
     ) -> tuple[Float[Array, "T D"], Pages]:
         """Return the layer's outputs for features and the tokens behind them, and the pool."""
         target, own = params
-        arch, p, eps = self.head.arch, own["layers"][0], self.head.arch.norm_eps
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.tensor_axis)
-        x = rms_norm(embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis)), own["embedding_norm"], eps)
-        normed = rms_norm(feature, own["feature_norm"], eps)
-        both = jnp.concatenate([x, normed], axis=1)
+        embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
         attend = partial(paged_attend, backend=self.backend)
         M = self.schedule.max_pages_per_row
         page_table = state.sequences.page_table[:, self.kv_group * M : (self.kv_group + 1) * M]
@@ -265,12 +251,7 @@ class DraftLayer:
             jnp.int32(rows.slot.shape[0]),
         )
         carry: Any = AttentionCarry(kv_pages, (group,))
-        residual = None
-        if self.head.method == "mtp":
-            both = linear(both, own["proj"])
-        else:
-            residual = normed if self.head.norms_residual else feature
-        x, carry = draft_head.block(p, both, position, carry, arch=arch, attend=attend, residual=residual)
+        x, carry = apply_layer(own, self.head, embedding, feature, position, attend, carry)
         return x, carry.kv_pages
 
     def _logits(self, params: BothParams, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
@@ -280,3 +261,47 @@ class DraftLayer:
         else:
             logits = whole_logits(target, self.target, hidden)
         return over_vocabulary(logits, self.vocab_size, own.get("outputs"))
+
+
+def project_features(own: Params, head: LayerHead, observed: Float[Array, "T observed"]) -> Float[Array, "T D"]:
+    """Return the features of tokens, from what the model computed of them."""
+    x = observed
+    if "fc" not in own:
+        return x
+    if "fc_norm" in own:  # over all at once, or over each layer's part
+        norms, eps = own["fc_norm"], head.arch.norm_eps
+        x = jnp.concatenate(
+            [rms_norm(part, norm, eps) for part, norm in zip(jnp.split(x, len(norms), 1), norms, strict=True)], 1
+        )
+    return linear(x, own["fc"])
+
+
+def apply_layer(
+    own: Params,
+    head: LayerHead,
+    embedding: Float[Array, "T D"],
+    feature: Float[Array, "T D"],
+    position: Int[Array, " T"],
+    attend: Attend,
+    carry: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Return the layer's outputs before the final norm, and the carry of attention.
+
+    Args:
+        own: parameters that `DraftLayer` describes.
+        head: what the checkpoint is.
+        embedding: embeddings of the tokens behind the features.
+        feature: features.
+        position: places of the features.
+        attend: attention, as `models.decoder.Attend` describes.
+        carry: what attention needs and updates.
+    """
+    arch, p, eps = head.arch, own["layers"][0], head.arch.norm_eps
+    normed = rms_norm(feature, own["feature_norm"], eps)
+    both = jnp.concatenate([rms_norm(embedding, own["embedding_norm"], eps), normed], axis=1)
+    residual = None
+    if head.method == "mtp":
+        both = linear(both, own["proj"])
+    else:
+        residual = normed if head.norms_residual else feature
+    return draft_head.block(p, both, position, carry, arch=arch, attend=attend, residual=residual)

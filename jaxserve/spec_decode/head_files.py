@@ -158,7 +158,7 @@ def load_draft_layer(
             f"a head that shares embedding or logits must be as wide as the model, got hidden_size {arch.hidden_size} "
             f"and {target.hidden_size} in {directory}"
         )
-    specs = _layer_specs(head, target, tensors)
+    specs = layer_specs(head, target, tensors)
     try:
         params = assemble(tensors, specs, dtype, transform=transform_of(specs))
     except CheckpointError as error:
@@ -196,8 +196,14 @@ def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ..
     return layers
 
 
-def _layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any]) -> list[ParamSpec]:
-    """Return one row per tensor of a draft layer."""
+def layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any]) -> list[ParamSpec]:
+    """Return one row per tensor of a draft layer.
+
+    Args:
+        head: what the checkpoint is.
+        target: sizes of the whole model.
+        tensors: what the checkpoint has, for what a head may have or not: norms, embedding and logits of its own.
+    """
     arch = head.arch
     D, V = arch.hidden_size, target.vocab_size
 

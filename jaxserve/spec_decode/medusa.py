@@ -6,6 +6,7 @@ one; heads do not see each other's proposals. A tree proposes products of the mo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params
 from jaxserve.token_tree import TokenTree
 
 
@@ -104,14 +106,19 @@ class Medusa:
     def _likely(self, params: BothParams, head: int, hidden: Float[Array, "R D"], count: int) -> Int[Array, "R count"]:
         """Return the tokens that a head thinks most likely, the most likely first."""
         target, own = params
-        x = hidden
-        for layer in own["blocks"][head]:
-            x = x + jax.nn.silu(linear(x, layer["weight"], bias=layer.get("bias")))
+        x = apply_blocks(own["blocks"][head], hidden)
         if own["lm_heads"]:
             logits = linear(x, own["lm_heads"][head], LinearContext(dtype=jnp.float32))
         else:
             logits = whole_logits(target, self.arch, x)
         return lax.top_k(logits[:, : self.vocab_size], count)[1]
+
+
+def apply_blocks(blocks: Sequence[Params], hidden: Float[Array, "R D"]) -> Float[Array, "R D"]:
+    """Return the hidden states behind the residual blocks of a head."""
+    for p in blocks:
+        hidden = hidden + jax.nn.silu(linear(hidden, p["weight"], bias=p.get("bias")))
+    return hidden
 
 
 def whole_logits(params: Any, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:

@@ -1,5 +1,6 @@
 """The decoder on batches of equally long sequences, without a KV pool: what training and scoring run."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,12 @@ def token_nats(logits: Array, targets: Array) -> Array:
 
 @cache
 def dense_attend(seq_len: int) -> Attend:
-    """Causal attention inside each run of `seq_len` tokens of the token axis."""
+    """Causal attention inside each run of `seq_len` tokens of the token axis.
+
+    The carry is None, or the keys and values of earlier calls. A query then sees those of the first call up to its own
+    place, and of each call after that, its own among them, those in its place alone. If calls after the first have
+    fewer tokens than it, these are in every second place, or third, and so on.
+    """
 
     def attend(
         q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions, sinks: None = None
@@ -55,20 +61,27 @@ def dense_attend(seq_len: int) -> Attend:
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * options.attention.scale  # [B, K, G, S, H]
         k, v = (x.reshape(B, seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
-        out = [_attend_block(q, k, v, start) for start in range(0, seq_len, _QUERY_BLOCK)]
-        return jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4).reshape(T, K * G, H), carry
+        entries = ((k, v),) if carry is None else (*carry, (k, v))
+        out = [_attend_block(q, entries, start) for start in range(0, seq_len, _QUERY_BLOCK)]
+        out = jnp.concatenate(out, axis=3).transpose(0, 3, 1, 2, 4).reshape(T, K * G, H)
+        return out, None if carry is None else entries
 
     return attend
 
 
-def _attend_block(q: Array, k: Array, v: Array, start: int) -> Array:
+def _attend_block(q: Array, entries: Sequence[tuple[Array, Array]], start: int) -> Array:
     """Queries from `start` on, softmax normalised after the values are summed."""
+    (k, v), *later = entries
     B, K, G, S, H = q.shape
-    end = min(start + _QUERY_BLOCK, S)
+    end, every = min(start + _QUERY_BLOCK, S), k.shape[2] // S
+    num_keys = (end - 1) * every + 1
     block = q[:, :, :, start:end].reshape(B, K, -1, H)
-    scores = jnp.einsum("bkqh,bksh->bkqs", block, k[:, :, :end])
-    hidden = jnp.tile(jnp.arange(start, end)[:, None] < jnp.arange(end)[None, :], (G, 1))
+    scores = jnp.einsum("bkqh,bksh->bkqs", block, k[:, :, :num_keys])
+    hidden = jnp.tile(every * jnp.arange(start, end)[:, None] < jnp.arange(num_keys)[None, :], (G, 1))
     scores = jnp.where(hidden[None, None], -1e30, scores)
+    own = [(jnp.tile(x[:, :, start:end], (1, 1, G, 1)), jnp.tile(y[:, :, start:end], (1, 1, G, 1))) for x, y in later]
+    scores = jnp.concatenate([scores, *(jnp.sum(block * x, axis=-1, keepdims=True) for x, _ in own)], axis=-1)
     weights = jnp.exp(scores - lax.stop_gradient(scores.max(axis=-1, keepdims=True)))
-    out = jnp.einsum("bkqs,bksh->bkqh", weights, v[:, :, :end]) / weights.sum(axis=-1, keepdims=True)
-    return out.reshape(B, K, G, end - start, H)
+    out = jnp.einsum("bkqs,bksh->bkqh", weights[..., :num_keys], v[:, :, :num_keys])
+    out += sum(weights[..., num_keys + n, None] * y for n, (_, y) in enumerate(own))
+    return (out / weights.sum(axis=-1, keepdims=True)).reshape(B, K, G, end - start, H)

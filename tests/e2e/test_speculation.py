@@ -562,6 +562,8 @@ def joint_distribution(
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, "supported keys are"),
         (7, "mapping"),
         ({"num_speculative_tokens": 2}, "must name its draft model"),
+        ({"method": "medusa"}, "must name its medusa heads"),
+        ({"method": "eagle3"}, "must name its eagle3 heads"),
         ({"speculative_token_tree": [(0, 0)]}, "token tree must be"),
         ({"speculative_token_tree": "[(0,), (0"}, "token tree must be"),
         ({"speculative_token_tree": [(0,)], "num_speculative_tokens": 3}, "depth"),

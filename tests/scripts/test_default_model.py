@@ -141,7 +141,7 @@ def test_training_learns_repeats_and_resumes(tiny, tmp_path, capsys):
 
 
 def test_sequences_are_longer_at_the_end(tiny):
-    from train_default import Batches
+    from training.loop import Batches
 
     batches = Batches(tiny[1], tiny[0])
     assert batches.at(50).shape == (2, 2, 17)
@@ -150,7 +150,8 @@ def test_sequences_are_longer_at_the_end(tiny):
 
 def test_another_seed_is_another_model(tiny):
     from jaxserve.models.registry import from_hf_config, param_specs
-    from train_default import Batches, init_tensors
+    from train_default import init_tensors
+    from training.loop import Batches
 
     recipe, documents = tiny
     other = replace(recipe, seed=1)

@@ -1,0 +1,252 @@
+"""Draft heads in training: their first tensors, what they predict of a text, and their files."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from safetensors.flax import save_file  # numpy has no bfloat16
+
+from jaxserve.layers.linear import LinearContext, embed
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models import decoder, llama
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, ParamSpec, build_tree
+from jaxserve.spec_decode.draft_layer import LayerHead, apply_layer, project_features
+from jaxserve.spec_decode.head_files import layer_specs
+from jaxserve.spec_decode.medusa import apply_blocks
+from training.dense_model import dense_attend
+from training.loop import Tensors
+
+EVERY = 4  # places of a text from one at which tokens are drafted to the next: logits cost more than the text
+
+
+class Prediction(NamedTuple):
+    """Logits of a drafted token [B, P, V] at each of P places, and those of the model for the same token."""
+
+    drafted: Array
+    goal: Array
+
+
+class Heads(Protocol):
+    """Draft heads of one kind; hashable."""
+
+    def init(self, seed: int) -> Tensors:
+        """Tensors to begin with, by name."""
+        ...
+
+    def params(self, tensors: Tensors) -> Params:
+        """The parameters of the proposer."""
+        ...
+
+    def predict(self, tensors: Tensors, target: Params, tokens: Array) -> list[Prediction]:
+        """One prediction per drafted token, of tokens i32[B, S], each sequence from position 0."""
+        ...
+
+    def config(self) -> dict[str, Any]:
+        """config.json of the published layout."""
+        ...
+
+    def published(self, name: str) -> str:
+        """Name of a tensor in the published layout."""
+        ...
+
+
+@dataclass(frozen=True)
+class HeadLoss:
+    """Mean over the text of the cross-entropy against the model's own distribution, each token later counting less."""
+
+    heads: Heads
+    decay: float = 0.8  # of Medusa and of EAGLE-3
+
+    def __call__(self, tensors: Tensors, tokens: Array, target: Params) -> Array:
+        weight, total = 1.0, jnp.zeros(())
+        for drafted, goal in self.heads.predict(tensors, target, tokens[:, :-1]):
+            total += weight * optax.softmax_cross_entropy(drafted, jax.nn.softmax(goal, axis=-1)).mean()
+            weight *= self.decay
+        return total
+
+
+@dataclass(frozen=True)
+class MedusaHeads:
+    """Medusa heads that share the model's matrix for the logits.
+
+    Attributes:
+        target: sizes of the model.
+        num_heads: number of heads.
+        num_blocks: residual blocks of each.
+    """
+
+    target: ArchConfig
+    num_heads: int = 4
+    num_blocks: int = 1
+
+    def init(self, seed: int) -> Tensors:
+        """Zeros, as in the paper: each head begins as the model itself."""
+        D = self.target.hidden_size
+        return {
+            f"{head}.{block}.linear.{name}": jnp.zeros(shape)
+            for head in range(self.num_heads)
+            for block in range(self.num_blocks)
+            for name, shape in (("weight", (D, D)), ("bias", (D,)))
+        }
+
+    def params(self, tensors: Tensors) -> Params:
+        names = ("weight", "bias")
+        blocks = [
+            [{name: tensors[f"{head}.{block}.linear.{name}"] for name in names} for block in range(self.num_blocks)]
+            for head in range(self.num_heads)
+        ]
+        return {"blocks": blocks, "lm_heads": []}
+
+    def predict(self, tensors: Tensors, target: Params, tokens: Array) -> list[Prediction]:
+        B, S = tokens.shape
+        positions = jnp.tile(jnp.arange(S), B)
+        hidden, _ = decoder.forward(target, self.target, tokens.reshape(-1), positions, dense_attend(S), None)
+        hidden = hidden.reshape(B, S, -1)
+        P = (S - self.num_heads) // EVERY * EVERY
+        predictions = []
+        for head, blocks in enumerate(self.params(tensors)["blocks"]):
+            own, model = hidden[:, :P:EVERY], hidden[:, 1 + head : 1 + head + P : EVERY]
+            drafted = apply_blocks(blocks, own.reshape(-1, own.shape[-1])).reshape(own.shape)
+            predictions.append(Prediction(*(_logits(target, self.target, x) for x in (drafted, model))))
+        return predictions
+
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["MedusaModel"],
+            "model_type": "medusa",
+            "medusa_num_heads": self.num_heads,
+            "medusa_num_layers": self.num_blocks,
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+        }
+
+    def published(self, name: str) -> str:
+        return name
+
+
+@dataclass(frozen=True)
+class Eagle3Layer:
+    """EAGLE-3 layer as wide as the model, which shares embedding and logits.
+
+    In training the layer goes on from its own outputs for some steps, as when it drafts (the paper's training-time
+    test). Step n reads at each place what step n - 1 returned one place before, as if only the places up to n before
+    had been known: it sees the keys and values of those from step 0, and of later places from the step that reached
+    them.
+
+    Attributes:
+        target: sizes of the model.
+        feature_layers: layers of the model whose inputs it reads.
+        ffn_size: size of its feed-forward part.
+        num_steps: tokens that it drafts in a row while it is trained.
+    """
+
+    target: ArchConfig
+    feature_layers: tuple[int, ...]
+    ffn_size: int
+    num_steps: int = 3
+
+    @cached_property
+    def head(self) -> LayerHead:
+        return LayerHead("eagle3", llama.arch(self.config()), self.feature_layers, norms_output=False)
+
+    @cached_property
+    def specs(self) -> Sequence[ParamSpec]:
+        return layer_specs(self.head, self.target, {})
+
+    def init(self, seed: int) -> Tensors:
+        """Normal(0.02), norms at one, zero in what writes to the residual stream; the feature is the last input."""
+        rng = np.random.default_rng((seed, 2))
+        D = self.target.hidden_size
+        tensors = {}
+        for spec in self.specs:
+            for name, rows in zip(spec.hf_names, spec.hf_rows, strict=True):
+                std = 0.0 if "o_proj" in name or "down_proj" in name else 0.02
+                shape = (rows, *spec.shape[1:])
+                tensors[name] = np.ones(shape) if len(shape) == 1 else rng.normal(0, std, shape)
+        tensors["fc"][:, -D:] += np.eye(D)
+        return {name: jnp.asarray(x, jnp.float32) for name, x in tensors.items()}
+
+    def params(self, tensors: Tensors) -> Params:
+        return build_tree(self.specs, lambda spec: jnp.concatenate([tensors[name] for name in spec.hf_names]))
+
+    def predict(self, tensors: Tensors, target: Params, tokens: Array) -> list[Prediction]:
+        own = self.params(tensors)
+        B, S = tokens.shape
+        P, D = (S - self.num_steps) // EVERY * EVERY, self.target.hidden_size
+        positions = jnp.tile(jnp.arange(S), B)
+        hidden, inputs, _ = decoder.forward_with_features(
+            target, self.target, tokens.reshape(-1), positions, dense_attend(S), None, self.feature_layers
+        )
+        hidden = hidden.reshape(B, S, D)
+        feature = project_features(own, self.head, inputs).reshape(B, S, D)[:, :P]
+        places, carry = jnp.arange(P), ()
+        predictions = []
+        for step in range(self.num_steps):
+            embedding = embed(
+                tokens[:, 1 + step + places].reshape(-1), target["embed"], LinearContext(dtype=feature.dtype)
+            )
+            positions = jnp.tile(step + places, B)
+            attend = dense_attend(len(places))
+            out, carry = apply_layer(own, self.head, embedding, feature.reshape(-1, D), positions, attend, carry)
+            feature = out.reshape(B, -1, D)
+            if step == 0:  # at the other places it is for keys and values alone
+                places, feature = places[::EVERY], feature[:, ::EVERY]
+            drafted = rms_norm(feature, own["final_norm"], self.head.arch.norm_eps)
+            model = hidden[:, 1 + step + places]
+            predictions.append(Prediction(*(_logits(target, self.target, x) for x in (drafted, model))))
+        return predictions
+
+    def config(self) -> dict[str, Any]:
+        target = self.target
+        rope = target.ropes[0]
+        assert rope is not None, "Llama's layers rotate"
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "vocab_size": target.vocab_size,
+            "draft_vocab_size": target.vocab_size,
+            "hidden_size": target.hidden_size,
+            "intermediate_size": self.ffn_size,
+            "num_hidden_layers": 1,
+            "num_attention_heads": target.num_heads,
+            "num_key_value_heads": target.num_kv_heads,
+            "head_dim": target.head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": target.max_position,
+            "rms_norm_eps": target.norm_eps,
+            "rope_parameters": {"rope_type": "default", "rope_theta": rope.theta},
+            "tie_word_embeddings": True,
+            "eagle_aux_hidden_state_layer_ids": list(self.feature_layers),
+        }
+
+    def published(self, name: str) -> str:
+        """EAGLE's own names."""
+        names = {
+            "embedding_norm": "midlayer.input_layernorm.weight",
+            "feature_norm": "midlayer.hidden_norm.weight",
+            "final_norm": "norm.weight",
+            "fc": "fc.weight",
+        }
+        return names.get(name) or name.replace("model.layers.0.", "midlayer.")
+
+
+def _logits(target: Params, arch: ArchConfig, hidden: Array) -> Array:
+    """Logits [B, P, V] of the model for hidden states after the final norm."""
+    return decoder.compute_logits(target, arch, hidden.reshape(-1, arch.hidden_size)).reshape(*hidden.shape[:2], -1)
+
+
+def save(directory: Path, heads: Heads, tensors: Tensors) -> None:
+    """Write config.json and model.safetensors, weights in bfloat16."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stored = {heads.published(name): tensor.astype(jnp.bfloat16) for name, tensor in tensors.items()}
+    save_file(stored, str(directory / "model.safetensors"))
+    (directory / "config.json").write_text(json.dumps(heads.config(), indent=2) + "\n")
