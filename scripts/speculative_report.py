@@ -20,11 +20,12 @@ import jax
 from jaxserve import SamplingParams
 from jaxserve.config import DEFAULT_DRAFTS, embedded_model
 from jaxserve.figures.plotting import reason_missing
-from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.speculation_config import TREE_METHODS, SpeculationConfig
 from speculative.page import markdown, table, write_page
 from speculative.runs import run_round, start, write_random_draft
 
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
+WIDE_TREE = [*((n,) for n in range(6)), *((0, n) for n in range(4)), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 1, 0)]
 HEADS = {"medusa": "Medusa heads", "eagle3": "EAGLE-3 layer"}
 PROMPTS = Path(__file__).parent / "speculative" / "prompts.jsonl"
 
@@ -47,6 +48,7 @@ def main() -> int:
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, ignore_eos=True, seed=1)
     draft = args.draft or embedded_model(DEFAULT_DRAFTS["draft_model"])
     options = {"model": args.model, "max_num_seqs": 1, "max_num_batched_tokens": 64}
+    heads = [each for each in HEADS.items() if args.model is None or getattr(args, each[0]) is not None]
     k, fixed = args.num_drafts, {"num_speculative_tokens": args.num_drafts, "adaptive": False}
     with tempfile.TemporaryDirectory() as scratch:
         random = write_random_draft(draft, Path(scratch) / "random")
@@ -55,10 +57,13 @@ def main() -> int:
             f"draft model, k = {k}": SpeculationConfig(model=str(draft), **fixed),
             "draft model, adaptive": SpeculationConfig(model=str(draft), num_speculative_tokens=k),
             "tree of 3 levels": SpeculationConfig(model=str(draft), speculative_token_tree=TREE, adaptive=False),
+            **{f"{name}, k = {k}": SpeculationConfig(method, getattr(args, method), **fixed) for method, name in heads},
             **{
-                f"{name}, k = {k}": SpeculationConfig(method, getattr(args, method), **fixed)
-                for method, name in HEADS.items()
-                if args.model is None or getattr(args, method) is not None
+                f"{name}, wide tree": SpeculationConfig(
+                    method, getattr(args, method), speculative_token_tree=WIDE_TREE, adaptive=False
+                )
+                for method, name in heads
+                if method in TREE_METHODS
             },
             f"n-gram, k = {k}": SpeculationConfig(method="ngram", prompt_lookup_min=2, **fixed),
             "n-gram, adaptive": SpeculationConfig(method="ngram", prompt_lookup_min=2, num_speculative_tokens=k),

@@ -32,7 +32,7 @@ from training.loop import Batches, Schedule, Tensors
 
 WEIGHTS = Path(__file__).parents[1] / "weights"
 SCHEDULES = {
-    "medusa": Schedule(steps=250, warmup_steps=10),
+    "medusa": Schedule(steps=500, warmup_steps=10),
     "eagle3": Schedule(steps=450, warmup_steps=10),
 }
 TEXTS, HELD_OUT_TEXTS = 1536, 64
