@@ -49,9 +49,11 @@ class SamplingParams:
             characters in all.
         stop_token_ids: ids that end the output; at most 64.
         ignore_eos: continue after the end-of-sequence token.
-        seed: seed of sampling; the same seed and prompt give the same samples whatever else runs. None derives a seed
-            from the engine's, so that the same requests have the same samples after a restart. Sample i of `n` has the
-            seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their samples.
+        seed: seed of sampling; the same seed and prompt give the same samples whatever else runs, unless a draft model
+            or layer draws chains of tokens for speculative decoding: then their distribution alone is the same. None
+            derives a seed from the engine's, so that the same requests have the same samples after a restart. Sample i
+            of `n` has the seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their
+            samples.
         logprobs: number of most likely tokens whose log probabilities are returned too; at most the engine's
             `max_logprobs`, which is 20 by default. -1 is the whole vocabulary, and needs an engine with -1.
         prompt_logprobs: the same for every prompt token.

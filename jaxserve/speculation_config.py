@@ -16,8 +16,23 @@ from jaxserve.token_tree import MAX_NODES, TokenTree
 METHODS = ("draft_model", "ngram", "medusa", "eagle3", "mtp")
 TREE_METHODS = ("draft_model", "medusa")
 DEFAULT_DRAFTED_TOKENS = 4
+DEFAULT_NGRAM = 5
 _MAX_NGRAM = 32
-_IGNORED = {"disable_logprobs": (False,), "draft_tensor_parallel_size": (1, None), "prompt_lookup": (None,)}
+_ALIASES = {"ngram_gpu": "ngram", "deepseek_mtp": "mtp", "mimo_mtp": "mtp"}  # vLLM's names for the same
+_NEUTRAL: dict[str, tuple[object, ...]] = {  # values of vLLM's other keys that ask for nothing else
+    "code_revision": (None,),
+    "disable_logprobs": (False,),
+    "disable_padded_drafter_batch": (False,),
+    "draft_sample_method": ("probabilistic",),
+    "draft_tensor_parallel_size": (1, None),
+    "enable_adaptive_verification": (False,),
+    "enforce_eager": (None, False),
+    "parallel_drafting": (False,),
+    "rejection_sample_method": ("standard",),
+    "revision": (None,),
+    "use_heterogeneous_vocab": (False, True),  # tokenizers are compared
+    "use_local_argmax_reduction": (False,),
+}
 
 
 @dataclass(frozen=True)
@@ -31,8 +46,8 @@ class SpeculationConfig:
         model: directory of the draft model's checkpoint, or of the heads; None is the embedded draft of the embedded
             default model.
         num_speculative_tokens: most tokens proposed for a request at a time.
-        prompt_lookup_max: most tokens that "ngram" matches.
-        prompt_lookup_min: fewest tokens that "ngram" matches.
+        prompt_lookup_max: most tokens that "ngram" matches; None is `prompt_lookup_min`, or 5.
+        prompt_lookup_min: fewest tokens that "ngram" matches; None is `prompt_lookup_max`.
         quantization: weight format of the draft model; None serves it as it is.
         speculative_token_tree: paths of a tree of drafts by the ranks of their tokens: [(0,), (1,), (0, 0)]. Its depth
             is then `num_speculative_tokens`, which is left out. None drafts a chain.
@@ -43,7 +58,7 @@ class SpeculationConfig:
     method: str | None = None
     model: str | None = None
     num_speculative_tokens: int = DEFAULT_DRAFTED_TOKENS
-    prompt_lookup_max: int = 5
+    prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     quantization: str | None = None
     speculative_token_tree: str | Sequence[Sequence[int]] | None = None
@@ -60,6 +75,8 @@ class SpeculationConfig:
         return 0 if self.tree is None else self.tree.num_nodes - self.tree.num_levels
 
     def __post_init__(self) -> None:
+        if isinstance(self.method, str):
+            object.__setattr__(self, "method", _ALIASES.get(self.method, self.method))
         if self.method == "ngram" or self.model in ("ngram", "[ngram]"):
             object.__setattr__(self, "method", "ngram")
             object.__setattr__(self, "model", None)
@@ -83,18 +100,20 @@ class SpeculationConfig:
                 )
             object.__setattr__(self, "speculative_token_tree", self.tree.paths)
             object.__setattr__(self, "num_speculative_tokens", self.tree.num_levels)
-        if self.prompt_lookup_min is None:  # as in vLLM
-            object.__setattr__(self, "prompt_lookup_min", self.prompt_lookup_max)
-        for name, high in (
-            ("num_speculative_tokens", MAX_NODES),
-            ("prompt_lookup_max", _MAX_NGRAM),
-            ("prompt_lookup_min", self.prompt_lookup_max),
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
-                raise ConfigError(f"{name} of speculative_config must be an integer in [1, {high}], got {value!r}")
+        self._check_number("num_speculative_tokens", MAX_NODES)
+        lookup_max = next((n for n in (self.prompt_lookup_max, self.prompt_lookup_min) if n is not None), DEFAULT_NGRAM)
+        object.__setattr__(self, "prompt_lookup_max", lookup_max)
+        self._check_number("prompt_lookup_max", _MAX_NGRAM)
+        if self.prompt_lookup_min is None:
+            object.__setattr__(self, "prompt_lookup_min", lookup_max)
+        self._check_number("prompt_lookup_min", lookup_max)
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"adaptive of speculative_config must be a bool, got {self.adaptive!r}")
+
+    def _check_number(self, name: str, high: int) -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= high:
+            raise ConfigError(f"{name} of speculative_config must be an integer in [1, {high}], got {value!r}")
 
     @classmethod
     def of(cls, value: str | Mapping[str, Any] | SpeculationConfig | None) -> SpeculationConfig | None:
@@ -113,7 +132,7 @@ class SpeculationConfig:
         for name, each in value.items():
             if name in names:
                 kept[name] = each
-            elif name not in _IGNORED or each not in _IGNORED[name]:
+            elif each not in _NEUTRAL.get(name, ()):
                 raise ConfigError(
                     f"unsupported speculative_config {{{name!r}: {each!r}}}; supported keys are {sorted(names)}"
                 )

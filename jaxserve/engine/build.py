@@ -294,7 +294,9 @@ def build_proposer(
         return None
     num_tokens = speculation.num_speculative_tokens
     if speculation.method == "ngram":
-        return NGram(num_tokens, speculation.prompt_lookup_max, speculation.prompt_lookup_min or 1)
+        most, fewest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
+        assert most is not None is not fewest, "the configuration has resolved both"
+        return NGram(num_tokens, most, fewest)
     if speculation.method == "medusa":
         local, dtype = arch.local(config.tensor_parallel_size), compute_dtype(config, arch).name
         return Medusa(num_tokens, local, arch.vocab_size, schedule.max_num_seqs, dtype, speculation.tree)
@@ -611,7 +613,11 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     """A generous bound on a step's temporaries: logits in float32 a few times over, activations of one layer."""
     seqs, tokens = default_batch(config, on_cpu=False)
     widest = max(2 * arch.ffn_size, (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim) + 4 * arch.hidden_size
-    computed = 4 * (4 * seqs * arch.vocab_size + 2 * tokens * widest)
+    num_logits = 4 * seqs
+    if config.speculation is not None:  # of all drafted tokens, with the weights of draft and model
+        nodes = 1 + config.speculation.num_speculative_tokens + config.speculation.num_spare_drafts
+        num_logits = max(num_logits, 8 * min(seqs, SPECULATIVE_ROWS) * nodes)
+    computed = 4 * (num_logits * arch.vocab_size + 2 * tokens * widest)
     return SCRATCH_BYTES + computed + _logprob_bytes(config, arch, seqs + tokens)
 
 

@@ -33,7 +33,7 @@ FIRST_GUESS = 0.6  # acceptance before any draft was verified
 PROBE_SHARE = 0.01  # share of the time that probes may lose
 MAX_CREDIT_S = 0.02  # time that probes may lose at once
 SAMPLES = 5  # latest times of a kind of dispatch, of which the median counts
-SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches, beside numbers of drafted tokens
+SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
 TRIALS = 2  # times that are measured of a kind before it is judged
 WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
 
@@ -87,11 +87,10 @@ class _Costs:
     times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # of dispatches, with their rounds
     measured_s: dict[int, float] = field(default_factory=dict)  # when each k was measured last
 
-    def add(self, num_drafts: int, num_rounds: int, seconds: float, now_s: float) -> None:
+    def add(self, kind: int, num_rounds: int, seconds: float, now_s: float) -> None:
         """Add the time of a dispatch."""
-        kind = num_drafts or (SINGLE if num_rounds == 1 else SEVERAL)
         self.times.setdefault(kind, deque(maxlen=SAMPLES)).append((seconds / num_rounds, num_rounds))
-        self.measured_s[num_drafts] = now_s
+        self.measured_s[max(kind, 0)] = now_s
 
     def median_s(self, kind: int) -> float:
         """Return the seconds per round of a kind of dispatch; infinite for one that was not measured.
@@ -150,7 +149,8 @@ class DraftPacer:
         max_drafts: most tokens drafted in a round, K.
         num_slots: number of slots.
         adaptive: choose by what is measured; otherwise always draft K tokens.
-        has_multi_step: True if plain dispatches may have several steps.
+        has_multi_step: True if plain dispatches of one step and of several are to be compared; otherwise all of them
+            are of one kind, however many steps they have.
         max_rounds: function that returns the most rounds of a bucket's dispatch.
         dispatch_s: time that the rounds of a dispatch may take together; infinite for as many rounds as there may be.
     """
@@ -166,7 +166,7 @@ class DraftPacer:
         dispatch_s: float = DISPATCH_S,
     ) -> None:
         self._max_drafts, self._adaptive = max_drafts, adaptive
-        self._max_rounds, self._dispatch_s = max_rounds, dispatch_s
+        self._max_rounds, self._dispatch_s, self._has_multi_step = max_rounds, dispatch_s, has_multi_step
         self._acceptance = Acceptance(max_drafts, num_slots)
         # Kinds of dispatches that are measured before any choice
         plain = [SINGLE, SEVERAL] if has_multi_step else [SINGLE]
@@ -221,7 +221,8 @@ class DraftPacer:
             if not (self._probe.num_running or self._probe.num_left):
                 self._probe = None
         if last == (bucket, num_drafts) and num_rounds:
-            self._costs.setdefault(bucket, _Costs()).add(num_drafts, num_rounds, seconds, end_s)
+            kind = num_drafts or (SEVERAL if self._has_multi_step and num_rounds > 1 else SINGLE)
+            self._costs.setdefault(bucket, _Costs()).add(kind, num_rounds, seconds, end_s)
 
     def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
         """Note how many drafted tokens were wanted and accepted in each round [rows, rounds] of some slots."""

@@ -132,7 +132,7 @@ class DraftModel:
     ) -> tuple[Drafts, DraftState]:
         """Catch up with the sequences, then draft token by token, or level by level."""
         # Drafted tokens behind the draft model's longest sequence would be worthless.
-        num_drafts = jnp.clip(num_drafts, 0, self.arch.max_position - 1 - rows.start)
+        num_drafts = jnp.minimum(num_drafts, jnp.maximum(self.arch.max_position - 1 - rows.start, 0))
         length = state.draft.length.at[rows.slot].get(mode="clip")
         length = jnp.where(num_drafts > 0, length, rows.start)
         _, own_params = params

@@ -24,6 +24,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.metrics import Vector
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.plan import StepPlan
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
@@ -33,6 +34,7 @@ Start = Callable[..., Engine]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROPOSERS = ("same", "other", "ngram", "tree", "medusa", "layer", "foreign")
+ALL_PROPOSERS = (*PROPOSERS, "heads", "mtp")
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1)]
 
 
@@ -42,7 +44,8 @@ def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
     The model as its own draft is nearly always right, another random one nearly never, look-ups now and then. A tree
     has a draft that is similar to the model, so that paths differ; a foreign draft is similar too, with other ids for
-    the tokens. Medusa heads are random, in a tree that is wide. An EAGLE-3 layer is random too.
+    the tokens. Medusa heads are near those that repeat the model's last token, in a tree that is wide, or as a chain
+    ("heads"). EAGLE-3 and MTP layers are random too.
     """
     other = tmp_path_factory.mktemp("draft")
     sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS, "num_hidden_layers": 1}
@@ -58,10 +61,13 @@ def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     foreign = tmp_path_factory.mktemp("foreign")
     write_with_other_ids(similar, foreign)
     heads = tmp_path_factory.mktemp("heads")
-    write_heads(heads, hidden_size(llama), lambda size: rng.standard_normal((size, size), np.float32))
+    size = hidden_size(llama)
+    write_heads(heads, size, lambda size: 0.3 * size**-0.5 * rng.standard_normal((size, size), np.float32), 8)
 
-    layer = tmp_path_factory.mktemp("layer")
-    draft_layers.write_eagle3(layer, transformers.AutoModelForCausalLM.from_pretrained(llama), (0, 1, 2))
+    layer, mtp = tmp_path_factory.mktemp("layer"), tmp_path_factory.mktemp("mtp")
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
+    draft_layers.write_eagle3(layer, model, (0, 1, 2))
+    draft_layers.write_mtp(mtp, model)
 
     def speculate(proposer: str, num_tokens: int = 3, **options: Any) -> SpeculationConfig:
         if proposer == "ngram":
@@ -69,6 +75,10 @@ def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
         elif proposer == "medusa":
             tree = [(n,) for n in range(8)] + [(0, n) for n in range(8)] + [(0, 0, n) for n in range(8)]
             options = {"method": "medusa", "model": str(heads), "speculative_token_tree": tree} | options
+        elif proposer == "heads":
+            options = {"method": "medusa", "model": str(heads)} | options
+        elif proposer == "mtp":
+            options = {"method": "mtp", "model": str(mtp)} | options
         elif proposer == "layer":
             options = {"method": "eagle3", "model": str(layer)} | options
         elif proposer == "tree":
@@ -141,6 +151,46 @@ class TestAnyWorkload:
                 assert cut.token_ids == completion.token_ids[: len(cut.token_ids)]
 
 
+def tree_of(num_levels: int) -> list[tuple[int, ...]]:
+    """Return the paths of a tree: most likely tokens, and branches off them at each level."""
+    levels = range(num_levels)
+    return [(0,) * (n + 1) for n in levels] + [(0,) * n + (1,) for n in levels] + [(1,) + (0,) * n for n in levels[1:]]
+
+
+@pytest.fixture(scope="module")
+def many_prompts() -> list[list[int]]:
+    """Return 100 prompts, many of which begin or go on like others."""
+    own = [tokens(1 + index % 13, f"many {index}") for index in range(100)]
+    return [tokens(index % 4 * 6, "prefix") + prompt * (1 + index % 3) for index, prompt in enumerate(own)]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("proposer", ALL_PROPOSERS)
+def test_greedy_tokens_of_a_hundred_prompts(
+    start: Start,
+    speculate: Callable[..., SpeculationConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    many_prompts: list[list[int]],
+    proposer: str,
+) -> None:
+    """Rounds of 1, 2, 4 and 8 tokens, or levels of a tree, by the same programs."""
+    sizes = {"max_num_seqs": 8, "max_num_batched_tokens": 128, "num_pages": 100}
+    options = {"speculative_token_tree": tree_of(8)} if proposer in ("tree", "medusa") else {}
+    config = speculate(proposer, 8, **options)
+    engine, params = start(speculative_config=config, **sizes, **tokenizers_of(config)), replace(GREEDY, max_tokens=12)
+    expected = generate(start(**sizes), many_prompts, params)
+    [replica] = engine.replicas
+    for num_tokens in (1, 2, 4, 8):
+        engine.reset_prefix_cache()
+        before, chosen = replace(engine.stats), num_tokens
+        monkeypatch.setattr(replica.draft_pacer, "choose", lambda _, slots, k=chosen: (np.full(len(slots), k), 1))
+        for output, wanted in zip(generate(engine, many_prompts, params), expected, strict=True):
+            assert_same(output, wanted)
+        stats = engine.stats.since(before)
+        assert stats.num_drafted_tokens > 100
+        assert stats.num_accepted_tokens > 0 or proposer == "other"
+
+
 @pytest.mark.parametrize("step_ahead", [True, pytest.param(False, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "params",
@@ -167,6 +217,21 @@ def test_every_parameter(
         assert engine.stats.num_drafted_tokens > drafted
 
 
+@pytest.mark.parametrize("proposer", ["ngram", "tree", "medusa"])
+def test_tokens_that_were_not_drawn_leave_samples_as_they_are(
+    start: Start, speculate: Callable[..., SpeculationConfig], proposer: str
+) -> None:
+    prompts, params = (
+        [tokens(n, f"samples {n}") * 2 for n in range(1, 13)],
+        replace(GREEDY, temperature=0.8, top_k=5, seed=3),
+    )
+    engine = start(speculative_config=speculate(proposer), multi_step=8)
+    before = engine.stats.num_accepted_tokens
+    for output, wanted in zip(generate(engine, prompts, params), generate(start(), prompts, params), strict=True):
+        assert_same(output, wanted)
+    assert engine.stats.num_accepted_tokens > before
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 4, 8])
 def test_a_draft_that_is_right_saves_target_passes(
     start: Start, speculate: Callable[..., SpeculationConfig], num_tokens: int
@@ -189,6 +254,68 @@ def test_a_draft_that_is_right_saves_target_passes(
     assert metrics.num_accepted_tokens == metrics.num_drafted_tokens == stats.num_accepted_tokens
     assert sum(metrics.num_accepted_per_position) == metrics.num_accepted_tokens
     assert len(metrics.num_accepted_per_position) == num_tokens
+
+
+@pytest.mark.parametrize("proposer", ["same", "other"])
+def test_numbers_of_drafts_change_and_compile_nothing(
+    start: Start, speculate: Callable[..., SpeculationConfig], proposer: str
+) -> None:
+    """Plain steps, the most drafts and half of them are tried before any choice; fixtures forbid compilations."""
+    config = replace(speculate(proposer), adaptive=True)
+    engine, plain, drafted = start(speculative_config=config, multi_step=8), start(), set()
+    for index in range(3):
+        prompt, params = tokens(5, f"adaptive {index}"), replace(GREEDY, max_tokens=40)
+        output = engine.add_request(f"adaptive {index}", prompt, params)
+        while engine.has_unfinished():
+            engine.step()
+            steps = [step for step in engine.core.last_steps if not step.num_prefill_tokens]
+            drafted |= {step.num_drafted_tokens / max(step.num_draft_rounds, 1) for step in steps}
+        assert_same(output, *generate(plain, [prompt], params))
+    assert drafted >= {0, 1, 3}
+    assert engine.stats.num_compiles == 0
+
+
+def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
+    start: Start, speculate: Callable[..., SpeculationConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dispatches, their tokens and rounds, and the arrays that are uploaded, where no prefix is in the cache."""
+    prompts, seen = [tokens(n, f"plain {n}") for n in (3, 9, 4, 7, 12)], []
+    for options in ({}, {"speculative_config": speculate("same")}):
+        engine, uploads = start(multi_step=8, **options), []
+        [replica] = engine.replicas
+        pack = replica.executor.packer.pack
+
+        def noted(plan: StepPlan, bucket: int, pack: Any = pack, uploads: Any = uploads) -> Any:
+            upload = pack(plan, bucket)
+            sizes = [len(blob) for blob in (upload.blob, *upload.admissions)]
+            uploads.append((plan.kind, plan.num_steps, plan.counts, bucket, sizes, len(upload.slot_rows)))
+            return upload
+
+        with monkeypatch.context() as patch:
+            patch.setattr(replica.draft_pacer, "choose", lambda bucket, slots: (np.zeros(len(slots), int), 0))
+            patch.setattr(replica.executor.packer, "pack", noted)
+            generate(engine, prompts, replace(GREEDY, max_tokens=12))  # without preemptions
+        seen.append(uploads)
+    assert seen[0] == seen[1]
+    assert len(seen[0]) > 5
+
+
+@pytest.mark.parametrize("tree", [None, TREE], ids=["chain", "tree"])
+def test_rows_longer_than_the_draft_model_s_positions_go_on_without_drafts(
+    start: Start, speculate: Callable[..., SpeculationConfig], llama: Path, tmp_path: Path, tree: Any
+) -> None:
+    """The draft model is the model itself, with 20 positions."""
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 20}))
+    prompts = [tokens(n, f"positions {n}") for n in (3, 18, 30)]
+    engine = start(speculative_config=speculate("same", model=str(tmp_path), speculative_token_tree=tree), multi_step=8)
+    before = replace(engine.stats)
+    for output, wanted in zip(generate(engine, prompts, GREEDY), generate(start(), prompts, GREEDY), strict=True):
+        assert_same(output, wanted)
+    stats = engine.stats.since(before)
+    assert 0 < stats.num_accepted_tokens < 20
+    assert stats.num_drafted_tokens < 60, "there are none behind the 20th position"
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])
@@ -356,8 +483,12 @@ def metrics_of(llm: LLM) -> dict[str, Any]:
     return {m.name: m.values if isinstance(m, Vector) else m.value for m in llm.get_metrics()}
 
 
-@pytest.mark.parametrize("proposer", PROPOSERS)
-@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_k": 4, "temperature": 2.0, "min_p": 0.05}], ids=["k", "t"])
+@pytest.mark.parametrize("proposer", ALL_PROPOSERS)
+@pytest.mark.parametrize(
+    "filters",
+    [{"top_k": 4}, {"top_k": 6, "top_p": 0.8, "temperature": 2.0, "min_p": 0.05}],
+    ids=["top_k", "temperature, min_p, top_k and top_p"],
+)
 @pytest.mark.full
 def test_the_first_three_tokens_have_the_target_s_distribution(
     start: Start,
@@ -403,6 +534,8 @@ def joint_distribution(
             probabilities = softmax(logits / params.temperature)
             probabilities[probabilities < params.min_p * probabilities.max()] = 0
             top = np.argsort(-probabilities)[: params.top_k]
+            mass = np.cumsum(probabilities[top]) / probabilities[top].sum()
+            top = top[: np.searchsorted(mass, params.top_p) + 1]
             for token_id in top[probabilities[top] > 0]:
                 share = probabilities[token_id] / probabilities[top].sum()
                 longer[(*key, int(token_id))] = p * share
@@ -415,16 +548,36 @@ def joint_distribution(
     [
         ({"method": "magic"}, "must be one of"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "integer in"),
-        ({"method": "ngram", "prompt_lookup_min": 9}, "prompt_lookup_min"),
-        ({"method": "ngram", "lookup": 9}, "unsupported speculative_config"),
+        ({"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 9}, "prompt_lookup_min"),
+        (
+            {"method": "ngram", "lookup": 9},
+            r"unsupported speculative_config .* supported keys are .*'prompt_lookup_max'",
+        ),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, "supported keys are"),
         (7, "mapping"),
         ({"num_speculative_tokens": 2}, "must name its draft model"),
         ({"speculative_token_tree": [(0, 0)]}, "token tree must be"),
         ({"speculative_token_tree": "[(0,), (0"}, "token tree must be"),
         ({"speculative_token_tree": [(0,)], "num_speculative_tokens": 3}, "depth"),
-        ({"speculative_token_tree": [(0,)], "method": "ngram"}, "ranks tokens"),
+        ({"speculative_token_tree": [(0,)], "method": "ngram"}, "needs a method"),
     ],
 )
 def test_bad_options_are_refused(llama: Path, config: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         LLM(str(llama), speculative_config=config, **SIZES)
+
+
+@pytest.mark.parametrize(
+    ("given", "same"),
+    [
+        ({"method": "ngram", "prompt_lookup_min": 7}, {"prompt_lookup_max": 7, "prompt_lookup_min": 7}),
+        ({"method": "ngram", "prompt_lookup_max": 3}, {"prompt_lookup_max": 3, "prompt_lookup_min": 3}),
+        ({"model": "[ngram]"}, {"method": "ngram", "model": None, "prompt_lookup_max": 5}),
+        ({"method": "deepseek_mtp", "model": "a", "enforce_eager": False}, {"method": "mtp", "model": "a"}),
+        ({"model": "a", "draft_tensor_parallel_size": 1, "use_heterogeneous_vocab": True}, {"method": "draft_model"}),
+    ],
+)
+def test_options_are_read_as_vllm_reads_them(given: dict[str, Any], same: dict[str, Any]) -> None:
+    config = SpeculationConfig.of(given)
+    assert config is not None
+    assert {name: getattr(config, name) for name in same} == same

@@ -9,16 +9,20 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from jaxserve.config import ScheduleConfig
+from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.engine.build import activation_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.executor import RoundCounts
 from jaxserve.execution.round import Model, Rows, plain_round
 from jaxserve.execution.state import abstract_state
-from jaxserve.execution.verification import Drafts, _verify, round_words
+from jaxserve.execution.verification import Drafts, _verify, make_speculative_step, round_words
 from jaxserve.models import registry
-from jaxserve.planner.program import abstract_params
+from jaxserve.planner.program import abstract_params, temp_bytes
 from jaxserve.sampling import DRAFT, DraftedTokens, SamplingRows, draw_by_weight, pack_records
+from jaxserve.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, uniform_noise
 from jaxserve.sampling.sampler import accept_or_draw
+from jaxserve.spec_decode.draft_model import DraftModel
+from jaxserve.speculation_config import SpeculationConfig
 from tests.checkpoints import hf_dict
 from tests.simulation import make_request
 
@@ -54,6 +58,28 @@ def test_verification_reads_the_weights_once() -> None:
     assert num_bytes[1] < 1.1 * num_bytes[0], num_bytes
 
 
+def test_memory_kept_free_holds_the_logits_of_all_drafted_tokens() -> None:
+    """A round of a model with a large vocabulary, whose draft model draws a chain."""
+    num_rows = 16
+    arch = registry.from_hf_config(
+        hf_dict("llama", vocab_size=1 << 16, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    )
+    schedule = ScheduleConfig(num_rows, 64, 64, 4, 160, max_drafts=K)
+    draft_arch = replace(arch, one_kv_group=True)
+    proposer = DraftModel(K, draft_arch, arch.vocab_size, schedule, "float32", "xla", kv_group=0, chunk=64)
+    layout = BatchLayout.of(schedule, num_rows, is_speculative=True)
+    program = make_speculative_step(arch, layout, proposer, backend="xla", max_rounds=2)
+    state = abstract_state(arch, schedule, kv_dtype=jnp.float32, backend="xla", new_draft=proposer.new_state)
+    params = (abstract_params(arch, jnp.dtype("float32")),) * 2
+    blob = jax.ShapeDtypeStruct((layout.blob_size,), jnp.int32)
+    compiled = jax.jit(program, donate_argnums=1).lower(params, state, blob).compile()
+    sizes = {"max_num_seqs": num_rows, "max_num_batched_tokens": 64, "max_logprobs": 0}
+    drafting = SpeculationConfig(model="draft", num_speculative_tokens=K)
+    kept = [activation_bytes(EngineConfig(speculative_config=each, **sizes), arch) for each in (None, drafting)]
+    assert temp_bytes(compiled) <= kept[1]
+    assert kept[1] - kept[0] == 4 * (8 * (K + 1) - 4) * num_rows * arch.vocab_size
+
+
 def test_round_words_hold_all_counts() -> None:
     counts = np.random.default_rng(0).integers(0, 33, (4, 35)).astype(np.int32)
     words = np.asarray(round_words(*map(jnp.asarray, counts)))
@@ -84,6 +110,21 @@ def test_tokens_have_the_target_s_distribution_whatever_was_drafted(case: str) -
     else:
         expected = float(np.minimum(p / p.sum(), q / q.sum()).sum()) * num_rows
         assert abs(num_kept - expected) < 4 * num_rows**0.5
+
+
+def test_draws_of_a_position_have_streams_of_their_own() -> None:
+    """Uniform noise for target, draft, residual and acceptance, of neighbouring seeds and positions."""
+    num_rows, count = 64, 256
+    rows = seeded_rows(num_rows)
+    noise = [
+        uniform_noise(rows.seed, rows.position + shift, jnp.uint32(5), count, stream)
+        for stream in (TARGET, DRAFT, RESIDUAL, ACCEPT)
+        for shift in (0, 1)
+    ]
+    flat = np.asarray(jnp.stack(noise)).reshape(len(noise) * num_rows, count)
+    assert len(np.unique(flat[:, 0])) == len(flat)
+    correlation = np.corrcoef(flat) - np.eye(len(flat))
+    assert np.abs(correlation).max() < 6 / count**0.5
 
 
 def seeded_rows(num_rows: int) -> SamplingRows:
