@@ -5,7 +5,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import draft_layers
+import numpy as np
 import pytest
+import transformers
+from safetensors.numpy import save_file
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
@@ -22,25 +26,41 @@ Start = Callable[..., Engine]
 
 @pytest.fixture(scope="module")
 def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
-    """Start an engine whose draft is nearly always right, or one with the heads of no device's share."""
+    """Start an engine whose draft is nearly always right, or one with the heads of no device's share.
+
+    Medusa heads of zeros, in a tree, and an EAGLE-3 layer near the one that repeats the model's last token share the
+    model's logits, which are split over the devices.
+    """
     odd = tmp_path_factory.mktemp("draft")
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 8}
     write_checkpoint(odd, "llama", num_hidden_layers=1, **sizes)
 
-    def start(num_devices: int, draft: str | None) -> Engine:
-        options: dict[str, Any] = SIZES | {"tensor_parallel_size": num_devices, "multi_step": 8}
+    medusa, eagle3 = tmp_path_factory.mktemp("medusa"), tmp_path_factory.mktemp("eagle3")
+    target = transformers.AutoModelForCausalLM.from_pretrained(model)
+    size = target.config.hidden_size
+    save_file({f"{n}.0.linear.weight": np.zeros((size, size), np.float32) for n in range(3)}, medusa / "a.safetensors")
+    draft_layers.write_eagle3(eagle3, target, (0, 1))
+    directories = {"odd": odd, "medusa": medusa, "eagle3": eagle3}
+
+    def start(num_devices: int, draft: str | None, **sizes: Any) -> Engine:
+        options: dict[str, Any] = SIZES | {"tensor_parallel_size": num_devices, "multi_step": 8} | sizes
         if draft is not None:
-            path = str(odd if draft == "odd" else model)
-            tree = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)] if draft == "tree" else None
+            tree = [(0,), (1,), (0, 0), (0, 1), (0, 0, 0)] if draft in ("tree", "medusa") else None
             options["speculative_config"] = SpeculationConfig(
-                model=path, num_speculative_tokens=3, speculative_token_tree=tree, adaptive=False
+                draft if draft in ("medusa", "eagle3") else "draft_model",
+                str(directories.get(draft, model)),
+                num_speculative_tokens=3,
+                speculative_token_tree=tree,
+                adaptive=False,
             )
         return Engine(EngineConfig(str(model), **options))
 
     return start
 
 
-@pytest.mark.parametrize("draft", ["same", "odd", "tree"])
+@pytest.mark.parametrize(
+    "draft", ["same", "odd", "tree", *(pytest.param(heads, marks=pytest.mark.full) for heads in ("medusa", "eagle3"))]
+)
 def test_tokens_are_those_of_one_device(start: Start, draft: str) -> None:
     sampled = replace(GREEDY, temperature=1, top_k=5, seed=3)
     penalised = replace(GREEDY, repetition_penalty=1.3, logprobs=2)
@@ -53,5 +73,16 @@ def test_tokens_are_those_of_one_device(start: Start, draft: str) -> None:
             for output, each in zip(generate(engine, PROMPTS, params), wanted, strict=True):
                 assert_same(output, each)
         assert engine.stats.num_drafted_tokens > 0
-        if draft != "odd":
+        if draft in ("same", "tree"):
             assert engine.stats.acceptance_rate > (0.5 if draft == "same" else 0.3), "penalties are not the draft's"
+
+
+def test_replicas_draft_for_their_own_rows(start: Start) -> None:
+    engine = start(1, "same", data_parallel_size=2)
+    prompts = [tokens(n, f"replicas {n}") for n in (3, 9, 5, 12, 4, 7)]
+    for output, wanted in zip(
+        generate(engine, prompts, GREEDY), generate(start(1, None), prompts, GREEDY), strict=True
+    ):
+        assert_same(output, wanted)
+    assert all(replica.executor.draft_params for replica in engine.replicas)
+    assert engine.stats.acceptance_rate > 0.9
