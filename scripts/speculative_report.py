@@ -2,9 +2,11 @@
 
     python scripts/speculative_report.py --out report                       # the embedded model and its draft
     python scripts/speculative_report.py --out report --model M --draft D --prompts prompts.jsonl
+    python scripts/speculative_report.py --out report --heads medusa=H --heads eagle3=E
 
 Writes a folder: `metrics.json`, `steps-CASE.jsonl` with one line per dispatch of the last round, plots, and
-`index.html`, which shows all of it and needs no other file. Cases take turns in each round; speeds are medians.
+`index.html`, which shows all of it and needs no other file. Cases take turns in each round; speeds are medians. What is
+printed is a table in Markdown.
 """
 
 import argparse
@@ -20,7 +22,7 @@ from jaxserve import SamplingParams
 from jaxserve.config import DEFAULT_DRAFT_MODEL, embedded_model
 from jaxserve.figures.plotting import reason_missing
 from jaxserve.speculation_config import SpeculationConfig
-from speculative.page import draw, write_page
+from speculative.page import markdown, table, write_page
 from speculative.runs import run_round, start, write_random_draft
 
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -33,6 +35,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--model", help="directory of the model (default: the embedded one)")
     parser.add_argument("--draft", type=Path, help="directory of the draft model (default: the embedded one)")
+    parser.add_argument("--heads", action="append", default=[], help="METHOD=DIRECTORY of heads; may be given again")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help='JSON lines with a "prompt" each')
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--num-drafts", type=int, default=4)
@@ -53,6 +56,10 @@ def main() -> int:
             "tree of 3 levels": SpeculationConfig(model=str(draft), speculative_token_tree=TREE, adaptive=False),
             f"n-gram, k = {k}": SpeculationConfig(method="ngram", prompt_lookup_min=2, **fixed),
             "n-gram, adaptive": SpeculationConfig(method="ngram", prompt_lookup_min=2, num_speculative_tokens=k),
+            **{
+                f"{method}, k = {k}": SpeculationConfig(method=method, model=directory, **fixed)
+                for method, _, directory in (heads.partition("=") for heads in args.heads)
+            },
             f"random draft, k = {k}": SpeculationConfig(model=str(random), **fixed),
         }
         cases = [start(name, config, **options) for name, config in configs.items()]
@@ -65,6 +72,7 @@ def main() -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     facts = {"model": args.model or "embedded", "jax": jax.__version__, "device": jax.devices()[0].device_kind}
     facts |= {"machine": platform.machine(), "prompts": len(prompts), "tokens of each": args.max_tokens}
+    facts |= {"rounds": args.rounds, "temperature": args.temperature}
     summaries = [case.summary() for case in cases]
     (args.out / "metrics.json").write_text(json.dumps({"facts": facts, "cases": summaries}, indent=2) + "\n")
     for case in cases:
@@ -74,13 +82,8 @@ def main() -> int:
     if (reason := reason_missing()) is not None:
         print(reason, file=sys.stderr)
     else:
-        write_page(cases, draw(cases, args.out), facts, args.out / "index.html")
-    for summary in summaries:
-        ratio = summary["tokens_per_s"] / summaries[0]["tokens_per_s"]
-        print(
-            f"{summary['name']:>24}: {summary['tokens_per_s']:7.0f} tokens/s, {ratio:.2f} of plain, "
-            f"acceptance {summary['acceptance']:.2f}, {summary['tokens_per_pass']:.2f} tokens per pass"
-        )
+        write_page(cases, facts, args.out)
+    print(markdown(table(cases)))
     if summaries[-1]["acceptance"] > 0.2:
         print("a random draft is accepted too often: the measurement is wrong", file=sys.stderr)
         return 1

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import html
+import io
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +19,59 @@ _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #ddd; }
 td:first-child, th:first-child { text-align: left; } img { max-width: 100%; }
+summary { font-weight: 600; cursor: pointer; margin: .8rem 0; }
 pre { background: #f7f7f7; padding: .8rem; white-space: pre-wrap; } .d { background: #cfe8cf; } .t { background: #fff; }
 """
 
 
-def draw(cases: Sequence[Case], directory: Path) -> dict[str, Path]:
-    """Draw all plots into a directory; return their files by caption."""
+@dataclass(frozen=True)
+class Plot:
+    """A plot and what it says.
+
+    Attributes:
+        caption: heading.
+        text: how to read it.
+        figure: the plot.
+    """
+
+    caption: str
+    text: str
+    figure: Figure
+
+
+def plots(cases: Sequence[Case]) -> dict[str, Plot]:
+    """Return all plots by the name of their file."""
     drafting = [case for case in cases if case.drafts]
-    one, each = _one_axes, _axes_of_each
-    figures: dict[str, tuple[str, Figure]] = {
-        "latency": ("Time per token against acceptance", one(lambda ax: _latency(ax, cases))),
-        "positions": (
-            "Share of rounds in which each drafted token is accepted",
-            one(lambda ax: _positions(ax, drafting)),
+    return {
+        "latency": Plot(
+            "Time per token against acceptance",
+            "A small point is a prompt, a large one all prompts. Below the dashed line, the time of plain decoding, "
+            "drafts pay.",
+            _one_axes(lambda ax: _latency(ax, cases)),
         ),
-        "tokens": ("Tokens per pass of the model against E[n]", one(lambda ax: _against_theory(ax, drafting))),
-        "pages": ("KV pages in use", each(cases, "num_pages_used", "pages")),
-        "drafts": ("Tokens drafted per round", each(drafting, "k", "drafted")),
+        "positions": Plot(
+            "Acceptance by position",
+            "Share of the rounds that drafted so many tokens in which the first one was accepted, the first two, ...",
+            _one_axes(lambda ax: _positions(ax, drafting)),
+        ),
+        "tokens": Plot(
+            "Tokens per pass of the model against theory",
+            "E[n] = (1 - p^(k+1)) / (1 - p) for the tokens that were drafted, with p the probability that a token is "
+            "accepted if those before it were. On the line the two are equal. Passes without drafts do not count.",
+            _one_axes(lambda ax: _against_theory(ax, drafting)),
+        ),
+        "pages": Plot(
+            "Pressure on the KV pool over time",
+            "Pages of keys and values in use; each prompt begins with those of the prompt and ends with all of its "
+            "own. Rounds hold pages for the tokens that they may accept.",
+            _axes_of_each(cases, "num_pages_used", "pages"),
+        ),
+        "drafts": Plot(
+            "Tokens drafted per round over time",
+            "0 where a plain step ran: for a prompt, or because it was expected to be faster.",
+            _axes_of_each(drafting, "k", "k"),
+        ),
     }
-    for name, (_, figure) in figures.items():
-        figure.savefig(directory / f"{name}.png", dpi=110)
-    return {caption: directory / f"{name}.png" for name, (caption, _) in figures.items()}
 
 
 def _figure(height: float) -> Figure:
@@ -68,8 +102,12 @@ def _axes_of_each(cases: Sequence[Case], name: str, label: str) -> Figure:
 
 
 def _latency(axes: Axes, cases: Sequence[Case]) -> None:
+    axes.axhline(1e3 / cases[0].tokens_per_s, color="grey", linestyle="--", linewidth=0.8)
     for case in cases:
-        axes.plot(case.acceptance, 1e3 / case.tokens_per_s, "o", label=case.name)
+        [marks] = axes.plot(case.acceptance, 1e3 / case.tokens_per_s, "o", markersize=9, label=case.name)
+        each = case.by_prompt()
+        times = [1e3 / prompt["tokens_per_s"] for prompt in each]
+        axes.plot([prompt["acceptance"] for prompt in each], times, ".", alpha=0.6, color=marks.get_color())
     axes.set(xlabel="acceptance", ylabel="ms per token", ylim=(0, None))
 
 
@@ -97,34 +135,61 @@ def _of_step(step: dict[str, Any], name: str) -> float:
     return float(step["num_drafted_tokens"] / max(step["num_draft_rounds"], 1))
 
 
-def write_page(cases: Sequence[Case], plots: dict[str, Path], facts: dict[str, Any], path: Path) -> None:
-    """Write a page with the table, the plots and the tokens by who proposed them; it needs no other file."""
-    parts = [f"<!doctype html><meta charset=utf-8><title>Speculative decoding</title><style>{_STYLE}</style>"]
-    parts.append("<h1>Speculative decoding</h1>")
-    parts.append("<p>" + ", ".join(f"{html.escape(str(k))} {html.escape(str(v))}" for k, v in facts.items()) + "</p>")
-    header = ("", "tokens/s", "of plain", "acceptance", "tokens per pass", "E[n]", "rounds")
-    parts.append("<table><tr>" + "".join(f"<th>{name}</th>" for name in header) + "</tr>")
-    plain = cases[0].tokens_per_s
+def table(cases: Sequence[Case]) -> list[tuple[str, ...]]:
+    """Return the rows of the table of all cases, the header first."""
+    rows = [("", "tokens/s", "of plain", "acceptance", "tokens per pass", "E[n]", "ratio", "share of tokens")]
     for case in cases:
-        expected = case.summary()["theory"].get("expected")
-        drafted = (
-            (f"{case.acceptance:.2f}", f"{case.tokens_per_pass:.2f}", f"{expected:.2f}") if expected else ("",) * 3
-        )
-        cells = (case.name, f"{case.tokens_per_s:.0f}", f"{case.tokens_per_s / plain:.2f}", *drafted, len(case.drafts))
-        parts.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
-    parts.append("</table>")
-    for caption, file in plots.items():
-        image = base64.b64encode(file.read_bytes()).decode()
-        parts.append(
-            f'<h2>{html.escape(caption)}</h2><img alt="{html.escape(caption)}" src="data:image/png;base64,{image}">'
-        )
-    parts.append('<h2>Who proposed what</h2><p><span class="d">drafted and accepted</span>, the rest by the model</p>')
-    for case in cases:
+        speeds = (f"{case.tokens_per_s:.0f}", f"{case.tokens_per_s / cases[0].tokens_per_s:.2f}")
+        drafted = ("",) * 5
         if case.drafts:
-            parts.append(
-                f"<h3>{html.escape(case.name)}</h3>" + "".join(_tokens(case, tokens) for tokens in case.tokens)
-            )
-    path.write_text("\n".join(parts), encoding="utf-8")
+            theory = case.summary()["theory"]
+            passes = (f"{case.tokens_per_pass:.2f}", f"{theory['expected']:.2f}", f"{theory['ratio']:.2f}")
+            drafted = (f"{case.acceptance:.2f}", *passes, f"{case.drafted_share:.2f}")
+        rows.append((case.name, *speeds, *drafted))
+    return rows
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
+    header, *others = (f"| {' | '.join(row)} |" for row in rows)
+    return "\n".join([header, f"| --- |{' ---: |' * (len(rows[0]) - 1)}", *others])
+
+
+def write_page(cases: Sequence[Case], facts: dict[str, Any], directory: Path) -> None:
+    """Write all plots, and a page with the table, the plots and the tokens by who proposed them.
+
+    The page needs no other file.
+    """
+    parts = ["<!doctype html><html lang=en><meta charset=utf-8><title>Speculative decoding</title>"]
+    parts.append(f"<style>{_STYLE}</style><h1>Speculative decoding</h1>")
+    parts.append("<p>" + ", ".join(f"{html.escape(str(k))}: {html.escape(str(v))}" for k, v in facts.items()) + "</p>")
+    header, *rows = table(cases)
+    parts.append("<table>" + _row("th", header) + "".join(_row("td", row) for row in rows) + "</table>")
+    parts.append(
+        "<p>Tokens per pass, their theory E[n] and the ratio of the two are of passes over drafted tokens, which yield "
+        "the given share of all tokens; the others come from plain passes. A random draft must not be accepted.</p>"
+    )
+    for name, plot in plots(cases).items():
+        png = io.BytesIO()
+        plot.figure.savefig(png, format="png", dpi=110)
+        (directory / f"{name}.png").write_bytes(png.getvalue())
+        caption, image = html.escape(plot.caption), base64.b64encode(png.getvalue()).decode()
+        parts.append(f"<h2>{caption}</h2><p>{html.escape(plot.text)}</p>")
+        parts.append(f'<img alt="{caption}" src="data:image/png;base64,{image}">')
+    parts.append(
+        '<h2>Who proposed what</h2><p><span class="d">Tokens that were drafted and accepted</span>; all others are '
+        "sampled by the model. The text is the same everywhere where tokens are greedy.</p>"
+    )
+    drafting = [case for case in cases if case.drafts]
+    for index, case in enumerate(drafting):
+        is_open = "" if index else " open"
+        texts = "".join(_tokens(case, tokens) for tokens in case.tokens)
+        parts.append(f"<details{is_open}><summary>{html.escape(case.name)}</summary>{texts}</details>")
+    (directory / "index.html").write_text("\n".join(parts), encoding="utf-8")
+
+
+def _row(kind: str, cells: Sequence[str]) -> str:
+    return "<tr>" + "".join(f"<{kind}>{html.escape(cell)}</{kind}>" for cell in cells) + "</tr>"
 
 
 def _tokens(case: Case, tokens: Sequence[tuple[int, bool]]) -> str:

@@ -26,9 +26,8 @@ class Case:
         name: name in tables and plots.
         engine: engine that generates.
         steps: one entry per dispatch of the last round.
-        tokens: of each prompt, in the last round: token and True if it was drafted.
-        seconds: time of each round for all prompts.
-        num_tokens: tokens of each round.
+        tokens: tokens of each prompt, in the last round, each with True if it was drafted.
+        seconds: time of each prompt, in each round.
         drafts: drafted, accepted and sampled tokens of each draft and its verification, over all rounds.
     """
 
@@ -36,14 +35,13 @@ class Case:
     engine: Engine
     steps: list[dict[str, Any]] = field(default_factory=list)
     tokens: list[list[tuple[int, bool]]] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    num_tokens: int = 0
+    seconds: list[list[float]] = field(default_factory=list)
     drafts: list[tuple[int, int, int]] = field(default_factory=list)
 
     @property
     def tokens_per_s(self) -> float:
         """Median over the rounds of the tokens per second."""
-        return self.num_tokens / float(np.median(self.seconds))
+        return sum(map(len, self.tokens)) / float(np.median(np.sum(self.seconds, axis=1)))
 
     @property
     def acceptance(self) -> float:
@@ -56,15 +54,30 @@ class Case:
         """Tokens that a pass of the model over drafted tokens yields."""
         return float(np.mean([sampled for _, _, sampled in self.drafts])) if self.drafts else 0.0
 
+    @property
+    def drafted_share(self) -> float:
+        """Share of the tokens that come from passes over drafted tokens; the others are of plain passes."""
+        return sum(sampled for _, _, sampled in self.drafts) / (len(self.seconds) * sum(map(len, self.tokens)))
+
+    def by_prompt(self) -> list[dict[str, float]]:
+        """Return speed, the median over the rounds, and acceptance in the last round for each prompt."""
+        found = []
+        for index, (tokens, seconds) in enumerate(zip(self.tokens, np.median(self.seconds, axis=0), strict=True)):
+            steps = [step for step in self.steps if step["prompt"] == index]
+            drafted, accepted = (sum(s[f"num_{name}_tokens"] for s in steps) for name in ("drafted", "accepted"))
+            found.append({"tokens_per_s": len(tokens) / float(seconds), "acceptance": accepted / max(drafted, 1)})
+        return found
+
     def summary(self) -> dict[str, Any]:
         """Return the figures of the case."""
-        names = ("tokens_per_s", "acceptance", "tokens_per_pass")
+        names = ("tokens_per_s", "acceptance", "tokens_per_pass", "drafted_share")
         return {name: getattr(self, name) for name in names} | {
             "name": self.name,
             "num_rounds": len(self.drafts),
             "accepted_by_position": accepted_by_position(self.drafts),
             "theory": theory(self.drafts),
             "seconds": self.seconds,
+            "by_prompt": self.by_prompt(),
             "num_dispatches": len(self.steps),
         }
 
@@ -98,9 +111,11 @@ def start(name: str, speculation: SpeculationConfig | None, **options: Any) -> C
 
 def run_round(case: Case, prompts: Sequence[str], params: SamplingParams) -> None:
     """Generate after each prompt by itself; notes of the round before are replaced, sums go on."""
-    case.steps, case.tokens, case.num_tokens = [], [], 0
+    case.steps, case.tokens = [], []
+    case.seconds.append([])
     engine, [replica] = case.engine, case.engine.replicas
-    update = replica.update
+    update, schedule = replica.update, replica.executor.schedule
+    page_bytes = schedule.page_size * replica.executor.kv_token_bytes
 
     def noted(result: StepResult) -> StepTokens:
         step = update(result)
@@ -113,16 +128,17 @@ def run_round(case: Case, prompts: Sequence[str], params: SamplingParams) -> Non
         vars(replica)["update"] = noted
         for index, prompt in enumerate(prompts):
             case.tokens.append([])
-            output = engine.add_request(str(index), prompt, params)
+            began = time.perf_counter()
+            engine.add_request(str(index), prompt, params)
             while engine.has_unfinished():
                 engine.step()
                 now_s = time.perf_counter() - started
                 for step in engine.core.last_steps:
-                    case.steps.append({"prompt": index, "at_s": now_s, **dataclasses.asdict(step)})
-            case.num_tokens += len(output.outputs[0].token_ids)
+                    memory = {"kv_memory_bytes": step.num_pages_used * page_bytes}
+                    case.steps.append({"prompt": index, "at_s": now_s, **dataclasses.asdict(step), **memory})
+            case.seconds[-1].append(time.perf_counter() - began)
     finally:
         del vars(replica)["update"]
-    case.seconds.append(time.perf_counter() - started)
 
 
 def _note_tokens(case: Case, step: StepTokens) -> None:

@@ -25,7 +25,7 @@ def test_report_shows_every_proposer_and_that_a_random_draft_fails(tmp_path: Pat
     assert 0.8 < drafted["theory"]["ratio"] < 1.25
     steps = [json.loads(line) for line in (out / "steps-draft-model--k---2.jsonl").read_text().splitlines()]
     assert sum(step["num_accepted_tokens"] for step in steps) > 0
-    assert {"wall_ms", "kv_bytes", "num_pages_used"} <= steps[0].keys()
+    assert {"wall_ms", "kv_bytes", "kv_memory_bytes", "num_pages_used"} <= steps[0].keys()
     page = (out / "index.html").read_text()
     assert page.count("<img") == len(list(out.glob("*.png"))) == 5
     assert 'class="d"' in page
