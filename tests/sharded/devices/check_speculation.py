@@ -58,7 +58,9 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     return start
 
 
-@pytest.mark.parametrize("draft", ["same", "odd", "tree", "medusa", "eagle3"])
+@pytest.mark.parametrize(
+    "draft", ["same", "odd", "tree", *(pytest.param(heads, marks=pytest.mark.full) for heads in ("medusa", "eagle3"))]
+)
 def test_tokens_are_those_of_one_device(start: Start, draft: str) -> None:
     sampled = replace(GREEDY, temperature=1, top_k=5, seed=3)
     penalised = replace(GREEDY, repetition_penalty=1.3, logprobs=2)
