@@ -97,7 +97,7 @@ class Served:
     def engine(self, **options: Any) -> Engine:
         """A new engine over these weights, programs and pool; only one may be in use at a time."""
         with TemporaryDirectory() as directory:
-            return Engine(self._engine_config(directory, **options), self.runner)
+            return Engine(self._engine_config(directory, **options), [self.runner])
 
     def _engine_config(self, directory: str, **options: Any) -> EngineConfig:
         (Path(directory) / "config.json").write_text(json.dumps(self._config))
