@@ -35,6 +35,14 @@ Start = Callable[..., Engine]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 PROPOSERS = ("same", "other", "ngram", "tree", "medusa", "layer", "foreign")
 ALL_PROPOSERS = (*PROPOSERS, "heads", "mtp")
+
+
+def few_in_ci(*chosen: str, values: tuple[Any, ...] = ()) -> list[Any]:
+    """Return all proposers as parameters, each with further values; those that are not chosen are exhaustive tests."""
+    marks: dict[str, Any] = {name: () if name in chosen else pytest.mark.exhaustive for name in ALL_PROPOSERS}
+    return [pytest.param(name, *values, marks=mark, id=name) for name, mark in marks.items()]
+
+
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1)]
 
 
@@ -165,7 +173,7 @@ def many_prompts() -> list[list[int]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("proposer", ALL_PROPOSERS)
+@pytest.mark.parametrize("proposer", few_in_ci("same", "tree", "heads", "layer"))
 def test_greedy_tokens_of_a_hundred_prompts(
     start: Start,
     speculate: Callable[..., SpeculationConfig],
@@ -492,7 +500,7 @@ FILTERS = {"top_k": 6, "top_p": 0.8, "temperature": 2.0, "min_p": 0.05}
 
 @pytest.mark.parametrize(
     ("proposer", "filters"),
-    [*[(proposer, FILTERS) for proposer in ALL_PROPOSERS], ("same", {"top_k": 4}), ("ngram", {"top_k": 4})],
+    [*few_in_ci("same", "tree", "medusa", "foreign", values=(FILTERS,)), ("same", {"top_k": 4})],
     ids=str,
 )
 @pytest.mark.full
