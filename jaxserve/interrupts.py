@@ -33,6 +33,7 @@ class _Interrupts:
         self.hint = ""
         self.num_scopes = 0
         self.is_raised = False
+        self.is_ending = False
         self.is_told = False
         self.num_repeats = 0  # bytes in the pipe that do not come from the user
 
@@ -95,7 +96,10 @@ def _end_now() -> "NoReturn":
 
 def _on_interrupt(_signal: int, _frame: FrameType | None) -> None:
     if not _state.num_scopes and not _state.is_raised:
-        _end_now()
+        if not _state.is_ending:  # a second one, before the line is out, leaves the end to the first
+            _state.is_ending = True
+            _end_now()
+        return
     if not _state.is_raised:
         _state.is_raised = True
         raise KeyboardInterrupt
