@@ -170,7 +170,7 @@ class Replica:
         if not self._may_launch():
             return None
         num_drafts, max_rounds = self._choose_drafts()
-        max_steps = max_rounds if num_drafts else self._max_steps()
+        max_steps = max_rounds if num_drafts else self._max_steps(max_rounds)
         plan = self.scheduler.schedule(max_steps, num_drafts)
         self._is_stuck = plan is None
         bucket = None if plan is None else self._bucket(plan)
@@ -262,15 +262,15 @@ class Replica:
     def _may_launch(self) -> bool:
         return len(self.in_flight) < self._most_in_flight
 
-    def _max_steps(self) -> int:
-        """Steps that the next dispatch may have, as far as programs and their speed go."""
+    def _max_steps(self, wanted: int) -> int:
+        """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
         bucket = self.executor.multi_step_bucket_for(self.scheduler.num_running)
         if bucket is None or (self.executor.schedule.max_logprobs < 0 and self.scheduler.wants_logprobs):
             return 1
-        return self.pacer.max_steps(bucket)
+        return self.pacer.max_steps(bucket, wanted)
 
     def _choose_drafts(self) -> tuple[Sequence[int], int]:
-        """Return the tokens to draft by slot, and the most rounds; nothing if no program drafts for these rows."""
+        """Return the tokens to draft by slot and the most rounds, as `DraftPacer.choose` does; () for no tokens."""
         schedule, scheduler = self.executor.schedule, self.scheduler
         if not (schedule.max_drafts and scheduler.num_running):
             return (), 0
@@ -280,7 +280,7 @@ class Replica:
         slots = scheduler.running_slots
         wanted, max_rounds = self.draft_pacer.choose(bucket, slots)
         if not wanted.any():
-            return (), 0
+            return (), max_rounds
         by_slot = np.zeros(schedule.max_num_seqs, np.int64)
         by_slot[slots] = wanted
         return by_slot.tolist(), max_rounds

@@ -9,8 +9,9 @@ Drafts for several rows take the time of the longest, so that k is chosen for al
 would hardly ever be accepted so far asks for fewer.
 
 Plain steps tell nothing about acceptance, rounds with drafts nothing about the time of plain steps, and both change. So
-some dispatches are probes with another k: after plain steps one with drafts, otherwise the k whose measurement is the
-oldest. Probes may lose the share PROBE_SHARE of all time.
+some dispatches are probes with another k: after plain steps one with drafts, otherwise the kind whose measurement is
+the oldest; single plain steps and dispatches of several are kinds of their own, and a probe says which it needs. Probes
+may lose the share PROBE_SHARE of all time.
 """
 
 from __future__ import annotations
@@ -85,12 +86,12 @@ class _Costs:
     """Times of one bucket: seconds per round by k, of plain steps by one and by several in a dispatch."""
 
     times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # times of dispatches, with their rounds
-    measured_s: dict[int, float] = field(default_factory=dict)  # time of the last measurement of each k
+    measured_s: dict[int, float] = field(default_factory=dict)  # time of the last measurement of each kind
 
     def add(self, kind: int, num_rounds: int, seconds: float, now_s: float) -> None:
         """Add the time of a dispatch."""
         self.times.setdefault(kind, deque(maxlen=SAMPLES)).append((seconds / num_rounds, num_rounds))
-        self.measured_s[max(kind, 0)] = now_s
+        self.measured_s[kind] = now_s
 
     def median_s(self, kind: int) -> float:
         """Return the seconds per round of a kind of dispatch; infinite for one that was not measured.
@@ -133,13 +134,18 @@ class _Costs:
 
 @dataclass(slots=True)
 class _Probe:
-    """Dispatches of another number of drafted tokens than the best."""
+    """Dispatches of another kind than the best."""
 
     bucket: int
-    num_drafts: int
+    kind: int
     num_left: int  # dispatches to choose
     usual_s: float  # time that a token of each row takes otherwise
     num_running: int = 0  # dispatches in flight
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens drafted for a row in a round; 0 in plain dispatches."""
+        return max(self.kind, 0)
 
 
 class DraftPacer:
@@ -166,11 +172,11 @@ class DraftPacer:
         dispatch_s: float = DISPATCH_S,
     ) -> None:
         self._max_drafts, self._adaptive = max_drafts, adaptive
-        self._max_rounds, self._dispatch_s, self._has_multi_step = max_rounds, dispatch_s, has_multi_step
+        self._max_rounds, self._dispatch_s = max_rounds, dispatch_s
         self._acceptance = Acceptance(max_drafts, num_slots)
         # Kinds of dispatches that are measured before any choice
-        plain = [SINGLE, SEVERAL] if has_multi_step else [SINGLE]
-        self._trials = list(dict.fromkeys([*plain, max_drafts, max(max_drafts // 2, 1)]))
+        self._plain = [SINGLE, SEVERAL] if has_multi_step else [SINGLE]
+        self._trials = list(dict.fromkeys([*self._plain, max_drafts, max(max_drafts // 2, 1)]))
         self._costs: dict[int, _Costs] = {}
         self._last: tuple[int, int] | None = None  # bucket and k of the dispatch that ended last
         self._now_s = 0.0
@@ -184,16 +190,17 @@ class DraftPacer:
     def choose(self, bucket: int, slots: Sequence[int]) -> tuple[NDArray[np.int64], int]:
         """Return the tokens to draft for each of the running slots, and the most rounds of the dispatch.
 
-        All zero where plain steps are to be taken.
+        The tokens are all zero where plain steps are to be taken. The rounds are then the steps of a dispatch that is
+        to be measured, and 0 where their number does not matter.
         """
         chances = self._acceptance.chances(slots)
-        num_drafts = self._best(bucket, chances) if self._adaptive else self._max_drafts
-        if not num_drafts:
-            return np.zeros(len(slots), np.int64), 0
-        wanted = np.full(len(slots), num_drafts, np.int64)
-        if self._adaptive:
+        kind, is_measured = self._best(bucket, chances) if self._adaptive else (self._max_drafts, True)
+        if kind <= 0:
+            return np.zeros(len(slots), np.int64), self._plain_steps(bucket, kind) if is_measured else 0
+        wanted = np.full(len(slots), kind, np.int64)
+        if not is_measured:
             wanted = np.minimum(wanted, np.maximum((chances >= WORTHLESS).sum(axis=1), 1))
-        return wanted, self._num_rounds(bucket, num_drafts)
+        return wanted, self._num_rounds(bucket, kind)
 
     def ended(self, bucket: int, num_drafts: int, num_rounds: int, num_tokens: float, end_s: float) -> None:
         """Note the end of a dispatch in which all rows were in decode.
@@ -221,7 +228,7 @@ class DraftPacer:
             if not (self._probe.num_running or self._probe.num_left):
                 self._probe = None
         if last == (bucket, num_drafts) and num_rounds:
-            kind = num_drafts or (SEVERAL if self._has_multi_step and num_rounds > 1 else SINGLE)
+            kind = num_drafts or (SEVERAL if SEVERAL in self._plain and num_rounds > 1 else SINGLE)
             self._costs.setdefault(bucket, _Costs()).add(kind, num_rounds, seconds, end_s)
 
     def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
@@ -232,30 +239,39 @@ class DraftPacer:
         """Note that something else ran, so that the time of the next dispatch cannot be told from its end."""
         self._last = self._probe = None
 
-    def _best(self, bucket: int, chances: NDArray[np.float64]) -> int:
+    def _best(self, bucket: int, chances: NDArray[np.float64]) -> tuple[int, bool]:
+        """Return the kind of the next dispatch, and whether it is chosen to be measured: then it must be just that."""
         costs = self._costs.setdefault(bucket, _Costs())
         for kind in self._trials:
             if not costs.is_tried(kind):
-                return max(kind, 0)
+                return kind, True
         round_s = costs.round_s(self._max_drafts)
         tokens = np.concatenate([[len(chances)], len(chances) + np.cumsum(chances.sum(axis=0))])
         best = int(np.argmax(tokens / round_s))
         return self._probed(bucket, best, round_s[best] / float(tokens[best]) * len(chances))
 
-    def _probed(self, bucket: int, best: int, usual_s: float) -> int:
-        """Return another number than the best while a probe is due; one token of each row usually takes `usual_s`."""
+    def _plain_steps(self, bucket: int, kind: int) -> int:
+        """Return the steps of a plain dispatch of a kind; 0 if dispatches of one step and of several are one kind."""
+        if SEVERAL not in self._plain:
+            return 0
+        costs = self._costs[bucket]
+        step_s = min(costs.median_s(SINGLE), costs.median_s(SEVERAL))
+        return 1 if kind == SINGLE else max(int(self._dispatch_s / step_s), 2)
+
+    def _probed(self, bucket: int, best: int, usual_s: float) -> tuple[int, bool]:
+        """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
         if self._probe is not None and self._probe.bucket != bucket:
             self._probe = None
         if self._probe is None and self._credit_s > 0:
-            others = [k for k in range(self._max_drafts + 1) if k != best] if best else [max(self._max_drafts // 2, 1)]
+            kinds = [*self._plain, *range(1, self._max_drafts + 1)] if best else [max(self._max_drafts // 2, 1)]
             measured_s = self._costs[bucket].measured_s
-            oldest = min(others, key=lambda k: (measured_s.get(k, -math.inf), k))
+            oldest = min((k for k in kinds if k != best), key=lambda k: (measured_s.get(k, -math.inf), k))
             self._probe = _Probe(bucket, oldest, TRIALS, usual_s)
         if self._probe is None or not self._probe.num_left:
-            return best
+            return best, False
         self._probe.num_left -= 1
         self._probe.num_running += 1
-        return self._probe.num_drafts
+        return self._probe.kind, True
 
     def _num_rounds(self, bucket: int, num_drafts: int) -> int:
         most = self._max_rounds(bucket)

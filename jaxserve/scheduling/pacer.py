@@ -78,8 +78,10 @@ class Pacer:
         self._last: tuple[int | None, int] = (None, 0)
         self._last_end_s = 0.0
 
-    def max_steps(self, bucket: int) -> int:
-        """Most steps of the next dispatch of rows in decode."""
+    def max_steps(self, bucket: int, wanted: int = 0) -> int:
+        """Return the most steps of the next dispatch of rows in decode: `wanted`, as far as programs go, unless 0."""
+        if wanted:
+            return min(wanted, self._limit_of(bucket))
         return self._trial(bucket).max_steps() if self._fixed is None else min(self._fixed, self._limit_of(bucket))
 
     def ended(self, bucket: int | None, num_planned: int, num_steps: int, end_s: float) -> None:
