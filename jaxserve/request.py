@@ -313,7 +313,8 @@ class Request:
     @property
     def num_tokens(self) -> int:
         """Number of known tokens and of those still on the device: computing n tokens samples one more."""
-        return max(self.num_known_tokens, self.num_computed_tokens + 1, self.num_tokens_when_preempted)
+        num_known = len(self.prompt_token_ids) + len(self.output_token_ids)
+        return max(num_known, self.num_computed_tokens + 1, self.num_tokens_when_preempted)
 
     @property
     def num_pending_tokens(self) -> int:
@@ -336,7 +337,9 @@ class Request:
         split = len(self.prompt_token_ids)
         if stop <= split:
             return self.prompt_token_ids[start:stop]
-        return self.prompt_token_ids[start:split] + self.output_token_ids[max(start - split, 0) : stop - split]
+        if start >= split:
+            return self.output_token_ids[start - split : stop - split]
+        return self.prompt_token_ids[start:split] + self.output_token_ids[: stop - split]
 
 
 @dataclass(slots=True)  # not frozen: that would double the construction time, and a token can have 21

@@ -314,8 +314,8 @@ class BatchPacker:
         pages = self._new_pages(plan)
         self._pack_pages(to, pages[: layout.num_new_pages])
         slots = np.array(plan.slots, np.int64)  # naming the dtype takes a third of the time that finding it does
-        counts, max_new = np.array(plan.counts, np.int64), np.array(plan.max_new, np.int64)
-        num_rows = plan.num_rows
+        num_rows, max_new = plan.num_rows, np.array(plan.max_new, np.int64)
+        counts = np.array(plan.counts, np.int64) if plan.num_prefill_tokens else np.ones(num_rows, np.int64)
         to["base_seed"][...] = self._base_seed
         to["num_rows"][...] = num_rows
         to["wants_logprobs"][...] = plan.wants_logprobs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class PagePool:
-    """Page ids 0 .. num_pages - 1 with reference counts; every operation is O(1).
+    """Page ids 0 .. num_pages - 1 with reference counts; every operation takes constant time for each page.
 
     A page is free (in the free list), referenced (one count per owning request), or idle: unreferenced but not
     free, because the prefix cache still values its content. Asserts guard against double frees: they are bugs here,
@@ -25,12 +25,16 @@ class PagePool:
         """Owners of `page`."""
         return self._num_refs[page]
 
-    def allocate(self) -> int:
-        """A free page, now with one reference. There must be one."""
-        page = self._free.pop()
-        assert self._num_refs[page] == 0, f"free page {page} has owners"
-        self._num_refs[page] = 1
-        return page
+    def allocate(self, num_pages: int) -> list[int]:
+        """Return so many free pages, now with one reference each. They must be there."""
+        rest = len(self._free) - num_pages
+        pages = self._free[rest:]
+        del self._free[rest:]
+        pages.reverse()
+        for page in pages:
+            assert self._num_refs[page] == 0, f"free page {page} has owners"
+            self._num_refs[page] = 1
+        return pages
 
     def retain(self, page: int) -> None:
         """One more owner for a referenced or idle page."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from hashlib import blake2b
-from struct import pack
+from struct import Struct
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
@@ -48,11 +49,10 @@ class PrefixCache:
     def hashes(self, request: Request) -> list[bytes]:
         """Hashes of the request's full pages of known tokens; kept on the request, extended as tokens become known."""
         hashes, num_full = request.page_hashes, request.num_known_tokens // self.page_size
-        if len(hashes) == num_full:
-            return hashes
-        if not hashes:
-            hashes += self._prompt_hashes(request)
-        self._extend(hashes, request, num_full)
+        if len(hashes) < num_full:
+            if not hashes:
+                hashes += self._prompt_hashes(request)
+            self._extend(hashes, request, num_full)
         return hashes
 
     def _prompt_hashes(self, request: Request) -> list[bytes]:
@@ -65,9 +65,10 @@ class PrefixCache:
 
     def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
         """Hash the request's pages that follow those of `hashes`, up to `num_pages` in all."""
+        previous = hashes[-1] if hashes else _root_hash(request.salt)
         for start in range(len(hashes) * self.page_size, num_pages * self.page_size, self.page_size):
-            previous = hashes[-1] if hashes else _root_hash(request.salt)
-            hashes.append(_page_hash(previous, request.tokens(start, start + self.page_size)))
+            previous = _page_hash(previous, request.tokens(start, start + self.page_size))
+            hashes.append(previous)
 
     def has(self, page_hash: bytes) -> bool:
         """Return whether a page with this hash is cached."""
@@ -129,9 +130,13 @@ class PrefixCache:
 
     def allocate(self, num_pages: int) -> list[int] | None:
         """New pages with one reference each and no content, or None (and no change) when there are too few."""
-        if num_pages > self.num_available:
-            return None
-        return [self._take() for _ in range(num_pages)]
+        num_lacking = num_pages - self._pool.num_free
+        if num_lacking > 0:
+            if num_lacking > len(self._evictable):
+                return None
+            for _ in range(num_lacking):
+                self._evict()
+        return self._pool.allocate(num_pages)
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more owner for each of these pages."""
@@ -169,13 +174,12 @@ class PrefixCache:
         assert by_page == self._hash_by_page
         assert self._evictable.keys() <= self._hash_by_page.keys(), "an evictable page has no content"
 
-    def _take(self) -> int:
-        if not self._pool.num_free:
-            page, _ = self._evictable.popitem(last=False)
-            group, page_hash = self._hash_by_page.pop(page)
-            del self._page_by_hash[group][page_hash]
-            self._pool.recycle(page)
-        return self._pool.allocate()
+    def _evict(self) -> None:
+        """Free the evictable page that was released first."""
+        page, _ = self._evictable.popitem(last=False)
+        group, page_hash = self._hash_by_page.pop(page)
+        del self._page_by_hash[group][page_hash]
+        self._pool.recycle(page)
 
 
 def _num_cached(pages_of: Mapping[bytes, int], hashes: Sequence[bytes]) -> int:
@@ -190,5 +194,10 @@ def _root_hash(salt: bytes) -> bytes:
 
 def _page_hash(previous: bytes, token_ids: TokenIds) -> bytes:
     page_hash = _NEW_HASH.copy()
-    page_hash.update(previous + pack(f"{len(token_ids)}i", *token_ids))
+    page_hash.update(previous + _packer(len(token_ids))(*token_ids))
     return page_hash.digest()
+
+
+@cache
+def _packer(num_tokens: int) -> Callable[..., bytes]:
+    return Struct(f"{num_tokens}i").pack

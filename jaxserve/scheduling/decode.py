@@ -81,24 +81,28 @@ class Decodes:
             rows = [request for request in rows if request not in held]
             for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
                 self._ledger.release_unseen(request)
-        limits = [num_steps * (1 + num_drafts[row.slot]) for row in rows] if num_drafts else [num_steps] * len(rows)
-        for request, limit in zip(rows, limits, strict=True):
+        requests, starts, max_new = plan.requests, plan.starts, plan.max_new
+        limit = num_steps
+        for request in rows:
+            if num_drafts:
+                limit = num_steps * (1 + num_drafts[request.slot])
             start, most = request.num_computed_tokens, limit
             if start + most > request.quiet_until:
                 if request.status is RequestStatus.BLOCKED:
                     continue
-                if in_prefill(request):
+                num_tokens = request.num_tokens
+                if num_tokens - start > 1:
                     rows_in_prefill.append(request)
                     continue
-                most = min(most, request.max_total_tokens - request.num_tokens)
+                most = min(limit, request.max_total_tokens - num_tokens)
                 if request.waits_for_tokens:
                     most = min(most, 1)
                 if not self._can_decode(request, most, plan, num_spare):
                     continue
             request.num_computed_tokens = start + most
-            plan.requests.append(request)
-            plan.starts.append(start)
-            plan.max_new.append(most)
+            requests.append(request)
+            starts.append(start)
+            max_new.append(most)
         plan.num_decode_tokens = plan.num_rows
         plan.counts = [1] * plan.num_rows
         if num_drafts:
@@ -118,7 +122,8 @@ class Decodes:
             ledger = self._ledger
             has_page = ledger.num_columns(request) * ledger.page_size > request.num_computed_tokens
             has_page |= ledger.num_available >= ledger.groups.size
-            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, 1, plan):
+            most = min(1, request.max_total_tokens - request.num_tokens)
+            if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, most, plan):
                 plan.requests.append(request)
                 plan.starts.append(request.num_computed_tokens)
                 plan.counts.append(1)
@@ -131,19 +136,20 @@ class Decodes:
     def _can_decode(self, request: Request, most: int, plan: StepPlan, num_spare: int = 0) -> bool:
         """Return whether a row in decode goes on; if so, allocate its pages and set `quiet_until`."""
         # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
-        if request.num_tokens >= request.max_total_tokens:
+        if most < 1:
             return False
-        room = request.max_total_tokens - 1 - request.num_computed_tokens
+        most_computed = request.max_total_tokens - 1
+        room = most_computed - request.num_computed_tokens
         if not self._allocate_or_preempt(request, max(min(most + num_spare, room), most), plan):
             return False
-        if request.params.logprobs is not None:
-            plan.wants_logprobs = True
-        elif not request.waits_for_tokens:
-            num_tokens = self._ledger.num_columns(request) * self._ledger.page_size
-            # Spare tokens are allowed for, though only steps with drafts compute them.
-            request.quiet_until = min(num_tokens, request.max_total_tokens - 1) - self._num_spare_tokens
         if request.waits_for_tokens:
             request.status = RequestStatus.BLOCKED
+        elif request.params.logprobs is None:
+            # Spare tokens are allowed for, though only steps with drafts compute them.
+            num_tokens = self._ledger.num_columns(request) * self._ledger.page_size
+            request.quiet_until = min(num_tokens, most_computed) - self._num_spare_tokens
+        if request.params.logprobs is not None:
+            plan.wants_logprobs = True
         return True
 
     def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:

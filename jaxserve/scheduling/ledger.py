@@ -140,14 +140,14 @@ class Ledger:
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running request the pages of its next `num_tokens`; False, and no change, where too few are free."""
-        groups = self.groups
-        num_new = groups.num_columns(request.num_computed_tokens + num_tokens) * groups.size - len(request.pages)
+        groups, pages = self.groups, request.pages
+        num_new = groups.num_columns(request.num_computed_tokens + num_tokens) * groups.size - len(pages)
         if num_new <= 0:
             return True
-        pages = self.cache.allocate(num_new)
-        if pages is None:
+        new = self.cache.allocate(num_new)
+        if new is None:
             return False
-        request.pages += pages
+        pages += new
         self.num_growing -= not self.can_grow(request)
         plan.grown.append(request)
         return True
@@ -194,7 +194,7 @@ class Ledger:
 
     def can_grow(self, request: Request) -> bool:
         """Return whether a running request may need a further page."""
-        return len(request.pages) < self.groups.num_columns(request.max_total_tokens - 1) * self.groups.size
+        return len(request.pages) * self.page_size < (request.max_total_tokens - 1) * self.groups.size
 
     @property
     def num_pages_to_grow(self) -> int:
@@ -227,10 +227,11 @@ class Ledger:
         first, stop, size = start // self.page_size, stop // self.page_size, self.groups.size
         if first >= stop or request in self.unshared:
             return
-        hashes, pages = self.cache.hashes(request), request.pages
+        cache, pages = self.cache, request.pages
+        hashes = cache.hashes(request)
         for index in range(first * size, stop * size):
-            if pages[index] != RELEASED:
-                self.cache.register(hashes[index // size], pages[index], index % size)
+            if (page := pages[index]) != RELEASED:
+                cache.register(hashes[index // size], page, index % size)
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""
