@@ -12,6 +12,9 @@ Plain steps tell nothing about acceptance, rounds with drafts nothing about the 
 some dispatches are probes with another k: after plain steps one with drafts, otherwise the kind whose measurement is
 the oldest; single plain steps and dispatches of several are kinds of their own, and a probe says which it needs. Probes
 may lose the share PROBE_SHARE of all time.
+
+A dispatch has a start and an end, so that a round of a long dispatch takes less than one of a short dispatch. Of a kind
+that was measured in short dispatches only, as at first, before its time is known, more are measured.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ MAX_CREDIT_S = 0.02  # time that probes may lose at once
 SAMPLES = 5  # latest times of a kind of dispatch, of which the median counts
 SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
 TRIALS = 2  # times that are measured of a kind before it is judged
+MOST_TRIALS = 4  # times that are measured of a kind whose dispatches are shorter than they may be
 WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
 
 
@@ -112,9 +116,12 @@ class _Costs:
         found = self.median_s(num_drafts)
         return found if math.isfinite(found) else max(known) if known else ROUND_PER_STEP * self.median_s(SINGLE)
 
-    def is_tried(self, kind: int) -> bool:
-        """Return whether a kind of dispatch was measured often enough to judge it."""
-        return len(self.times.get(kind, ())) >= TRIALS
+    def is_tried(self, kind: int, num_rounds: int) -> bool:
+        """Return whether a kind of dispatch, that would have so many rounds now, was measured enough to judge it."""
+        times = self.times.get(kind, ())
+        if len(times) < TRIALS:
+            return False
+        return len(times) >= MOST_TRIALS or 2 * max(rounds for _, rounds in times) >= num_rounds
 
     def round_s(self, max_drafts: int) -> list[float]:
         """Seconds per round for each k from 0: rounds with drafts on a line by least squares."""
@@ -243,7 +250,8 @@ class DraftPacer:
         """Return the kind of the next dispatch, and whether it is chosen to be measured: then it must be just that."""
         costs = self._costs.setdefault(bucket, _Costs())
         for kind in self._trials:
-            if not costs.is_tried(kind):
+            num_rounds = self._num_rounds(bucket, kind) if kind > 0 else self._plain_steps(bucket, kind)
+            if not costs.is_tried(kind, num_rounds):
                 return kind, True
         round_s = costs.round_s(self._max_drafts)
         tokens = np.concatenate([[len(chances)], len(chances) + np.cumsum(chances.sum(axis=0))])
