@@ -25,7 +25,7 @@ from jaxserve.engine.step_stats import InFlight, StepStatsWriter
 from jaxserve.execution.executor import Executor, StepResult
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.draft_pacer import DISPATCH_S, DraftPacer
-from jaxserve.scheduling.pacer import Pacer
+from jaxserve.scheduling.pacer import MAX_STEPS, Pacer
 from jaxserve.scheduling.plan import PlanKind
 from jaxserve.scheduling.scheduler import Scheduler
 
@@ -114,7 +114,7 @@ class Replica:
             s.max_drafts,
             s.max_num_seqs,
             adaptive=speculation is not None and speculation.adaptive,
-            has_multi_step=is_timed and config.max_steps > 1,
+            has_multi_step=is_timed,
             max_rounds=lambda bucket: s.max_rounds(bucket, config.max_steps),
             dispatch_s=DISPATCH_S if is_timed else math.inf,
         )
@@ -181,6 +181,7 @@ class Replica:
             handle = self.executor.launch(plan, bucket)
             self.in_flight.append(InFlight(plan, handle, bucket, now_s))
             self._count_compiles(handle.num_compiles)
+            self.draft_pacer.launched(max(plan.num_drafts, default=0))
         return plan
 
     def read(self) -> StepResult:
@@ -265,9 +266,13 @@ class Replica:
     def _max_steps(self, wanted: int) -> int:
         """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
         bucket = self.executor.multi_step_bucket_for(self.scheduler.num_running)
-        if bucket is None or (self.executor.schedule.max_logprobs < 0 and self.scheduler.wants_logprobs):
+        if bucket is None or self._has_whole_logprobs():
             return 1
         return self.pacer.max_steps(bucket, wanted)
+
+    def _has_whole_logprobs(self) -> bool:
+        """Return whether a request may want log probabilities of the whole vocabulary: of one step at a time."""
+        return self.executor.schedule.max_logprobs < 0 and self.scheduler.wants_logprobs
 
     def _choose_drafts(self) -> tuple[Sequence[int], int]:
         """Return the tokens to draft by slot and the most rounds, as `DraftPacer.choose` does; () for no tokens."""
@@ -275,10 +280,10 @@ class Replica:
         if not (schedule.max_drafts and scheduler.num_running):
             return (), 0
         bucket = self.executor.speculative_bucket_for(scheduler.num_running)
-        if bucket is None or (schedule.max_logprobs < 0 and scheduler.wants_logprobs):
+        if bucket is None or self._has_whole_logprobs():
             return (), 0
         slots = scheduler.running_slots
-        wanted, max_rounds = self.draft_pacer.choose(bucket, slots)
+        wanted, max_rounds = self.draft_pacer.choose(bucket, slots, self._max_steps(MAX_STEPS))
         if not wanted.any():
             return (), max_rounds
         by_slot = np.zeros(schedule.max_num_seqs, np.int64)

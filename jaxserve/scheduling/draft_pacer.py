@@ -123,7 +123,7 @@ class _Costs:
             return False
         return len(times) >= MOST_TRIALS or 2 * max(rounds for _, rounds in times) >= num_rounds
 
-    def round_s(self, max_drafts: int) -> list[float]:
+    def round_s(self, max_drafts: int, plain: Sequence[int]) -> list[float]:
         """Seconds per round for each k from 0: rounds with drafts on a line by least squares."""
         drafts = [k for k in self.times if k > 0]
         weights = np.array([sum(num_rounds for _, num_rounds in self.times[k]) for k in drafts], np.float64)
@@ -136,7 +136,7 @@ class _Costs:
             else mean_s / k[0] / 2
         )
         line = [max(float(mean_s + (each - mean_k) * slope), 1e-9) for each in range(1, max_drafts + 1)]
-        return [min(self.median_s(SINGLE), self.median_s(SEVERAL)), *line]
+        return [min(map(self.median_s, plain)), *line]
 
 
 @dataclass(slots=True)
@@ -162,8 +162,8 @@ class DraftPacer:
         max_drafts: most tokens drafted in a round, K.
         num_slots: number of slots.
         adaptive: choose by what is measured; otherwise always draft K tokens.
-        has_multi_step: True if plain dispatches of one step and of several are to be compared; otherwise all of them
-            are of one kind, however many steps they have.
+        has_multi_step: True if plain dispatches of one step and of several are to be compared, where there may be
+            several; otherwise all of them are of one kind, however many steps they have.
         max_rounds: function that returns the most rounds of a bucket's dispatch.
         dispatch_s: time that the rounds of a dispatch may take together; infinite for as many rounds as there may be.
     """
@@ -181,25 +181,32 @@ class DraftPacer:
         self._max_drafts, self._adaptive = max_drafts, adaptive
         self._max_rounds, self._dispatch_s = max_rounds, dispatch_s
         self._acceptance = Acceptance(max_drafts, num_slots)
-        # Kinds of dispatches that are measured before any choice
-        self._plain = [SINGLE, SEVERAL] if has_multi_step else [SINGLE]
-        self._trials = list(dict.fromkeys([*self._plain, max_drafts, max(max_drafts // 2, 1)]))
+        self._has_multi_step = has_multi_step
+        self._plain: Sequence[int] = [SINGLE]  # kinds of plain dispatches that the next one may be of
         self._costs: dict[int, _Costs] = {}
         self._last: tuple[int, int] | None = None  # bucket and k of the dispatch that ended last
         self._now_s = 0.0
         self._credit_s = 0.0  # time that probes may lose by now
         self._probe: _Probe | None = None
+        self._is_probe = False  # the latest choice is a dispatch of the probe
 
     def admit(self, slots: Sequence[int]) -> None:
         """Forget what was counted of the requests that had these slots."""
         self._acceptance.admit(slots)
 
-    def choose(self, bucket: int, slots: Sequence[int]) -> tuple[NDArray[np.int64], int]:
+    def choose(self, bucket: int, slots: Sequence[int], max_steps: int = 1) -> tuple[NDArray[np.int64], int]:
         """Return the tokens to draft for each of the running slots, and the most rounds of the dispatch.
 
         The tokens are all zero where plain steps are to be taken. The rounds are then the steps of a dispatch that is
         to be measured, and 0 where their number does not matter.
+
+        Args:
+            bucket: bucket of the rows among those with drafts.
+            slots: slots of the running requests.
+            max_steps: most steps of a plain dispatch of these rows.
         """
+        self._plain = [SINGLE, SEVERAL] if self._has_multi_step and max_steps > 1 else [SINGLE]
+        self._is_probe = False
         chances = self._acceptance.chances(slots)
         kind, is_measured = self._best(bucket, chances) if self._adaptive else (self._max_drafts, True)
         if kind <= 0:
@@ -208,6 +215,25 @@ class DraftPacer:
         if not is_measured:
             wanted = np.minimum(wanted, np.maximum((chances >= WORTHLESS).sum(axis=1), 1))
         return wanted, self._num_rounds(bucket, kind)
+
+    def launched(self, num_drafts: int) -> None:
+        """Note the most tokens that are drafted for a row in the dispatch that was planned after the latest choice.
+
+        It may be another one than was chosen, where pages are short or a request can join. A probe is then given up,
+        and it is some time until the next.
+        """
+        probe = self._probe
+        if probe is None or not self._is_probe:
+            return
+        if num_drafts == probe.num_drafts:
+            probe.num_left -= 1
+            probe.num_running += 1
+            return
+        self._credit_s = -MAX_CREDIT_S
+        self._costs[probe.bucket].measured_s[probe.kind] = self._now_s  # the next is of another kind
+        probe.num_left = 0
+        if not probe.num_running:
+            self._probe = None
 
     def ended(self, bucket: int, num_drafts: int, num_rounds: int, num_tokens: float, end_s: float) -> None:
         """Note the end of a dispatch in which all rows were in decode.
@@ -235,7 +261,7 @@ class DraftPacer:
             if not (self._probe.num_running or self._probe.num_left):
                 self._probe = None
         if last == (bucket, num_drafts) and num_rounds:
-            kind = num_drafts or (SEVERAL if SEVERAL in self._plain and num_rounds > 1 else SINGLE)
+            kind = num_drafts or (SEVERAL if self._has_multi_step and num_rounds > 1 else SINGLE)
             self._costs.setdefault(bucket, _Costs()).add(kind, num_rounds, seconds, end_s)
 
     def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
@@ -249,11 +275,11 @@ class DraftPacer:
     def _best(self, bucket: int, chances: NDArray[np.float64]) -> tuple[int, bool]:
         """Return the kind of the next dispatch, and whether it is chosen to be measured: then it must be just that."""
         costs = self._costs.setdefault(bucket, _Costs())
-        for kind in self._trials:
+        for kind in dict.fromkeys([*self._plain, self._max_drafts, max(self._max_drafts // 2, 1)]):
             num_rounds = self._num_rounds(bucket, kind) if kind > 0 else self._plain_steps(bucket, kind)
             if not costs.is_tried(kind, num_rounds):
                 return kind, True
-        round_s = costs.round_s(self._max_drafts)
+        round_s = costs.round_s(self._max_drafts, self._plain)
         tokens = np.concatenate([[len(chances)], len(chances) + np.cumsum(chances.sum(axis=0))])
         best = int(np.argmax(tokens / round_s))
         return self._probed(bucket, best, round_s[best] / float(tokens[best]) * len(chances))
@@ -262,8 +288,7 @@ class DraftPacer:
         """Return the steps of a plain dispatch of a kind; 0 if dispatches of one step and of several are one kind."""
         if SEVERAL not in self._plain:
             return 0
-        costs = self._costs[bucket]
-        step_s = min(costs.median_s(SINGLE), costs.median_s(SEVERAL))
+        step_s = min(map(self._costs[bucket].median_s, self._plain))
         return 1 if kind == SINGLE else max(int(self._dispatch_s / step_s), 2)
 
     def _probed(self, bucket: int, best: int, usual_s: float) -> tuple[int, bool]:
@@ -277,8 +302,7 @@ class DraftPacer:
             self._probe = _Probe(bucket, oldest, TRIALS, usual_s)
         if self._probe is None or not self._probe.num_left:
             return best, False
-        self._probe.num_left -= 1
-        self._probe.num_running += 1
+        self._is_probe = True
         return self._probe.kind, True
 
     def _num_rounds(self, bucket: int, num_drafts: int) -> int:

@@ -1,6 +1,7 @@
 """The choice of drafted tokens on a simulated clock: text and number of rows change, times of rounds are given."""
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -53,7 +54,8 @@ class Simulation:
         """Return the tokens per second of a phase; choices are a dispatch ahead, as the engine's are."""
         slots, num_tokens, start_s = list(range(phase.num_rows)), 0, self.now_s
         while self.now_s < start_s + phase.seconds:
-            wanted, num_rounds = self.pacer.choose(phase.num_rows, slots)
+            wanted, num_rounds = self.pacer.choose(phase.num_rows, slots, MAX_STEPS if self.multi_step else 1)
+            self.pacer.launched(int(wanted.max()))
             self.in_flight.append((int(wanted.max()), self._num_rounds(int(wanted.max()), num_rounds)))
             if len(self.in_flight) == 2:
                 num_tokens += self._end(phase, slots, *self.in_flight.pop(0))
@@ -113,12 +115,47 @@ def test_tokens_that_are_hardly_accepted_are_measured_and_then_not_drafted() -> 
     for _ in range(200):
         wanted, _ = pacer.choose(1, [0])
         chosen.append(int(wanted[0]))
+        pacer.launched(chosen[-1])
         if chosen[-1]:
             pacer.accepted([0], np.array([[chosen[-1]]], np.int32), np.zeros((1, 1), np.int32))
         now_s += 0.001 * (1 + chosen[-1])
         pacer.ended(1, chosen[-1], 1, 1.0, now_s)
     assert most in chosen
     assert chosen.count(0) > 150
+
+
+def run_accepted(
+    pacer: DraftPacer, max_steps: int, launch: Callable[[int], int] = lambda k: k, now_s: float = 0.0
+) -> list[int]:
+    """Let 32 rows decode while every draft is accepted; return the numbers of tokens that were wanted."""
+    chosen, slots = [], range(32)
+    for _ in range(500):
+        wanted, num_rounds = pacer.choose(64, slots, max_steps)
+        chosen.append(int(wanted.max()))
+        k = launch(chosen[-1])
+        pacer.launched(k)
+        num_rounds = max(num_rounds, 1) if k else min(num_rounds or 1, max_steps)
+        now_s += (0.012 if k else 0.010) * num_rounds
+        if k:
+            drafts = np.full((32, num_rounds), k, np.int32)
+            pacer.accepted(slots, drafts, drafts)
+        pacer.ended(64, k, num_rounds, num_rounds * (k + 1.0), now_s)
+    return chosen
+
+
+@pytest.mark.parametrize("max_steps", [1, 16])
+def test_drafts_are_tried_where_plain_dispatches_have_one_step(max_steps: int) -> None:
+    """On accelerators programs of several plain steps have fewer rows than those with drafts."""
+    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=True, max_rounds=lambda bucket: 3)
+    assert run_accepted(pacer, max_steps).count(K) > 400
+
+
+def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
+    pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=False, max_rounds=lambda bucket: 3)
+    run_accepted(pacer, 1)
+    chosen = run_accepted(pacer, 1, lambda k: k if k in (0, K) else 0, now_s=100.0)  # as if pages were short
+    assert 1 < sum(k not in (0, K) for k in chosen) < 20
+    assert set(run_accepted(pacer, 1, now_s=200.0)) == {0, 1, 2, 3, 4}
 
 
 def test_acceptance_is_of_positions_and_of_requests() -> None:
