@@ -443,7 +443,7 @@ def resolve_schedule(
         max_long_partial_prefills=config.max_long_partial_prefills,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         windows=windows,
-        max_drafts=config.speculation.num_speculative_tokens if config.speculation else 0,
+        max_drafts=config.speculation.max_drafts if config.speculation else 0,
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
     )
 

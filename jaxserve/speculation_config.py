@@ -40,24 +40,24 @@ class SpeculationConfig:
     """Options of speculative decoding, under the names of vLLM's `speculative_config`.
 
     Attributes:
-        method: "draft_model" for a smaller model with the same tokenizer, "ngram" for what followed the last tokens
-            where they occurred before, "medusa" for heads on the model's hidden states, "eagle3" and "mtp" for a layer
-            over them; None is "draft_model" where a model is given.
+        method: "draft_model" for a smaller model, which may have another tokenizer, "ngram" for what followed the last
+            tokens where they occurred before, "medusa" for heads on the model's hidden states, "eagle3" and "mtp" for a
+            layer over them; None is "draft_model" where a model is given.
         model: directory of the draft model's checkpoint, or of the heads; None is what is embedded with the default
             model: a draft, Medusa heads, an EAGLE-3 layer.
-        num_speculative_tokens: most tokens proposed for a request at a time.
+        num_speculative_tokens: most tokens proposed for a request at a time; None is 4, or the depth of a tree.
         prompt_lookup_max: most tokens that "ngram" matches; None is `prompt_lookup_min`, or 5.
         prompt_lookup_min: fewest tokens that "ngram" matches; None is `prompt_lookup_max`.
         quantization: weight format of the draft model; None serves it as it is.
-        speculative_token_tree: paths of a tree of drafts by the ranks of their tokens: [(0,), (1,), (0, 0)]. Its depth
-            is then `num_speculative_tokens`, which is left out. None drafts a chain.
+        speculative_token_tree: paths of a tree of drafts by the ranks of their tokens: [(0,), (1,), (0, 0)]. None
+            drafts a chain.
         adaptive: choose the number of tokens for each request by how many are accepted and by how long steps take; if
             False, it is always `num_speculative_tokens`.
     """
 
     method: str | None = None
     model: str | None = None
-    num_speculative_tokens: int = DEFAULT_DRAFTED_TOKENS
+    num_speculative_tokens: int | None = None
     prompt_lookup_max: int | None = None
     prompt_lookup_min: int | None = None
     quantization: str | None = None
@@ -68,6 +68,12 @@ class SpeculationConfig:
     def tree(self) -> TokenTree | None:
         """Shape of the drafts; None for a chain."""
         return None if self.speculative_token_tree is None else TokenTree.of(self.speculative_token_tree)
+
+    @property
+    def max_drafts(self) -> int:
+        """Most tokens that follow each other in a proposal: the resolved `num_speculative_tokens`."""
+        assert self.num_speculative_tokens is not None, "__post_init__ has set it"
+        return self.num_speculative_tokens
 
     @property
     def num_spare_drafts(self) -> int:
@@ -89,18 +95,17 @@ class SpeculationConfig:
                 raise ConfigError(f"the model of speculative_config must be a path, got {self.model!r}")
             object.__setattr__(self, "model", os.fspath(self.model))
         if self.tree is not None:
-            if self.method not in TREE_METHODS:
-                raise ConfigError(
-                    f"speculative_token_tree needs a method of {list(TREE_METHODS)}, got method {self.method!r}"
-                )
-            if self.num_speculative_tokens not in (DEFAULT_DRAFTED_TOKENS, self.tree.num_levels):
-                raise ConfigError(
-                    "num_speculative_tokens must be the depth of speculative_token_tree or be left out, got "
-                    f"{self.num_speculative_tokens} and a depth of {self.tree.num_levels}"
-                )
+            self._check_tree(self.tree)
             object.__setattr__(self, "speculative_token_tree", self.tree.paths)
-            object.__setattr__(self, "num_speculative_tokens", self.tree.num_levels)
+        if self.num_speculative_tokens is None:
+            num_tokens = DEFAULT_DRAFTED_TOKENS if self.tree is None else self.tree.num_levels
+            object.__setattr__(self, "num_speculative_tokens", num_tokens)
         self._check_number("num_speculative_tokens", MAX_NODES)
+        if self.quantization is not None and self.method != "draft_model":
+            raise ConfigError(
+                f"quantization of speculative_config is of draft models, got {self.quantization!r} with method "
+                f"{self.method!r}; leave it out"
+            )
         lookup_max = next((n for n in (self.prompt_lookup_max, self.prompt_lookup_min) if n is not None), DEFAULT_NGRAM)
         object.__setattr__(self, "prompt_lookup_max", lookup_max)
         self._check_number("prompt_lookup_max", _MAX_NGRAM)
@@ -109,6 +114,17 @@ class SpeculationConfig:
         self._check_number("prompt_lookup_min", lookup_max)
         if not isinstance(self.adaptive, bool):
             raise ConfigError(f"adaptive of speculative_config must be a bool, got {self.adaptive!r}")
+
+    def _check_tree(self, tree: TokenTree) -> None:
+        if self.method not in TREE_METHODS:
+            raise ConfigError(
+                f"speculative_token_tree needs a method of {list(TREE_METHODS)}, got method {self.method!r}"
+            )
+        if self.num_speculative_tokens not in (None, tree.num_levels):
+            raise ConfigError(
+                "num_speculative_tokens must be the depth of speculative_token_tree or be left out, got "
+                f"{self.num_speculative_tokens} and a depth of {tree.num_levels}"
+            )
 
     def _check_number(self, name: str, high: int) -> None:
         value = getattr(self, name)

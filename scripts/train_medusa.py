@@ -74,14 +74,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=list(SCHEDULES), default="medusa")
     parser.add_argument("--model", type=Path, default=WEIGHTS / "default", help="model that the heads draft for")
-    parser.add_argument("--out", type=Path, help="default without --steps, --texts and --model: weights/default-KIND")
-    parser.add_argument("--steps", type=int, help="in place of the recipe's; needs --out")
+    parser.add_argument("--out", type=Path, help="default if only --kind is given: weights/default-KIND")
+    parser.add_argument("--steps", type=int, help="steps, in place of the recipe's")
     parser.add_argument("--texts", type=int, default=TEXTS, help="texts that the model writes; 0 trains on the files")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    is_other = args.steps or args.texts != TEXTS or args.model != WEIGHTS / "default"
+    is_other = any(getattr(args, name) != parser.get_default(name) for name in ("steps", "texts", "model", "seed"))
     if is_other and not args.out:
-        parser.error("--steps, --texts and --model must come with --out: without it the embedded heads are replaced")
+        parser.error("other options than --kind must come with --out: without it the embedded heads are replaced")
+    if args.steps is not None and args.steps < 1:
+        parser.error(f"--steps must be at least 1, got {args.steps}")
 
     schedule = SCHEDULES[args.kind]
     schedule = replace(schedule, seed=args.seed, steps=args.steps or schedule.steps)

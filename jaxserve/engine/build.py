@@ -133,7 +133,7 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
 
 
 def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follower | None = None) -> list[Runner]:
-    """One for each replica: load the weights, size the pools, allocate the states and compile.
+    """Build a runner for each replica: load the weights, size the pools, allocate the states and compile.
 
     Args:
         config: options of the engine.
@@ -250,10 +250,10 @@ def _load_heads(config: EngineConfig, speculation: SpeculationConfig, arch: Arch
         return Draft(params, head.arch, select_backend(plain, head.arch, pool_dtype(config, dtype)), head)
     params = load_medusa(directory, arch, dtype)
     num_heads = len(params["blocks"])
-    if speculation.num_speculative_tokens > num_heads:
+    if speculation.max_drafts > num_heads:
         raise ConfigError(
             f"num_speculative_tokens must be at most the number of heads in {directory}, got "
-            f"{speculation.num_speculative_tokens} and {num_heads}"
+            f"{speculation.max_drafts} and {num_heads}"
         )
     return Draft(params)
 
@@ -300,7 +300,7 @@ def build_proposer(
     speculation = config.speculation
     if speculation is None:
         return None
-    num_tokens = speculation.num_speculative_tokens
+    num_tokens = speculation.max_drafts
     if speculation.method == "ngram":
         most, fewest = speculation.prompt_lookup_max, speculation.prompt_lookup_min
         assert most is not None is not fewest, "the configuration has resolved both"
@@ -362,7 +362,7 @@ def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
 
 
 def _devices(meshes: Sequence[Mesh | None]) -> list[jax.Device]:
-    """Those of all replicas that this process can see."""
+    """Return the devices of all replicas that this process can see."""
     devices = [device for mesh in meshes for device in ([jax.devices()[0]] if mesh is None else mesh.devices.flat)]
     return [device for device in devices if device.process_index == jax.process_index()]
 
@@ -466,7 +466,7 @@ def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None
 
 
 def pool_dtype(config: EngineConfig, dtype: jnp.dtype) -> jnp.dtype:
-    """Of keys and values in the pool, where `dtype` is computed in."""
+    """Return the dtype of keys and values in the pool, where the model computes in `dtype`."""
     return dtype if config.kv_cache_dtype == "auto" else jnp.dtype(config.kv_cache_dtype)
 
 
@@ -533,7 +533,7 @@ def build_schedule(
 
 
 def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: str) -> int:
-    """Of one page in the pool of a device, which has `arch` of the model."""
+    """Return the bytes of a page in the pool of a device, which has `arch` of the model."""
     page = jax.eval_shape(partial(new_pool, arch, 1, page_size, kv_dtype=kv_dtype, backend=backend))
     return tree_bytes(page)
 
@@ -565,7 +565,7 @@ def _num_pages_that_fit(
 
 
 def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_bytes: int) -> float:
-    """What the pool may take on a CPU: a share of the memory, no more than the requests of a step can use."""
+    """Return the bytes of a pool on a CPU: a share of the memory, no more than the requests of a step can use."""
     row_pages = KVGroups(page_size, arch.kv_windows).num_pages(config.max_model_len or arch.max_position)
     max_num_seqs, _ = default_batch(config, on_cpu=True)
     share = machine_bytes() * CPU_POOL_SHARE / (config.tensor_parallel_size * config.data_parallel_size)
@@ -573,7 +573,7 @@ def cpu_pool_bytes(config: EngineConfig, arch: ArchConfig, page_size: int, page_
 
 
 def machine_bytes() -> int:
-    """Of this machine's memory, in use or not."""
+    """Return the bytes of this machine's memory, in use or not."""
     return int(psutil.virtual_memory().total)
 
 
@@ -623,7 +623,7 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     token_size = widest_output(registry.param_specs(arch)) + 4 * arch.hidden_size
     num_logits = 4 * seqs
     if config.speculation is not None:  # of all drafted tokens, with the weights of draft and model
-        nodes = 1 + config.speculation.num_speculative_tokens + config.speculation.num_spare_drafts
+        nodes = 1 + config.speculation.max_drafts + config.speculation.num_spare_drafts
         num_logits = max(num_logits, 8 * min(seqs, SPECULATIVE_ROWS) * nodes)
     computed = 4 * (num_logits * arch.vocab_size + 2 * tokens * token_size)
     return SCRATCH_BYTES + computed + _logprob_bytes(config, arch, seqs + tokens)

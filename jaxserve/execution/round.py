@@ -14,9 +14,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.execution.batch import (
-    StepBatch,
-)
+from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.state import Sequences, ServeState
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig, LayerOptions
@@ -142,7 +140,6 @@ def paged_attend(
 ReadLogprobs = Callable[
     [Array, Array, int], TokenLogprobs
 ]  # arguments: logits [N, V], ids [N] and the number of top tokens
-
 
 # observe(state, rows, token ids [T], what it observes of them [T, observed]) -> state of the proposer
 Observe = Callable[[ServeState, Rows, Array, Array], Any]

@@ -12,7 +12,18 @@ from jaxserve.layers.rope import rope_table
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.decoder import Attend
+from jaxserve.models.hf_config import TABLE, read_fields
 from jaxserve.models.params import Params, ParamSpec
+
+
+def own_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a head's config.json, with those of the layer that the speculators library nests.
+
+    Raises:
+        ConfigError: the nested object is none.
+    """
+    nested = read_fields(config, {"transformer_layer_config": TABLE.or_null()})["transformer_layer_config"]
+    return {**config, **(nested or {})}
 
 
 def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: int) -> ArchConfig:
@@ -26,9 +37,9 @@ def read_arch(config: Mapping[str, Any], tensors: Collection[str], vocab_size: i
     Raises:
         ConfigError: a field is missing, malformed or not supported.
     """
-    sizes = {"architectures": ["LlamaForCausalLM"], **config, **(config.get("transformer_layer_config") or {})}
+    own = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": vocab_size}
     return llama.arch(
-        {**sizes, "num_hidden_layers": 1, "vocab_size": vocab_size, "tie_word_embeddings": True},
+        {**own_sizes(config), **own, "tie_word_embeddings": True},
         qkv_bias="self_attn.q_proj.bias" in tensors,
         o_bias="self_attn.o_proj.bias" in tensors,
         mlp_bias="mlp.up_proj.bias" in tensors,

@@ -289,12 +289,12 @@ def apply_layer(
 
     Args:
         own: parameters that `DraftLayer` describes.
-        head: what the checkpoint is.
+        head: kind and sizes of the layer.
         embedding: embeddings of the tokens behind the features.
         feature: features.
         position: places of the features.
         attend: attention, as `models.decoder.Attend` describes.
-        carry: what attention needs and updates.
+        carry: state of attention.
     """
     arch, p, eps = head.arch, own["layers"][0], head.arch.norm_eps
     normed = rms_norm(feature, own["feature_norm"], eps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from safetensors.flax import load_file  # numpy has no bfloat16
 
 from jaxserve.errors import ConfigError, brief
 from jaxserve.models import draft_head
 from jaxserve.models.arch import ArchConfig
+from jaxserve.models.hf_config import TABLE, Kind, read_fields
 from jaxserve.models.params import Params, ParamSpec
 from jaxserve.spec_decode.draft_layer import LayerHead
 from jaxserve.weights import assemble
@@ -53,13 +56,16 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_tensors(directory: Path) -> dict[str, jax.Array]:
-    """Read all tensors of a head; ConfigError where there are none."""
+    """Read all tensors of a head; ConfigError where there are none, or a file is damaged."""
     files = sorted(directory.glob("*.safetensors"))
     if not files:
         pickled = [path.name for path in (*directory.glob("*.pt"), *directory.glob("*.bin"))]
         hint = f", got only {pickled}: convert them, torch.load then safetensors.torch.save_file" if pickled else ""
         raise ConfigError(f"a draft head must have a .safetensors file in {directory}{hint}")
-    return {name: tensor for path in files for name, tensor in load_file(str(path)).items()}
+    try:
+        return {name: tensor for path in files for name, tensor in load_file(str(path)).items()}
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"the .safetensors files of a draft head must be whole, in {directory}: {error}") from error
 
 
 def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
@@ -88,9 +94,12 @@ def load_medusa(directory: Path, arch: ArchConfig, dtype: DTypeLike) -> Params:
         bias = name.removesuffix("weight") + "bias"
         if bias in tensors:
             specs.append(ParamSpec((*path, "bias"), (D,), (None,), (bias,), (D,)))
-    num_heads = len({head for head, _ in places})
+    num_layers = Counter(head for head, _ in places)
+    num_heads = len(num_layers)
     if not num_heads:
         raise ConfigError(f"Medusa heads for this model must have matrices of {(D, D)}, got {_shapes(tensors)}")
+    if places.keys() != {(head, layer) for head in range(num_heads) for layer in range(num_layers[head])}:
+        raise ConfigError(f"Medusa heads and their layers must count from 0, got {sorted(places.values())}")
     blocks = {spec.hf_names[0] for spec in specs}
     rest = sorted(name for name in tensors if name not in blocks)
     if rest:
@@ -135,9 +144,9 @@ def load_draft_layer(
     config = read_config(directory)
     tensors = _renamed(directory, config)
     layer = {name.removeprefix("model.layers.0.") for name in tensors if name.startswith("model.layers.0.")}
-    sizes = {**config, **(config.get("transformer_layer_config") or {})}
-    if method == "eagle3" and sizes.get("num_hidden_layers", 1) != 1:
-        raise ConfigError(f"an EAGLE-3 head must have one layer, got {sizes['num_hidden_layers']} in {directory}")
+    num_layers = draft_head.own_sizes(config).get("num_hidden_layers", 1)
+    if method == "eagle3" and num_layers != 1:
+        raise ConfigError(f"an EAGLE-3 head must have one layer, got {num_layers} in {directory}")
     arch = draft_head.read_arch(config, layer, target.vocab_size)
     head = LayerHead("mtp", arch)
     if method == "mtp":  # copies of the model's
@@ -158,7 +167,9 @@ def load_draft_layer(
             f"a head that shares embedding or logits must be as wide as the model, got hidden_size {arch.hidden_size} "
             f"and {target.hidden_size} in {directory}"
         )
-    specs = layer_specs(head, target, tensors)
+    if offsets is not None and ("lm_head" not in tensors or offsets.ndim != 1):
+        raise ConfigError(f"a head must have d2t as a vector, and beside it an lm_head of its own, in {directory}")
+    specs = layer_specs(head, target, tensors, None if offsets is None else len(offsets))
     try:
         params = assemble(tensors, specs, dtype, transform=transform_of(specs))
     except CheckpointError as error:
@@ -179,15 +190,16 @@ def _renamed(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
         if new in tensors:
             raise ConfigError(f"a head must have one layer, got {name} beside another of its kind in {directory}")
         is_swapped = new == "proj" and (_HIDDEN_FIRST.match(name) or config.get("mtp_hidden_states_first"))
-        tensors[new] = jnp.roll(tensor, tensor.shape[1] // 2, axis=1) if is_swapped else tensor
+        tensors[new] = jnp.roll(tensor, tensor.shape[-1] // 2, axis=-1) if is_swapped else tensor
     return tensors
 
 
 def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ...]:
     """Return the layers whose inputs an EAGLE-3 head reads: those that it names, else the three of its authors."""
     n = target.num_layers
-    nested = config.get("eagle_config") or {}
-    named = config.get("eagle_aux_hidden_state_layer_ids") or nested.get("eagle_aux_hidden_state_layer_ids")
+    name, ids = "eagle_aux_hidden_state_layer_ids", Kind("a list", lambda value: isinstance(value, list)).or_null()
+    nested = read_fields(config, {"eagle_config": TABLE.or_null()})["eagle_config"] or {}
+    named = read_fields(config, {name: ids})[name] or read_fields(nested, {name: ids})[name]
     layers = tuple(named or (2, n // 2, n - 3))
     if len(set(layers)) != len(layers) or not all(isinstance(i, int) and 0 <= i <= n for i in layers):
         raise ConfigError(
@@ -196,13 +208,16 @@ def _feature_layers(config: dict[str, Any], target: ArchConfig) -> tuple[int, ..
     return layers
 
 
-def layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any]) -> list[ParamSpec]:
+def layer_specs(
+    head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any], num_outputs: int | None = None
+) -> list[ParamSpec]:
     """Return one row per tensor of a draft layer.
 
     Args:
-        head: what the checkpoint is.
+        head: kind and sizes of the layer.
         target: sizes of the whole model.
-        tensors: what the checkpoint has, for what a head may have or not: norms, embedding and logits of its own.
+        tensors: tensors of the checkpoint by name; norms of features, embedding and logits are optional.
+        num_outputs: tokens that the head can draft; None if it can draft all of the model's.
     """
     arch = head.arch
     D, V = arch.hidden_size, target.vocab_size
@@ -218,7 +233,7 @@ def layer_specs(head: LayerHead, target: ArchConfig, tensors: Mapping[str, Any])
     if "embed" in tensors:
         specs.append(matrix("embed", V, D))
     if "lm_head" in tensors:
-        specs.append(matrix("lm_head", int(tensors["lm_head"].shape[0]), D))
+        specs.append(matrix("lm_head", V if num_outputs is None else num_outputs, D))
     if head.method == "mtp":
         return [*specs, matrix("proj", D, 2 * D)]
     inner = len(head.feature_layers) * target.hidden_size

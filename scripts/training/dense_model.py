@@ -52,10 +52,10 @@ def dense_attend(seq_len: int) -> Attend:
     """
 
     def attend(
-        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions, sinks: None = None
+        q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions, sinks: Any = None
     ) -> tuple[Array, Any]:
-        if options.attention.window is not None or options.attention.soft_cap is not None:
-            raise NotImplementedError(f"dense_attend has no sliding window and no soft cap, got {options}")
+        if options.attention.window is not None or options.attention.soft_cap is not None or sinks is not None:
+            raise NotImplementedError(f"dense_attend has no sliding window, soft cap and sinks, got {options}")
         T, K, H = k.shape
         B, G = T // seq_len, q.shape[1] // K
         q, k = apply_rope(q, rope), apply_rope(k, rope)

@@ -1,8 +1,10 @@
 """EAGLE-3 and MTP heads draft what their definitions in torch draft."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import draft_layers
 import jax
@@ -11,13 +13,14 @@ import pytest
 import torch
 import transformers
 from draft_layers import Head
+from safetensors.numpy import load_file, save_file
 
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.models.params import matrix_transform
 from jaxserve.models.registry import from_hf_config
 from jaxserve.request import SamplingParams
-from jaxserve.spec_decode.head_files import load_draft_layer
+from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.workloads import assert_same, generate, tokens
 
@@ -121,3 +124,54 @@ def test_heads_that_do_not_fit_are_refused(model: transformers.LlamaForCausalLM,
     wide = replace(arch, hidden_size=2 * arch.hidden_size)
     with pytest.raises(ConfigError, match="must be as wide as the model"):
         load_draft_layer(tmp_path, "eagle3", wide, np.float32, matrix_transform)
+
+
+@pytest.mark.parametrize(
+    ("fields", "match"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": 1}, "eagle_aux_hidden_state_layer_ids must be a list or null"),
+        ({"eagle_aux_hidden_state_layer_ids": None, "eagle_config": [1]}, "eagle_config must be an object or null"),
+        ({"transformer_layer_config": "x"}, "transformer_layer_config must be an object or null"),
+    ],
+)
+def test_odd_fields_of_a_head_are_named(
+    model: transformers.LlamaForCausalLM, tmp_path: Path, fields: dict[str, Any], match: str
+) -> None:
+    arch = from_hf_config(model.config.to_dict())
+    draft_layers.write_eagle3(tmp_path, model, (0, 1))
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"architectures": None}))
+    load_draft_layer(tmp_path, "eagle3", arch, np.float32, matrix_transform)
+    file.write_text(json.dumps(config | fields))
+    with pytest.raises(ConfigError, match=match):
+        load_draft_layer(tmp_path, "eagle3", arch, np.float32, matrix_transform)
+
+
+def test_damaged_tensors_of_a_head_are_refused(model: transformers.LlamaForCausalLM, tmp_path: Path) -> None:
+    arch = from_hf_config(model.config.to_dict())
+    draft_layers.write_eagle3(tmp_path, model, (0, 1))
+    [file] = tmp_path.glob("*.safetensors")
+    tensors, whole = load_file(file), file.read_bytes()
+
+    def refuses(match: str, **changed: np.ndarray) -> None:
+        save_file(tensors | changed, file)
+        with pytest.raises(ConfigError, match=match):
+            load_draft_layer(tmp_path, "eagle3", arch, np.float32, matrix_transform)
+
+    V, D = arch.vocab_size, arch.hidden_size
+    narrow = np.zeros((V // 2, D), np.float32)
+    refuses("must fit the model", **{"lm_head.weight": narrow})
+    offsets = np.zeros(V // 4, np.int64)
+    refuses("must fit the model", **{"lm_head.weight": narrow}, d2t=offsets)
+    refuses("d2t as a vector", **{"lm_head.weight": narrow}, d2t=offsets[:, None])
+    file.write_bytes(whole[:-8])
+    with pytest.raises(ConfigError, match="must be whole"):
+        load_draft_layer(tmp_path, "eagle3", arch, np.float32, matrix_transform)
+
+
+def test_medusa_heads_count_from_0(model: transformers.LlamaForCausalLM, tmp_path: Path) -> None:
+    arch = from_hf_config(model.config.to_dict())
+    save_file({"1.0.linear.weight": np.zeros((arch.hidden_size,) * 2, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="must count from 0"):
+        load_medusa(tmp_path, arch, np.float32)

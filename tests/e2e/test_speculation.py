@@ -191,7 +191,9 @@ def test_greedy_tokens_of_a_hundred_prompts(
     for num_tokens in (1, 2, 4, 8):
         engine.reset_prefix_cache()
         before, chosen = replace(engine.stats), num_tokens
-        monkeypatch.setattr(replica.draft_pacer, "choose", lambda _, slots, k=chosen: (np.full(len(slots), k), 1))
+        monkeypatch.setattr(
+            replica.draft_pacer, "choose", lambda _, slots, _steps, k=chosen: (np.full(len(slots), k), 1)
+        )
         for output, wanted in zip(generate(engine, many_prompts, params), expected, strict=True):
             assert_same(output, wanted)
         stats = engine.stats.since(before)
@@ -302,7 +304,9 @@ def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
             return upload
 
         with monkeypatch.context() as patch:
-            patch.setattr(replica.draft_pacer, "choose", lambda bucket, slots: (np.zeros(len(slots), int), 0))
+            patch.setattr(
+                replica.draft_pacer, "choose", lambda bucket, slots, max_steps: (np.zeros(len(slots), int), 0)
+            )
             patch.setattr(replica.executor.packer, "pack", noted)
             generate(engine, prompts, replace(GREEDY, max_tokens=12))  # without preemptions
         seen.append(uploads)
@@ -575,7 +579,9 @@ def joint_distribution(
         ({"speculative_token_tree": [(0, 0)]}, "token tree must be"),
         ({"speculative_token_tree": "[(0,), (0"}, "token tree must be"),
         ({"speculative_token_tree": [(0,)], "num_speculative_tokens": 3}, "depth"),
+        ({"speculative_token_tree": [(0,), (0, 0)], "num_speculative_tokens": 4}, "depth"),
         ({"speculative_token_tree": [(0,)], "method": "ngram"}, "needs a method"),
+        ({"method": "ngram", "quantization": "int8"}, "quantization .* is of draft models"),
     ],
 )
 def test_bad_options_are_refused(llama: Path, config: Any, match: str) -> None:
