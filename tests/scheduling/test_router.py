@@ -143,7 +143,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for index in range(50):
         router.note(index % 20, prefix_of(index, *range(9)))
         router.note(index % 20, prefix_of(-1))
-    assert len(router._holders) == 100
+    assert 90 < len(router._holders) <= 100
     assert len(router._holders[prefix_of(-1)[0][1]]) == 8
 
 
