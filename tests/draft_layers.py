@@ -85,7 +85,6 @@ class Head:
                 "attention_mask": torch.full((1, 1, S, S), -torch.inf).triu(1),
                 "position_ids": positions,
                 "position_embeddings": self.model.model.rotary_emb(embedding, positions),
-                "past_key_values": None,
             }
             if self.fc is None:
                 normed = self.layer(embedding, features[None], **kwargs)[0, -1:]
