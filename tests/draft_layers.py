@@ -1,5 +1,6 @@
 """Random EAGLE-3 and MTP heads over a tiny model of transformers: their files, and what they draft."""
 
+import inspect
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,6 +88,8 @@ class Head:
                 "position_embeddings": self.model.model.rotary_emb(embedding, positions),
             }
             if self.fc is None:
+                names = inspect.signature(self.layer.forward).parameters  # releases of transformers differ
+                kwargs["cache" if "cache" in names else "past_key_values"] = None
                 normed = self.layer(embedding, features[None], **kwargs)[0, -1:]
                 feature = normed
             else:
