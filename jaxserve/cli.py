@@ -76,8 +76,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _Parser(argparse.ArgumentParser):
+    """Parser that takes no shortened options, nor do those of its sub-commands: a typo must not pass for another."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, allow_abbrev=False)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="jaxserve", description="Serve large language models from JAX.")
+    parser = _Parser(prog="jaxserve", description="Serve large language models from JAX.")
     parser.add_argument("--version", action="version", version=f"jaxserve {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

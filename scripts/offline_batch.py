@@ -21,12 +21,15 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=64)
     args = parser.parse_args()
 
+    lines = []
+    for number, prompt in enumerate(args.prompts.read_text().splitlines(), 1):
+        body = {"prompt": prompt, "max_tokens": args.max_tokens}
+        request = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
+        lines.append(json.dumps(request) + "\n")
     requests = args.results.with_suffix(".requests.jsonl")
-    with requests.open("w") as file:
-        for number, prompt in enumerate(args.prompts.read_text().splitlines(), 1):
-            body = {"prompt": prompt, "max_tokens": args.max_tokens}
-            request = {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
-            file.write(json.dumps(request) + "\n")
+    if args.results.exists() and requests.exists() and requests.read_text() != "".join(lines):
+        parser.error(f"{args.results} has the results of other prompts or options; choose another output file")
+    requests.write_text("".join(lines))
 
     summary = run_batch(LLM(model=args.model), requests, args.results)
     print(f"{summary.num_records} records in {args.results}, {summary.num_errors} errors")

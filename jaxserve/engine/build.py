@@ -227,7 +227,9 @@ def _draft_directory(config: EngineConfig, speculation: SpeculationConfig) -> Pa
         return Path(speculation.model)
     if config.model is not None or speculation.method not in DEFAULT_DRAFTS:
         wanted = "draft model" if speculation.method == "draft_model" else f"{speculation.method} heads"
-        raise ConfigError(f"the speculative_config of a model must name its {wanted}, got no model")
+        raise ConfigError(
+            f"the speculative_config of a model must name its {wanted}, got no model; set model in it to a directory"
+        )
     return embedded_model(DEFAULT_DRAFTS[speculation.method])
 
 

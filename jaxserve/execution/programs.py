@@ -3,7 +3,7 @@
 import atexit
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -185,11 +185,12 @@ class Programs:
         ends = dict.fromkeys((*drafting[:1], *drafting[-1:]))
         decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # bucket of a full batch: wanted first
         rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
-        first, later = {
-            "all": ((buckets, multi_steps, drafting), ((), (), ())),
-            "background": (((buckets[0], buckets[-1]), (), ()), (rest, multi_steps, drafting)),
-            "minimal": (((buckets[0], buckets[-1]), multi_steps[-1:], ends), ((), (), ())),
-        }[compile_ahead]
+        in_turn: dict[str, list[_Buckets]] = {
+            "all": [(buckets, multi_steps, drafting)],
+            "background": [((buckets[0], buckets[-1]), (), ()), ((), (), ends), (rest, multi_steps, drafting)],
+            "minimal": [((buckets[0], buckets[-1]), multi_steps[-1:], ends)],
+        }
+        first, *later = in_turn[compile_ahead]
         ready = threading.Event()
         self._compiled.clear()
         atexit.register(self._stop)
@@ -199,7 +200,7 @@ class Programs:
             raise self._compile_error
 
     def _compile_ahead(
-        self, first: _Buckets, later: _Buckets, ready: threading.Event, after: "Programs | None"
+        self, first: _Buckets, later: Sequence[_Buckets], ready: threading.Event, after: "Programs | None"
     ) -> None:
         try:
             self.admit, self.set_slot = self._compile_admit(), self._compile_set_slot()
@@ -207,7 +208,8 @@ class Programs:
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
                 pass
-            self._compile(*later)
+            for rest in later:
+                self._compile(*rest)
         except Exception as error:
             if ready.is_set():
                 logger.exception("compiling in the background failed; steps go on with the programs that are ready")
@@ -242,8 +244,9 @@ class Programs:
             self.steps[bucket] = program
 
     def _compile_speculative(self, bucket: int) -> None:
-        lower = partial(self.lower_speculative, bucket)
-        self.speculative[bucket] = self._get(f"speculative {bucket}", lower)
+        if bucket not in self.speculative:
+            lower = partial(self.lower_speculative, bucket)
+            self.speculative[bucket] = self._get(f"speculative {bucket}", lower)
 
     def _compile_admit(self) -> Compiled:
         layout = AdmissionLayout.of(self.schedule)
