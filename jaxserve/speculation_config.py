@@ -103,8 +103,8 @@ class SpeculationConfig:
         self._check_number("num_speculative_tokens", MAX_NODES)
         if self.quantization is not None and self.method != "draft_model":
             raise ConfigError(
-                f"quantization of speculative_config is of draft models, got {self.quantization!r} with method "
-                f"{self.method!r}; leave it out"
+                "quantization of speculative_config needs the method 'draft_model', got "
+                f"{self.quantization!r} with {self.method!r}; leave it out"
             )
         lookup_max = next((n for n in (self.prompt_lookup_max, self.prompt_lookup_min) if n is not None), DEFAULT_NGRAM)
         object.__setattr__(self, "prompt_lookup_max", lookup_max)

@@ -20,7 +20,7 @@ def own_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a head's config.json, with those of the layer that the speculators library nests.
 
     Raises:
-        ConfigError: the nested object is none.
+        ConfigError: `transformer_layer_config` is not an object.
     """
     nested = read_fields(config, {"transformer_layer_config": TABLE.or_null()})["transformer_layer_config"]
     return {**config, **(nested or {})}

@@ -357,14 +357,14 @@ class Scheduler:
 
     def _review(self, request: Request) -> None:
         """Look at a request whose last token may end it or come behind a full page."""
-        num_known, most_known, page_size = request.num_known_tokens, request.max_total_tokens, self.page_size
+        num_known, max_total, page_size = request.num_known_tokens, request.max_total_tokens, self.page_size
         self._ledger.register_full_pages(request, num_known - 2, min(num_known - 1, request.num_computed_tokens))
         if request.output_token_ids[-1] in request.stop_ids and _may_stop(request):
             self._end(request, FinishReason.STOP)
-        elif num_known == most_known:
+        elif num_known == max_total:
             self._end(request, FinishReason.LENGTH)
         behind_page = (num_known - 1) // page_size * page_size + page_size + 1
-        request.review_at = min(behind_page, most_known) - len(request.prompt_token_ids)
+        request.review_at = min(behind_page, max_total) - len(request.prompt_token_ids)
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status in RUNS:

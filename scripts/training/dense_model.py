@@ -55,7 +55,10 @@ def dense_attend(seq_len: int) -> Attend:
         q: Array, k: Array, v: Array, rope: Array, carry: Any, layer: Any, options: LayerOptions, sinks: Any = None
     ) -> tuple[Array, Any]:
         if options.attention.window is not None or options.attention.soft_cap is not None or sinks is not None:
-            raise NotImplementedError(f"dense_attend has no sliding window, soft cap and sinks, got {options}")
+            raise NotImplementedError(
+                "training needs a model of full attention, without soft cap and sinks, got "
+                f"{options.attention}{'' if sinks is None else ' and sinks'}"
+            )
         T, K, H = k.shape
         B, G = T // seq_len, q.shape[1] // K
         q, k = apply_rope(q, rope), apply_rope(k, rope)

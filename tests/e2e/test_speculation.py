@@ -581,7 +581,7 @@ def joint_distribution(
         ({"speculative_token_tree": [(0,)], "num_speculative_tokens": 3}, "depth"),
         ({"speculative_token_tree": [(0,), (0, 0)], "num_speculative_tokens": 4}, "depth"),
         ({"speculative_token_tree": [(0,)], "method": "ngram"}, "needs a method"),
-        ({"method": "ngram", "quantization": "int8"}, "quantization .* is of draft models"),
+        ({"method": "ngram", "quantization": "int8"}, "quantization .* needs the method 'draft_model'"),
     ],
 )
 def test_bad_options_are_refused(llama: Path, config: Any, match: str) -> None:
