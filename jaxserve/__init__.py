@@ -5,19 +5,31 @@ if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
     from jaxserve.errors import ConfigError, RequestError
     from jaxserve.llm import LLM
-    from jaxserve.request import CompletionOutput, RequestOutput, SamplingParams
+    from jaxserve.outputs import CompletionOutput, RequestOutput
+    from jaxserve.sampling_params import SamplingParams
+    from jaxserve.structured_output.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "ConfigError", "EngineConfig", "RequestError", "RequestOutput", "SamplingParams"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "ConfigError",
+    "EngineConfig",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+]
 
 _MODULES = {
-    "CompletionOutput": "request",
+    "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "EngineConfig": "config",
     "LLM": "llm",
     "RequestError": "errors",
-    "RequestOutput": "request",
-    "SamplingParams": "request",
+    "RequestOutput": "outputs",
+    "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_output.params",
 }
 
 

@@ -1,4 +1,4 @@
-"""Command line: `jaxserve generate`, `batch`, `bench`, `convert` and `plan`.
+"""Command line: `jaxserve serve`, `generate`, `batch`, `bench`, `convert` and `plan`.
 
 Exit codes: 0 success, for a batch also if some records are errors; 1 no target of a sweep could be planned; 2 invalid
 command line or configuration, or a file that cannot be read or written, reported in one line; 75 another process of the
@@ -22,14 +22,17 @@ from jaxserve import __version__, interrupts
 from jaxserve.bench.flags import add_bench
 from jaxserve.config import EngineConfig
 from jaxserve.distributed import peers
-from jaxserve.errors import ConfigError, PeerLostError, RequestError
+from jaxserve.errors import ConfigError, PeerLostError, RequestError, install_extra
 from jaxserve.live_stats import LiveStats, wait_until_warm
 from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.auth import Keys
+from jaxserve.server.config import ServerConfig
 
 if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
     from jaxserve.llm import LLM
-    from jaxserve.request import RequestOutput
+    from jaxserve.outputs import RequestOutput
 
 _NOT_FLAGS = {"skip_tokenizer_init", "forbid_compiles"}  # not useful on a command line
 _DIRECTORIES = {"model", "tokenizer", "compilation_cache_dir"}
@@ -100,6 +103,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_process_flags(generate)
     _add_engine_flags(generate, leave_out=("seed",))
 
+    serve = commands.add_parser("serve", help="serve a model over HTTP with OpenAI's interface (extra: server)")
+    serve.set_defaults(run=_serve, on_interrupt="")
+    text = "directory of a checkpoint (default: the embedded model)"
+    serve.add_argument("model", nargs="?", metavar="MODEL", help=text)
+    _add_config_flags(serve, "server", ServerConfig)
+    _add_engine_flags(serve, leave_out=("model",))
+
     batch = commands.add_parser("batch", help="serve a file of OpenAI batch requests; the same command resumes it")
     batch.set_defaults(run=_batch, on_interrupt="; run the same command again to resume")
     batch.add_argument("input", metavar="IN", help="JSON lines in OpenAI's batch format")
@@ -164,16 +174,22 @@ def _add_process_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser, leave_out: Sequence[str] = ()) -> None:
-    """Add a flag for every field of EngineConfig; given values are stored in `args` as "engine.<field>"."""
-    group = parser.add_argument_group("engine")
-    helps, hints = _field_helps(EngineConfig), inspect.get_annotations(EngineConfig, eval_str=True)
-    for field in dataclasses.fields(EngineConfig):
-        if field.name in _NOT_FLAGS or field.name in leave_out:
+    _add_config_flags(parser, "engine", EngineConfig, (*_NOT_FLAGS, *leave_out))
+
+
+def _add_config_flags(parser: argparse.ArgumentParser, title: str, config: type, leave_out: Sequence[str] = ()) -> None:
+    """Add a flag for every field of a configuration; given values are stored in `args` as "<title>.<field>"."""
+    group = parser.add_argument_group(title)
+    helps, hints = _field_helps(config), inspect.get_annotations(config, eval_str=True)
+    for field in dataclasses.fields(config):
+        if field.name in leave_out:
             continue
         kind = _plain_type(hints[field.name])
-        options: dict[str, Any] = {"dest": f"engine.{field.name}", "default": argparse.SUPPRESS}
+        options: dict[str, Any] = {"dest": f"{title}.{field.name}", "default": argparse.SUPPRESS}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
+        elif typing.get_origin(kind) is Sequence:
+            options |= {"nargs": "+", "metavar": "STR"}
         else:
             options |= {"type": kind, "metavar": "DIR" if field.name in _DIRECTORIES else kind.__name__.upper()}
         group.add_argument(_flag(field.name), help=_help(helps[field.name], field.default), **options)
@@ -224,7 +240,11 @@ def _unwinding_if_others_wait(args: argparse.Namespace) -> contextlib.AbstractCo
 
 
 def _engine_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {name.removeprefix("engine."): v for name, v in vars(args).items() if name.startswith("engine.")}
+    return _options(args, "engine.")
+
+
+def _options(args: argparse.Namespace, prefix: str) -> dict[str, Any]:
+    return {name.removeprefix(prefix): v for name, v in vars(args).items() if name.startswith(prefix)}
 
 
 def _live_stats(wanted: bool, llm: "LLM") -> contextlib.AbstractContextManager[object]:
@@ -272,6 +292,31 @@ def _stats(output: "RequestOutput") -> str:
         f"output {m.num_output_tokens} tokens{decode}; {', '.join(times)}; "
         f"ended by {output.outputs[0].finish_reason}"
     )
+
+
+def _serve(args: argparse.Namespace) -> int:
+    options: dict[str, Any] = _options(args, "server.")
+    config = ServerConfig(**options)
+    try:
+        from jaxserve.server.serve import listen, serve  # noqa: PLC0415 - needs an extra
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.startswith("jaxserve"):
+            raise
+        raise ConfigError(f"jaxserve serve needs {error.name}; {install_extra('server')}") from error
+    Keys.of(config.api_key, config.api_key_file)  # wrong ones are told before the model is loaded, as is a taken port
+    with listen(config) as sock:
+        serve(_load_engine(args), config, sock, on_start=_tell_url)
+    return 0
+
+
+def _tell_url(url: str) -> None:
+    print(f"jaxserve: serving at {url}", file=sys.stderr, flush=True)
+
+
+def _load_engine(args: argparse.Namespace) -> "Engine":
+    from jaxserve.engine.engine import Engine  # noqa: PLC0415 - imports jax
+
+    return Engine(EngineConfig(model=args.model, **_engine_options(args)))
 
 
 def _batch(args: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from typing import Any, no_type_check
 
 from jaxserve.errors import ConfigError
 from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.request import DEFAULT_MAX_LOGPROBS
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.pacer import MAX_STEPS
 from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
 from jaxserve.speculation_config import SpeculationConfig

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 from numbers import Integral
 from queue import SimpleQueue
@@ -17,16 +16,18 @@ from tqdm import tqdm
 
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower
-from jaxserve.engine.build import Weights
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.lock_step import follow
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.parameters import Weights
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.threads import EngineThreads
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
+from jaxserve.increments import Increment, OutputReader
 from jaxserve.metrics import Metric, vllm_metrics
 from jaxserve.models.params import Params
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer, load_hf_tokenizer
 from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_arguments, engine_options
 
@@ -189,7 +190,7 @@ class LLM:
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
         (group,) = self._prepare([prompt], _per_prompt(params, 1))
-        output, sent = group.output, [_Sent() for _ in group.output.outputs]
+        output, reader = group.output, OutputReader(group.output)
         news: SimpleQueue[None] = SimpleQueue()
         try:
             self._threads.submit([group], self._threads.wakes.listener(news))
@@ -201,7 +202,8 @@ class LLM:
                     if output.metrics.num_restarts:
                         raise RequestError("the request was restarted with other weights: what was streamed is void")
                     finished = output.finished
-                    increment = _increment(output, sent) if finished or _has_news(output, sent) else None
+                    increments = reader.read()
+                    increment = _with_increments(output, increments) if finished or increments else None
                 if increment is not None:
                     yield increment
         finally:
@@ -349,32 +351,16 @@ def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -
     return list(params)
 
 
-@dataclass(slots=True)
-class _Sent:
-    """Progress of a stream in one completion."""
-
-    num_chars: int = 0
-    num_tokens: int = 0
-
-
-def _has_news(output: RequestOutput, sent: list[_Sent]) -> bool:
-    return any(len(now.token_ids) > before.num_tokens for now, before in zip(output.outputs, sent, strict=True))
-
-
-def _increment(output: RequestOutput, sent: list[_Sent]) -> RequestOutput:
-    """Return the part of `output` that is not in `sent`, and update `sent`."""
-    new = []
-    for now, before in zip(output.outputs, sent, strict=True):
-        text = now.text_since(before.num_chars)
-        new.append(
-            dataclasses.replace(
-                now,
-                text=text,
-                token_ids=now.token_ids[before.num_tokens :],
-                logprobs=None if now.logprobs is None else now.logprobs[before.num_tokens :],
-                metrics=copy.copy(now.metrics),
-            )
-        )
-        before.num_chars += len(text)
-        before.num_tokens = len(now.token_ids)
+def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> RequestOutput:
+    """Return `output` with what is new of each completion in place of the whole."""
+    new = [
+        dataclasses.replace(completion, text="", token_ids=[], logprobs=None, metrics=copy.copy(completion.metrics))
+        for completion in output.outputs
+    ]
+    for each in increments:
+        part = new[each.completion.index]
+        part.text, part.token_ids, part.logprobs = each.text, each.token_ids, each.logprobs
+    for part, completion in zip(new, output.outputs, strict=True):
+        if part.logprobs is None and completion.logprobs is not None:
+            part.logprobs = completion.logprobs[:0]
     return dataclasses.replace(output, outputs=new)

@@ -223,6 +223,7 @@ def vllm_metrics(stats: EngineStats, occupancy: Occupancy) -> list[Metric]:
         Counter("vllm:num_preemptions", stats.num_preemptions),
         Counter("vllm:prompt_tokens", stats.num_prefill_tokens + stats.num_cached_tokens),
         Counter("vllm:generation_tokens", stats.num_output_tokens),
+        Counter("vllm:prefix_cache_queries", stats.num_prefill_tokens + stats.num_cached_tokens),
         Counter("vllm:prefix_cache_hits", stats.num_cached_tokens),
         Counter("vllm:spec_decode_num_drafts", stats.num_draft_rounds),
         Counter("vllm:spec_decode_num_draft_tokens", stats.num_drafted_tokens),

@@ -86,7 +86,7 @@ VLLM_OPTIONS = (
     VllmOption("allowed_local_media_path", "prompts are text or token ids", ("",)),
     VllmOption("logits_processors", "there are no logits processors", (None, [])),
     VllmOption("logits_processor_pattern", "there are no logits processors", (None,)),
-    VllmOption("structured_outputs_config", "there are no structured outputs", _NONE_OR_EMPTY),
+    VllmOption("structured_outputs_config", "llguidance alone does structured outputs", _NONE_OR_EMPTY),
     # Execution
     VllmOption("device", "jax chooses the device; JAX_PLATFORMS tells it which", ("auto",)),
     VllmOption(
@@ -136,8 +136,7 @@ CHAT_ARGUMENTS = (
     VllmOption("continue_final_message", "every answer is a message of its own", (False,)),
 )
 SAMPLING_ARGUMENTS = (  # arguments of SamplingParams; best_of may also be `n`
-    VllmOption("structured_outputs", "there are no structured outputs", (None,)),
-    VllmOption("guided_decoding", "there are no structured outputs", (None,)),
+    VllmOption("guided_decoding", "structured_outputs is the argument for the form of outputs", (None,)),
     VllmOption("logits_processors", "there are no logits processors", (None, [])),
     VllmOption("extra_args", "there are no plug-ins to read them", _NONE_OR_EMPTY),
     VllmOption("best_of", "as many completions are sampled as returned, n", (None,)),

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import jaxserve
-from jaxserve.request import Logprob, RequestMetrics
+from jaxserve.outputs import Logprob, RequestMetrics
 from jaxserve.vllm_options import markdown_table
 
 TARGET = Path(__file__).resolve().parents[1] / "jaxserve" / "API.md"
 CLASSES = (
     jaxserve.LLM,
     jaxserve.SamplingParams,
+    jaxserve.StructuredOutputsParams,
     jaxserve.RequestOutput,
     jaxserve.CompletionOutput,
     RequestMetrics,

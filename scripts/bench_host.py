@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import null_engine
 from synthetic.prompts import prompts
 

@@ -17,7 +17,7 @@ import jax
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from synthetic.random_model import write_random_model
 
 NUM_PROMPT_TOKENS = 8

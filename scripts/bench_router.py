@@ -24,7 +24,8 @@ from typing import cast
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.engine.replica import Changing, Replica
 from jaxserve.kv_cache.groups import KVGroups
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.scheduler import Scheduler
 
 PAGE_SIZE = 16

@@ -72,7 +72,7 @@ def texts(paths: list[Path]) -> Iterator[Text]:
     for path in paths:
         files = [path] if path.is_file() else sorted(path.rglob("*.py"))
         for file in files:
-            if any(part.startswith((".", "build")) for part in file.relative_to(path).parts):
+            if any(part.startswith(".") or part == "build" for part in file.relative_to(path).parts):
                 continue
             source = file.read_text(encoding="utf-8")
             yield from docstrings(file, ast.parse(source))

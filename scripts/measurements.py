@@ -24,7 +24,8 @@ import numpy as np
 
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.bench.workloads import load_workload, token_ids
-from jaxserve.engine.build import build_arch, build_params
+from jaxserve.engine.checkpoint import build_arch
+from jaxserve.engine.parameters import build_params
 from jaxserve.execution.round import AttentionCarry, paged_attend
 from jaxserve.execution.state import new_pool
 from jaxserve.models import decoder

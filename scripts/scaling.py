@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from jaxserve.config import EngineConfig, embedded_model
 from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import null_engine
 from synthetic.prompts import prompts
 

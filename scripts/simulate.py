@@ -20,7 +20,8 @@ from jaxserve.planner.modelled import ModelledExecutor
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import parse_target
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 
 BYTES = 2  # bytes of a bfloat16 value
 

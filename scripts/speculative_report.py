@@ -22,7 +22,7 @@ from jaxserve.config import DEFAULT_DRAFTS, embedded_model
 from jaxserve.figures.plotting import reason_missing
 from jaxserve.speculation_config import TREE_METHODS, SpeculationConfig
 from speculative.page import markdown, table, write_page
-from speculative.runs import run_round, start, write_random_draft
+from speculative.runs import measure_nodes, run_round, start, write_random_draft
 
 TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
 WIDE_TREE = [*((n,) for n in range(6)), *((0, n) for n in range(4)), (1, 0), (1, 1), (2, 0), (0, 0, 0), (0, 1, 0)]
@@ -73,6 +73,9 @@ def main() -> int:
         for _ in range(args.rounds):
             for case in cases:
                 run_round(case, prompts, params)
+        for case in cases:
+            if case.tree is not None:
+                measure_nodes(case, prompts, params, **options)
     if args.temperature == 0:
         texts = [[token for token, _ in tokens] for tokens in cases[0].tokens]
         assert all([[token for token, _ in t] for t in case.tokens] == texts for case in cases), "greedy tokens differ"

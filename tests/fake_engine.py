@@ -17,7 +17,8 @@ from jaxserve import __main__ as command
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.errors import RequestError
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
-from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
 
 STEP_S = "FAKE_STEP_S"

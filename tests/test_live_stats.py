@@ -11,7 +11,7 @@ import pytest
 
 from jaxserve.live_stats import LiveStats, stats_line, wait_until_warm
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 PEAK_RATES = PeakRates(flops_per_s=1e9, bytes_per_s=1e9)
 

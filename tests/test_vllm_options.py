@@ -7,7 +7,7 @@ import pytest
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.vllm_options import (
     CHAT_ARGUMENTS,
     GENERATE_ARGUMENTS,
@@ -89,7 +89,7 @@ def test_arguments_of_calls() -> None:
 
 
 NEUTRAL_SAMPLING: dict[str, Any] = {  # vLLM's defaults
-    **dict.fromkeys(("structured_outputs", "guided_decoding", "logits_processors", "extra_args", "best_of")),
+    **dict.fromkeys(("guided_decoding", "logits_processors", "extra_args", "best_of")),
     "flat_logprobs": False,
     "spaces_between_special_tokens": True,
 }

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 
 from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.metrics import EngineStats
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 
 class Clock:

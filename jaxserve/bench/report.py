@@ -9,7 +9,7 @@ from importlib.metadata import version
 from jaxserve import __version__
 from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
-from jaxserve.engine.build import compute_dtype
+from jaxserve.engine.parameters import compute_dtype
 from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.execution.roofline import describe_device
 from jaxserve.models import registry

@@ -166,6 +166,10 @@ class EngineCore:
                 result = replica.read()
                 is_waiting, is_read = False, True
                 self._update(replica, result)
+                if launched is None and not replica.in_flight:  # rows waited for these tokens: callers hear meanwhile
+                    launched = replica.launch(self._now_s)
+                    if launched is not None:
+                        self._emit_admitted(replica, launched)
         except BaseException as error:
             if isinstance(error, Exception) or not is_waiting:  # a step whose reading was interrupted can be read again
                 self._fail(replica, error)

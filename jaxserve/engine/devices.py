@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine.build import Weights, compute_dtype, copies, prepare_params
+from jaxserve.engine.parameters import Weights, compute_dtype, copies, prepare_params
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.roofline import device_peak_rates
 from jaxserve.execution.runner import Runner
@@ -96,6 +96,11 @@ class Devices:
         """True while some memory that `sleep` has freed is not allocated again."""
         self.check_open()
         return bool(self._asleep)
+
+    @property
+    def is_warm(self) -> bool:
+        """True once every program is compiled."""
+        return all(runner.programs.is_warm for runner in self._runners)
 
     def wait_until_warm(self) -> None:
         """Block until every program is compiled (see EngineConfig.compile_ahead)."""

@@ -10,21 +10,17 @@ from functools import partial
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
-from jaxserve.engine.build import (
-    Weights,
-    build_arch,
-    build_runners,
-    build_sampling_params,
-    check_sizes,
-    claim_memory,
-)
+from jaxserve.engine.build import build_runners, check_sizes
+from jaxserve.engine.checkpoint import build_arch, build_sampling_params
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.devices import Devices
 from jaxserve.engine.event_log import EventLog
 from jaxserve.engine.events import CacheReset, Record, ReplicaEvent, WeightsRead
 from jaxserve.engine.frontend import Frontend
 from jaxserve.engine.lock_step import fail_others, require_same_options
+from jaxserve.engine.memory import claim_memory
 from jaxserve.engine.outputs import RequestGroup
+from jaxserve.engine.parameters import Weights
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.replica import Replica
 from jaxserve.errors import ConfigError, RequestError
@@ -32,7 +28,8 @@ from jaxserve.execution.batch import MAX_EOS_IDS
 from jaxserve.execution.executor import Executor
 from jaxserve.execution.runner import Runner
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import load_tokenizer
 
 
@@ -93,6 +90,7 @@ class Engine:
             outbox=self.core.outbox,
             check_fits=replicas[0].scheduler.check_fits,
             stats=self.stats,
+            is_lock_step=self.peers is not None,
         )
         self._progressed: dict[str, RequestGroup] = {}  # requests that were added by hand
         self._until_idle: Callable[[], Callable[[], None] | None] = lambda: None

@@ -1,6 +1,7 @@
 """Event logs: the events of a replica in a file of JSON lines, from which its plans can be made again.
 
-The first line has the sizes of the schedule, each other one an event: its name and its fields. Prompts are in it.
+The first line has the sizes of the schedule, each other one an event: its name and its fields. Prompts are in
+it; constraints are not, as plans do not depend on them.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from jaxserve.engine.events import (
     replay,
 )
 from jaxserve.errors import ConfigError
-from jaxserve.request import FinishReason, Request, SamplingParams
+from jaxserve.request import FinishReason, Request
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -24,8 +24,10 @@ from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
 from jaxserve.engine.replica import StepTokens
 from jaxserve.errors import RequestError, brief
 from jaxserve.metrics import EngineStats
-from jaxserve.request import FinishReason, Request, SamplingParams, TokenIds
+from jaxserve.request import FinishReason, Request, TokenIds
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
+from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
 from jaxserve.text.bad_words import encode_bad_words
 from jaxserve.text.tokenizer import Tokenizer
 
@@ -51,6 +53,7 @@ class Frontend:
         outbox: deltas from the core, or the exception that has lost it all requests.
         check_fits: function that raises RequestError for a request that could not run to its end even alone.
         stats: totals, to which output tokens and finished requests are added.
+        is_lock_step: True if other processes run the same steps.
     """
 
     def __init__(
@@ -66,7 +69,11 @@ class Frontend:
         outbox: deque[Delta | BaseException],
         check_fits: Callable[[Request], None],
         stats: EngineStats,
+        is_lock_step: bool = False,
     ) -> None:
+        self._is_lock_step = is_lock_step
+        self._grammars: GrammarCompiler | None = None  # made for the first request that needs one
+        self._grammars_lock = threading.Lock()
         self._config, self._schedule, self._tokenizer = config, schedule, tokenizer
         self._vocab_size, self._max_position, self._eos_ids = vocab_size, max_position, eos_ids
         self._inbox, self._outbox = inbox, outbox
@@ -316,7 +323,8 @@ class Frontend:
         else:  # all that there is room for; the last token is never computed, and so needs none
             most = self._schedule.kv_groups.most_tokens(self._schedule.num_pages)
             limit = limit if most is None else min(limit, most + 1)
-        eos = frozenset() if params.ignore_eos else self._eos_ids
+        eos = frozenset() if params.ignore_eos and params.structured_outputs is None else self._eos_ids
+        stop_ids = eos | frozenset(params.stop_token_ids or ())
         bad_sequences: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self._tokenizer:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
@@ -329,14 +337,47 @@ class Frontend:
                 params=params,
                 seed=seed + index,
                 max_total_tokens=limit,
-                stop_ids=eos | frozenset(params.stop_token_ids or ()),
+                stop_ids=stop_ids,
                 bad_sequences=bad_sequences,
                 salt=namespace.encode(errors="surrogatepass"),
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
+                waits_for_tokens=params.structured_outputs is not None,
+                constraint=self._constraint(params, stop_ids),
                 arrival=arrival,
             )
             for index in range(params.n)
         ]
+
+    def _constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> TokenConstraint | None:
+        """Return the constraint of a sample; RequestError where its form is refused."""
+        if params.structured_outputs is None:
+            return None
+        with self._grammars_lock:
+            if self._grammars is None:
+                self._grammars = self._new_grammars()
+        return self._grammars.constraint(
+            params.structured_outputs,
+            allowed_token_ids=params.allowed_token_ids,
+            stop_ids=stop_ids,
+            min_tokens=params.min_tokens,
+        )
+
+    def _new_grammars(self) -> GrammarCompiler:
+        if self._is_lock_step:
+            raise RequestError(
+                "structured_outputs need an engine of one process, got one of several in lock-step; drop them, or "
+                "serve the model from one process"
+            )
+        if self._tokenizer is None or self._tokenizer.json_text is None:
+            raise RequestError(
+                "structured_outputs need a tokenizer with a tokenizer.json, got none; convert the tokenizer, or drop "
+                "skip_tokenizer_init"
+            )
+        if not self._eos_ids:
+            raise RequestError(
+                "structured_outputs need a model with an end-of-sequence id, got none; give its files one"
+            )
+        return GrammarCompiler(self._tokenizer.json_text(), self._vocab_size, self._eos_ids)
 
 
 def _check_some_allowed(request: Request) -> None:

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxserve.request import (
-    CompletionOutput,
-    FinishReason,
-    Logprob,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    TokenIds,
-)
+from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
+from jaxserve.request import FinishReason, Request, TokenIds
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.logprobs import LogprobList, largest
 from jaxserve.text.tokenizer import Detokenizer, Tokenizer
 
@@ -248,5 +242,6 @@ def _again(request: Request) -> Request:
         salt=request.salt,
         read_prefix_cache=request.read_prefix_cache,
         waits_for_tokens=request.waits_for_tokens,
+        constraint=None if request.constraint is None else request.constraint.again(),
         arrival=request.arrival,
     )

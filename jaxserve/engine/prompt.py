@@ -6,7 +6,8 @@ from numbers import Integral
 import numpy as np
 
 from jaxserve.errors import RequestError
-from jaxserve.request import SamplingParams, TokenIds
+from jaxserve.request import TokenIds
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, object]

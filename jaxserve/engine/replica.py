@@ -121,6 +121,7 @@ class Replica:
         self._forbid_compiles = config.forbid_compiles
         self._record = record
         self._digest = 0  # digest of all plans since the last recovery
+        self._constrained: set[Request] = set()  # unfinished requests with a constraint
         self._is_stuck = False  # nothing can be planned before a step in flight is read
         self._has_dropped = False  # steps that may have failed without anybody having read it
 
@@ -131,12 +132,16 @@ class Replica:
         with self.changing:
             self.scheduler.add(request)
             self._note(Added(request))
+        if request.constraint is not None:
+            self._constrained.add(request)
 
     def finish(self, request_id: str, reason: FinishReason) -> None:
         """End a request if it has not ended already."""
         with self.changing:
-            if self.scheduler.finish(request_id, reason) is not None:
+            request = self.scheduler.finish(request_id, reason)
+            if request is not None:
                 self._note(Finished(request_id, reason))
+                self._constrained.discard(request)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached pages."""
@@ -150,6 +155,7 @@ class Replica:
             withdrawn = self.scheduler.withdraw()
             if withdrawn:
                 self._note(Withdrawn())
+        self._constrained.difference_update(withdrawn)
         return withdrawn
 
     def has_work(self) -> bool:
@@ -211,7 +217,18 @@ class Replica:
     def take(self, sampled: list[list[int]]) -> list[Request]:
         """Let the scheduler know what each row of the oldest step in flight has sampled; see `Scheduler.update`."""
         self._note(Updated(sampled))
-        return self.scheduler.update(self.in_flight.popleft().plan, sampled)
+        plan = self.in_flight.popleft().plan
+        ended = self.scheduler.update(plan, sampled)
+        for request in plan.requests if self._constrained else ():
+            if request.constraint is not None and request.status is not RequestStatus.FINISHED:
+                request.constraint.advance(request.output_token_ids)
+                if request.constraint.has_ended:  # no token may follow
+                    if error := request.constraint.error:
+                        logger.warning("request %s is ended, it cannot go on: %s", request.request_id, error)
+                    self.finish(request.request_id, FinishReason.ABORT if error else FinishReason.STOP)
+                    ended.append(request)
+        self._constrained.difference_update(ended)
+        return ended
 
     def drop_in_flight(self) -> None:
         """Forget steps whose requests have all ended: nobody waits for their tokens, or for how long they take."""
@@ -228,6 +245,7 @@ class Replica:
         """Forget requests, pages and steps, whatever a failure has left of them; `recover` is due."""
         self.in_flight.clear()
         self.pacer.pause()
+        self._constrained.clear()
         self.scheduler.restart()
 
     def recover(self) -> None:
@@ -261,6 +279,8 @@ class Replica:
         self.reset_prefix_cache()
 
     def _may_launch(self) -> bool:
+        if self.in_flight and self._constrained and len(self.scheduler.waiting_slots) == self.scheduler.num_running:
+            return False  # one step with all rows is faster than two, each with those that the other leaves
         return len(self.in_flight) < self._most_in_flight
 
     def _max_steps(self, wanted: int) -> int:
@@ -288,6 +308,9 @@ class Replica:
             return (), max_rounds
         by_slot = np.zeros(schedule.max_num_seqs, np.int64)
         by_slot[slots] = wanted
+        by_slot[scheduler.waiting_slots] = 0
+        if not by_slot.any():
+            return (), max_rounds
         return by_slot.tolist(), max_rounds
 
     def _pace_drafts(self, plan: StepPlan, result: StepResult) -> None:

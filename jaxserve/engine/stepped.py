@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
-from jaxserve.request import RequestFailure, RequestOutput, SamplingParams, TokenIds
+from jaxserve.outputs import RequestFailure, RequestOutput
+from jaxserve.request import TokenIds
+from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from jaxserve.models.arch import ArchConfig

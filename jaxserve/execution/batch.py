@@ -5,6 +5,8 @@ ids, and the pages that rows got. All else lies on the device by slot. `BlobLayo
 writes through numpy views, the device reads through slices of the same layout. The size of a blob does not depend on
 max_model_len.
 
+Masks of rows with a constraint travel in blobs of their own, `MaskLayout`, where they differ from what the slot has.
+
 A request enters its slot by an `Admission`, a blob of its own in front of the step's. It carries the pages, too, that
 a step has no room for: those that an admission found in the prefix cache.
 """
@@ -25,15 +27,16 @@ from jaxtyping import Array, Bool, Int, UInt
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.kv_cache.groups import RELEASED
-from jaxserve.request import (
+from jaxserve.request import Request, RequestStatus
+from jaxserve.sampling import RECORD_WORDS, SlotRow, mask_size, pack_mask, pack_records
+from jaxserve.sampling_params import (
     DEFAULT_MAX_LOGPROBS,
     MAX_BAD_SEQUENCE_TOKENS,
     MAX_BAD_SEQUENCES,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
-    Request,
 )
-from jaxserve.sampling import RECORD_WORDS, SlotRow, pack_mask, pack_records
+from jaxserve.scheduling.plan import PlanKind
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -45,6 +48,7 @@ MAX_STOP_IDS = MAX_EOS_IDS + MAX_STOP_TOKEN_IDS  # most stop ids of one request
 ADMITTED_STOP_IDS = 8  # stop ids that an admission carries; a request with more takes a SlotRow
 ADMISSION_ROWS = 64  # requests per admission blob
 ADMISSION_PAGES = 2048  # pages per admission blob
+MASK_ROWS = 16  # masks per blob
 
 _INT, _FLOAT = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -260,6 +264,24 @@ class AdmissionLayout:
         return Admission(new_pages=_pop_pages(fields), **fields)
 
 
+@dataclass(frozen=True)
+class MaskLayout:
+    """Shapes of masks that are sent together: N slots, and the bits of W words each. A slot out of range pads."""
+
+    num_rows: int
+    num_words: int
+
+    @classmethod
+    def of(cls, config: ScheduleConfig, vocab_size: int) -> MaskLayout:
+        """Return the layout for these sizes."""
+        return cls(min(config.max_num_seqs, MASK_ROWS), mask_size(vocab_size))
+
+    @cached_property
+    def blob(self) -> BlobLayout:
+        """The layout of the blob."""
+        return BlobLayout((("slot", (self.num_rows,)), ("words", (self.num_rows, self.num_words))))
+
+
 def _page_fields(num_pages: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield from ((name, (num_pages,)) for name in ("page_slot", "page_column", "page"))
 
@@ -274,11 +296,13 @@ class StepUpload(NamedTuple):
     Attributes:
         admissions: blobs of `Admission`; none in most steps.
         slot_rows: slots whose requests need more than an admission carries, with what that is.
+        masks: blobs of masks by `MaskLayout`; none in most steps.
         blob: blob of `StepBatch`.
     """
 
     admissions: Sequence[NDArray[np.int32]]
     slot_rows: Sequence[tuple[int, SlotRow]]
+    masks: Sequence[NDArray[np.int32]]
     blob: NDArray[np.int32]
 
 
@@ -297,6 +321,9 @@ class BatchPacker:
             bucket: BatchLayout.of(config, bucket, is_speculative=True) for bucket in config.speculative_buckets()
         }
         self._admission = AdmissionLayout.of(config)
+        self._masks = MaskLayout.of(config, vocab_size)
+        self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
+        self._sent_masks: dict[int, NDArray[np.int32]] = {}  # by slot
         self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
         self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
 
@@ -310,12 +337,17 @@ class BatchPacker:
         for request in plan.admitted:
             self._num_pages[request.slot] = 0
             self._has_sampled[request.slot] = False
+            self._sent_masks.pop(request.slot, None)
+            self._constrained.pop(request.slot, None)
+            if request.constraint is not None:
+                self._constrained[request.slot] = request
         blob, to = layout.blob.new()
         pages = self._new_pages(plan)
         self._pack_pages(to, pages[: layout.num_new_pages])
         slots = np.array(plan.slots, np.int64)  # naming the dtype takes a third of the time that finding it does
-        num_rows, max_new = plan.num_rows, np.array(plan.max_new, np.int64)
-        counts = np.array(plan.counts, np.int64) if plan.num_prefill_tokens else np.ones(num_rows, np.int64)
+        num_rows, is_decode = plan.num_rows, not plan.num_prefill_tokens
+        counts = np.ones(num_rows, np.int64) if is_decode else np.array(plan.counts, np.int64)
+        max_new = counts if is_decode and plan.kind is PlanKind.STEP else np.array(plan.max_new, np.int64)
         to["base_seed"][...] = self._base_seed
         to["num_rows"][...] = num_rows
         to["wants_logprobs"][...] = plan.wants_logprobs
@@ -336,7 +368,8 @@ class BatchPacker:
             stops = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
         admissions = list(self._admissions(plan, pages[layout.num_new_pages :]))
-        return StepUpload(admissions, list(self._slot_rows(plan)), blob)
+        masks = list(self._mask_blobs(plan, max_new)) if self._constrained else ()
+        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob)
 
     def _new_pages(self, plan: StepPlan) -> list[tuple[int, int, int]]:
         """Return slot, column and page of each page that the device does not know of, those of admissions last."""
@@ -387,10 +420,33 @@ class BatchPacker:
         start_of = dict(zip(plan.requests, plan.starts, strict=True)) if self.config.max_drafts else {}
         for request in plan.admitted:
             p = request.params
-            is_plain = not (p.has_penalties or p.changes_logits or p.min_tokens)
+            is_plain = not (p.has_penalties or request.changes_logits or p.min_tokens)
             # Proposers read the whole history, to which steps write only the tokens that they compute.
             if not is_plain or len(request.stop_ids) > ADMITTED_STOP_IDS or start_of.get(request):
                 yield request.slot, self._slot_row(request)
+
+    def _mask_blobs(self, plan: StepPlan, max_new: NDArray[np.int64]) -> Iterator[NDArray[np.int32]]:
+        """Return the masks of rows that sample which their slots do not have yet."""
+        for slot, request in list(self._constrained.items()):
+            if request.status is RequestStatus.FINISHED:
+                del self._constrained[slot]
+        changed: list[tuple[int, NDArray[np.int32]]] = []
+        for row, request in enumerate(plan.requests):
+            if request.constraint is None or not max_new[row]:
+                continue
+            slot, words = plan.slots[row], request.constraint.words
+            sent = self._sent_masks.get(slot)
+            if sent is None or not np.array_equal(sent, words):
+                self._sent_masks[slot] = words
+                changed.append((slot, words))
+        layout = self._masks
+        for first in range(0, len(changed), layout.num_rows):
+            blob, to = layout.blob.new()
+            to["slot"][...] = self.config.max_num_seqs  # out of range
+            for index, (slot, words) in enumerate(changed[first : first + layout.num_rows]):
+                to["slot"][index] = slot
+                to["words"][index, : len(words)] = words
+            yield blob
 
     def _slot_row(self, request: Request) -> SlotRow:
         """Return what the device must know of a request beyond its admission."""

@@ -13,10 +13,17 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.execution.batch import AdmissionLayout, BatchLayout
+from jaxserve.execution.batch import AdmissionLayout, BatchLayout, MaskLayout
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, new_state
-from jaxserve.execution.step import Program, make_admit, make_serve_step, make_set_slot, step_options
+from jaxserve.execution.step import (
+    Program,
+    make_admit,
+    make_serve_step,
+    make_set_masks,
+    make_set_slot,
+    step_options,
+)
 from jaxserve.execution.verification import Observer, Proposer, make_speculative_step
 from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
@@ -57,6 +64,7 @@ class Programs:
         speculative: programs of rounds with drafted tokens, by bucket.
         admit: the program that lets requests enter their slots.
         set_slot: the program that enters a request's other data.
+        set_masks: the program that sets the masks of rows with a constraint.
         num_devices: number of devices that the model is split over.
     """
 
@@ -86,6 +94,7 @@ class Programs:
         self.speculative: dict[int, Compiled] = {}
         self.admit: Compiled = None
         self.set_slot: Compiled = None
+        self.set_masks: Compiled = None
         self._make_state: Compiled = None
         self._closing = threading.Event()
         # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
@@ -203,7 +212,7 @@ class Programs:
         self, first: _Buckets, later: Sequence[_Buckets], ready: threading.Event, after: "Programs | None"
     ) -> None:
         try:
-            self.admit, self.set_slot = self._compile_admit(), self._compile_set_slot()
+            self._compile_writers()
             self._compile(*first, num_threads=COMPILE_THREADS)
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
@@ -248,24 +257,27 @@ class Programs:
             lower = partial(self.lower_speculative, bucket)
             self.speculative[bucket] = self._get(f"speculative {bucket}", lower)
 
-    def _compile_admit(self) -> Compiled:
-        layout = AdmissionLayout.of(self.schedule)
-        args = (self.abstract_state(), self._operand((layout.blob.size,), jnp.int32))
-        program = make_admit(layout, self.proposer)
-        if self.mesh is not None:
-            program = over_devices(program, self.mesh, args, specs_of(args[0]))
-        return self._get("admit", partial(jax.jit(program, donate_argnums=0).lower, *args))
-
-    def _compile_set_slot(self) -> Compiled:
-        state = self.abstract_state()
+    def _compile_writers(self) -> None:
+        """Compile the programs that write to tables by slot, each given what it writes to first."""
+        state, num_devices = self.abstract_state(), self.num_devices
+        admissions = AdmissionLayout.of(self.schedule)
+        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
         row = jax.tree.map(
             lambda s: self._operand(s.shape, s.dtype), abstract_slot_row(self.schedule, self.arch.vocab_size)
         )
-        args = (state, self._operand((), jnp.int32), row)
-        program = make_set_slot(self.arch, num_devices=self.num_devices)
-        if self.mesh is not None:
-            program = over_devices(program, self.mesh, args, specs_of(state))
-        return self._get("set_slot", partial(jax.jit(program, donate_argnums=0).lower, *args))
+
+        def get(name: str, program: Callable[..., Any], *args: Any) -> Compiled:
+            if self.mesh is not None:
+                program = over_devices(program, self.mesh, args, specs_of(args[0]))
+            return self._get(name, partial(jax.jit(program, donate_argnums=0).lower, *args))
+
+        index, blob, words = (
+            self._operand(shape, jnp.int32) for shape in ((), (admissions.blob.size,), (masks.blob.size,))
+        )
+        self.admit = get("admit", make_admit(admissions, self.proposer), state, blob)
+        self.set_slot = get("set_slot", make_set_slot(self.arch, num_devices=num_devices), state, index, row)
+        set_masks = make_set_masks(self.arch, masks, num_devices=num_devices)
+        self.set_masks = get("set_masks", set_masks, state.slots.allowed, words)
 
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> Compiled:
         def compile_now() -> Compiled:
@@ -294,6 +306,11 @@ class Programs:
             if self._compiled.wait(_POLL_S) and bucket not in programs:
                 raise self._compile_error or RuntimeError(f"there is no program for {bucket} tokens here")
 
+    @property
+    def is_warm(self) -> bool:
+        """True once every bucket is compiled."""
+        return self._compiled.is_set() and self._compile_error is None
+
     def wait_until_warm(self) -> None:
         """Block until every bucket is compiled."""
         self._compiled.wait()
@@ -306,7 +323,7 @@ class Programs:
         self.steps.clear()
         self.multi_steps.clear()
         self.speculative.clear()
-        self.admit = self.set_slot = None
+        self.admit = self.set_slot = self.set_masks = None
 
     def _stop(self) -> None:
         """Stop compiling ahead of jax's clean-up at exit, which ends badly while XLA compiles."""

@@ -25,7 +25,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     RaggedRows,
     ragged_paged_attention,
 )
-from jaxserve.request import DEFAULT_MAX_LOGPROBS
 from jaxserve.sampling import (
     LogprobLayout,
     SamplingRows,
@@ -36,6 +35,7 @@ from jaxserve.sampling import (
     sample,
     token_logprobs,
 )
+from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 
 LOGPROB_BLOCK = 64  # positions whose logprobs are computed at once: of all tokens of a step there are no logits
 

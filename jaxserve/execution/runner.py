@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import time
 import weakref
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from numpy.typing import NDArray
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.execution.batch import BatchPacker
@@ -229,6 +231,8 @@ class Runner:
             self.state = self.programs.admit(self.state, blob)
         for slot, row in upload.slot_rows:
             self.state = self.programs.set_slot(self.state, np.int32(slot), row)
+        for blob in upload.masks:
+            self.state = self._set_masks(self.state, blob)
         takes_both = plan.num_drafts or self.programs.observer is not None
         params: Any = (self.params, self.draft_params) if takes_both else self.params
         self.state, output = self.programs.of_kind(plan.kind)[bucket](params, self.state, upload.blob)
@@ -238,6 +242,12 @@ class Runner:
         step = RunningStep(output, self._logprob_layout, *wanted, num_compiles, time.monotonic(), max_drafts)
         step.start_download()
         return step
+
+    def _set_masks(self, state: ServeState | None, blob: NDArray[np.int32]) -> ServeState:
+        """Return the state with the masks of some rows. Only the array of masks goes through the program."""
+        assert state is not None, "a state that sleeps gets no masks"
+        allowed = self.programs.set_masks(state.slots.allowed, blob)
+        return dataclasses.replace(state, slots=dataclasses.replace(state.slots, allowed=allowed))
 
 
 def shapes_of(params: Params) -> Params:

@@ -24,7 +24,6 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     Pages,
     new_pages,
 )
-from jaxserve.request import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.sampling import (
     RECORD_WORDS,
     SlotRow,
@@ -32,6 +31,7 @@ from jaxserve.sampling import (
     mask_size,
     padded_to_lanes,
 )
+from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
 from jaxserve.sharding import joined, tensor_size
 
 MANY = 1024  # factor on heads or tokens with which they take more room, however they are padded

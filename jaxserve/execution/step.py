@@ -18,13 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Int, UInt32
 
 from jaxserve.execution.batch import (
     ADMITTED_STOP_IDS,
     MAX_STOP_IDS,
     AdmissionLayout,
     BatchLayout,
+    MaskLayout,
 )
 from jaxserve.execution.round import Model, StepOutput, plain_round, takes_part, vocab_split
 from jaxserve.execution.state import ServeState, set_pages
@@ -43,6 +44,8 @@ Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
 Admit = Callable[[ServeState, Array], ServeState]
 
 SetSlot = Callable[[ServeState, Array, SlotRow], ServeState]
+
+SetMasks = Callable[[Array, Array], Array]
 
 
 def make_serve_step(
@@ -172,3 +175,18 @@ def make_set_slot(arch: ArchConfig, *, num_devices: int = 1) -> SetSlot:
         return dataclasses.replace(state, slots=slots)
 
     return set_slot
+
+
+def make_set_masks(arch: ArchConfig, layout: MaskLayout, *, num_devices: int = 1) -> SetMasks:
+    """Return the program that sets the masks of allowed tokens of some slots; donates the masks of all."""
+    split, part_size = vocab_split(arch, num_devices), arch.local(num_devices).vocab_size
+
+    def set_masks(allowed: UInt32[Array, "S W"], blob: Int[Array, " words"]) -> UInt32[Array, "S W"]:
+        new = layout.blob.unpack(blob)
+        words = lax.bitcast_convert_type(new["words"], jnp.uint32)
+        if split:
+            first_id = split.first_id
+            words = jax.vmap(lambda mask: mask_part(mask, first_id, part_size))(words)
+        return allowed.at[new["slot"]].set(words, mode="drop")
+
+    return set_masks

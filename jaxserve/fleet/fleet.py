@@ -24,7 +24,9 @@ from typing import Protocol, runtime_checkable
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.engine.stepped import SteppedEngine
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
-from jaxserve.request import RequestFailure, RequestOutput, SamplingParams, TokenIds
+from jaxserve.outputs import RequestFailure, RequestOutput
+from jaxserve.request import TokenIds
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 from jaxserve.text.tokenizer import load_tokenizer
 

@@ -66,8 +66,9 @@ class PrefixCache:
     def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
         """Hash the request's pages that follow those of `hashes`, up to `num_pages` in all."""
         previous = hashes[-1] if hashes else _root_hash(request.salt)
-        for start in range(len(hashes) * self.page_size, num_pages * self.page_size, self.page_size):
-            previous = _page_hash(previous, request.tokens(start, start + self.page_size))
+        size = self.page_size
+        for start in range(len(hashes) * size, num_pages * size, size):
+            previous = _page_hash(previous, request.tokens(start, start + size))
             hashes.append(previous)
 
     def has(self, page_hash: bytes) -> bool:

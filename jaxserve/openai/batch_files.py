@@ -38,9 +38,9 @@ from jaxserve.openai.format import (
     error_body,
     parse_body,
     refuse_unknown,
-    response_body,
 )
-from jaxserve.request import RequestFailure, RequestOutput
+from jaxserve.openai.replies import Reply
+from jaxserve.outputs import RequestFailure, RequestOutput
 
 if TYPE_CHECKING:
     from jaxserve.llm import LLM
@@ -297,9 +297,9 @@ class _BatchRun:
 
     def _response(self, line: _Line) -> Json:
         outputs = [line.outputs[index] for index in range(len(line.outputs))]
-        return response_body(
-            line.request, outputs, self.engine.tokenizer, response_id=line.fingerprint, created_s=int(time.time())
-        )
+        created_s = int(time.time())
+        reply = Reply(line.request, self.engine.tokenizer, response_id=line.fingerprint, created_s=created_s)
+        return reply.body(outputs)
 
     def _fail(self, line: _Line, error: RequestError) -> None:
         line.failed = True

@@ -5,16 +5,18 @@ the caller, such as `user`, are ignored, and fields of unsupported features may 
 Any other field is an error. A null means "not given": then the checkpoint's recommended sampling parameters apply.
 """
 
+import contextlib
 import dataclasses
-import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from types import UnionType
 from typing import Any
 
 from jaxserve.errors import EngineDiedError, RequestError, brief
-from jaxserve.request import CompletionOutput, Logprob, RequestOutput, SamplingParams, TokenIds
+from jaxserve.request import TokenIds
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -25,28 +27,54 @@ _SAMPLING_FIELDS = {  # fields with the same name and meaning in SamplingParams
     *("temperature", "top_p", "n", "stop", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids", "prompt_logprobs"),
     *("skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids", "bad_words"),
+    "truncate_prompt_tokens",
 }
-_LABELS = {"user": str, "safety_identifier": str, "prompt_cache_key": str, "metadata": dict}  # ignored
+_LABELS = {
+    "user": str,
+    "safety_identifier": str,
+    "metadata": dict,
+    "prompt_cache_key": str,
+    "prompt_cache_retention": str,
+}
+_PREFERENCES = {"verbosity": str, "prediction": dict, "reasoning_effort": str}  # fields of chats with other models
 _TYPES = {
     "cache_salt": str,
+    "echo": bool,
     "model": str,
+    "response_format": dict,
+    "return_token_ids": bool,
+    "stream": bool,
+    "stream_options": dict,
+    "structured_outputs": dict,
+    "add_generation_prompt": bool,
     "stop": str | list,
     "stop_token_ids": list,
     "allowed_token_ids": list,
     "bad_words": list,
 }
-_NEUTRAL_SHARED = {"stream": ["false"], "store": ["false"], "service_tier": ['"auto"', '"default"']}
+_NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"'], "priority": ["0"]}
+_NEUTRAL_SHARED |= {"detokenize": ["true"], "spaces_between_special_tokens": ["true"], "use_beam_search": ["false"]}
 _NEUTRAL = {  # values, as JSON, that switch off unsupported features
-    COMPLETIONS: _NEUTRAL_SHARED | {"echo": ["false"], "suffix": ['""'], "best_of": ["1", "n"]},
+    COMPLETIONS: _NEUTRAL_SHARED | {"suffix": ['""'], "best_of": ["1", "n"]},
     CHAT: _NEUTRAL_SHARED
-    | {"response_format": ['{"type": "text"}'], "tools": ["[]"], "parallel_tool_calls": ["true", "false"]},
+    | {"modalities": ['["text"]'], "tools": ["[]"], "continue_final_message": ["false"]}
+    | {"tool_choice": ['"none"', '"auto"'], "parallel_tool_calls": ["true", "false"]},
 }
-_SHARED_FIELDS = _SAMPLING_FIELDS | _LABELS.keys() | {"model", "max_tokens", "logprobs", "cache_salt"}
+_SHARED_FIELDS = {"model", "max_tokens", "logprobs", "cache_salt", "return_token_ids", "stream", "stream_options"}
+_SHARED_FIELDS |= _SAMPLING_FIELDS | _LABELS.keys() | {"response_format", "structured_outputs"}
 _FIELDS = {
-    COMPLETIONS: _SHARED_FIELDS | _NEUTRAL[COMPLETIONS].keys() | {"prompt"},
+    COMPLETIONS: _SHARED_FIELDS | _NEUTRAL[COMPLETIONS].keys() | {"prompt", "echo"},
     CHAT: _SHARED_FIELDS
     | _NEUTRAL[CHAT].keys()
-    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"},
+    | _PREFERENCES.keys()
+    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"},
+}
+_IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
+_STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
+_SUCCESSORS = {  # names here of fields of earlier or other interfaces
+    "functions": "tools",
+    "function_call": "tool_choice",
+    **{f"guided_{kind}": "structured_outputs" for kind in ("json", "regex", "choice", "grammar")},
 }
 _RESERVED = {"messages", "chat_template", "tokenize"}  # names not allowed in chat_template_kwargs
 
@@ -71,6 +99,13 @@ class ParsedRequest:
     Attributes:
         prompts: prompts as text or token ids; a chat has one, rendered and encoded.
         top_logprobs: requested alternatives per token of a chat, -1 for all; None without log probabilities.
+        echo: True if the text of a completion begins with its prompt.
+        has_output: False if only the prompt is wanted, with its log probabilities.
+        return_token_ids: True if token ids are wanted beside the text.
+        stream: True if increments are wanted as they come.
+        include_usage: True if the counts of tokens are wanted at the end of a stream.
+        continuous_usage: True if they are wanted with every increment.
+        ignored: fields that were accepted and changed nothing.
     """
 
     url: str
@@ -79,6 +114,18 @@ class ParsedRequest:
     params: SamplingParams
     cache_salt: str | None = None
     top_logprobs: int | None = None
+    echo: bool = False
+    has_output: bool = True
+    return_token_ids: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    ignored: tuple[str, ...] = field(default=(), compare=False)
+
+    @property
+    def is_chat(self) -> bool:
+        """True for a chat."""
+        return self.url == CHAT
 
 
 def parse_body(
@@ -88,6 +135,8 @@ def parse_body(
     model_names: Sequence[str],
     tokenizer: Tokenizer | None,
     defaults: SamplingParams,
+    *,
+    may_stream: bool = False,
 ) -> ParsedRequest:
     """Check a request body and convert it to prompts and sampling parameters.
 
@@ -98,6 +147,7 @@ def parse_body(
         model_names: accepted values of `model`; if empty, any name is accepted.
         tokenizer: tokenizer that renders and encodes chats.
         defaults: recommended parameters of the checkpoint, for all fields not given except the length.
+        may_stream: False where there is no one to stream to, as in a batch file.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -107,24 +157,66 @@ def parse_body(
     given = {name: value for name, value in body.items() if value is not None}
     refuse_unknown("body", given, _FIELDS[url])
     _refuse_features(given, _NEUTRAL[url])
-    for name, wanted in (_TYPES | _LABELS).items():
+    for name, wanted in (_TYPES | _LABELS | _PREFERENCES).items():
         _check_type(given, name, wanted)
     model = given.get("model", own_name)
     if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
         raise BadRequestError(message, "model", "model_not_found", 404)
-    salt = given.get("cache_salt")
-    if url == COMPLETIONS:
-        prompts, params = _completion_prompts(given.get("prompt")), _completion_params(given, defaults)
-        return ParsedRequest(url, model, prompts, params, salt)
-    params = _chat_params(given, defaults)
-    return ParsedRequest(url, model, [_chat_prompt(given, tokenizer)], params, salt, params.logprobs)
+    is_chat = url == CHAT
+    with naming_fields(url):
+        params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
+    options = _stream_options(given, may_stream=may_stream)
+    return ParsedRequest(
+        url,
+        model,
+        [_chat_prompt(given, tokenizer)] if is_chat else _completion_prompts(given.get("prompt")),
+        params,
+        given.get("cache_salt"),
+        params.logprobs if is_chat else None,
+        echo=given.get("echo", False),
+        has_output=given.get("max_tokens") != 0,
+        return_token_ids=given.get("return_token_ids", False),
+        stream=given.get("stream", False),
+        include_usage=options.get("include_usage", False),
+        continuous_usage=options.get("continuous_usage_stats", False),
+        ignored=tuple(sorted(_IGNORED & given.keys())),
+    )
+
+
+@contextlib.contextmanager
+def naming_fields(url: str) -> Iterator[None]:
+    """Add the field to errors of values: the first that the message names."""
+    try:
+        yield
+    except BadRequestError:
+        raise
+    except RequestError as error:
+        words = ["messages" if word == "prompt" and url == CHAT else word for word in re.findall(r"\w+", str(error))]
+        raise BadRequestError(str(error), next((word for word in words if word in _FIELDS[url]), None)) from error
+
+
+def _stream_options(given: Json, *, may_stream: bool) -> Json:
+    stream, options = given.get("stream", False), given.get("stream_options", {})
+    options = {name: value for name, value in options.items() if value is not None}
+    if stream and not may_stream:
+        raise BadRequestError("stream is not supported: it must be false, got True", "stream", "unsupported_value")
+    if "stream_options" in given and not stream:
+        raise BadRequestError("stream_options need stream: true", "stream_options")
+    if unknown := sorted(options.keys() - _STREAM_OPTIONS):
+        message = f"stream_options must be of {sorted(_STREAM_OPTIONS)}, got {unknown}"
+        raise BadRequestError(message, "stream_options", "unsupported_parameter")
+    for name, value in options.items():
+        if not isinstance(value, bool):
+            raise BadRequestError(f"{name} must be a bool, got {brief(value)}", "stream_options")
+    return options
 
 
 def refuse_unknown(where: str, given: Json, known: set[str]) -> None:
     """Raise BadRequestError that names every field of `given` that is not `known`."""
     if unknown := sorted(given.keys() - known):
-        message = f"unsupported fields {unknown} in the {where}; supported are {sorted(known)}"
+        advice = "".join(f"; {name} is now {_SUCCESSORS[name]}" for name in unknown if name in _SUCCESSORS)
+        message = f"unsupported fields {brief(unknown)} in the {where}{advice}; supported are {sorted(known)}"
         raise BadRequestError(message, unknown[0], "unsupported_parameter")
 
 
@@ -138,11 +230,36 @@ def _refuse_features(given: Json, neutral: Mapping[str, Sequence[str]]) -> None:
 
 def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
     limits = {name: given.get(name, getattr(SamplingParams, name)) for name in ("max_tokens", "logprobs")}
-    return dataclasses.replace(defaults, **_sampling_fields(given), **limits)
+    if given.get("echo"):
+        if limits["max_tokens"] == 0:
+            limits["max_tokens"] = 1  # a prompt is not computed without a token behind it
+        if limits["logprobs"] is not None:
+            limits.setdefault("prompt_logprobs", limits["logprobs"])
+    return dataclasses.replace(defaults, **limits | _sampling_fields(given))
 
 
 def _sampling_fields(given: Json) -> Json:
-    return {name: given[name] for name in _SAMPLING_FIELDS & given.keys()}
+    return {name: given[name] for name in _SAMPLING_FIELDS & given.keys()} | _output_form(given)
+
+
+def _output_form(given: Json) -> Json:
+    """Return the form that the output must have, from OpenAI's field or vLLM's."""
+    wanted = given.get("response_format", {"type": "text"})
+    kind, form = wanted.get("type"), given.get("structured_outputs")
+    if kind not in ("text", "json_object", "json_schema"):
+        message = f"response_format must have the type text, json_object or json_schema, got {brief(kind)}"
+        raise BadRequestError(message, "response_format")
+    if kind == "text":
+        return {} if form is None else {"structured_outputs": form}
+    if form is not None:
+        raise BadRequestError("response_format and structured_outputs cannot both be given", "response_format")
+    if kind == "json_object":
+        return {"structured_outputs": {"json_object": True}}
+    described = wanted.get("json_schema")
+    if not isinstance(described, dict) or not isinstance(described.get("schema"), dict | bool):
+        message = f"response_format must have a schema in json_schema, got {brief(described)}"
+        raise BadRequestError(message, "response_format")
+    return {"structured_outputs": {"json": described["schema"]}}
 
 
 def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
@@ -164,19 +281,31 @@ def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
 def _chat_prompt(given: Json, tokenizer: Tokenizer | None) -> TokenIds:
     if tokenizer is None:
         raise BadRequestError("chats need a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
-    messages = given.get("messages")
+    messages = check_messages(given.get("messages"))
+    _check_type(given, "chat_template_kwargs", dict)
+    variables = dict(given.get("chat_template_kwargs", {}))
+    if "add_generation_prompt" in given:
+        variables["add_generation_prompt"] = given["add_generation_prompt"]
+    if reserved := sorted(variables.keys() & _RESERVED):
+        raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
+    return tokenizer.encode(tokenizer.render_chat(messages, variables), add_special_tokens=False)
+
+
+def check_messages(messages: Any) -> list[Json]:
+    """Return the messages of a chat; BadRequestError unless all have a role, and a content or calls of tools."""
     if not isinstance(messages, list):
         raise BadRequestError(f"messages must be a list of messages, got {brief(messages)}", "messages")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise BadRequestError(f"every message must be an object with a role, got {brief(message)}", "messages")
-        if message.get("content") is None and not message.get("tool_calls"):
+        if message.get("content") is None and not message.get("tool_calls") and not message.get("refusal"):
             raise BadRequestError(f"every message must have a content or tool_calls, got {brief(message)}", "messages")
-    _check_type(given, "chat_template_kwargs", dict)
-    variables = given.get("chat_template_kwargs", {})
-    if reserved := sorted(variables.keys() & _RESERVED):
-        raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
-    return tokenizer.encode(tokenizer.render_chat(messages, variables), add_special_tokens=False)
+    return [
+        message | {"content": message["refusal"]}  # the field of a reply that clients send back
+        if message.get("content") is None and isinstance(message.get("refusal"), str)
+        else message
+        for message in messages
+    ]
 
 
 def _completion_prompts(prompt: Any) -> list[Prompt]:
@@ -217,109 +346,3 @@ def error_body(error: RequestError) -> Json:
     known = as_bad_request(error)
     kind = "invalid_request_error" if known.status_code < 500 else "server_error"
     return {"error": {"message": known.message, "type": kind, "param": known.param, "code": known.code}}
-
-
-def response_body(
-    request: ParsedRequest,
-    outputs: Sequence[RequestOutput],
-    tokenizer: Tokenizer | None,
-    *,
-    response_id: str,
-    created_s: int,
-) -> Json:
-    """Return the completion or chat completion; `outputs` are in the order of `request.prompts`."""
-    chat = request.url == CHAT
-    completions = [(output, completion) for output in outputs for completion in output.outputs]
-    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    completion_tokens = sum(len(completion.token_ids) for _, completion in completions)
-    token_text = _token_texts(tokenizer)
-    return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{response_id}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": created_s,
-        "model": request.model,
-        "choices": [
-            {"index": i}
-            | (_chat_choice(c, request.top_logprobs or 0, tokenizer) if chat else _completion_choice(c, token_text))
-            | {"finish_reason": c.finish_reason, "stop_reason": c.stop_reason}
-            | _prompt_logprobs(output, token_text)
-            for i, (output, c) in enumerate(completions)
-        ],
-        "usage": {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": completion_tokens,
-            "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
-        },
-    }
-
-
-_TokenText = Callable[[int, Logprob], str]
-
-
-def _token_texts(tokenizer: Tokenizer | None) -> _TokenText:
-    def text(token_id: int, entry: Logprob) -> str:
-        if entry.decoded_token is not None:
-            return entry.decoded_token
-        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
-
-    return text
-
-
-def _completion_choice(completion: CompletionOutput, token_text: _TokenText) -> Json:
-    if completion.logprobs is None:
-        return {"text": completion.text, "logprobs": None}
-    rows = list(zip(completion.token_ids, completion.logprobs, strict=True))
-    tokens = [token_text(token_id, table[token_id]) for token_id, table in rows]
-    logprobs = {
-        "tokens": tokens,
-        "token_logprobs": [table[token_id].logprob for token_id, table in rows],
-        "top_logprobs": [_by_text(table, token_text) for _, table in rows],
-        "text_offset": list(itertools.accumulate(map(len, tokens), initial=0))[:-1],
-    }
-    return {"text": completion.text, "logprobs": logprobs}
-
-
-def _by_text(table: Mapping[int, Logprob], token_text: _TokenText) -> dict[str, float]:
-    """Return log probabilities by text; of tokens with equal text, such as parts of a character, the likeliest."""
-    best: dict[str, float] = {}
-    for token_id, entry in _ranked(table):
-        best.setdefault(token_text(token_id, entry), entry.logprob)
-    return best
-
-
-def _chat_choice(completion: CompletionOutput, num_top: int, tokenizer: Tokenizer | None) -> Json:
-    message = {"role": "assistant", "content": completion.text, "refusal": None}
-    if completion.logprobs is None:
-        return {"message": message, "logprobs": None}
-    top = slice(num_top if num_top >= 0 else None)
-    content = [
-        _chat_token(token_id, table[token_id], tokenizer)
-        | {"top_logprobs": [_chat_token(i, entry, tokenizer) for i, entry in _ranked(table)[top]]}
-        for token_id, table in zip(completion.token_ids, completion.logprobs, strict=True)
-    ]
-    return {"message": message, "logprobs": {"content": content, "refusal": None}}
-
-
-def _chat_token(token_id: int, entry: Logprob, tokenizer: Tokenizer | None) -> Json:
-    text = _token_texts(tokenizer)(token_id, entry)
-    data = tokenizer.byte_table[token_id] if tokenizer is not None and tokenizer.byte_table else text.encode()
-    return {"token": text, "logprob": entry.logprob, "bytes": list(data)}
-
-
-def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    return sorted(table.items(), key=lambda item: item[1].rank)
-
-
-def _prompt_logprobs(output: RequestOutput, token_text: _TokenText) -> Json:
-    """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first position."""
-    if output.prompt_logprobs is None:
-        return {}
-
-    def described(table: Mapping[int, Logprob]) -> Json:
-        return {
-            str(i): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": token_text(i, entry)}
-            for i, entry in table.items()
-        }
-
-    return {"prompt_logprobs": [table and described(table) for table in output.prompt_logprobs]}

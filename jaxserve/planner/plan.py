@@ -13,10 +13,9 @@ import jax.numpy as jnp
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
-from jaxserve.engine.build import (
+from jaxserve.engine.memory import (
     accelerator_pool_bytes,
     choose_page_size,
-    compute_dtype,
     cpu_pool_bytes,
     machine_bytes,
     page_bytes,
@@ -24,6 +23,7 @@ from jaxserve.engine.build import (
     select_backend,
     tree_bytes,
 )
+from jaxserve.engine.parameters import compute_dtype
 from jaxserve.errors import ConfigError
 from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates

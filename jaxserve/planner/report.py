@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from jaxserve.engine.build import CPU_POOL_SHARE
+from jaxserve.engine.memory import CPU_POOL_SHARE
 from jaxserve.figures.tables import Row, align, number
 from jaxserve.planner.plan import Plan, Speed
 from jaxserve.planner.program import StepProgram

@@ -68,7 +68,7 @@ class SamplingRows:
     top_k = RowParameter(np.int32)  # number of largest logits to keep; 0 or less keeps all
     min_position = RowParameter(np.int32, "min_position")  # first position at which stop ids are not masked
     # 1 for rows to which the bias, the allowed tokens and the bad words of their slot apply
-    use_bias = RowParameter(np.int32, "params.changes_logits")
+    use_bias = RowParameter(np.int32, "changes_logits")
     seed = RowParameter((np.uint32, 2), "seed_words")  # low and high word of the request's 64-bit seed
     temperature = RowParameter(np.float32)  # divisor of the logits; below 1e-5 the row is greedy
     top_p = RowParameter(np.float32)  # probability mass that the kept most likely tokens must reach; 1 keeps all

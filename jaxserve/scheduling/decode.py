@@ -82,7 +82,7 @@ class Decodes:
             for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
                 self._ledger.release_unseen(request)
         requests, starts, max_new = plan.requests, plan.starts, plan.max_new
-        limit = num_steps
+        limit, is_single = num_steps, num_steps == 1 and not num_drafts
         for request in rows:
             if num_drafts:
                 limit = num_steps * (1 + num_drafts[request.slot])
@@ -102,9 +102,12 @@ class Decodes:
             request.num_computed_tokens = start + most
             requests.append(request)
             starts.append(start)
-            max_new.append(most)
+            if not is_single:
+                max_new.append(most)
         plan.num_decode_tokens = plan.num_rows
         plan.counts = [1] * plan.num_rows
+        if is_single:
+            plan.max_new = [1] * plan.num_rows
         if num_drafts:
             plan.num_drafts = [num_drafts[request.slot] for request in plan.requests]
         return rows_in_prefill
@@ -138,9 +141,10 @@ class Decodes:
         # A row that reaches its limit with a token on the device computes nothing more; update() will end it.
         if most < 1:
             return False
-        most_computed = request.max_total_tokens - 1
-        room = most_computed - request.num_computed_tokens
-        if not self._allocate_or_preempt(request, max(min(most + num_spare, room), most), plan):
+        most_computed, num_tokens = request.max_total_tokens - 1, most
+        if num_spare:
+            num_tokens = max(min(most + num_spare, most_computed - request.num_computed_tokens), most)
+        if not self._allocate_or_preempt(request, num_tokens, plan):
             return False
         if request.waits_for_tokens:
             request.status = RequestStatus.BLOCKED
@@ -157,10 +161,12 @@ class Decodes:
 
         False when that was `request` itself. It never is the oldest, which alone fits the pool: there is progress.
         """
-        self._ledger.release_unseen(request)
-        while not self._ledger.allocate(request, num_tokens, plan):
-            victim = self._policy.victim(self._ledger.running)
-            self._ledger.preempt(victim, plan)
+        ledger = self._ledger
+        if ledger.groups.sliding:
+            ledger.release_unseen(request)
+        while not ledger.allocate(request, num_tokens, plan):
+            victim = self._policy.victim(ledger.running)
+            ledger.preempt(victim, plan)
             if victim is request:
                 return False
         return True

@@ -11,7 +11,8 @@ would hardly ever be accepted so far asks for fewer.
 Plain steps tell nothing about acceptance, rounds with drafts nothing about the time of plain steps, and both change. So
 some dispatches are probes with another k: after plain steps one with drafts, otherwise the kind whose measurement is
 the oldest; single plain steps and dispatches of several are kinds of their own, and a probe says which it needs. Probes
-may lose the share PROBE_SHARE of all time.
+may lose the share PROBE_SHARE of the time of each bucket: with many rows, of which a draft model has missed much, a
+probe costs more than hundreds with one row, and those must not wait for it.
 
 A dispatch has a start and an end, so that a round of a long dispatch takes less than one of a short dispatch. Of a kind
 that was measured in short dispatches only, as at first, before its time is known, more are measured.
@@ -91,6 +92,7 @@ class _Costs:
 
     times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # times of dispatches, with their rounds
     measured_s: dict[int, float] = field(default_factory=dict)  # time of the last measurement of each kind
+    credit_s: float = 0.0  # time that probes may lose by now
 
     def add(self, kind: int, num_rounds: int, seconds: float, now_s: float) -> None:
         """Add the time of a dispatch."""
@@ -186,7 +188,6 @@ class DraftPacer:
         self._costs: dict[int, _Costs] = {}
         self._last: tuple[int, int] | None = None  # bucket and k of the dispatch that ended last
         self._now_s = 0.0
-        self._credit_s = 0.0  # time that probes may lose by now
         self._probe: _Probe | None = None
         self._is_probe = False  # the latest choice is a dispatch of the probe
 
@@ -229,8 +230,9 @@ class DraftPacer:
             probe.num_left -= 1
             probe.num_running += 1
             return
-        self._credit_s = -MAX_CREDIT_S
-        self._costs[probe.bucket].measured_s[probe.kind] = self._now_s  # the next is of another kind
+        costs = self._costs[probe.bucket]
+        costs.credit_s = -MAX_CREDIT_S
+        costs.measured_s[probe.kind] = self._now_s  # the next is of another kind
         probe.num_left = 0
         if not probe.num_running:
             self._probe = None
@@ -252,9 +254,10 @@ class DraftPacer:
         self._last, self._now_s = (bucket, num_drafts), end_s
         if last is None:
             return
-        self._credit_s = min(self._credit_s + PROBE_SHARE * seconds, MAX_CREDIT_S)
+        costs = self._costs.setdefault(bucket, _Costs())
+        costs.credit_s = min(costs.credit_s + PROBE_SHARE * seconds, MAX_CREDIT_S)
         if self._probe is not None and (self._probe.bucket, self._probe.num_drafts) == (bucket, num_drafts):
-            self._credit_s -= max(seconds - num_tokens * self._probe.usual_s, 0.0)
+            costs.credit_s -= max(seconds - num_tokens * self._probe.usual_s, 0.0)
             self._probe.num_running -= 1
             if num_tokens * self._probe.usual_s > seconds:  # it has lost nothing: go on until the choice follows
                 self._probe.num_left = max(self._probe.num_left, 1)
@@ -262,7 +265,7 @@ class DraftPacer:
                 self._probe = None
         if last == (bucket, num_drafts) and num_rounds:
             kind = num_drafts or (SEVERAL if self._has_multi_step and num_rounds > 1 else SINGLE)
-            self._costs.setdefault(bucket, _Costs()).add(kind, num_rounds, seconds, end_s)
+            costs.add(kind, num_rounds, seconds, end_s)
 
     def accepted(self, slots: Sequence[int], wanted: NDArray[np.int32], accepted: NDArray[np.int32]) -> None:
         """Note how many drafted tokens were wanted and accepted in each round [rows, rounds] of some slots."""
@@ -295,7 +298,7 @@ class DraftPacer:
         """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
         if self._probe is not None and self._probe.bucket != bucket:
             self._probe = None
-        if self._probe is None and self._credit_s > 0:
+        if self._probe is None and self._costs[bucket].credit_s > 0:
             kinds = [*self._plain, *range(1, self._max_drafts + 1)] if best else [max(self._max_drafts // 2, 1)]
             measured_s = self._costs[bucket].measured_s
             oldest = min((k for k in kinds if k != best), key=lambda k: (measured_s.get(k, -math.inf), k))

@@ -140,15 +140,16 @@ class Ledger:
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running request the pages of its next `num_tokens`; False, and no change, where too few are free."""
-        groups, pages = self.groups, request.pages
-        num_new = groups.num_columns(request.num_computed_tokens + num_tokens) * groups.size - len(pages)
+        size, pages = self.groups.size, request.pages
+        num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * size - len(pages)
         if num_new <= 0:
             return True
         new = self.cache.allocate(num_new)
         if new is None:
             return False
         pages += new
-        self.num_growing -= not self.can_grow(request)
+        if not self.can_grow(request):
+            self.num_growing -= 1
         plan.grown.append(request)
         return True
 
@@ -222,12 +223,11 @@ class Ledger:
         """Pages of the prefix of a waiting request that it need not compute."""
         return self.cache.match(request) if request.read_prefix_cache else []
 
-    def register_full_pages(self, request: Request, start: int, stop: int) -> None:
-        """Register the full pages of positions [start, stop), whose tokens are known and certain to be computed."""
-        first, stop, size = start // self.page_size, stop // self.page_size, self.groups.size
+    def register_columns(self, request: Request, first: int, stop: int) -> None:
+        """Register the pages of some columns, all of whose tokens are known and certain to be computed."""
         if first >= stop or request in self.unshared:
             return
-        cache, pages = self.cache, request.pages
+        cache, pages, size = self.cache, request.pages, self.groups.size
         hashes = cache.hashes(request)
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:

@@ -161,6 +161,11 @@ class Scheduler:
         return [request.slot for request in self._ledger.running.values()]
 
     @property
+    def waiting_slots(self) -> list[int]:
+        """Slots of the running requests whose every token must be read before the next is computed."""
+        return [request.slot for request in self._ledger.running.values() if request.waits_for_tokens]
+
+    @property
     def num_pages_used(self) -> int:
         """Pages that running requests own; the others are free or can be evicted."""
         return self.num_pages - self._ledger.num_available
@@ -357,14 +362,17 @@ class Scheduler:
 
     def _review(self, request: Request) -> None:
         """Look at a request whose last token may end it or come behind a full page."""
-        num_known, max_total, page_size = request.num_known_tokens, request.max_total_tokens, self.page_size
-        self._ledger.register_full_pages(request, num_known - 2, min(num_known - 1, request.num_computed_tokens))
-        if request.output_token_ids[-1] in request.stop_ids and _may_stop(request):
+        output, num_prompt, page_size = request.output_token_ids, len(request.prompt_token_ids), self.page_size
+        num_known, max_total = num_prompt + len(output), request.max_total_tokens
+        num_full = (num_known - 1) // page_size
+        if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
+            self._ledger.register_columns(request, num_full - 1, num_full)
+        if output[-1] in request.stop_ids and _may_stop(request):
             self._end(request, FinishReason.STOP)
         elif num_known == max_total:
             self._end(request, FinishReason.LENGTH)
-        behind_page = (num_known - 1) // page_size * page_size + page_size + 1
-        request.review_at = min(behind_page, max_total) - len(request.prompt_token_ids)
+        behind_page = num_full * page_size + page_size + 1
+        request.review_at = (behind_page if behind_page < max_total else max_total) - num_prompt
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status in RUNS:

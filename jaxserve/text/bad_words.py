@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 
 from jaxserve.errors import RequestError, brief
-from jaxserve.request import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, TokenIds
+from jaxserve.request import TokenIds
+from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES
 
 
 def encode_bad_words(words: Sequence[str], encode: Callable[[str], TokenIds]) -> tuple[tuple[int, ...], ...]:

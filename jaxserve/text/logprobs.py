@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.request import Logprob
+from jaxserve.outputs import Logprob
 
 Entry = TypeVar("Entry", dict[int, Logprob], dict[int, Logprob] | None)
 

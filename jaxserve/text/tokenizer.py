@@ -10,19 +10,24 @@ post-processor defines the tokens around a prompt; transformers does the same fr
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import tokenizers
 
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import GrowingText, SamplingParams, TokenIds
+from jaxserve.outputs import GrowingText
+from jaxserve.request import TokenIds
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.chat_template import ChatTemplate, Message, plain_messages
 from jaxserve.text.stop_strings import StopStrings, compile_stop_strings
 from jaxserve.text.token_stream import ByteStream, ByteTable, WindowStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
 
 
 class Tokenizer:
@@ -37,6 +42,7 @@ class Tokenizer:
         chat_template: template name -> Jinja source; "default" is the one for plain chats.
         token_text: token id -> its text by itself, special tokens included; decodes each id once.
         vocabulary: function that returns the id of each token.
+        json_text: function that returns the text of `tokenizer.json`; None where the tokenizer has no such form.
     """
 
     def __init__(
@@ -52,8 +58,9 @@ class Tokenizer:
         chat_template: dict[str, str],
         byte_table: ByteTable | None = None,
         vocabulary: Callable[[], dict[str, int]] = dict,
+        json_text: Callable[[], str] | None = None,
     ) -> None:
-        self.vocabulary = vocabulary
+        self.vocabulary, self.json_text = vocabulary, json_text
         self._encode = encode
         self._decode = decode
         self.vocab_size = vocab_size
@@ -230,7 +237,7 @@ def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directo
     backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
     special = _special_token_texts(config)
     return Tokenizer(
-        lambda text, add_special: backend.encode(text, add_special_tokens=add_special).ids,
+        partial(_encode, backend),
         lambda ids, skip_special: backend.decode(ids, skip_special_tokens=skip_special),
         vocab_size=backend.get_vocab_size(with_added_tokens=True),
         special_tokens=special,
@@ -242,7 +249,15 @@ def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directo
         chat_template=_chat_templates(config, directory),
         byte_table=ByteTable.of(backend),
         vocabulary=backend.get_vocab,
+        json_text=backend.to_str,
     )
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> TokenIds:
+    """Return the token ids of a text. Those of a long one are found while other threads run Python."""
+    if len(text) < LONG_TEXT_CHARS:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
 
 
 def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":

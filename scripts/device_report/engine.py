@@ -17,8 +17,9 @@ from device_report.trace import busy_share
 from jaxserve.config import MULTI_STEP_ROWS
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
+from jaxserve.outputs import RequestOutput
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.sampling_params import SamplingParams
 
 machine = machines.with_jax
 
@@ -77,7 +78,7 @@ class Bench:
         """Seconds of what an engine does before its first request, and how much is left to do in the background."""
         served = self._served.get(shape)
         buckets = served.schedule.buckets()
-        first = ["admit and set_slot", *(f"step {bucket}" for bucket in (buckets[0], buckets[-1]))]
+        first = ["writers", *(f"step {bucket}" for bucket in (buckets[0], buckets[-1]))]
         return {
             "num_params": served.num_params,
             "backend": served.backend,

@@ -13,7 +13,8 @@ from functools import cache, partial
 from device_report.points import Figures, Point
 from device_report.served import Served
 from jaxserve.engine.engine import Engine
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 
 MODEL = {
     "vocab_size": 512,

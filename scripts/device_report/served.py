@@ -13,8 +13,10 @@ import jax
 from device_report.kernels import KERNELS
 from jaxserve import weights
 from jaxserve.config import MAX_STEPS, EngineConfig
-from jaxserve.engine.build import build_arch, build_schedule, compute_dtype, stacked_if_scanned
+from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.memory import build_schedule
+from jaxserve.engine.parameters import compute_dtype, stacked_if_scanned
 from jaxserve.execution.runner import Runner
 from jaxserve.models.params import split_array
 from jaxserve.models.registry import num_params, param_specs
@@ -76,8 +78,8 @@ class Served:
         seconds = {}
         started = time.perf_counter()
         programs = self.runner.programs
-        programs.admit, programs.set_slot = programs._compile_admit(), programs._compile_set_slot()
-        seconds["admit and set_slot"] = time.perf_counter() - started
+        programs._compile_writers()
+        seconds["writers"] = time.perf_counter() - started
         wanted = [next(b for b in buckets if b >= num_rows) for num_rows in sorted(rows)]
         for bucket in dict.fromkeys([buckets[0], buckets[-1], *wanted]):
             started = time.perf_counter()

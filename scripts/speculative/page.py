@@ -56,8 +56,10 @@ def plots(cases: Sequence[Case]) -> dict[str, Plot]:
         ),
         "tokens": Plot(
             "Tokens per pass of the model against theory",
-            "E[n] = (1 - p^(k+1)) / (1 - p) for the tokens that were drafted, with p the probability that a token is "
-            "accepted if those before it were. On the line the two are equal. Passes without drafts do not count.",
+            "For chains E[n] = (1 - p^(k+1)) / (1 - p) for the tokens that were drafted, with p the probability that a "
+            "token is accepted if those before it were. For trees the sum over all nodes of the product of the "
+            "acceptances on the path to each, as measured with other trees. On the line the two are equal. "
+            "Passes without drafts do not count.",
             _one_axes(lambda ax: _against_theory(ax, drafting)),
         ),
         "pages": Plot(
@@ -126,7 +128,7 @@ def _against_theory(axes: Axes, cases: Sequence[Case]) -> None:
         axes.plot(expected, case.tokens_per_pass, "o", label=case.name)
         most = max(most, expected, case.tokens_per_pass)
     axes.plot([1, most], [1, most], color="grey", linewidth=0.8)
-    axes.set(xlabel="mean of (1 - p^(k+1)) / (1 - p)", ylabel="tokens per pass")
+    axes.set(xlabel="E[n]", ylabel="tokens per pass")
 
 
 def _of_step(step: dict[str, Any], name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.replica import StepTokens
 from jaxserve.execution.executor import StepResult
 from jaxserve.speculation_config import SpeculationConfig
+from jaxserve.token_tree import TokenTree
 
 
 @dataclass
@@ -29,6 +31,8 @@ class Case:
         tokens: tokens of each prompt, in the last round, each with True if it was drafted.
         seconds: time of each prompt, in each round.
         drafts: drafted, accepted and sampled tokens of each draft and its verification, over all rounds.
+        node_acceptance: probability that a token is accepted if its parent was, by level and rank; for cases with a
+            tree.
     """
 
     name: str
@@ -37,6 +41,13 @@ class Case:
     tokens: list[list[tuple[int, bool]]] = field(default_factory=list)
     seconds: list[list[float]] = field(default_factory=list)
     drafts: list[tuple[int, int, int]] = field(default_factory=list)
+    node_acceptance: list[list[float]] = field(default_factory=list)
+
+    @property
+    def tree(self) -> TokenTree | None:
+        """Shape of its drafts; None for chains."""
+        speculation = self.engine.config.speculation
+        return speculation and speculation.tree
 
     @property
     def tokens_per_s(self) -> float:
@@ -75,7 +86,7 @@ class Case:
             "name": self.name,
             "num_rounds": len(self.drafts),
             "accepted_by_position": accepted_by_position(self.drafts),
-            "theory": theory(self.drafts),
+            "theory": theory(self.drafts, self.tree, self.node_acceptance),
             "seconds": self.seconds,
             "by_prompt": self.by_prompt(),
             "num_dispatches": len(self.steps),
@@ -89,18 +100,70 @@ def accepted_by_position(drafts: Sequence[tuple[int, int, int]]) -> list[float]:
     return [float((accepted > position).sum() / (drafted > position).sum()) for position in positions]
 
 
-def theory(drafts: Sequence[tuple[int, int, int]]) -> dict[str, float]:
-    """Compare tokens per pass with E[n] = (1 - p^(k+1)) / (1 - p), averaged over the k that were drafted.
+def theory(
+    drafts: Sequence[tuple[int, int, int]],
+    tree: TokenTree | None = None,
+    node_acceptance: Sequence[Sequence[float]] = (),
+) -> dict[str, Any]:
+    """Compare tokens per pass with what acceptance makes expect, averaged over the tokens or levels that were drafted.
 
-    p is the most likely probability that a token is accepted if those before it were: accepted tokens by all that were
-    looked at, which are these and the first of each round that was not accepted.
+    For chains that is E[n] = (1 - p^(k+1)) / (1 - p). p is the most likely probability that a token is accepted if
+    those before it were: accepted tokens by all that were looked at, which are these and the first of each round that
+    was not accepted. For trees see `expected_of_tree`; the acceptance of their nodes comes from other runs.
     """
     if not drafts:
         return {}
     drafted, accepted, sampled = np.array(drafts, np.int64).T
-    p = float(accepted.sum() / max(accepted.sum() + (accepted < drafted).sum(), 1))
-    expected = float(np.mean([sum(p**n for n in range(k + 1)) for k in drafted.tolist()]))
-    return {"p": p, "expected": expected, "ratio": float(sampled.mean()) / expected}
+    if tree is None:
+        p = float(accepted.sum() / max(accepted.sum() + (accepted < drafted).sum(), 1))
+        found: dict[str, Any] = {"p": p}
+        by_count = np.cumsum(p ** np.arange(drafted.max() + 1))
+    else:
+        found = {"node_acceptance": node_acceptance}
+        by_count = np.array(expected_of_tree(tree, node_acceptance))
+    expected = float(by_count[drafted].mean())
+    return found | {"expected": expected, "ratio": float(sampled.mean()) / expected}
+
+
+def expected_of_tree(tree: TokenTree, node_acceptance: Sequence[Sequence[float]]) -> list[float]:
+    """Return the tokens to expect of a pass over the first 0, 1, ... levels of a tree.
+
+    They are the sum over its nodes of the product of the acceptances on the path to each (Chen et al. 2024, Sequoia,
+    who let them depend on ranks alone). For a tree that is a chain with the same p in all levels this is E[n].
+    """
+    reached = [1.0]
+    for parent, depth, rank in zip(tree.parent, tree.depth[1:], tree.rank, strict=True):
+        reached.append(reached[parent] * node_acceptance[depth - 1][rank])
+    levels = range(tree.num_levels + 1)
+    return [sum(p for p, depth in zip(reached, tree.depth, strict=True) if depth <= level) for level in levels]
+
+
+def measure_nodes(case: Case, prompts: Sequence[str], params: SamplingParams, **options: Any) -> None:
+    """Measure the acceptance of a tree's nodes by runs with a chain, and with trees of one level of 1, 2, ... tokens.
+
+    The chain yields that of the most likely token in each level. One level yields how often the next token in rank
+    is accepted where those before it were not, which is taken to be the same in all levels.
+    """
+    speculation, tree = case.engine.config.speculation, case.tree
+    assert speculation is not None, "the case drafts"
+    assert tree is not None, "it drafts trees"
+
+    def shares(paths: Sequence[tuple[int, ...]]) -> list[float]:
+        other = dataclasses.replace(speculation, speculative_token_tree=paths, num_speculative_tokens=None)
+        measured = start("other tree", other, **options)
+        run_round(measured, prompts, params)
+        measured.engine.close()
+        return accepted_by_position(measured.drafts)
+
+    chain = [1.0, *shares([(0,) * length for length in range(1, tree.num_levels + 1)])]
+    found = [shares([(rank,) for rank in range(width)])[0] for width in range(1, max(tree.rank) + 2)]
+    missed = [1 - each for each in np.maximum.accumulate(found)]
+    rescued = [1 - after / before if before else 0.0 for before, after in itertools.pairwise(missed)]
+    for before, after in itertools.pairwise(chain):
+        level = [after / before if before else 0.0]
+        for share in rescued:
+            level.append((1 - sum(level)) * share)
+        case.node_acceptance.append(level)
 
 
 def start(name: str, speculation: SpeculationConfig | None, **options: Any) -> Case:

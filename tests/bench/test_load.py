@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jaxserve.bench.load import Clock, LoadTrace, RequestTrace, TimedRequest, run_load
 from jaxserve.errors import RequestError
-from jaxserve.request import RequestOutput
+from jaxserve.outputs import RequestOutput
 
 STEP_S = 0.25
 

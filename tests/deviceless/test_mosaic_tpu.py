@@ -12,7 +12,7 @@ import pytest
 from test_h200_step import DEFAULT_MODEL, LLAMA_8B
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.build import tree_bytes
+from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.round import AttentionCarry, paged_attend
 from jaxserve.execution.state import abstract_state

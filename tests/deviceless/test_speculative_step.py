@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.build import tree_bytes
+from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import step_options

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.engine.build import tree_bytes
+from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner.plan import decode_bucket, read_model

@@ -19,6 +19,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.threads import _threads
 from jaxserve.llm import LLM
+from jaxserve.speculation_config import SpeculationConfig
+from tests.e2e.proposers import PROPOSERS, make_speculate
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 
 Start = Callable[..., Engine]
@@ -81,6 +83,18 @@ def llm(llama: Path, engines: dict[tuple[tuple[str, Any], ...], Engine]) -> LLM:
     llm = LLM(str(llama), **SIZES)
     engines[("llm", True),] = llm.engine
     return llm
+
+
+@pytest.fixture(scope="session")
+def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SpeculationConfig]:
+    """Return a configuration by the name of a proposer; see `make_speculate`."""
+    return make_speculate(llama, tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="session", params=PROPOSERS)
+def speculation(request: pytest.FixtureRequest, speculate: Callable[..., SpeculationConfig]) -> SpeculationConfig:
+    """Return the configuration of each proposer."""
+    return speculate(request.param)
 
 
 @pytest.fixture(autouse=True)

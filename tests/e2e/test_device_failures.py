@@ -11,7 +11,7 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.runner import RunningStep
 from jaxserve.pallas_kernels import native
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from tests.e2e.workloads import generate, tokens
 

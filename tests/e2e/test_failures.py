@@ -15,7 +15,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.execution.runner import RunningStep
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.pacer import Pacer
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate, tokens

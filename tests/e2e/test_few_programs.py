@@ -9,12 +9,12 @@ import pytest
 from jaxserve.config import ScheduleConfig
 from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams
+from jaxserve.engine.memory import build_schedule
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.workloads import assert_same, generate, tokens
 
 STEPS = 5
-build_schedule = build.build_schedule
 
 
 def few(*args: Any) -> ScheduleConfig:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxserve.engine.engine import Engine
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, run_alone, tokens
 
 Start = Callable[..., Engine]

@@ -11,8 +11,8 @@ from hypothesis import given
 
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
 from jaxserve.sampling import LogprobLayout
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling import pacer
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, assert_same, busy_step, drain, few_but_rich, generate, jobs, run, tokens

@@ -14,8 +14,9 @@ from scipy.special import log_softmax
 
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
+from jaxserve.outputs import Logprob, RequestOutput
 from jaxserve.pallas_kernels import native
-from jaxserve.request import Logprob, RequestOutput, SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens

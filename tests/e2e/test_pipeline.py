@@ -10,7 +10,7 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import tokens
 
 Start = Callable[..., Engine]

@@ -11,7 +11,7 @@ import pytest
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import assert_same, busy_step, drain, generate, tokens
 

@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import EOS, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, generate, run, tokens
 

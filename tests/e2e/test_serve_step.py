@@ -14,7 +14,7 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.batch import BatchLayout, StepUpload
 from jaxserve.execution.runner import Runner
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from tests.e2e.workloads import generate, tokens
 

@@ -12,7 +12,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.execution.program_store import compile_counter
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import generate, tokens
 
 Start = Callable[..., Engine]

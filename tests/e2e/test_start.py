@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import build
+from jaxserve.engine import build, checkpoint, memory, parameters
 from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, tokens
 from tests.soon_compiled import soon_compiled
@@ -57,17 +57,17 @@ def test_second_start_compiles_nothing(llama: Path, tmp_path: Path) -> None:
 )
 def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, on_cpu: bool, served: str) -> None:
     config = EngineConfig(str(llama), dtype=asked)
-    arch = replace(build.build_arch(config), dtype=stored)
-    assert build.compute_dtype(config, arch, on_cpu=on_cpu).name == served
+    arch = replace(checkpoint.build_arch(config), dtype=stored)
+    assert parameters.compute_dtype(config, arch, on_cpu=on_cpu).name == served
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_a_float32_checkpoint_on_an_accelerator(
     llama: Path, dtype: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(build, "_on_cpu", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     config = EngineConfig(str(llama), dtype=dtype)
-    params = build.build_params(config, build.build_arch(config))
+    params = parameters.build_params(config, checkpoint.build_arch(config))
     dtypes = {leaf.dtype.name for leaf in jax.tree.leaves(params)}
     assert ("bfloat16" in dtypes) == (dtype == "auto")
     messages = [record.getMessage() for record in caplog.records if "served in" in record.getMessage()]
@@ -190,7 +190,7 @@ def test_missing_native_kernels_are_told_once(
     on_cpu: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(build.native, "unavailable", lambda: "there are no native kernels: no compiler")
-    monkeypatch.setattr(build, "_on_cpu", lambda: on_cpu)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu" if on_cpu else "gpu")
     build.warn_without_native_kernels()
     assert [record.levelname for record in caplog.records] == ["WARNING"] * on_cpu
     assert ("no compiler; with a C++ compiler" in caplog.text) == on_cpu
@@ -209,13 +209,13 @@ def test_a_program_of_several_steps_runs_single_ones(llama: Path) -> None:
 
 def test_slots_are_in_the_budget_of_the_pool(llama: Path) -> None:
     config = EngineConfig(str(llama), max_num_seqs=4, max_model_len=64)
-    arch = build.build_arch(config)
+    arch = checkpoint.build_arch(config)
     slots = Engine(config).replicas[0].executor.state.slots
-    assert build.slot_bytes(config, arch, on_cpu=True) == sum(table.nbytes for table in jax.tree.leaves(slots))
+    assert memory.slot_bytes(config, arch, on_cpu=True) == sum(table.nbytes for table in jax.tree.leaves(slots))
     longer = replace(config, max_model_len=128)
     for budget in (
-        lambda config: build.accelerator_pool_bytes(config, arch, total_bytes=10**9, limit_bytes=10**9, used_bytes=0),
-        lambda config: build.cpu_pool_bytes(config, arch, page_size=16, page_bytes=10**12),
+        lambda config: memory.accelerator_pool_bytes(config, arch, total_bytes=10**9, limit_bytes=10**9, used_bytes=0),
+        lambda config: memory.cpu_pool_bytes(config, arch, page_size=16, page_bytes=10**12),
     ):
         assert budget(config) - budget(longer) == 4 * 4 * 64
 

@@ -12,7 +12,7 @@ from checkpoints import write_checkpoint
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e import workloads
 
 Start = Callable[..., Engine]

@@ -20,7 +20,8 @@ from tqdm import tqdm
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.outputs import RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import few_but_rich, tokens, wait_until_idle
 

@@ -18,7 +18,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.llm import LLM
 from jaxserve.models import registry
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import Job, assert_same, busy_step, generate, run, tokens
 

@@ -8,7 +8,7 @@ from test_oracle import Oracle, Start
 
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import RequestError
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from tests.e2e.workloads import generate, tokens
 
 # Window of 9 in pages of 4: a sequence holds 4 pages of a sliding group. A sequence of 60 tokens has 15 of a full one.

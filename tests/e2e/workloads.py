@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from jaxserve.engine.engine import Engine
 from jaxserve.llm import LLM
-from jaxserve.request import Logprob, RequestOutput, SamplingParams
+from jaxserve.outputs import Logprob, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from tests.random_runs import examples
 
 TOLERANCE = 1e-4

@@ -350,7 +350,7 @@ def record_log(
                     case 1:
                         executor.fails_on_device = FAILURE
                     case 2:  # fails in the middle of a plan, or of taking tokens
-                        vars(replica.scheduler._ledger)["register_full_pages"] = break_off
+                        vars(replica.scheduler._ledger)["register_columns"] = break_off
             case _:
                 driven.core.step(0.0)
                 driven.take()

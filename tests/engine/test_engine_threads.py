@@ -18,7 +18,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.engine.outputs import RequestGroup
 from jaxserve.errors import RequestError
 from jaxserve.llm import LLM
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import TOKEN, null_engine
 
 FILES = {module.__file__ for module in (core, engine, frontend, load_balancer, replica, threads, llm_module)}

@@ -8,7 +8,7 @@ from checkpoints import hf_dict
 from jax._src import xla_bridge
 
 from jaxserve.config import EngineConfig, gpu_memory_fraction
-from jaxserve.engine import build
+from jaxserve.engine import memory
 from jaxserve.models import registry
 
 TOTAL = 80 * 2**30
@@ -19,7 +19,7 @@ ENVIRONMENT = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 def no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ENVIRONMENT:
         monkeypatch.setenv(name, "")
-    monkeypatch.setattr(build, "_claimed", {})
+    monkeypatch.setattr(memory, "_claimed", {})
 
 
 def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, platform: str = "gpu") -> float:
@@ -28,8 +28,8 @@ def pool_bytes(monkeypatch: pytest.MonkeyPatch, share: float, client: float, *, 
     config = EngineConfig(gpu_memory_utilization=share, max_num_seqs=8)
     arch = registry.from_hf_config(hf_dict("llama"))
     stats = {"bytes_limit": int(TOTAL * client), "bytes_in_use": 0}
-    kept = build.activation_bytes(config, arch) + build.slot_bytes(config, arch, on_cpu=False)
-    return build._free_bytes(config, arch, stats) + kept
+    kept = memory.activation_bytes(config, arch) + memory.slot_bytes(config, arch, on_cpu=False)
+    return memory._free_bytes(config, arch, stats) + kept
 
 
 def at_start(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
@@ -43,7 +43,7 @@ def at_start(monkeypatch: pytest.MonkeyPatch) -> list[float | None]:
 @pytest.mark.parametrize("share", [0.3, 0.9])
 def test_xla_is_told_the_share_before_it_starts(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
     seen = at_start(monkeypatch)
-    build.claim_memory(EngineConfig(gpu_memory_utilization=share))
+    memory.claim_memory(EngineConfig(gpu_memory_utilization=share))
     assert seen == [share]
     assert gpu_memory_fraction() is None, "child processes would inherit it"
     assert pool_bytes(monkeypatch, share, share) == pytest.approx(share * TOTAL)
@@ -53,7 +53,7 @@ def test_xla_is_told_the_share_before_it_starts(monkeypatch: pytest.MonkeyPatch,
 def test_what_the_user_tells_xla_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "0.5")
     seen = at_start(monkeypatch)
-    build.claim_memory(EngineConfig(gpu_memory_utilization=0.4))
+    memory.claim_memory(EngineConfig(gpu_memory_utilization=0.4))
     assert seen == [0.5]
     assert gpu_memory_fraction() == 0.5
     assert pool_bytes(monkeypatch, 0.4, 0.5) == pytest.approx(0.4 * TOTAL)
@@ -63,7 +63,7 @@ def test_a_backend_that_runs_already_is_told_with_its_numbers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(xla_bridge, "backends_are_initialized", lambda: True)
-    build.claim_memory(EngineConfig())
+    memory.claim_memory(EngineConfig())
     assert gpu_memory_fraction() is None
     with caplog.at_level(logging.WARNING):
         assert pool_bytes(monkeypatch, 0.6, 0.75) == pytest.approx(0.6 * TOTAL)

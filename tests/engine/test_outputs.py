@@ -10,8 +10,10 @@ import pytest
 import tiny_tokenizers
 
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.request import CompletionOutput, Logprob, Request, SamplingParams
+from jaxserve.outputs import CompletionOutput, Logprob
+from jaxserve.request import Request
 from jaxserve.sampling import TokenLogprobs
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 
 NUM_ROWS = 3

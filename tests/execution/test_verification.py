@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import chisquare
 
 from jaxserve.config import EngineConfig, ScheduleConfig
-from jaxserve.engine.build import activation_bytes
+from jaxserve.engine.memory import activation_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.executor import RoundCounts
 from jaxserve.execution.round import Model, Rows, plain_round

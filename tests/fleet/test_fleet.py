@@ -26,7 +26,8 @@ from jaxserve.fleet.fleet import (
     Started,
 )
 from jaxserve.openai.batch_files import run_batch
-from jaxserve.request import RequestFailure, RequestOutput, SamplingParams
+from jaxserve.outputs import RequestFailure, RequestOutput
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.router import Router
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.random_runs import examples

@@ -8,7 +8,8 @@ from jaxserve.kv_cache import prefix_cache
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
 from jaxserve.kv_cache.prefix_cache import PrefixCache
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
+from jaxserve.sampling_params import SamplingParams
 
 PAGE_SIZE = 4
 

@@ -19,7 +19,7 @@ from jaxserve.openai import batch_files, batch_output
 from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import find_finished, run_batch
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from tests.random_runs import examples
 
@@ -248,12 +248,13 @@ def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_pa
         (completion("a", messages=[]), "unsupported_parameter", "['messages'] in the body"),
         (chat("a", prompt="x"), "unsupported_parameter", "['prompt'] in the body"),
         (completion("a", stream=True), "unsupported_value", "stream is not supported: it must be false, got True"),
-        (completion("a", echo=True), "unsupported_value", "echo is not supported: it must be false"),
+        (completion("a", echo=1), "invalid_request", "echo must be a bool"),
         (completion("a", store=0), "unsupported_value", "store is not supported: it must be false, got 0"),
         (completion("a", suffix="x"), "unsupported_value", "suffix is not"),
         (completion("a", best_of=3, n=2), "unsupported_value", "best_of is not supported: it must be 1 or n"),
-        (completion("a", stream_options={}), "unsupported_parameter", "['stream_options'] in the body"),
-        (chat("a", response_format={"type": "json_object"}), "unsupported_value", """must be {"type": "text"}"""),
+        (completion("a", stream_options={}), "invalid_request", "stream_options need stream: true"),
+        (chat("a", response_format={"type": "xml"}), "invalid_request", "must have the type text, json_object or"),
+        (chat("a", response_format={"type": "json_schema"}), "invalid_request", "must have a schema in json_schema"),
         (chat("a", tools=[{"type": "function"}]), "unsupported_value", "tools is not supported: it must be []"),
         (chat("a", service_tier="flex"), "unsupported_value", """must be "auto" or "default", got 'flex'"""),
         (chat("a", user=5), "invalid_request", "user must be a str"),
@@ -339,7 +340,7 @@ def test_messages_of_tool_calls_need_no_content(engine: FakeEngine) -> None:
     assert parse_body(CHAT, body, "tiny", (), engine.tokenizer, SamplingParams()).prompts
 
 
-@pytest.mark.parametrize("where", ["parse_body", "response_body", "add_request"])
+@pytest.mark.parametrize("where", ["parse_body", "Reply", "add_request"])
 def test_an_unexpected_error_is_its_lines_alone(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, where: str
 ) -> None:

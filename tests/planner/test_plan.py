@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 import jaxserve.planner
 from jaxserve import EngineConfig, cli
 from jaxserve.config import MIN_FEW_TOKENS
-from jaxserve.engine.build import build_arch, build_runners
+from jaxserve.engine.build import build_runners
+from jaxserve.engine.checkpoint import build_arch
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import Programs
 from jaxserve.models import registry

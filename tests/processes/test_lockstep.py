@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
-from jaxserve.request import RequestOutput
+from jaxserve.outputs import RequestOutput
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, jobs, run, tokens
 from tests.processes.spawning import join, start

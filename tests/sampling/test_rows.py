@@ -4,8 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
 from jaxserve.sampling import SAMPLING_RECORD, SamplingRows, pack_records
+from jaxserve.sampling_params import SamplingParams
 
 
 def request_of(rng: np.random.Generator) -> Request:

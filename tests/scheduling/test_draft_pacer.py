@@ -49,6 +49,7 @@ class Simulation:
         self.pacer = DraftPacer(K, 64, dispatch_s=0.3, **options) if multi_step else DraftPacer(K, 64, **options)
         self.num_plain = 0  # plain dispatches behind each other: the pacer of steps begins with single ones
         self.in_flight: list[tuple[int, int]] = []
+        self.catch_up_s, self.last_drafts = 0.0, 0  # time of the first round after plain steps, beside its own
 
     def run(self, phase: Phase) -> float:
         """Return the tokens per second of a phase; choices are a dispatch ahead, as the engine's are."""
@@ -73,6 +74,8 @@ class Simulation:
         if self.now_s < self.slow_s and not num_drafts and num_rounds > 1:
             noise *= 4  # a machine that has something else to do
         self.now_s += (num_rounds * round_s(phase.num_rows, num_drafts) + HOST_S * self.multi_step) * noise
+        self.now_s += self.catch_up_s if num_drafts and not self.last_drafts else 0.0
+        self.last_drafts = num_drafts
         right = self.rng.random((phase.num_rows, num_rounds, K)) < phase.p
         accepted = np.minimum(np.cumprod(right, axis=2).sum(axis=2), num_drafts).astype(np.int32)
         num_tokens = int((accepted + 1).sum())
@@ -95,6 +98,19 @@ def test_every_phase_goes_nearly_as_fast_as_with_the_best_fixed_number(seed: int
         reached = simulation.run(phase) * noise
         assert reached > 0.95 * max(map(phase.rate, range(K + 1))), phase
         assert reached > 0.98 * phase.rate(0), phase
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_costly_probe_of_many_rows_does_not_delay_those_of_one_row(seed: int) -> None:
+    """A draft model has missed much of 64 rows; meanwhile the text of one row becomes easy."""
+    simulation = Simulation(seed)
+    hard, many, easy = Phase(1, 0.05, 20), Phase(64, 0.05, 10), Phase(1, 0.9, 20)
+    simulation.run(hard)
+    simulation.catch_up_s = 2.0
+    simulation.run(many)
+    simulation.catch_up_s = 0.0
+    simulation.run(easy)
+    assert simulation.run(easy) * (1 + simulation.noise) > 0.95 * max(map(easy.rate, range(K + 1)))
 
 
 @pytest.mark.parametrize("seed", range(3))

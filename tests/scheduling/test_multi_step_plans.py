@@ -3,7 +3,8 @@
 import pytest
 from simulation import Loop, generate_alone, make_request, make_scheduler, starts
 
-from jaxserve.request import FinishReason, RequestStatus, SamplingParams
+from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.sampling_params import SamplingParams
 
 
 def lengths(loop):

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 from jaxserve.engine.outputs import RequestGroup
-from jaxserve.request import Request, SamplingParams
+from jaxserve.request import Request
 from jaxserve.sampling import TokenLogprobs
+from jaxserve.sampling_params import SamplingParams
 
 NUM_STEPS, NUM_ROWS, ROW = 3, 4, 1
 TOKENS = [5, 6, 7]

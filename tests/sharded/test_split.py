@@ -2,14 +2,15 @@
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
+from jaxserve.engine.memory import build_schedule
 from jaxserve.errors import ConfigError
 from jaxserve.models import registry
 from jaxserve.sharding import held_heads, tensor_mesh
@@ -59,13 +60,13 @@ class Device:
 
 
 def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "_on_cpu", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     arch = registry.from_hf_config(hf_dict("llama", num_attention_heads=8, num_key_value_heads=4))
 
     def num_pages(num_devices: int, *bytes_in_use: int) -> int:
         config, local = EngineConfig(tensor_parallel_size=num_devices), arch.local(num_devices)
         devices = [Device(count) for count in bytes_in_use]
-        return build.build_schedule(config, local, jnp.dtype("float32"), "xla", devices).num_pages
+        return build_schedule(config, local, jnp.dtype("float32"), "xla", devices).num_pages
 
     alone = num_pages(1, 10**8)
     assert num_pages(4, 0, 10**8, 0, 0) == pytest.approx(4 * alone, rel=0.05)  # activations shrink as well

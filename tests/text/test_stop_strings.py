@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import RequestError
-from jaxserve.request import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
+from jaxserve.sampling_params import MAX_STOP_CHARS, MAX_STOP_STRINGS, SamplingParams
 from jaxserve.text.stop_strings import StopStrings
 from tests.random_runs import examples
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, processors
 
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer
 from tests.random_runs import examples
 

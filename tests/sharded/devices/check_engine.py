@@ -19,7 +19,7 @@ from jaxserve.execution.programs import Programs
 from jaxserve.execution.state import abstract_state, new_state
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform, unsplit
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.sharding import named_sharding, tensor_mesh
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens

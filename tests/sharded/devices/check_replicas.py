@@ -13,7 +13,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.execution.programs import Programs
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.router import Router
 from jaxserve.sharding import replica_meshes
 from tests.checkpoints import write_checkpoint

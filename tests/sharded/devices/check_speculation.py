@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens

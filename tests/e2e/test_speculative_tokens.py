@@ -1,4 +1,4 @@
-"""Speculative decoding changes how many tokens a step yields, and nothing else."""
+"""Tokens of speculative decoding: those of plain decoding, or drawn from the same distribution."""
 
 import json
 import shutil
@@ -8,136 +8,27 @@ from pathlib import Path
 from typing import Any
 
 import checkpoints
-import draft_layers
 import numpy as np
 import pytest
 import tiny_tokenizers
 import transformers
 from hypothesis import given, settings
-from safetensors.numpy import load_file, save_file
 from scipy.special import softmax
 from scipy.stats import chisquare
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
-from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.metrics import Vector
-from jaxserve.request import SamplingParams
+from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.speculation_config import SpeculationConfig
-from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
+from tests.e2e.proposers import GREEDY, TREE, few_in_ci, tokenizers_of
+from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
 from tests.random_runs import examples
 
 Start = Callable[..., Engine]
-
-GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-PROPOSERS = ("same", "other", "ngram", "tree", "medusa", "layer", "foreign")
-ALL_PROPOSERS = (*PROPOSERS, "heads", "mtp")
-
-
-def few_in_ci(*chosen: str, values: tuple[Any, ...] = ()) -> list[Any]:
-    """Return all proposers as parameters, each with further values; those that are not chosen are exhaustive tests."""
-    marks: dict[str, Any] = {name: () if name in chosen else pytest.mark.exhaustive for name in ALL_PROPOSERS}
-    return [pytest.param(name, *values, marks=mark, id=name) for name, mark in marks.items()]
-
-
-TREE = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 1)]
-
-
-@pytest.fixture(scope="session")
-def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., SpeculationConfig]:
-    """Return a configuration by the name of a proposer.
-
-    The model as its own draft is nearly always right, another random one nearly never, look-ups now and then. A tree
-    has a draft that is similar to the model, so that paths differ; a foreign draft is similar too, with other ids for
-    the tokens. Medusa heads are near those that repeat the model's last token, in a tree that is wide, or as a chain
-    ("heads"). EAGLE-3 and MTP layers are random too.
-    """
-    other = tmp_path_factory.mktemp("draft")
-    sizes = {"vocab_size": VOCAB_SIZE, "bos_token_id": 0, "eos_token_id": EOS, "num_hidden_layers": 1}
-    checkpoints.write_checkpoint(other, "llama", seed=7, **sizes)
-    similar = tmp_path_factory.mktemp("similar")
-    shutil.copytree(llama, similar, dirs_exist_ok=True)
-    rng = np.random.default_rng(3)
-    for path in similar.glob("*.safetensors"):
-        arrays = load_file(path)
-        noisy = {name: x + 0.3 * x.std() * rng.standard_normal(x.shape, np.float32) for name, x in arrays.items()}
-        save_file(noisy, path)
-
-    foreign = tmp_path_factory.mktemp("foreign")
-    write_with_other_ids(similar, foreign)
-    heads = tmp_path_factory.mktemp("heads")
-    size = hidden_size(llama)
-    write_heads(heads, size, lambda size: 0.3 * size**-0.5 * rng.standard_normal((size, size), np.float32), 8)
-
-    layer, mtp = tmp_path_factory.mktemp("layer"), tmp_path_factory.mktemp("mtp")
-    model = transformers.AutoModelForCausalLM.from_pretrained(llama)
-    draft_layers.write_eagle3(layer, model, (0, 1, 2))
-    draft_layers.write_mtp(mtp, model)
-
-    def speculate(proposer: str, num_tokens: int = 3, **options: Any) -> SpeculationConfig:
-        if proposer == "ngram":
-            options = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1} | options
-        elif proposer == "medusa":
-            tree = [(n,) for n in range(8)] + [(0, n) for n in range(8)] + [(0, 0, n) for n in range(8)]
-            options = {"method": "medusa", "model": str(heads), "speculative_token_tree": tree} | options
-        elif proposer == "heads":
-            options = {"method": "medusa", "model": str(heads)} | options
-        elif proposer == "mtp":
-            options = {"method": "mtp", "model": str(mtp)} | options
-        elif proposer == "layer":
-            options = {"method": "eagle3", "model": str(layer)} | options
-        elif proposer == "tree":
-            options = {"model": str(similar), "speculative_token_tree": TREE} | options
-        else:
-            options = {"model": str({"same": llama, "other": other, "foreign": foreign}[proposer])} | options
-        return SpeculationConfig(num_speculative_tokens=num_tokens, adaptive=False, **options)
-
-    return speculate
-
-
-def write_with_other_ids(source: Path, target: Path) -> None:
-    """Write a checkpoint whose tokens have other ids, but for special ones; the last few are missing."""
-    shutil.copytree(source, target, dirs_exist_ok=True)
-    tokenizer = json.loads((source / "tokenizer.json").read_text())
-    vocab = tokenizer["model"]["vocab"]
-    order = [0, 1, *(2 + np.random.default_rng(0).permutation(len(vocab) - 2)).tolist()]
-    tokenizer["model"]["vocab"] = {token: order[token_id] for token, token_id in vocab.items()}
-    (target / "tokenizer.json").write_text(json.dumps(tokenizer))
-    for path in target.glob("*.safetensors"):
-        arrays = load_file(path)
-        for name, array in arrays.items():
-            if "embed_tokens" in name or "lm_head" in name:
-                arrays[name] = np.empty_like(array)
-                arrays[name][order] = array
-        save_file(arrays, path)
-
-
-def hidden_size(model: Path) -> int:
-    """Return the width of a checkpoint's model."""
-    size: int = json.loads((model / "config.json").read_text())["hidden_size"]
-    return size
-
-
-def write_heads(directory: Path, size: int, weight: Callable[[int], np.ndarray], num_heads: int = 4) -> None:
-    """Write Medusa heads in the original layout, that share the model's matrix for the logits."""
-    tensors = {f"{head}.0.linear.weight": weight(size) for head in range(num_heads)}
-    tensors |= {f"{head}.0.linear.bias": np.zeros(size, np.float32) for head in range(num_heads)}
-    save_file(tensors, directory / "medusa_lm_head.safetensors")
-    (directory / "config.json").write_text(json.dumps({"medusa_num_heads": num_heads, "medusa_num_layers": 1}))
-
-
-@pytest.fixture(scope="session", params=PROPOSERS)
-def speculation(request: pytest.FixtureRequest, speculate: Callable[..., SpeculationConfig]) -> SpeculationConfig:
-    """Return the configuration of each proposer."""
-    return speculate(request.param)
-
-
-def tokenizers_of(speculation: SpeculationConfig) -> dict[str, bool]:
-    """Return options by which tokenizers are compared, where the draft model has one of its own."""
-    return {"skip_tokenizer_init": "foreign" not in (speculation.model or "")}
 
 
 class TestAnyWorkload:
@@ -242,51 +133,6 @@ def test_tokens_that_were_not_drawn_leave_samples_as_they_are(
     assert engine.stats.num_accepted_tokens > before
 
 
-@pytest.mark.parametrize(
-    "num_tokens", [pytest.param(n, marks=pytest.mark.full if n != 4 else []) for n in (1, 2, 4, 8)]
-)
-def test_a_draft_that_is_right_saves_target_passes(
-    start: Start, speculate: Callable[..., SpeculationConfig], num_tokens: int
-) -> None:
-    """Each round yields all drafted tokens and one more; only the last one may have fewer."""
-    engine = start(speculative_config=speculate("same", num_tokens))
-    prompt, expected = tokens(5, "right"), generate(start(), [tokens(5, "right")], GREEDY)
-    before = replace(engine.stats)
-    assert_same(*generate(engine, [prompt], GREEDY), *expected)
-    stats = engine.stats.since(before)
-    assert GREEDY.max_tokens is not None
-    num_rounds = -(-(GREEDY.max_tokens - 1) // (num_tokens + 1))  # the first token comes from the prompt
-    assert stats.num_steps == 1 + num_rounds
-    assert stats.num_accepted_tokens == GREEDY.max_tokens - 1 - num_rounds
-    assert sum(stats.accepted_per_position.values) == stats.num_accepted_tokens
-    assert stats.acceptance_rate == 1
-    [again] = generate(engine, [prompt], GREEDY)
-    metrics = again.outputs[0].metrics
-    assert metrics.num_draft_rounds == stats.num_draft_rounds <= num_rounds
-    assert metrics.num_accepted_tokens == metrics.num_drafted_tokens == stats.num_accepted_tokens
-    assert sum(metrics.num_accepted_per_position) == metrics.num_accepted_tokens
-    assert len(metrics.num_accepted_per_position) == num_tokens
-
-
-@pytest.mark.parametrize("proposer", ["same", "other"])
-def test_numbers_of_drafts_change_and_compile_nothing(
-    start: Start, speculate: Callable[..., SpeculationConfig], proposer: str
-) -> None:
-    """Plain steps, the most drafts and half of them are tried before any choice; fixtures forbid compilations."""
-    config = replace(speculate(proposer), adaptive=True)
-    engine, plain, drafted = start(speculative_config=config, multi_step=8), start(), set()
-    for index in range(3):
-        prompt, params = tokens(5, f"adaptive {index}"), replace(GREEDY, max_tokens=40)
-        output = engine.add_request(f"adaptive {index}", prompt, params)
-        while engine.has_unfinished():
-            engine.step()
-            steps = [step for step in engine.core.last_steps if not step.num_prefill_tokens]
-            drafted |= {step.num_drafted_tokens / max(step.num_draft_rounds, 1) for step in steps}
-        assert_same(output, *generate(plain, [prompt], params))
-    assert drafted >= {0, 1, 3}
-    assert engine.stats.num_compiles == 0
-
-
 def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
     start: Start, speculate: Callable[..., SpeculationConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,46 +178,6 @@ def test_rows_longer_than_the_draft_model_s_positions_go_on_without_drafts(
     assert stats.num_drafted_tokens < 60, "there are none behind the 20th position"
 
 
-@pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.full), 3])
-def test_heads_read_the_hidden_state_behind_the_last_token(
-    start: Start, llama: Path, tmp_path: Path, num_tokens: int
-) -> None:
-    """Heads of zeros propose what the model itself sampled last; so they are right where tokens repeat."""
-    write_heads(tmp_path, hidden_size(llama), lambda size: np.zeros((size, size), np.float32))
-    heads = SpeculationConfig("medusa", str(tmp_path), num_speculative_tokens=num_tokens, adaptive=False)
-    engine, plain = start(speculative_config=heads, step_ahead=False), start()
-    num_repeated = 0
-    for index in range(6):
-        prompt, params = tokens(5 + index, f"heads {index}"), replace(GREEDY, max_tokens=40)
-        [expected], before = generate(plain, [prompt], params), replace(engine.stats)
-        [output] = generate(engine, [prompt], params)
-        assert_same(output, expected)
-        num_accepted = engine.stats.since(before).num_accepted_tokens
-        ids, last, wanted = expected.outputs[0].token_ids, 0, 0
-        while last < len(ids) - 1:
-            most = min(num_tokens, len(ids) - last - 2)
-            run = next((n for n in range(most) if ids[last + 1 + n] != ids[last]), most)
-            wanted, last = wanted + run, last + run + 1
-        assert num_accepted == wanted
-        num_repeated += num_accepted
-    assert num_repeated
-
-
-def test_a_draft_with_the_same_tokens_under_other_ids_is_as_good(
-    start: Start, speculate: Callable[..., SpeculationConfig], llama: Path, tmp_path: Path
-) -> None:
-    """Its tokens are read and proposed by their text."""
-    write_with_other_ids(llama, tmp_path)
-    config = speculate("same", 4, model=str(tmp_path))
-    engine, before = start(speculative_config=config, skip_tokenizer_init=False), None
-    for index in range(4):
-        prompt = tokens(4 + index, f"other ids {index}")
-        before = replace(engine.stats)
-        [output] = generate(engine, [prompt], GREEDY)
-        assert_same(output, *generate(start(), [prompt], GREEDY))
-        assert engine.stats.since(before).acceptance_rate == 1
-
-
 @pytest.mark.full
 def test_a_draft_of_another_family_with_another_tokenizer(start: Start, tmp_path: Path) -> None:
     """GPT-2 with tokens as Llama 2 has them: most of the model's tokens are missing in it."""
@@ -385,33 +191,6 @@ def test_a_draft_of_another_family_with_another_tokenizer(start: Start, tmp_path
         for output, wanted in zip(generate(engine, prompts, params), generate(start(), prompts, params), strict=True):
             assert_same(output, wanted)
     assert engine.stats.num_drafted_tokens > 0
-
-
-def test_a_tree_of_a_draft_that_is_right_saves_target_passes(
-    start: Start, speculate: Callable[..., SpeculationConfig]
-) -> None:
-    """Each round accepts the path of the most likely tokens, whose nodes are not next to each other.
-
-    All but the last rounds yield 4 tokens; the pages of a sequence end where it does, so that those draft fewer nodes.
-    """
-    engine = start(speculative_config=speculate("same", 3, speculative_token_tree=TREE))
-    prompt, expected = tokens(5, "right"), generate(start(), [tokens(5, "right")], GREEDY)
-    before = replace(engine.stats)
-    assert_same(*generate(engine, [prompt], GREEDY), *expected)
-    stats = engine.stats.since(before)
-    assert stats.num_steps == 1 + 5 + 2 + 1
-    assert stats.acceptance_rate == 1
-
-
-@pytest.mark.full
-def test_a_tree_accepts_what_a_chain_misses(start: Start, speculate: Callable[..., SpeculationConfig]) -> None:
-    rates = []
-    for tree in ([(0,), (0, 0)], [(0,), (0, 0), (1,), (2,), (0, 1), (1, 0)]):
-        engine = start(speculative_config=speculate("tree", 2, speculative_token_tree=tree))
-        before = replace(engine.stats)
-        generate(engine, [tokens(6, i) for i in range(8)], GREEDY)
-        rates.append(engine.stats.since(before).acceptance_rate)
-    assert rates[1] > 1.1 * rates[0]
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 9))
@@ -432,15 +211,6 @@ def test_the_last_token_of_a_prompt_left_alone_by_chunks_is_read(start: Start, s
     engine = start(speculative_config=speculation, multi_step=8, **tokenizers_of(speculation))
     for prompt in prompts:
         assert_same(*generate(engine, [prompt], GREEDY), *generate(start(), [prompt], GREEDY))
-
-
-def test_a_random_draft_is_hardly_ever_accepted(start: Start, speculate: Callable[..., SpeculationConfig]) -> None:
-    engine = start(speculative_config=speculate("other"), multi_step=8)
-    before = replace(engine.stats)
-    generate(engine, [tokens(6, i) for i in range(4)], GREEDY)
-    stats = engine.stats.since(before)
-    assert stats.num_drafted_tokens > 50
-    assert stats.acceptance_rate < 0.1
 
 
 def test_plain_rows_beside_speculating_ones_are_bit_identical(
@@ -559,47 +329,3 @@ def joint_distribution(
                 longer[(*key, int(token_id))] = p * share
         joint = longer
     return joint
-
-
-@pytest.mark.parametrize(
-    ("config", "match"),
-    [
-        ({"method": "magic"}, "must be one of"),
-        ({"method": "ngram", "num_speculative_tokens": 0}, "integer in"),
-        ({"method": "ngram", "prompt_lookup_max": 5, "prompt_lookup_min": 9}, "prompt_lookup_min"),
-        (
-            {"method": "ngram", "lookup": 9},
-            r"unsupported speculative_config .* supported keys are .*'prompt_lookup_max'",
-        ),
-        ({"method": "suffix", "suffix_decoding_max_tree_depth": 8}, "supported keys are"),
-        (7, "mapping"),
-        ({"num_speculative_tokens": 2}, "must name its draft model"),
-        ({"method": "medusa"}, "must name its medusa heads"),
-        ({"method": "eagle3"}, "must name its eagle3 heads"),
-        ({"speculative_token_tree": [(0, 0)]}, "token tree must be"),
-        ({"speculative_token_tree": "[(0,), (0"}, "token tree must be"),
-        ({"speculative_token_tree": [(0,)], "num_speculative_tokens": 3}, "depth"),
-        ({"speculative_token_tree": [(0,), (0, 0)], "num_speculative_tokens": 4}, "depth"),
-        ({"speculative_token_tree": [(0,)], "method": "ngram"}, "needs a method"),
-        ({"method": "ngram", "quantization": "int8"}, "quantization .* needs the method 'draft_model'"),
-    ],
-)
-def test_bad_options_are_refused(llama: Path, config: Any, match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        LLM(str(llama), speculative_config=config, **SIZES)
-
-
-@pytest.mark.parametrize(
-    ("given", "same"),
-    [
-        ({"method": "ngram", "prompt_lookup_min": 7}, {"prompt_lookup_max": 7, "prompt_lookup_min": 7}),
-        ({"method": "ngram", "prompt_lookup_max": 3}, {"prompt_lookup_max": 3, "prompt_lookup_min": 3}),
-        ({"model": "[ngram]"}, {"method": "ngram", "model": None, "prompt_lookup_max": 5}),
-        ({"method": "deepseek_mtp", "model": "a", "enforce_eager": False}, {"method": "mtp", "model": "a"}),
-        ({"model": "a", "draft_tensor_parallel_size": 1, "use_heterogeneous_vocab": True}, {"method": "draft_model"}),
-    ],
-)
-def test_options_are_read_as_vllm_reads_them(given: dict[str, Any], same: dict[str, Any]) -> None:
-    config = SpeculationConfig.of(given)
-    assert config is not None
-    assert {name: getattr(config, name) for name in same} == same

@@ -1,0 +1,141 @@
+"""Weights in the dtype and form that programs take, on the devices of all replicas."""
+
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxserve import weights
+from jaxserve.config import EngineConfig
+from jaxserve.errors import ConfigError
+from jaxserve.execution.xla_cache import scope_of
+from jaxserve.models import decoder, registry
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
+from jaxserve.quant import packed, weight_format
+from jaxserve.sharding import named_sharding, replica_meshes, replicated
+from jaxserve.weights.rows import Shardings
+
+logger = logging.getLogger(__name__)
+
+Weights = Mapping[str, Any] | str | os.PathLike[str]  # forms of weights that a running engine takes
+
+
+def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
+    """Load the weights of the first replica in the serving dtype.
+
+    Split over its devices, quantised, packed for a CPU, stacked for a scan.
+    """
+    dtype = compute_dtype(config, arch).name
+    if config.dtype == "auto" and arch.dtype == "float32" != dtype:
+        logger.warning('the float32 checkpoint is served in %s; pass dtype="float32" to keep its precision', dtype)
+    return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
+
+
+def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
+    """Return a function that gives other weights for the first replica, in the form that `current` has.
+
+    Arrays have that form when this returns. A directory is checked now, but read only by the function.
+
+    Args:
+        config: options of the engine.
+        arch: sizes of the model.
+        given: argument of `LLM.update_weights`.
+        current: shapes, dtypes and places of the weights of the first replica.
+
+    Raises:
+        ConfigError: it is not of this model.
+    """
+    if isinstance(given, str | os.PathLike):
+        try:
+            weights.check(given, registry.param_specs(arch))
+        except weights.CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        return partial(_make_params, config, arch, partial(weights.load, given))
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"weights must be a directory, or arrays in a tree or by name, got {type(given).__name__}")
+    same_form = bool(jax.tree.structure(given) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
+    new = _placed_as(given, current) if same_form else _make_params(config, arch, partial(weights.assemble, given))
+    return lambda: new
+
+
+def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
+    """No array is copied that lies where it has to."""
+    wrong = [
+        f"{jax.tree_util.keystr(path)} {new.dtype}{list(new.shape)} instead of {old.dtype}{list(old.shape)}"
+        for (path, new), old in zip(jax.tree.leaves_with_path(given), jax.tree.leaves(current), strict=True)
+        if (new.shape, new.dtype) != (old.shape, old.dtype)
+    ]
+    if wrong:
+        raise ConfigError(f"weights must have the shapes and dtypes of those in use, got {', '.join(wrong[:8])}")
+    placed: Params = jax.tree.map(lambda new, old: jax.device_put(new, old.sharding), given, current)
+    return placed
+
+
+def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Params]) -> Params:
+    specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
+    form = weight_format(config.quantization)
+    if (reason := packed.unsupported(form, dtype)) is not None:
+        logger.info("matrices are multiplied by XLA: %s", reason)
+    transform = matrix_transform(specs, form, native=reason is None)
+    try:
+        with scope_of(config)():  # quantising is compiled too
+            params = make(specs, dtype, _shardings(meshes_of(config)[0], specs), transform)
+            return stacked_if_scanned(params, arch)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+
+
+def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
+    """The layers as programs take them here: on TPUs stacked, where they can be scanned; elsewhere as they are."""
+    scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
+    return stack_layers(params, arch.period) if scan else params
+
+
+def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | None:
+    if mesh is None:
+        return None
+    return {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
+
+
+def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
+    """Return the dtype of weights and activations.
+
+    The dtype is the one asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 one
+    is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
+
+    Args:
+        config: options of the engine.
+        arch: the model.
+        on_cpu: True for a model that runs on a CPU; by default as in this process.
+    """
+    if config.dtype != "auto":
+        return jnp.dtype(config.dtype)
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
+    return jnp.dtype("float32" if on_cpu else "bfloat16" if arch.dtype == "float32" else arch.dtype)
+
+
+def meshes_of(config: EngineConfig) -> list[Mesh | None]:
+    """Return the mesh of each replica; None for a replica on one device."""
+    return replica_meshes(config.tensor_parallel_size, config.data_parallel_size)
+
+
+def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:
+    """The weights of the first of some replicas, and the same on the devices of the others."""
+
+    def copy(mesh: Mesh) -> Params:
+        copied: Params = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(mesh, x.sharding.spec)), params)
+        return copied
+
+    return [params, *(copy(mesh) for mesh in meshes[1:] if mesh is not None)]
+
+
+def on_every_device(params: Params, mesh: Mesh | None) -> Params:
+    """Return parameters that each device of a mesh has whole."""
+    placed: Params = params if mesh is None else jax.device_put(params, replicated(mesh))
+    return placed

@@ -1,0 +1,234 @@
+"""Replies in OpenAI's form, whole or streamed.
+
+Both are made of the same increments of the outputs: a whole reply is the one whose only increment is everything. So
+however a stream is cut, its parts add up to the whole reply.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.increments import Increment, OutputReader
+
+if TYPE_CHECKING:
+    from jaxserve.openai.format import Json, ParsedRequest
+    from jaxserve.outputs import Logprob, RequestOutput
+    from jaxserve.text.tokenizer import Tokenizer
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Reply:
+    """Reply to one request.
+
+    Args:
+        request: the request.
+        tokenizer: tokenizer of the model; None if requests have token ids.
+        response_id: name of the reply.
+        created_s: time of the request, in seconds since 1970.
+    """
+
+    def __init__(
+        self, request: ParsedRequest, tokenizer: Tokenizer | None, *, response_id: str, created_s: int
+    ) -> None:
+        self._request, self._tokenizer = request, tokenizer
+        self._head: Json = {
+            "id": f"{'chatcmpl' if request.is_chat else 'cmpl'}-{response_id}",
+            "object": "chat.completion" if request.is_chat else "text_completion",
+            "created": created_s,
+            "model": request.model,
+        }
+        self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
+        self._begun: set[int] = set()  # choices that have had an increment
+        suffix = ".chunk" if request.is_chat else ""
+        head = json.dumps(self._head | {"object": self._head["object"] + suffix})[:-1] + ', "choices": [{"index": '
+        self._chunk_head = head
+        kind, closed = ('"delta": {"content": ', "}") if request.is_chat else ('"text": ', "")
+        self._text_head = f", {kind}"
+        usage = ', "usage": null' if request.include_usage else ""
+        self._text_tail = f'{closed}, "logprobs": null, "finish_reason": null}}]{usage}}}\n\n'
+        self._usage_tail = usage
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply; `outputs`, one for each prompt and in their order, have ended."""
+        choices: list[Json] = []
+        for number, output in enumerate(outputs):
+            for increment in OutputReader(output).read():
+                choice = self._choice(number, output, increment)
+                if self._request.is_chat:
+                    choice["message"] = {"role": "assistant", "refusal": None} | choice.pop("delta")
+                if not self._request.echo:  # an echo has them among the others
+                    choice |= _prompt_logprobs(output, self._tokenizer)
+                choices.append(choice)
+        return self._head | {"choices": choices, "usage": self.usage(outputs)}
+
+    def usage(self, outputs: Iterable[RequestOutput]) -> Json:
+        """Return the counts of tokens so far."""
+        prompt_tokens = completion_tokens = cached_tokens = 0
+        for output in outputs:
+            prompt_tokens += len(output.prompt_token_ids)
+            cached_tokens += output.num_cached_tokens
+            if self._request.has_output:
+                completion_tokens += sum(len(completion.token_ids) for completion in output.outputs)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the server-sent events of what is new.
+
+        Args:
+            number: index of the prompt.
+            output: output of that prompt.
+            increments: its increments.
+        """
+        request = self._request
+        is_plain = not (request.return_token_ids or request.continuous_usage or request.echo)
+        for increment in increments:
+            index = self._index(number, increment)
+            if request.is_chat and index not in self._begun:
+                self._begun.add(index)
+                yield self._event(index, {"delta": {"role": "assistant", "content": ""}} | _OPEN, output)
+            if is_plain and increment.logprobs is None and increment.finish_reason is None:
+                if increment.text:  # nearly always
+                    text = json.dumps(increment.text)
+                    yield f"data: {self._chunk_head}{index}{self._text_head}{text}{self._text_tail}".encode()
+                continue
+            choice = self._choice(number, output, increment)
+            del choice["index"]
+            yield self._event(index, choice, output)
+
+    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the events that end a stream."""
+        if self._request.include_usage:
+            head = self._chunk_head.removesuffix('{"index": ')
+            yield f'data: {head}], "usage": {json.dumps(self.usage(outputs))}}}\n\n'.encode()
+        yield DONE
+
+    def _event(self, index: int, fields: Json, output: RequestOutput) -> bytes:
+        usage = self._usage_tail
+        if self._request.continuous_usage:
+            usage = f', "usage": {json.dumps(self.usage([output]))}'
+        return f"data: {self._chunk_head}{index}, {json.dumps(fields)[1:]}]{usage}}}\n\n".encode()
+
+    def _index(self, number: int, increment: Increment) -> int:
+        return number * self._request.params.n + increment.completion.index
+
+    def _choice(self, number: int, output: RequestOutput, increment: Increment) -> Json:
+        """Return a choice of a chunk; a whole reply has the same, but for the name of a chat's message."""
+        request, index, completion = self._request, self._index(number, increment), increment.completion
+        if request.is_chat:
+            logprobs = self._chat_logprobs(increment)
+            choice: Json = {"index": index, "delta": {"content": increment.text}, "logprobs": logprobs}
+        else:
+            text, token_ids = increment.text, increment.token_ids
+            tables: Sequence[dict[int, Logprob] | None] | None = increment.logprobs
+            if not request.has_output:
+                text, token_ids, tables = "", [], None if tables is None else []
+            if request.echo and index not in self._begun:
+                self._begun.add(index)
+                text = self._prompt_text(output) + text
+                if tables is not None and output.prompt_logprobs is not None:
+                    token_ids, tables = output.prompt_token_ids + token_ids, [*output.prompt_logprobs, *tables]
+            hides_special = request.params.skip_special_tokens and output.prompt is not None
+            logprobs = self._logprobs(index, token_ids, tables, hides_special=hides_special)
+            choice = {"index": index, "text": text, "logprobs": logprobs}
+        reason = increment.finish_reason
+        choice["finish_reason"] = "length" if reason and not request.has_output else reason
+        if reason is not None:
+            choice["stop_reason"] = completion.stop_reason if request.has_output else None
+        if request.return_token_ids:
+            choice["token_ids"] = increment.token_ids if request.has_output else []
+        return choice
+
+    def _prompt_text(self, output: RequestOutput) -> str:
+        if output.prompt is not None or self._tokenizer is None:
+            return output.prompt or ""
+        return self._tokenizer.decode(output.prompt_token_ids, skip_special_tokens=False)
+
+    def _logprobs(
+        self,
+        index: int,
+        token_ids: Sequence[int],
+        tables: Sequence[dict[int, Logprob] | None] | None,
+        *,
+        hides_special: bool,
+    ) -> Json | None:
+        """Return the log probabilities of a completion's tokens; null for the first one of a prompt.
+
+        Offsets count characters of the text, in which special tokens may be hidden.
+        """
+        if tables is None:
+            return None
+        rows = list(zip(token_ids, tables, strict=True))
+        tokens = [self._text(token_id, None if table is None else table[token_id]) for token_id, table in rows]
+        hidden = self._tokenizer.special_ids if hides_special and self._tokenizer is not None else frozenset()
+        lengths = [0 if token_id in hidden else len(token) for token_id, token in zip(token_ids, tokens, strict=True)]
+        offsets = list(itertools.accumulate(lengths, initial=self._num_chars.get(index, 0)))
+        self._num_chars[index] = offsets[-1]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [table and table[token_id].logprob for token_id, table in rows],
+            "top_logprobs": [table and self._by_text(table) for _, table in rows],
+            "text_offset": offsets[:-1],
+        }
+
+    def _by_text(self, table: Mapping[int, Logprob]) -> dict[str, float]:
+        """Return log probabilities by text; of tokens with equal text, such as parts of a character, the likeliest."""
+        best: dict[str, float] = {}
+        for token_id, entry in _ranked(table):
+            best.setdefault(self._text(token_id, entry), entry.logprob)
+        return best
+
+    def _chat_logprobs(self, increment: Increment) -> Json | None:
+        if increment.logprobs is None:
+            return None
+        num_top = self._request.top_logprobs or 0
+        top = slice(num_top if num_top >= 0 else None)
+        content = [
+            self._chat_token(token_id, table[token_id])
+            | {"top_logprobs": [self._chat_token(i, entry) for i, entry in _ranked(table)[top]]}
+            for token_id, table in zip(increment.token_ids, increment.logprobs, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+    def _chat_token(self, token_id: int, entry: Logprob) -> Json:
+        text, tokenizer = self._text(token_id, entry), self._tokenizer
+        data = tokenizer.byte_table[token_id] if tokenizer is not None and tokenizer.byte_table else text.encode()
+        return {"token": text, "logprob": entry.logprob, "bytes": list(data)}
+
+    def _text(self, token_id: int, entry: Logprob | None) -> str:
+        return _token_text(token_id, entry, self._tokenizer)
+
+
+_OPEN: Json = {"logprobs": None, "finish_reason": None}
+
+
+def _token_text(token_id: int, entry: Logprob | None, tokenizer: Tokenizer | None) -> str:
+    if entry is not None and entry.decoded_token is not None:
+        return entry.decoded_token
+    return f"token_id:{token_id}" if tokenizer is None else tokenizer.token_text(token_id)
+
+
+def _ranked(table: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+    return sorted(table.items(), key=lambda item: item[1].rank)
+
+
+def _prompt_logprobs(output: RequestOutput, tokenizer: Tokenizer | None) -> Json:
+    """Return vLLM's extension: by position, log probability, rank and text by token id; null at the first position."""
+    if output.prompt_logprobs is None:
+        return {}
+
+    def described(table: Mapping[int, Logprob]) -> Json:
+        return {
+            str(i): {"logprob": entry.logprob, "rank": entry.rank, "decoded_token": _token_text(i, entry, tokenizer)}
+            for i, entry in table.items()
+        }
+
+    return {"prompt_logprobs": [table and described(table) for table in output.prompt_logprobs]}

@@ -1,0 +1,253 @@
+"""SamplingParams: how the tokens of a request are sampled, and the bounds on it. Host values only, without jax."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass
+from numbers import Integral, Real
+from typing import Any, no_type_check
+
+from jaxserve.errors import RequestError, brief
+from jaxserve.structured_output.params import StructuredOutputsParams
+from jaxserve.vllm_options import SAMPLING_ARGUMENTS, check_arguments
+
+DEFAULT_MAX_LOGPROBS = 20  # vLLM's
+MAX_LOGIT_BIAS = 300
+MAX_BAD_SEQUENCES = 64  # sequences of token ids per request; most words have one or two
+MAX_BAD_SEQUENCE_TOKENS = 8
+MAX_STOP_TOKEN_IDS = 64
+# OpenAI allows 4 stop strings, and common prompts have about 10. The bounds keep a request's automaton below a
+# megabyte, and the time in which it is built near that of tokenising as much text.
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARS = 4096
+
+
+@no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError
+@dataclass
+class SamplingParams:
+    """Sampling parameters of one request. Names, meanings and defaults are vLLM's.
+
+    Attributes:
+        n: number of completions per prompt; they share the prompt's pages.
+        temperature: 0 is greedy.
+        top_p: keep the smallest set of most likely tokens whose mass reaches `top_p`; in (0, 1].
+        top_k: keep the `top_k` most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least `min_p` times as likely as the most likely one; in [0, 1].
+        max_tokens: output limit; None means up to the model's maximum length.
+        min_tokens: end-of-sequence and stop ids cannot be sampled before this many tokens.
+        stop: strings that end the output; removed from the text unless `include_stop_str_in_output`. At most 64 of 4096
+            characters in all.
+        stop_token_ids: ids that end the output; at most 64.
+        ignore_eos: continue after the end-of-sequence token.
+        seed: seed of sampling; the same seed and prompt give the same samples whatever else runs, unless a draft model
+            or layer draws chains of tokens for speculative decoding: then their distribution alone is the same. None
+            derives a seed from the engine's, so that the same requests have the same samples after a restart. Sample i
+            of `n` has the seed `seed + i`, as in vLLM: requests with seeds 0, 1, 2 and 3 and n=4 share most of their
+            samples.
+        logprobs: number of most likely tokens whose log probabilities are returned too; at most the engine's
+            `max_logprobs`, which is 20 by default. -1 is the whole vocabulary, and needs an engine with -1.
+        prompt_logprobs: the same for every prompt token.
+        presence_penalty: subtracted once from the logit of each token already in the output; in [-2, 2].
+        frequency_penalty: subtracted for every occurrence in the output; in [-2, 2].
+        repetition_penalty: divides (or multiplies, below zero) the logits of tokens in prompt and output; above 0.
+        logit_bias: token id -> value added to its logit; at most 300 entries, values in [-100, 100].
+        allowed_token_ids: only ids that can be sampled, including those that end the output; None allows all.
+        bad_words: texts that the output must not contain: the last token of one cannot be sampled if the output ends
+            with its other tokens. A word stands for its tokens at the start of a text, and for those after a space if
+            they are equally many and the first differs. At most 64 such sequences of 8 tokens each.
+        skip_special_tokens: leave special tokens out of the text.
+        include_stop_str_in_output: keep the stop string in the text.
+        detokenize: produce text; must be True if `stop` is given.
+        truncate_prompt_tokens: number of last tokens to keep of a longer prompt, besides the special tokens around a
+            text; -1 keeps as many as leave room for `max_tokens`.
+        structured_outputs: form that the output must have, as StructuredOutputsParams or a dict of its fields. Needs
+            the extra `structured`. An end-of-sequence token is allowed where the form is complete, and ends the output
+            even with `ignore_eos`; an output that ends otherwise (by `max_tokens`, say) may be incomplete.
+
+    Of vLLM's guided_decoding, logits_processors, extra_args, best_of, flat_logprobs and
+    spaces_between_special_tokens, only the defaults are accepted, and `n` for best_of.
+
+    Raises:
+        RequestError: a value is out of range or a parameter is unknown.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    ignore_eos: bool = False
+    seed: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    detokenize: bool = True
+    truncate_prompt_tokens: int | None = None
+    _: KW_ONLY
+    structured_outputs: StructuredOutputsParams | None = None
+    # vLLM's others, which must ask for what jaxserve does anyway
+    guided_decoding: InitVar[Any] = None
+    logits_processors: InitVar[Any] = None
+    extra_args: InitVar[Any] = None
+    best_of: InitVar[Any] = None
+    flat_logprobs: InitVar[Any] = False
+    spaces_between_special_tokens: InitVar[Any] = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
+        """Raise RequestError for unknown names, as for invalid values."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        defaults = vars(cls)
+        others = {n: kwargs[n] for n in kwargs.keys() - names if n not in defaults or kwargs[n] is not defaults[n]}
+        if unknown := sorted(others.keys() - defaults.keys()):
+            raise RequestError(f"unsupported sampling parameters {unknown}; supported are {sorted(names)}")
+        if "best_of" in others and others["best_of"] == kwargs.get("n", 1):
+            del others["best_of"]
+        if others:
+            check_arguments(others, SAMPLING_ARGUMENTS)
+        return super().__new__(cls)
+
+    def __post_init__(self, *_others: object) -> None:
+        for name, (low, high) in _INTEGERS.items():
+            value = getattr(self, name)
+            if value is not None or name not in _OPTIONAL:
+                setattr(self, name, _integer(name, value, low, high))
+        for name, (low, high) in _REALS.items():
+            setattr(self, name, _real(name, getattr(self, name), low, high, open_low=name in _ABOVE_ZERO))
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
+        if self.truncate_prompt_tokens == 0:
+            raise RequestError("truncate_prompt_tokens must be positive, -1 or None, got 0")
+        if self.seed == -1:  # no seed, as in vLLM
+            self.seed = None
+        self._check_stop()
+        self._check_logit_bias()
+        self._check_allowed_token_ids()
+        self._check_bad_words()
+        if self.structured_outputs is not None:
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
+
+    def _check_stop(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else [] if self.stop is None else self.stop
+        if isinstance(stop, bytes) or not _is_sequence(stop) or not all(isinstance(s, str) and s for s in stop):
+            raise RequestError(f"stop must be a non-empty string or a list of them, got {brief(self.stop)}")
+        num_chars = sum(map(len, stop))
+        if len(stop) > MAX_STOP_STRINGS or num_chars > MAX_STOP_CHARS:
+            raise RequestError(
+                f"stop must be at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters in all, "
+                f"got {len(stop)} of {num_chars}; keep those that matter, or look for the others in the output"
+            )
+        if stop and not self.detokenize:
+            raise RequestError("stop strings need detokenize=True; drop stop, or use stop_token_ids")
+        ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if not _is_sequence(ids) or isinstance(ids, bytes) or len(ids) > MAX_STOP_TOKEN_IDS:
+            raise RequestError(
+                f"stop_token_ids must be a list of at most {MAX_STOP_TOKEN_IDS} token ids, "
+                f"got {brief(self.stop_token_ids)}"
+            )
+        self.stop = list(stop)
+        self.stop_token_ids = [_integer("stop_token_ids", token_id, 0, _MAX_INT32) for token_id in ids]
+
+    def _check_logit_bias(self) -> None:
+        bias = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, dict) or len(bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias must be a dict of at most {MAX_LOGIT_BIAS} entries, got {brief(bias)}")
+        try:  # keys in JSON are strings
+            by_id = {int(key) if isinstance(key, str) else key: value for key, value in bias.items()}
+        except ValueError:
+            raise RequestError(f"logit_bias keys must be token ids, got {brief(list(bias))}") from None
+        self.logit_bias = {
+            _integer("logit_bias key", token_id, 0, _MAX_INT32): _real("logit_bias value", value, -100, 100)
+            for token_id, value in by_id.items()
+        }
+
+    def _check_allowed_token_ids(self) -> None:
+        ids = self.allowed_token_ids
+        if ids is None:
+            return
+        if not _is_sequence(ids) or isinstance(ids, bytes) or not len(ids):
+            raise RequestError(f"allowed_token_ids must be a list of at least one token id, got {brief(ids)}")
+        if set(map(type, ids)) == {int} and 0 <= min(ids) <= max(ids) <= _MAX_INT32:  # faster than looking at each
+            self.allowed_token_ids = list(ids)
+        else:
+            self.allowed_token_ids = [_integer("allowed_token_ids", token_id, 0, _MAX_INT32) for token_id in ids]
+
+    def _check_bad_words(self) -> None:
+        words = () if self.bad_words is None else self.bad_words
+        if not _is_sequence(words) or not all(isinstance(word, str) and word.strip() for word in words):
+            raise RequestError(f"bad_words must be a list of strings that are not blank, got {brief(words)}")
+        if len(words) > MAX_BAD_SEQUENCES:
+            raise RequestError(
+                f"bad_words must be at most {MAX_BAD_SEQUENCES} words, got {len(words)}; keep those that matter"
+            )
+        self.bad_words = list(dict.fromkeys(words))
+
+    def clone(self) -> SamplingParams:
+        """Return an independent copy, checked again."""
+        return dataclasses.replace(self)
+
+    @property
+    def has_penalties(self) -> bool:
+        """True if sampling depends on earlier tokens."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+    @property
+    def changes_logits(self) -> bool:
+        """True if ids are biased, forbidden or restricted, whatever the earlier tokens."""
+        return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+
+_MAX_INT32 = 2**31 - 1
+_INTEGERS = {  # smallest and largest value by name
+    "n": (1, 1024),
+    "top_k": (-1, _MAX_INT32),
+    "max_tokens": (1, _MAX_INT32),
+    "min_tokens": (0, _MAX_INT32),
+    "seed": (-(2**63), 2**64 - 1),
+    "logprobs": (-1, _MAX_INT32),
+    "prompt_logprobs": (-1, _MAX_INT32),
+    "truncate_prompt_tokens": (-1, _MAX_INT32),
+}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs", "truncate_prompt_tokens"}
+_REALS = {
+    "temperature": (0, 10_000),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "presence_penalty": (-2, 2),
+    "frequency_penalty": (-2, 2),
+    "repetition_penalty": (0, 10_000),
+}
+_ABOVE_ZERO = {"top_p", "repetition_penalty"}
+
+
+def _is_sequence(value: object) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _integer(name: str, value: object, low: int, high: int) -> int:
+    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= int(value) <= high:
+        raise RequestError(f"{name} must be an integer in [{low}, {high}], got {brief(value)}")
+    return int(value)
+
+
+def _real(name: str, value: Any, low: int, high: int, *, open_low: bool = False) -> float:
+    is_real = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_real or not low <= value <= high or (open_low and value == low):
+        raise RequestError(f"{name} must be a number in {'(' if open_low else '['}{low}, {high}], got {brief(value)}")
+    return float(value)

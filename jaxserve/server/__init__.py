@@ -1,0 +1,1 @@
+"""HTTP server with OpenAI's interface."""

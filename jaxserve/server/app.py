@@ -1,0 +1,170 @@
+"""App: the ASGI application, from a request's bytes to its reply's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from jaxserve.errors import RequestError, brief
+from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, as_bad_request
+from jaxserve.openai.replies import DONE
+from jaxserve.server import http
+from jaxserve.server.auth import Keys
+from jaxserve.server.call import Call
+from jaxserve.server.generation import Generation
+from jaxserve.server.http import ClientGoneError
+from jaxserve.server.info import Info
+from jaxserve.server.service import Service
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+    from jaxserve.server.config import ServerConfig
+    from jaxserve.server.http import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
+
+_OPEN_PATHS = {"/", "/health", "/ready", "/ping"}  # the page shows nothing without a key
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class App:
+    """ASGI application over one engine.
+
+    Args:
+        engine: engine that nothing else drives.
+        config: options of the server.
+
+    Attributes:
+        service: the engine and the state of the server.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.service = Service(engine, config)
+        self._keys = Keys.of(config.api_key, config.api_key_file)
+        self._calls: set[Call] = set()
+        self._watch: asyncio.Task[None] | None = None
+        generation, info = Generation(self.service), Info(self.service)
+        self._model = info.model
+        self._handlers: dict[tuple[str, str], Handler] = {
+            ("POST", COMPLETIONS): generation.serve,
+            ("POST", CHAT): generation.serve,
+            ("POST", "/tokenize"): info.tokenize,
+            ("POST", "/detokenize"): info.detokenize,
+            ("GET", "/"): info.page,
+            ("GET", "/v1/models"): info.models,
+            ("GET", "/health"): info.health,
+            ("GET", "/ping"): info.health,
+            ("GET", "/ready"): info.ready,
+            ("GET", "/load"): info.load,
+            ("GET", "/version"): info.version,
+            ("GET", "/metrics"): info.metrics,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection's request."""
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        if scope["type"] != "http":  # a websocket
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        call = Call(scope, receive, send, self.service.config)
+        self._calls.add(call)
+        try:
+            await self._serve(call)
+        except ClientGoneError:
+            pass
+        except RequestError as error:
+            await self._send_error(call, as_bad_request(error))
+        except Exception:
+            logger.exception("a request has failed")
+            message = "the server has failed; its log says why"
+            await self._send_error(call, BadRequestError(message, None, "internal_error", 500))
+        finally:
+            self._calls.discard(call)
+
+    async def _serve(self, call: Call) -> None:
+        is_open = call.path in _OPEN_PATHS or (self.service.config.public_metrics and call.path == "/metrics")
+        if self._keys and not is_open:  # checked first, so that paths cannot be told apart
+            tenant = self._keys.tenant(call.headers)
+            if tenant is None:
+                raise BadRequestError(
+                    "an API key must be given, as Authorization: Bearer KEY; ask the operator for one",
+                    None,
+                    "invalid_api_key",
+                    401,
+                )
+            call.tenant = tenant
+        method = "GET" if call.method == "HEAD" else call.method
+        handler = self._handlers.get((method, call.path))
+        if handler is None and method == "GET" and call.path.startswith("/v1/models/"):
+            handler = self._model
+        if handler is None:
+            if methods := self._methods(call.path):
+                message = f"{call.path} must be called with {' or '.join(methods)}, got {call.method}"
+                raise BadRequestError(message, None, "method_not_allowed", 405)
+            raise BadRequestError(f"there is no {brief(call.path)} here", None, "not_found", 404)
+        await handler(call)
+
+    async def _send_error(self, call: Call, error: BadRequestError) -> None:
+        with suppress(ClientGoneError):
+            if not call.is_begun:
+                headers: list[tuple[bytes, bytes]] = []
+                if error.status_code in (429, 503):
+                    headers.append((b"retry-after", str(self._retry_after_s()).encode()))
+                elif error.status_code == 401:
+                    headers.append((b"www-authenticate", b"Bearer"))
+                elif error.status_code == 405:
+                    headers.append((b"allow", ", ".join(self._methods(call.path)).encode()))
+                await http.send_error(call.send, error, headers)
+                return
+            body = http.error_event(error) + DONE
+            await call.send({"type": "http.response.body", "body": body, "more_body": False})
+
+    def _methods(self, path: str) -> list[str]:
+        """Return the methods of a path."""
+        return sorted(method for method, known in self._handlers if known == path)
+
+    def _retry_after_s(self) -> int:
+        return max(1, round(self.service.observer.estimated_wait_s()))
+
+    # The life of the server
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        while True:
+            message = await receive()
+            if message["type"] == "lifespan.startup":
+                self.service.start()
+                self._watch = asyncio.create_task(self._cut_off_stalled())
+                await send({"type": "lifespan.startup.complete"})
+            else:
+                if self._watch is not None:
+                    self._watch.cancel()
+                self.service.close()
+                await send({"type": "lifespan.shutdown.complete"})
+                return
+
+    async def _cut_off_stalled(self) -> None:
+        """End replies that their clients do not take. One look at all costs less than a timer for each part."""
+        while True:
+            await asyncio.sleep(min(1.0, self.service.config.send_timeout_s / 4))
+            before_s = time.monotonic() - self.service.config.send_timeout_s
+            for call in self._calls:
+                if call.sending_since_s is not None and call.sending_since_s < before_s:
+                    call.sending_since_s = None
+                    call.cut_off()
+
+    async def drain(self) -> None:
+        """Serve nothing new; wait for open replies, and end those that last too long."""
+        self.service.is_draining = True
+        until_s = time.monotonic() + self.service.config.shutdown_timeout_s
+        while len(self.service.streams) and time.monotonic() < until_s:
+            await asyncio.sleep(0.05)
+        self.service.streams.end_all()
+        while len(self.service.streams) and time.monotonic() < until_s + 5:
+            await asyncio.sleep(0.02)

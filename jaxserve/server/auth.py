@@ -1,0 +1,66 @@
+"""Keys: who may send requests, and as which tenant."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+
+
+class Keys:
+    """API keys, of which only hashes are kept.
+
+    Args:
+        keys: tenant and key of each.
+    """
+
+    def __init__(self, keys: Sequence[tuple[str, str]]) -> None:
+        self._tenants: list[tuple[bytes, str]] = []
+        for tenant, key in keys:
+            if not key.strip():
+                raise ConfigError("an API key must not be empty, got one that is; leave the option out for no keys")
+            self._tenants.append((_digest(key.strip()), tenant))
+
+    @classmethod
+    def of(cls, keys: Sequence[str], file: Path | None) -> Keys:
+        """Return the keys of an option and of a file, whose blank lines and comments (#) do not count."""
+        lines: list[str] = []
+        if file is not None:
+            try:
+                lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"api_key_file must be a readable text file, but: {error}") from error
+            lines = [line for line in lines if line and not line.startswith("#")]
+            if not lines:
+                raise ConfigError(f"api_key_file must have a key, got none in {file}")
+        entries = [("", key) for key in keys]
+        for line in lines:
+            name, _, key = line.rpartition(":")
+            entries.append((name, key))
+        # A name for each key without one, which no line can have.
+        return cls([(name or f"#{number}", key) for number, (name, key) in enumerate(entries)])
+
+    def __bool__(self) -> bool:
+        """Return whether a key is needed."""
+        return bool(self._tenants)
+
+    def tenant(self, headers: Sequence[tuple[bytes, bytes]]) -> str | None:
+        """Return the tenant of a request; None if it has no key that is known. The time does not depend on which."""
+        given = b""
+        for name, value in headers:
+            if name == b"authorization" and value[:7].lower() == b"bearer ":
+                given = value[7:]
+            elif name == b"x-api-key":
+                given = value
+        digest, found = hashlib.sha256(given.strip()).digest(), None
+        for known, tenant in self._tenants:
+            if hmac.compare_digest(known, digest):
+                found = tenant
+        return found
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()

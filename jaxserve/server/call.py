@@ -1,0 +1,89 @@
+"""Call: one HTTP request, as handlers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from jaxserve.server import http
+from jaxserve.server.http import ClientGoneError
+
+if TYPE_CHECKING:
+    from jaxserve.server.config import ServerConfig
+    from jaxserve.server.http import Json, Receive, Scope, Send
+
+
+ABORT = "jaxserve.abort"  # entry of a scope's state: function that drops the connection
+
+
+SHORT_BODY_BYTES = 16384  # bodies up to this size are read on the loop
+Result = TypeVar("Result")
+
+
+class Call:
+    """One HTTP request.
+
+    Attributes:
+        path: path of the URL.
+        tenant: name of the key's owner; empty without keys.
+        is_begun: True once the reply has begun.
+        sending_since_s: time since when the client has taken nothing of a part of the reply; None between two parts.
+    """
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig) -> None:
+        self.path: str = scope["path"]
+        self.method: str = scope["method"]
+        self.headers: http.Headers = scope["headers"]
+        self.tenant = ""
+        self.is_begun = False
+        self.sending_since_s: float | None = None
+        self._task = asyncio.current_task()
+        self._is_cut_off = False
+        self._num_body_bytes = 0
+        self._abort = scope.get("state", {}).get(ABORT)
+        self._receive, self._send, self._config = receive, send, config
+
+    async def json(self) -> Json:
+        """Return the object in the body."""
+        config = self._config
+        body = await http.read_body(self._receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
+        self._num_body_bytes = len(body)
+        return http.parse_json(body, config.max_json_depth)
+
+    async def beside_the_loop(self, work: Callable[[], Result], *, needs_time: bool = False) -> Result:
+        """Return the result of reading the body, on another thread if that takes time.
+
+        Args:
+            work: function that reads it.
+            needs_time: True if it takes time, however short the body is.
+        """
+        if needs_time or self._num_body_bytes > SHORT_BODY_BYTES:
+            return await asyncio.get_running_loop().run_in_executor(None, work)
+        return work()
+
+    async def send(self, message: http.Message) -> None:
+        """Send a part of the reply; ClientGoneError if the client is cut off."""
+        self.is_begun = True
+        self.sending_since_s = time.monotonic()
+        try:
+            await self._send(message)
+        except asyncio.CancelledError:
+            if self._is_cut_off:
+                raise ClientGoneError from None
+            raise
+        self.sending_since_s = None
+
+    def cut_off(self) -> None:
+        """End the reply to a client that takes nothing, and drop what it was to be sent."""
+        assert self._task is not None, "a request has a task"
+        self._is_cut_off = True
+        if self._abort is not None:
+            self._abort()
+        self._task.cancel()
+
+    async def wait_until_gone(self) -> None:
+        """Wait for the client to go."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass

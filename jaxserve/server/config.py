@@ -1,0 +1,63 @@
+"""Options of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+
+_POSITIVE = (
+    *("max_queued_requests", "max_body_bytes", "max_prompts", "max_json_depth", "max_open_requests_per_key"),
+    *("body_timeout_s", "send_timeout_s", "stuck_after_s"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Options of the server, apart from those of its engine.
+
+    Attributes:
+        host: address to listen at.
+        port: port to listen at; 0 takes a free one.
+        served_model_name: names by which requests may call the model, the first of which replies have; by default the
+            name of its directory.
+        api_key: keys of which a request must have one; none leaves the server open.
+        api_key_file: file with a key per line, which may have a tenant's name and a colon in front.
+        max_queued_requests: requests that may wait; later ones are refused with 503.
+        max_open_requests_per_key: unfinished requests of a key; later ones are refused with 429.
+        max_body_bytes: largest body of a request.
+        max_json_depth: nesting of a body's JSON.
+        max_prompts: most prompts of a completion.
+        body_timeout_s: time that a body may take to arrive.
+        send_timeout_s: time after which a client that takes nothing is cut off.
+        stuck_after_s: time without progress after which /health fails.
+        shutdown_timeout_s: time that unfinished requests have after a first signal.
+        public_metrics: True to serve /metrics without a key.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: Sequence[str] = ()
+    api_key: Sequence[str] = field(default=(), repr=False)
+    api_key_file: Path | None = None
+    max_queued_requests: int = 1024
+    max_open_requests_per_key: int = 4096
+    max_body_bytes: int = 8 * 2**20
+    max_json_depth: int = 64
+    max_prompts: int = 1024
+    body_timeout_s: float = 30.0
+    send_timeout_s: float = 60.0
+    stuck_after_s: float = 120.0
+    shutdown_timeout_s: float = 30.0
+    public_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _POSITIVE:
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.port < 2**16:
+            raise ConfigError(f"port must be in [0, 65536), got {self.port}")
+        if self.shutdown_timeout_s < 0:
+            raise ConfigError(f"shutdown_timeout_s must not be negative, got {self.shutdown_timeout_s}")

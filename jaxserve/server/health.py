@@ -1,0 +1,54 @@
+"""Health: whether the engine gets on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+
+LOOK_S = 0.25  # time between two looks at the engine
+
+
+class Health:
+    """Watch over an engine, whose steps must not stop while requests are unfinished.
+
+    Args:
+        engine: the engine.
+        stuck_after_s: time without a step after which there is a problem.
+    """
+
+    def __init__(self, engine: Engine, stuck_after_s: float) -> None:
+        self._engine, self._stuck_after_s = engine, stuck_after_s
+        self._seen = -1  # steps at the last look
+        self._moved_s = time.monotonic()
+        self._task: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        """Begin to look at the engine now and then."""
+        self._task = asyncio.get_running_loop().create_task(self._look())
+
+    def close(self) -> None:
+        """Stop looking."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def problem(self) -> str | None:
+        """Return what is wrong; None if nothing is."""
+        if self._engine.devices.is_closed:
+            return "the engine has closed itself after a failure"
+        stuck_s = time.monotonic() - self._moved_s
+        if stuck_s > self._stuck_after_s and self._engine.core.has_work():
+            return f"the engine has made no step for {stuck_s:.0f} s, with requests unfinished"
+        return None
+
+    async def _look(self) -> None:
+        with suppress(asyncio.CancelledError):
+            while True:
+                num_steps = self._engine.stats.num_dispatches
+                if num_steps != self._seen or not self._engine.core.has_work():
+                    self._seen, self._moved_s = num_steps, time.monotonic()
+                await asyncio.sleep(LOOK_S)

@@ -1,0 +1,103 @@
+"""HTTP on ASGI: requests that are read within limits, and replies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+from jaxserve.openai.format import BadRequestError, error_body
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = Sequence[tuple[bytes, bytes]]
+Json = dict[str, Any]
+
+JSON_TYPE, EVENTS_TYPE = b"application/json", b"text/event-stream; charset=utf-8"
+
+
+class ClientGoneError(Exception):
+    """Loss of the client before the end of the reply."""
+
+
+async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        BadRequestError: it is too large (413) or too slow (408).
+        ClientGoneError: the client has gone.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientGoneError
+                part = message.get("body", b"")
+                num_bytes += len(part)
+                if num_bytes > max_bytes:
+                    raise BadRequestError(
+                        f"a body must have at most {max_bytes} bytes; send less at once", None, "too_large", 413
+                    )
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+    except TimeoutError:
+        raise BadRequestError(f"a body must arrive within {timeout_s:g} s", None, "timeout", 408) from None
+
+
+def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
+    """Return the object in a body; BadRequestError if there is none, or if it is nested too deeply."""
+    try:
+        content = json.loads(body, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"a body must be JSON, but: {error}", None, "invalid_json") from None
+    if not isinstance(content, dict):
+        raise BadRequestError(f"a body must be a JSON object, got {type(content).__name__}", None, "invalid_json")
+    if body.count(b"[") + body.count(b"{") > max_depth and not _is_shallow(content, max_depth):
+        raise BadRequestError(f"a body must be nested at most {max_depth} deep", None, "invalid_json")
+    return content
+
+
+def _is_shallow(content: dict[str, Any], max_depth: int) -> bool:
+    """Return whether lists and objects are nested at most so deep."""
+    level: list[Any] = [content]
+    for _ in range(max_depth):
+        values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return True
+    return False
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+async def send_bytes(
+    send: Send, status: int, body: bytes, content_type: bytes = JSON_TYPE, headers: Headers = ()
+) -> None:
+    """Send a whole reply."""
+    own = [(b"content-type", content_type), (b"content-length", str(len(body)).encode()), *headers]
+    await send({"type": "http.response.start", "status": status, "headers": own})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def send_json(send: Send, content: Mapping[str, Any], status: int = 200, headers: Headers = ()) -> None:
+    """Send a reply in JSON."""
+    await send_bytes(send, status, json.dumps(content, ensure_ascii=False).encode(errors="replace"), headers=headers)
+
+
+async def send_error(send: Send, error: BadRequestError, headers: Headers = ()) -> None:
+    """Send OpenAI's error object."""
+    await send_json(send, error_body(error), error.status_code, headers)
+
+
+def error_event(error: BadRequestError) -> bytes:
+    """Return the event of an error that comes when a stream has begun."""
+    return f"data: {json.dumps(error_body(error))}\n\n".encode()

@@ -1,0 +1,134 @@
+"""Info: what there is, how it is, and what texts are in tokens."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxserve import __version__
+from jaxserve.errors import brief
+from jaxserve.openai.format import BadRequestError, check_messages, refuse_unknown
+from jaxserve.server import http
+
+if TYPE_CHECKING:
+    from jaxserve.server.call import Call
+    from jaxserve.server.http import Json
+    from jaxserve.server.service import Service
+    from jaxserve.text.tokenizer import Tokenizer
+
+
+PAGE = Path(__file__).parent / "page.html"
+
+
+class Info:
+    """Handlers of all requests that generate nothing.
+
+    Args:
+        service: engine and state of the server.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service, self._engine = service, service.engine
+        self._started_s = int(time.time())
+
+    async def tokenize(self, call: Call) -> None:
+        """Answer with the tokens of a text or of a chat."""
+        body = await call.json()
+        await http.send_json(call.send, await call.beside_the_loop(partial(self._tokens, body)))
+
+    async def detokenize(self, call: Call) -> None:
+        """Answer with the text of tokens."""
+        body = await call.json()
+        await http.send_json(call.send, await call.beside_the_loop(partial(self._text, body)))
+
+    def _tokenizer(self) -> Tokenizer:
+        if self._engine.tokenizer is None:
+            raise BadRequestError("the engine must have a tokenizer, and runs with skip_tokenizer_init")
+        return self._engine.tokenizer
+
+    def _tokens(self, body: Json) -> Json:
+        known = {"model", "prompt", "messages", "add_special_tokens", "return_token_strs", "add_generation_prompt"}
+        refuse_unknown("body", body, known)
+        tokenizer, is_chat = self._tokenizer(), "messages" in body
+        text: Any = body.get("prompt")
+        if is_chat:
+            variables = {"add_generation_prompt": bool(body.get("add_generation_prompt", True))}
+            text = tokenizer.render_chat(check_messages(body["messages"]), variables)
+        if not isinstance(text, str):
+            raise BadRequestError(f"prompt must be text, got {brief(text)}", "prompt")
+        tokens = tokenizer.encode(text, bool(body.get("add_special_tokens", not is_chat)))
+        content: Json = {"count": len(tokens), "max_model_len": self._max_model_len, "tokens": tokens}
+        if body.get("return_token_strs"):
+            content["token_strs"] = [tokenizer.token_text(token_id) for token_id in tokens]
+        return content
+
+    def _text(self, body: Json) -> Json:
+        refuse_unknown("body", body, {"model", "tokens"})
+        tokens, limit = body.get("tokens"), self._engine.arch.vocab_size
+        if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < limit for each in tokens):
+            raise BadRequestError(f"tokens must be a list of ids in [0, {limit}), got {brief(tokens)}", "tokens")
+        return {"prompt": self._tokenizer().decode(tokens, skip_special_tokens=False)}
+
+    @property
+    def _max_model_len(self) -> int:
+        return self._engine.schedule.max_model_len
+
+    def _model_card(self, name: str) -> Json:
+        facts = {
+            "created": self._started_s,
+            "owned_by": "jaxserve",
+            "root": self._service.model_names[0],
+            "parent": None,
+        }
+        return {"id": name, "object": "model", **facts, "max_model_len": self._max_model_len}
+
+    async def models(self, call: Call) -> None:
+        """List the names of the model."""
+        await http.send_json(
+            call.send, {"object": "list", "data": [self._model_card(n) for n in self._service.model_names]}
+        )
+
+    async def model(self, call: Call) -> None:
+        """Describe one of the names."""
+        name = call.path.removeprefix("/v1/models/")
+        if name not in self._service.model_names:
+            message = f"model must be one of {list(self._service.model_names)}, got {brief(name)}"
+            raise BadRequestError(message, "model", "model_not_found", 404)
+        await http.send_json(call.send, self._model_card(name))
+
+    async def health(self, call: Call) -> None:
+        """Say whether the engine gets on."""
+        reason = self._service.health.problem()
+        await http.send_json(call.send, {"status": reason or "ok"}, 200 if reason is None else 503)
+
+    async def ready(self, call: Call) -> None:
+        """Say whether requests are welcome."""
+        reason = self._service.health.problem()
+        if self._service.is_draining:
+            reason = "the server is stopping"
+        elif reason is None and not self._engine.devices.is_warm:
+            reason = "programs are being compiled"
+        elif reason is None and self._service.is_full:
+            reason = "the queue is full"
+        await http.send_json(call.send, {"status": reason or "ok"}, 200 if reason is None else 503)
+
+    async def load(self, call: Call) -> None:
+        """Say how many requests are open."""
+        await http.send_json(call.send, {"server_load": len(self._service.streams)})
+
+    async def version(self, call: Call) -> None:
+        """Answer with the version."""
+        await http.send_json(call.send, {"version": __version__})
+
+    async def page(self, call: Call) -> None:
+        """Answer with a page to try the model and to see the load."""
+        policy = b"default-src 'none'; connect-src 'self'; script-src 'unsafe-inline'; style-src 'unsafe-inline'"
+        headers = [(b"content-security-policy", policy + b"; frame-ancestors 'none'")]
+        await http.send_bytes(call.send, 200, PAGE.read_bytes(), b"text/html; charset=utf-8", headers)
+
+    async def metrics(self, call: Call) -> None:
+        """Answer with all metrics, in Prometheus' format."""
+        content_type = b"text/plain; version=0.0.4; charset=utf-8"
+        await http.send_bytes(call.send, 200, self._service.observer.text(), content_type)

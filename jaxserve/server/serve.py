@@ -1,0 +1,127 @@
+"""Start of the server: its engine, its socket, and what signals do."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from jaxserve.errors import ConfigError
+from jaxserve.server.app import App
+from jaxserve.server.call import ABORT
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+    from jaxserve.server.config import ServerConfig
+
+KEEP_ALIVE_S = 5
+HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection to the end of its first headers
+
+
+class _Protocol(HttpToolsProtocol):
+    """HTTP that lets an application drop a connection, and that drops those which send no request."""
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the headers of a request."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        """Begin with a request, whose headers are there."""
+        self._deadline.cancel()
+        self.scope["state"][ABORT] = self.transport.abort
+        super().on_headers_complete()
+
+
+class _Server(uvicorn.Server):
+    """Server that drains at a first signal, while it says that it is not ready, and stops at a second."""
+
+    def __init__(self, config: uvicorn.Config, app: App, on_start: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._app, self._on_start = app, on_start
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None  # kept from the garbage collector
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to listen."""
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+        if self.started:
+            self._on_start()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Take a signal, on the main thread and anywhere in its code."""
+        if self._app.service.is_draining or self._loop is None:
+            self.force_exit = self.should_exit = True
+            return
+        self._app.service.is_draining = True
+        self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    def _begin_to_drain(self) -> None:
+        self._drain = asyncio.ensure_future(self._drain_and_exit())
+
+    async def _drain_and_exit(self) -> None:
+        await self._app.drain()
+        self.should_exit = True
+
+
+def listen(config: ServerConfig) -> socket.socket:
+    """Return a socket at the address of the options; ConfigError if it is taken."""
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((config.host, config.port))
+    except OSError as error:
+        sock.close()
+        raise ConfigError(
+            f"the server must get the address {config.host} and port {config.port}, but: {error.strerror}; "
+            "choose another --port"
+        ) from error
+    sock.set_inheritable(False)
+    return sock
+
+
+def serve(
+    engine: Engine, config: ServerConfig, sock: socket.socket, on_start: Callable[[str], None] = lambda url: None
+) -> None:
+    """Serve until a signal comes.
+
+    Args:
+        engine: engine that nothing else drives.
+        config: options.
+        sock: socket from `listen`.
+        on_start: called with the URL when requests are taken.
+    """
+    new_server(App(engine, config), config, sock, on_start).run(sockets=[sock])
+
+
+def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Callable[[str], None]) -> uvicorn.Server:
+    """Return the server of an application, to be run on a thread; see `serve`."""
+    host, port = sock.getsockname()[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    options = uvicorn.Config(
+        app,
+        http=_Protocol,
+        loop="uvloop" if sys.platform != "win32" else "asyncio",
+        lifespan="on",
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=5,
+        backlog=2048,
+    )
+    return _Server(options, app, lambda: on_start(url))

@@ -1,0 +1,68 @@
+"""Service: an engine and the state of its server, which all handlers share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxserve.server.health import Health
+from jaxserve.server.observer import Observer
+from jaxserve.server.streams import Streams
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+    from jaxserve.server.config import ServerConfig
+
+
+class Service:
+    """Engine and state of a server.
+
+    Args:
+        engine: engine that nothing else drives.
+        config: options of the server.
+
+    Attributes:
+        engine: the engine.
+        config: options of the server.
+        model_names: names of the model; replies have the first.
+        observer: times and counts.
+        health: watch over the engine.
+        is_draining: True once no further requests are served.
+    """
+
+    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+        self.engine, self.config = engine, config
+        own = Path(engine.config.model or engine.config.model_path).name
+        self.model_names = tuple(config.served_model_name) or (own,)
+        self.observer = Observer(engine, self.model_names[0])
+        self.health = Health(engine, config.stuck_after_s)
+        self.is_draining = False
+        self._streams: Streams | None = None
+
+    def start(self) -> None:
+        """Begin to watch the engine and to take requests; the loop runs."""
+        self._streams = Streams(self.engine, self.observer)
+        self.health.watch()
+
+    def close(self) -> None:
+        """Stop what `start` has begun."""
+        self.health.close()
+        self.streams.close()
+
+    @property
+    def streams(self) -> Streams:
+        """Streams that are open, after `start`."""
+        assert self._streams is not None, "the server has begun"
+        return self._streams
+
+    @property
+    def most_at_once(self) -> int:
+        """Samples that can run and wait at once."""
+        slots = self.engine.schedule.max_num_seqs * self.engine.config.data_parallel_size
+        return slots + self.config.max_queued_requests
+
+    @property
+    def is_full(self) -> bool:
+        """True if no further request may wait."""
+        core = self.engine.core
+        return core.num_waiting + len(core.inbox) >= self.config.max_queued_requests

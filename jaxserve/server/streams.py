@@ -1,0 +1,157 @@
+"""Streams: requests of an event loop on the engine's threads.
+
+The engine's frontend calls listeners on a thread of its own. They leave their requests in a queue and wake the loop
+once, however many requests have news by then: to wake it takes longer than all else that a token costs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from jaxserve.engine.threads import EngineThreads
+from jaxserve.increments import Increment, OutputReader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from jaxserve.engine.engine import Engine
+    from jaxserve.engine.outputs import RequestGroup
+    from jaxserve.server.observer import Observer
+
+
+logger = logging.getLogger(__name__)
+
+
+class BrokenStepError(RuntimeError):
+    """Error of the engine that has ended a request before its time."""
+
+
+class Stream:
+    """Requests of one reply, in the order of its prompts.
+
+    Args:
+        groups: requests from `Frontend.prepare`.
+        lock: lock that keeps outputs from changing.
+        is_whole: True to be told of ends alone.
+
+    Attributes:
+        groups: the requests.
+        is_whole: True to be told of ends alone.
+        is_cancelled: True once nobody waits for the reply.
+    """
+
+    def __init__(self, groups: Sequence[RequestGroup], lock: Lock, *, is_whole: bool) -> None:
+        self.groups, self.is_whole = groups, is_whole
+        self._lock = lock
+        self.is_cancelled = False
+        self._numbers = {group.request_id: number for number, group in enumerate(groups)}
+        self._readers = [OutputReader(group.output) for group in groups]
+        self._news: dict[int, None] = {}  # indices of the requests with news
+        self._num_open = len(groups)
+        self._has_news = asyncio.Event()
+
+    def tell(self, group: RequestGroup) -> None:
+        """Note that a request has news. To be called on the loop."""
+        self._news[self._numbers[group.request_id]] = None
+        self._has_news.set()
+
+    def end(self) -> None:
+        """Wake whoever reads for the last time, as nobody waits for the reply."""
+        self.is_cancelled = True
+        self._has_news.set()
+
+    async def read(self) -> AsyncIterator[tuple[int, list[Increment]]]:
+        """Yield index and increments of requests with news until all have ended, or until `end` is called.
+
+        Raises:
+            BrokenStepError: the engine could not go on with a request.
+        """
+        while self._num_open and not self.is_cancelled:
+            await self._has_news.wait()
+            self._has_news.clear()
+            news, self._news = list(self._news), {}
+            for number in news:
+                group = self.groups[number]
+                with self._lock:  # all three of one moment
+                    increments = self._readers[number].read()
+                    is_ended, error = group.output.finished, group.error
+                if error is not None:
+                    raise BrokenStepError(f"the step that served this request broke off: {error!r}")
+                if is_ended and increments:
+                    self._num_open -= 1
+                if increments and not self.is_whole:
+                    yield number, increments
+
+
+class Streams:
+    """Streams that are open, and the engine's threads that serve them.
+
+    Args:
+        engine: engine that nothing else drives.
+        observer: told of progress and ends, on the frontend's thread.
+
+    Attributes:
+        num_wakes: calls that have woken the loop.
+    """
+
+    def __init__(self, engine: Engine, observer: Observer) -> None:
+        self.num_wakes = 0
+        self._engine, self._threads, self._observer = engine, EngineThreads(engine), observer
+        self._loop = asyncio.get_running_loop()
+        self._open: dict[str, Stream] = {}  # keys are the ids of its requests
+        self._news: deque[RequestGroup] = deque()
+        self._is_woken = False
+
+    def __len__(self) -> int:
+        """Requests whose replies are not through."""
+        return len(self._open)
+
+    @contextmanager
+    def opened(self, stream: Stream) -> Iterator[Stream]:
+        """Serve the requests of a stream; whatever is unfinished at the end of the context is cancelled."""
+        ids = [group.request_id for group in stream.groups]
+        self._open.update(dict.fromkeys(ids, stream))
+        try:
+            self._threads.submit(stream.groups, self._listen)
+            yield stream
+        finally:
+            for request_id in ids:
+                del self._open[request_id]
+                self._engine.frontend.cancel(request_id)
+
+    def end_all(self) -> None:
+        """End all streams, whose replies say that the server stops."""
+        for stream in set(self._open.values()):
+            stream.end()
+
+    def close(self) -> None:
+        """Stop the engine's threads."""
+        self._threads.stop()
+
+    def _listen(self, group: RequestGroup) -> None:
+        """Take the news of a request, on the frontend's thread."""
+        try:
+            self._observer.note(group)
+        except Exception:  # a defect in counting must not cost the client its reply
+            logger.exception("a request could not be counted")
+        stream = self._open.get(group.request_id)
+        if stream is None or (stream.is_whole and not group.output.finished):
+            return
+        self._news.append(group)
+        if not self._is_woken:
+            self._is_woken = True
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        self.num_wakes += 1
+        self._is_woken = False  # first: what comes from now on wakes the loop again
+        while self._news:
+            group = self._news.popleft()
+            if (stream := self._open.get(group.request_id)) is not None:
+                stream.tell(group)

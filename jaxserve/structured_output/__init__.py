@@ -1,0 +1,1 @@
+"""Structured output: what outputs must follow, and the tokens that it allows at each position."""

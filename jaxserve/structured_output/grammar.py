@@ -1,0 +1,198 @@
+"""Grammars by llguidance: compiled once per text, and copied for each sample that must follow one."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.errors import RequestError, install_extra
+from jaxserve.structured_output.params import StructuredOutputsParams
+
+MAX_COMPILED = 64  # grammars that are kept compiled
+_WORD_BITS = 32
+_LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "max_items_in_row": 2_000, "step_max_items": 50_000}
+
+
+class TokenConstraint:
+    """Tokens that one output may go on with. What it says depends on the output alone.
+
+    Args:
+        matcher: llguidance's matcher before the first token, which this one owns.
+        first_words: its mask.
+        allowed: mask of the tokens that are allowed anyway; None allows all.
+        stop_ids: ids that end the output.
+        min_tokens: tokens before which none of them can be sampled.
+
+    Attributes:
+        error: reason why the output cannot go on, although it is unfinished; empty unless that is so.
+        has_ended: True if no further token may follow.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        first_words: NDArray[np.int32],
+        *,
+        allowed: NDArray[np.int32] | None,
+        stop_ids: frozenset[int],
+        min_tokens: int,
+    ) -> None:
+        self._first, self._matcher = matcher, matcher.deep_copy()
+        self._first_words, self._words = first_words, first_words
+        self._allowed, self._stop_ids, self._min_tokens = allowed, sorted(stop_ids), min_tokens
+        self._num_accepted = 0
+        self.error = ""
+        self.has_ended = False
+        self._restrict()
+
+    def again(self) -> TokenConstraint:
+        """Return the constraint before the first token."""
+        return TokenConstraint(
+            self._first,
+            self._first_words,
+            allowed=self._allowed,
+            stop_ids=frozenset(self._stop_ids),
+            min_tokens=self._min_tokens,
+        )
+
+    @property
+    def words(self) -> NDArray[np.int32]:
+        """Mask of the tokens that may come next, a bit for each; not to be changed."""
+        return self._words
+
+    def advance(self, output_token_ids: Sequence[int]) -> None:
+        """Take the tokens of the output that are new to it."""
+        new = output_token_ids[self._num_accepted :]
+        if not new or self.has_ended:
+            return
+        self._num_accepted += len(new)
+        if self._matcher.consume_tokens(new):
+            self._words = mask_of(self._matcher, len(self._first_words))
+        if self._matcher.is_error():
+            self.error, self.has_ended = self._matcher.get_error(), True
+        else:
+            self._restrict()
+
+    def _restrict(self) -> None:
+        """Leave out what sampling forbids; where that is all, the output ends."""
+        if self._allowed is not None:
+            self._words = self._words & self._allowed
+        rest = self._words
+        if self._num_accepted < self._min_tokens:
+            rest = rest.copy()
+            for token_id in self._stop_ids:
+                rest[token_id // _WORD_BITS] &= ~np.uint32(1 << token_id % _WORD_BITS).view(np.int32)
+        if not rest.any():
+            self.has_ended = True
+            if not self._matcher.is_accepting():
+                self.error = "the grammar, allowed_token_ids and min_tokens together allow no token"
+
+
+def mask_of(matcher: Any, num_words: int) -> NDArray[np.int32]:
+    """Return the mask of a matcher."""
+    words = np.zeros(num_words, np.int32)
+    matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+    return words
+
+
+class GrammarCompiler:
+    """Compiler of grammars for the tokens of one tokenizer. May be used from any thread.
+
+    Args:
+        tokenizer_json: text of `tokenizer.json`.
+        vocab_size: tokens of the model.
+        eos_ids: tokens that end an output.
+
+    Raises:
+        RequestError: llguidance is not installed, or cannot use the tokenizer.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        try:
+            import llguidance  # noqa: PLC0415 - an extra
+        except ImportError as error:
+            message = f"structured_outputs need llguidance, but: {error}; {install_extra('structured')}"
+            raise RequestError(message) from error
+        self._llguidance = llguidance
+        num_words = -(-vocab_size // _WORD_BITS)
+        self._eos_ids, self._vocab_size = eos_ids, vocab_size
+        try:
+            self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=sorted(eos_ids))
+        except Exception as error:
+            raise RequestError(f"structured_outputs need a tokenizer that llguidance can use, got: {error}") from None
+        self._num_words = num_words
+        self._limits = llguidance.LLParserLimits(**_LIMITS)
+        self._compiled: OrderedDict[str, tuple[Any, NDArray[np.int32]]] = OrderedDict()
+        self._lock = threading.Lock()  # guards the table and the copying of what is in it
+
+    def constraint(
+        self,
+        form: StructuredOutputsParams,
+        *,
+        allowed_token_ids: Sequence[int] | None,
+        stop_ids: frozenset[int],
+        min_tokens: int,
+    ) -> TokenConstraint:
+        """Return the constraint of an output; RequestError where llguidance refuses its form."""
+        with self._lock:
+            found = self._compiled.get(form.key)
+            if found is not None:
+                self._compiled.move_to_end(form.key)
+        if found is None:
+            found = self._compile(form)
+            with self._lock:
+                self._compiled[form.key] = found
+                while len(self._compiled) > MAX_COMPILED:
+                    self._compiled.popitem(last=False)
+        allowed = None
+        if allowed_token_ids is not None:
+            bits = np.zeros(self._num_words * _WORD_BITS, bool)
+            bits[list(allowed_token_ids)] = True
+            allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+        with self._lock:
+            constraint = TokenConstraint(*found, allowed=allowed, stop_ids=stop_ids, min_tokens=min_tokens)
+        if constraint.has_ended:
+            raise RequestError(
+                f"structured_outputs must allow a first token: {constraint.error or 'the grammar is empty'}"
+            )
+        return constraint
+
+    def _compile(self, form: StructuredOutputsParams) -> tuple[Any, NDArray[np.int32]]:
+        try:
+            matcher = self._llguidance.LLMatcher(self._tokenizer, self._grammar(form), log_level=0, limits=self._limits)
+            words = mask_of(matcher, self._num_words)  # a part that is compiled at its first use may be refused then
+            reason = matcher.get_error() if matcher.is_error() else ""
+        except Exception as error:
+            reason = str(error) or repr(error)
+        if reason:
+            raise RequestError(f"structured_outputs must be what llguidance accepts, but it said: {reason[:2000]}")
+        return matcher, words
+
+    def _grammar(self, form: StructuredOutputsParams) -> str:
+        make: Any = self._llguidance.LLMatcher
+        if form.regex is not None:
+            return make.grammar_from_regex(form.regex)
+        if form.grammar is not None:
+            return make.grammar_from_lark(form.grammar)
+        if form.choice is not None:
+            return make.grammar_from_regex("|".join(f"({_escaped(text)})" for text in form.choice))
+        options: dict[str, Any] = {}
+        if form.disable_any_whitespace:
+            options["whitespace_flexible"] = False
+        if form.whitespace_pattern is not None:
+            options["whitespace_pattern"] = form.whitespace_pattern
+        schema = form.json if form.json is not None else {"type": "object"}
+        text = schema if isinstance(schema, str) else json.dumps(schema)
+        return make.grammar_from_json_schema(text, None, options or None)
+
+
+def _escaped(text: str) -> str:
+    """Return a regular expression of a text, in the syntax of Rust's regex-syntax."""
+    return re.sub(r"[\\.+*?()|\[\]{}^$#&\-~/]", r"\\\g<0>", text)

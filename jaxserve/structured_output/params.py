@@ -1,0 +1,113 @@
+"""StructuredOutputsParams: the form that an output must have. Host values only, without llguidance."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, no_type_check
+
+from jaxserve.errors import RequestError, brief
+
+MAX_GRAMMAR_CHARS = 2**18
+MAX_CHOICES = 4096
+_FORMS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@no_type_check  # users pass wrong types, which __post_init__ must reject with a RequestError
+@dataclass
+class StructuredOutputsParams:
+    """Form that an output must have, by exactly one of the first five fields. Names and meanings are vLLM's.
+
+    Attributes:
+        json: JSON schema, as a dict or as text.
+        regex: regular expression that the whole output matches, in the syntax of Rust's regex-syntax.
+        choice: texts of which the output is one.
+        grammar: grammar in llguidance's variant of Lark.
+        json_object: True for any JSON object.
+        disable_any_whitespace: leave out white space between the tokens of JSON.
+        whitespace_pattern: regular expression of the white space that JSON may have between its tokens.
+
+    Raises:
+        RequestError: not exactly one form is given, or it has another type or is too large.
+    """
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(f"structured_outputs must have exactly one of {list(_FORMS)}, got {given}")
+        if self.json_object not in (None, False, True):
+            raise RequestError(f"json_object must be a bool, got {brief(self.json_object)}")
+        if not isinstance(self.disable_any_whitespace, bool):
+            raise RequestError(f"disable_any_whitespace must be a bool, got {brief(self.disable_any_whitespace)}")
+        for name in ("regex", "grammar", "whitespace_pattern"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise RequestError(f"{name} must be a non-empty string, got {brief(value)}")
+        if self.choice is not None:
+            self.choice = _read_choice(self.choice)
+        if self.json is not None:
+            self._read_json()
+        if (num_chars := len(self.text)) > MAX_GRAMMAR_CHARS:
+            raise RequestError(
+                f"structured_outputs must be at most {MAX_GRAMMAR_CHARS} characters, got {given[0]} of {num_chars}; "
+                "shorten it"
+            )
+
+    def _read_json(self) -> None:
+        schema = self.json
+        try:
+            if isinstance(schema, str) and len(schema) <= MAX_GRAMMAR_CHARS:
+                schema = json.loads(schema)
+            is_schema = isinstance(schema, dict | bool | str)
+            json.dumps(schema)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RequestError(f"json must be a JSON schema, got {brief(self.json)}: {error}") from None
+        if not is_schema:
+            raise RequestError(f"json must be a JSON schema, an object or its text, got {brief(self.json)}")
+
+    @property
+    def text(self) -> str:
+        """Text of the form, by which equal forms are found."""
+        if self.json is not None:
+            return self.json if isinstance(self.json, str) else json.dumps(self.json)
+        if self.choice is not None:
+            return json.dumps(self.choice)
+        return self.regex or self.grammar or ""
+
+    @property
+    def key(self) -> str:
+        """Text of all that a compiled grammar depends on."""
+        kind = next(name for name in _FORMS if getattr(self, name) not in (None, False))
+        return "\0".join((kind, self.text, str(self.disable_any_whitespace), self.whitespace_pattern or ""))
+
+    @classmethod
+    def of(cls, value: object) -> StructuredOutputsParams:
+        """Return parameters for themselves or a dict of their fields; RequestError for all else."""
+        if isinstance(value, cls):
+            return dataclasses.replace(value)
+        names = [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(value, dict):
+            raise RequestError(f"structured_outputs must be StructuredOutputsParams or a dict, got {brief(value)}")
+        if unknown := sorted(map(str, value.keys() - set(names))):
+            raise RequestError(f"unsupported fields of structured_outputs {unknown}; supported are {names}")
+        return cls(**value)
+
+
+@no_type_check
+def _read_choice(choice: Sequence[str]) -> list[str]:
+    is_list = isinstance(choice, Sequence) and not isinstance(choice, str | bytes)
+    if not is_list or not choice or not all(isinstance(text, str) and text for text in choice):
+        raise RequestError(f"choice must be a list of non-empty strings, got {brief(choice)}")
+    if len(choice) > MAX_CHOICES:
+        raise RequestError(f"choice must be at most {MAX_CHOICES} texts, got {len(choice)}; leave some out")
+    return list(choice)

@@ -1,0 +1,209 @@
+"""Measure adaptive drafting on a stream that alternates between easy and hard text, and between 1 and 64 rows.
+
+    python scripts/speculative_stream.py --out stream.json            # the embedded model and its draft
+    python scripts/speculative_stream.py --out s.json --multi-step 1  # each plain step in a dispatch of its own
+
+Engines for plain decoding, fixed numbers of drafted tokens and adaptive ones take turns in each phase and keep what
+they have learned from one phase to the next. Easy text is greedy and repeats itself; hard text is sampled and follows
+random letters. A request follows where another one ends, so that the number of rows stays, until the phase has its
+tokens; then all are aborted. Speeds are of a whole phase and of its second half, when the choice has settled: medians
+over the visits during which other processes took little of the processor, or over all where there are none.
+"""
+
+import argparse
+import collections
+import itertools
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+
+from jaxserve import SamplingParams
+from jaxserve.config import DEFAULT_DRAFTS, embedded_model
+from jaxserve.engine.engine import Engine
+from jaxserve.speculation_config import SpeculationConfig
+from speculative.runs import start
+
+DEPTHS = (1, 2, 4)
+ADAPTIVE = "adaptive"
+QUIET = 0.1  # most of the processor that other processes may take
+MAX_TOKENS = 400  # tokens of a request: prompts are short, and the embedded model's context ends at 1,024
+EASY = ["0, 0, 0, 0, " * 12, "None, None, None, " * 10, "import os\n" * 16, "a, b = b, a\n" * 12]
+
+
+@dataclass
+class Phase:
+    """A stretch of the stream.
+
+    Attributes:
+        name: name in the results.
+        num_rows: requests that run at a time.
+        num_tokens: tokens of all requests together.
+        temperature: temperature of sampling.
+        prompts: prompts, which take turns.
+    """
+
+    name: str
+    num_rows: int
+    num_tokens: int
+    temperature: float
+    prompts: list[str]
+
+
+@dataclass
+class Visits:
+    """Measurements of one engine in one phase, with an entry per visit.
+
+    Attributes:
+        whole: tokens per second.
+        settled: tokens per second of the second half.
+        others: share of the processor that other processes took.
+        counts: drafted tokens and those that were accepted, of all visits.
+        depths: tokens sampled in rounds and steps by the number of tokens drafted for a row.
+    """
+
+    whole: list[float] = field(default_factory=list)
+    settled: list[float] = field(default_factory=list)
+    others: list[float] = field(default_factory=list)
+    counts: collections.Counter[str] = field(default_factory=collections.Counter)
+    depths: collections.Counter[int] = field(default_factory=collections.Counter)
+
+    def summary(self) -> dict[str, Any]:
+        """Return medians, acceptance and the share of the tokens by drafted tokens."""
+        total = sum(self.depths.values())
+        quiet = [index for index, share in enumerate(self.others) if share < QUIET]
+        kept = quiet or range(len(self.others))
+        return {
+            "tokens_per_s": float(np.median([self.whole[index] for index in kept])),
+            "settled_tokens_per_s": float(np.median([self.settled[index] for index in kept])),
+            "acceptance": self.counts["accepted"] / max(self.counts["drafted"], 1),
+            "share_of_tokens_by_depth": {k: round(n / total, 3) for k, n in sorted(self.depths.items())},
+            "num_quiet_visits": len(quiet),
+            "visits": {"tokens_per_s": self.whole, "settled_tokens_per_s": self.settled, "others": self.others},
+        }
+
+
+def busy_s() -> tuple[float, float]:
+    """Return the processor time of all processes and of this one."""
+    times = psutil.cpu_times()
+    return sum(times) - times.idle - getattr(times, "iowait", 0.0), time.process_time()
+
+
+def wait_until_quiet(limit_s: float) -> None:
+    """Wait until other processes take little of the processor."""
+    end_s = time.monotonic() + limit_s
+    while psutil.cpu_percent(0.5) > 100 * QUIET and time.monotonic() < end_s:
+        pass
+
+
+def hard_prompts(count: int) -> list[str]:
+    """Return prompts of random letters."""
+    rng = random.Random(0)
+    words = ("".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 9))) for _ in itertools.count())
+    return [" ".join(itertools.islice(words, 12)) for _ in range(count)]
+
+
+def visit(engine: Engine, phase: Phase, visits: Visits) -> None:
+    """Run a phase."""
+    engine.reset_prefix_cache()
+    indices = itertools.count()
+    running: set[str] = set()
+    all_before_s, own_before_s = busy_s()
+    stats = engine.replicas[0].step_stats.stats
+    before = stats.num_sampled_tokens
+    marks = [(0, time.perf_counter())]  # tokens so far, and when
+    while marks[-1][0] < phase.num_tokens:
+        while len(running) < phase.num_rows:
+            index = next(indices)
+            params = SamplingParams(temperature=phase.temperature, max_tokens=MAX_TOKENS, ignore_eos=True, seed=index)
+            engine.add_request(str(index), phase.prompts[index % len(phase.prompts)], params)
+            running.add(str(index))
+        running -= {output.request_id for output in engine.step() if output.finished}
+        num_tokens = stats.num_sampled_tokens - before
+        drafted, accepted, rounds = (
+            sum(getattr(step, f"num_{name}") for step in engine.core.last_steps)
+            for name in ("drafted_tokens", "accepted_tokens", "draft_rounds")
+        )
+        visits.counts.update(drafted=drafted, accepted=accepted)
+        visits.depths[round(drafted / max(rounds, 1))] += num_tokens - marks[-1][0]
+        marks.append((num_tokens, time.perf_counter()))
+    for request_id in running:
+        engine.abort(request_id)
+    while engine.has_unfinished():
+        engine.step()
+    (_, began), (total, ended) = marks[0], marks[-1]
+    all_s, own_s = busy_s()
+    others_s = (all_s - all_before_s) - (own_s - own_before_s)
+    visits.others.append(others_s / (time.perf_counter() - began) / (psutil.cpu_count() or 1))
+    half, half_s = next(mark for mark in marks if mark[0] >= phase.num_tokens / 2)
+    visits.whole.append(total / (ended - began))
+    visits.settled.append((total - half) / (ended - half_s))
+
+
+def compare(by_engine: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the adaptive speed over that of plain decoding and of the best fixed number, of all and settled."""
+    found: dict[str, Any] = {}
+    for name in ("tokens_per_s", "settled_tokens_per_s"):
+        speeds = {engine: summary[name] for engine, summary in by_engine.items()}
+        adaptive, plain = speeds.pop(ADAPTIVE), speeds["plain"]
+        best = max(speeds, key=speeds.__getitem__)
+        found[name] = {"over_plain": adaptive / plain, "over_best": adaptive / speeds[best], "best": best}
+    return found
+
+
+def results(visits: dict[str, dict[str, Visits]]) -> dict[str, Any]:
+    """Return the figures of each phase."""
+    found = {}
+    for phase, by_engine in visits.items():
+        summaries = {name: each.summary() for name, each in by_engine.items()}
+        found[phase] = {"adaptive": compare(summaries), "engines": summaries}
+    return found
+
+
+def main() -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="file to write, after each time through the stream")
+    parser.add_argument("--rows", type=int, default=64, help="rows of the phases with many")
+    parser.add_argument("--tokens", type=int, default=4000, help="tokens of a phase of one row")
+    parser.add_argument("--tokens-of-many", type=int, default=16_000, help="tokens of a phase of many rows")
+    parser.add_argument("--temperature", type=float, default=0.5, help="temperature of hard text")
+    parser.add_argument("--multi-step", default="auto", help="most plain steps of a dispatch")
+    parser.add_argument("--repeats", type=int, default=4, help="times that the stream goes through all phases")
+    parser.add_argument("--wait", type=float, default=20, help="most seconds to wait for other processes per visit")
+    args = parser.parse_args()
+    hard = hard_prompts(args.rows)
+    phases = [
+        Phase(f"{name}, {rows} rows", rows, tokens, temperature, prompts)
+        for rows, tokens in ((1, args.tokens), (args.rows, args.tokens_of_many))
+        for name, temperature, prompts in (("easy", 0.0, EASY), ("hard", args.temperature, hard))
+    ]
+    draft = str(embedded_model(DEFAULT_DRAFTS["draft_model"]))
+    configs: dict[str, SpeculationConfig | None] = {"plain": None}
+    configs |= {f"k = {k}": SpeculationConfig(model=draft, num_speculative_tokens=k, adaptive=False) for k in DEPTHS}
+    configs |= {ADAPTIVE: SpeculationConfig(model=draft, num_speculative_tokens=max(DEPTHS))}
+    multi_step = args.multi_step if args.multi_step == "auto" else int(args.multi_step)
+    engines = {
+        name: start(name, config, max_num_seqs=args.rows, multi_step=multi_step).engine
+        for name, config in configs.items()
+    }
+    visits = {phase.name: {name: Visits() for name in engines} for phase in phases}
+    facts = {"jax": jax.__version__, "device": jax.devices()[0].device_kind, **vars(args), "out": str(args.out)}
+    for _ in range(args.repeats):
+        for phase in phases:
+            for name, engine in engines.items():
+                wait_until_quiet(args.wait)
+                visit(engine, phase, visits[phase.name][name])
+        args.out.write_text(json.dumps({"facts": facts, "phases": results(visits)}, indent=2) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,69 @@
+"""Prompts that begin alike: their common pages are computed once."""
+
+import pytest
+from simulation import Loop, make_request, make_scheduler, num_computed, starts
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_requests_submitted_together_compute_their_common_prefix_once(depth):
+    loop = Loop(make_scheduler(64, 2048, 16, 1024, 1024), depth)
+    prefix = [i % 7 for i in range(512)]
+    loop.add(*(make_request(str(i), [*prefix, 10 + i, 10 + i], 2) for i in range(64)))
+    plans = loop.drain().plans
+    assert plans[0].num_prefill_tokens == 514 + 2 * 63
+    assert plans[0].num_cached_tokens == 512 * 63
+    assert num_computed(plans) == 512 + 64 * (2 + 1)
+
+
+def test_siblings_share_the_pages_of_their_prompt():
+    loop = Loop(make_scheduler())
+    siblings = [make_request(f"a-{i}", range(10), 6) for i in range(4)]
+    loop.add(*siblings)
+    assert starts(loop.step()) == {"a-0": (0, 10)} | {f"a-{i}": (8, 2) for i in (1, 2, 3)}
+    assert all(request.pages[:2] == siblings[0].pages[:2] for request in siblings)
+    assert len({request.pages[2] for request in siblings}) == 4
+    assert [request.num_cached_tokens for request in siblings] == [0, 8, 8, 8]
+    loop.drain()
+
+
+@pytest.mark.parametrize(("num_prompts", "prompt_len", "max_tokens"), [(64, 100, 16), (24, 250, 6), (8, 33, 4)])
+def test_siblings_take_no_more_steps_than_prompts_of_their_own(num_prompts, prompt_len, max_tokens):
+    def num_steps(prompts):
+        loop = Loop(make_scheduler(256, 512, 16, 4096, 512), depth=1)
+        loop.add(*(make_request(str(i), prompt, max_tokens) for i, prompt in enumerate(prompts))).drain()
+        return len(loop.plans), num_computed(loop.plans)
+
+    def prompt(first):
+        return [first, *range(prompt_len - 1)]
+
+    (shared, num_shared_tokens), (single, num_single_tokens) = (
+        num_steps([prompt(i // n) for i in range(2 * num_prompts)]) for n in (2, 1)
+    )
+    assert shared <= single
+    assert num_single_tokens - num_shared_tokens == num_prompts * (prompt_len // 16) * 16
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_siblings_of_a_prompt_in_chunks_compute_it_once(depth):
+    loop = Loop(make_scheduler(max_num_batched_tokens=16), depth)
+    loop.add(*(make_request(f"a-{i}", range(40), 2) for i in range(3)), make_request("b", range(50, 54), 1)).drain()
+    assert starts(loop.plans[0]) == {"a-0": (0, 12), "b": (0, 4)}, "a request with another prompt goes past them"
+    assert starts(loop.plans[1]) == {"a-0": (12, 16)}
+    assert starts(loop.plans[2]) == {"a-0": (28, 12), "a-1": (36, 4)}
+    assert starts(loop.plans[3])["a-2"] == (36, 4)
+
+
+@pytest.mark.parametrize("num_prompt", [3, 6])
+def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(num_prompt):
+    loop = Loop(make_scheduler(), depth=1)
+    running = make_request("a", range(num_prompt), 20)
+    loop.add(running)
+    loop.step()
+    loop.scheduler.reset_prefix_cache()
+    for _ in range(12):
+        loop.step()
+    loop.add(make_request("b", running.tokens(0, 13), 1))
+    assert starts(loop.step())["b"] == (0, 13)
+    loop.drain()
+    loop.add(make_request("c", running.tokens(0, 13), 1)).drain()
+    assert starts(loop.plans[-1]) == {"c": (12, 1)}  # found in "b", which started after the reset

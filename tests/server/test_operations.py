@@ -1,0 +1,231 @@
+"""Keys, limits, health, metrics and the end of a server."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from jaxserve.engine.engine import Engine
+from jaxserve.openai.replies import Reply
+from tests.server.conftest import Running, running
+
+LONG: dict[str, Any] = {"prompt": "a b", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+
+
+def until(condition: Any, seconds: float = 10) -> None:
+    """Wait until a condition holds."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it has not come true"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def guarded(engine: Engine, tmp_path: Path) -> Iterator[Running]:
+    file = tmp_path / "keys"
+    file.write_text("# tenants\n\nacme:from-file\n")
+    with running(engine, api_key=["secret"], api_key_file=file) as server:
+        yield server
+
+
+def raw(url: str, request: bytes) -> bytes:
+    """Send bytes and return the reply's first line."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as sock:
+        sock.sendall(request)
+        return sock.recv(4096).split(b"\r\n")[0]
+
+
+def test_every_path_but_health_needs_a_key(guarded: Running) -> None:
+    paths = [
+        b"/v1/models",
+        b"/v1/completions",
+        b"/v1//models",
+        b"/v1%2fmodels",
+        b"/metrics",
+        b"/tokenize",
+        b"//",
+        b"/x",
+    ]
+    for path in paths:
+        for method in (b"GET", b"POST", b"OPTIONS"):
+            for host in (b"x", b"127.0.0.1/health", b"evil/health?"):
+                line = raw(guarded.url, method + b" " + path + b" HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+                assert line.split()[1] == b"401", (path, method, host, line)
+    for path in ("/", "/health", "/ready", "/ping"):
+        assert guarded.client.get(path).status_code == 200
+    for headers in (
+        {"Authorization": "Bearer secret"},
+        {"Authorization": "bearer from-file"},
+        {"x-api-key": "secret"},
+    ):
+        assert guarded.client.get("/v1/models", headers=headers).status_code == 200
+    for key in ("x", "secre", "secret2", "acme:from-file", "acme"):
+        assert guarded.client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 401
+
+
+def test_tenants_do_not_share_cached_prompts(guarded: Running) -> None:
+    body = {"prompt": "a long prompt that fills pages", "max_tokens": 2}
+    counts = []
+    for key in ("secret", "secret", "from-file"):
+        reply = guarded.client.post("/v1/completions", json=body, headers={"x-api-key": key}).json()
+        counts.append(reply["usage"]["prompt_tokens_details"]["cached_tokens"])
+    assert counts[0] == counts[2] == 0 < counts[1]
+
+
+def test_limits(engine: Engine) -> None:
+    options: dict[str, Any] = {"max_body_bytes": 1000, "max_json_depth": 8, "max_prompts": 2, "body_timeout_s": 0.3}
+    with running(engine, **options) as server:
+        post = server.client.post
+        assert post("/v1/completions", content=b"x" * 2000).status_code == 413
+        assert post("/v1/completions", content=b"[" * 900).status_code == 400
+        assert post("/v1/completions", content=b'{"prompt": ' + b"[" * 20 + b"]" * 20 + b"}").status_code == 400
+        assert post("/v1/completions", content=b'{"prompt": NaN}').status_code == 400
+        assert post("/v1/completions", content=b"\xff\xfe").status_code == 400
+        assert post("/v1/completions", json={"prompt": ["a"] * 3}).status_code == 400
+        slow = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{"
+        assert raw(server.url, slow).split()[1] == b"408"
+        assert post("/v1/completions", json={"prompt": "a", "max_tokens": 1}).status_code == 200
+
+
+def test_a_client_that_goes_is_cancelled(server: Running) -> None:
+    for stream in (True, False):
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps(LONG | {"n": 3, "stream": stream, "max_tokens": 110}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        before = server.engine.stats.num_output_tokens
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(head + body)
+            until(lambda: server.app.service.streams)
+        until(lambda: not server.engine.core.has_work() and not server.app.service.streams)
+        assert server.engine.stats.num_output_tokens - before < 3 * 110
+
+
+def test_a_client_that_takes_nothing_is_cut_off(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(engine, send_timeout_s=0.3) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        body = json.dumps(LONG | {"n": 3, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        monkeypatch.setattr(Reply, "events", lambda *_: iter([b": " + b"x" * 2**22 + b"\n"]))  # more than buffers hold
+        with socket.create_connection((host, int(port))) as sock:
+            sock.sendall(head + body)
+            until(lambda: server.app.service.streams)
+            until(lambda: not server.app.service.streams)
+        assert server.client.get("/health").status_code == 200
+
+
+def test_a_full_queue_says_when_to_come_again(engine: Engine) -> None:
+    with running(engine, max_queued_requests=1) as server:
+        replies: list[httpx.Response] = []
+
+        def ask() -> None:
+            with httpx.Client(base_url=server.url, timeout=60) as client:
+                replies.append(client.post("/v1/completions", json=LONG | {"n": 4}))
+
+        threads = [threading.Thread(target=ask) for _ in range(12)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        codes = [reply.status_code for reply in replies]
+        assert set(codes) == {200, 503}
+        refused = next(reply for reply in replies if reply.status_code == 503)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert "admission_rejections_total" in server.client.get("/metrics").text
+
+
+def test_health_is_progress(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with running(engine, stuck_after_s=0.6) as server:
+        go_on, executor = threading.Event(), engine.replicas[0].executor
+        launch = executor.launch
+
+        def frozen(*args: Any) -> Any:
+            go_on.wait(20)
+            return launch(*args)
+
+        assert server.client.get("/health").status_code == 200
+        monkeypatch.setattr(executor, "launch", frozen)
+        thread = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=60))
+        thread.start()
+        until(lambda: server.client.get("/health").status_code == 503)
+        assert server.client.get("/ready").status_code == 503
+        go_on.set()
+        thread.join()
+        until(lambda: server.client.get("/health").status_code == 200)
+
+
+def test_a_broken_step_is_told_in_the_stream(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = server.engine.replicas[0].executor
+    launch, calls = executor.launch, iter(range(1000))
+
+    def breaks(*args: Any) -> Any:
+        if next(calls) == 5:
+            raise RuntimeError("a device has failed, near /secret/path")
+        return launch(*args)
+
+    monkeypatch.setattr(executor, "launch", breaks)
+    text = server.client.post("/v1/completions", json=LONG | {"stream": True}).text
+    events = [line for line in text.splitlines() if line]
+    assert events[-1] == "data: [DONE]"
+    error = json.loads(events[-2].removeprefix("data: "))["error"]
+    assert error["type"] == "server_error"
+    assert "/secret" not in text
+    assert server.client.post("/v1/completions", json=LONG).status_code == 200
+
+
+def test_metrics_are_those_that_boards_query(server: Running) -> None:
+    server.client.post("/v1/completions", json=LONG | {"n": 2})
+    text = server.client.get("/metrics").text
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_preemptions_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:request_success_total",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket",
+        "vllm:request_queue_time_seconds_sum",
+        "vllm:request_prompt_tokens_count",
+        "vllm:request_generation_tokens_sum",
+        "vllm:cache_config_info",
+        "jaxserve:estimated_wait_seconds",
+    ):
+        assert f"\n{name}{{" in text, name
+    assert 'model_name="tiny"' in text
+
+
+@pytest.mark.parametrize("num_signals", [1, 2])
+def test_signals_end_a_server(num_signals: int, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "jaxserve", "serve", "--port", "0", "--shutdown-timeout-s", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ), cwd=tmp_path) as process:
+        assert process.stderr is not None
+        url = next(line for line in process.stderr if "serving at" in line).split()[-1]
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG | {"max_tokens": 900, "stream": True}) as reply:
+            lines = reply.iter_lines()
+            first = next(lines)
+            for _ in range(num_signals):
+                process.send_signal(signal.SIGTERM)
+                time.sleep(0.2)
+            if num_signals == 1:
+                assert httpx.get(f"{url}/ready").status_code == 503
+                assert httpx.post(f"{url}/v1/completions", json=LONG).status_code == 503
+                text = [first, *(line for line in lines if line)]
+                assert text[-1] == "data: [DONE]"
+                assert json.loads(text[-2][6:]).get("error", {"code": "stopping"})["code"] == "stopping"
+        assert process.wait(30) == 0

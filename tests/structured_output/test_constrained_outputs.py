@@ -1,0 +1,236 @@
+"""Outputs of the embedded model follow their forms, as jsonschema and Python's `re` see it."""
+
+import itertools
+import json
+import logging
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from jaxserve import LLM, RequestError, SamplingParams, StructuredOutputsParams, weights
+from jaxserve.engine.event_log import replay_log
+from jaxserve.outputs import RequestOutput
+from tests.structured_output.forms import REGEXES, SCHEMAS, random_regex, random_schema
+
+pytest.importorskip("llguidance")
+PROMPTS = ["def f(x):", "import os\n", "The answer is"]
+MODEL = Path(weights.__file__).parent / "default"
+SIZES: dict[str, Any] = {
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 64,
+    "max_model_len": 256,
+    "page_size": 16,
+    "num_pages": 40,
+}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    llm = LLM(str(MODEL), **SIZES)
+    yield llm
+    assert llm.engine.stats.num_compiles == 0
+    llm.engine.check_integrity()
+
+
+def params(seed: int, max_tokens: int = 160, **form: Any) -> SamplingParams:
+    return SamplingParams(seed=seed, max_tokens=max_tokens, structured_outputs=form or None)
+
+
+def generate(llm: LLM, each: list[SamplingParams]) -> list[RequestOutput]:
+    prompts = [PROMPTS[index % len(PROMPTS)] for index in range(len(each))]
+    return llm.generate(prompts, each, use_tqdm=False)
+
+
+def check(llm: LLM, output: RequestOutput, form: StructuredOutputsParams) -> bool:
+    """Check an output against its form; returns whether it was complete."""
+    completion = output.outputs[0]
+    if completion.finish_reason == "stop":
+        if form.regex is not None:
+            assert re.fullmatch(form.regex, completion.text), (form.regex, completion.text)
+        elif form.json is not None:
+            value = json.loads(completion.text)
+            jsonschema.validate(value, form.json, cls=jsonschema.Draft202012Validator)
+        return True
+    assert completion.finish_reason == "length"
+    constraint = llm.engine.frontend._constraint(SamplingParams(structured_outputs=form), frozenset({0}))
+    assert constraint is not None
+    constraint.advance(completion.token_ids)
+    assert not constraint.error
+    return False
+
+
+def check_all(llm: LLM, forms: list[StructuredOutputsParams]) -> None:
+    each = [SamplingParams(seed=index, max_tokens=100, structured_outputs=form) for index, form in enumerate(forms)]
+    mixed = [p for index, p in enumerate(each) for p in (p, SamplingParams(seed=index, max_tokens=9))[: 1 + index % 2]]
+    outputs = [o for o, p in zip(generate(llm, mixed), mixed, strict=True) if p.structured_outputs is not None]
+    complete = [check(llm, output, form) for output, form in zip(outputs, forms, strict=True)]
+    assert sum(complete) > 0.7 * len(forms)
+
+
+def test_outputs_follow_schemas_and_regular_expressions(llm: LLM) -> None:
+    # With white space most outputs are nothing else: it is what the model writes most.
+    forms = [StructuredOutputsParams(json=s, disable_any_whitespace=i % 8 > 0) for i, s in enumerate(SCHEMAS)]
+    forms += [StructuredOutputsParams(regex=regex) for regex in REGEXES]
+    random.Random(0).shuffle(forms)
+    check_all(llm, forms)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(5))
+def test_outputs_follow_random_forms(llm: LLM, seed: int) -> None:
+    rng = random.Random(seed)
+    forms = [StructuredOutputsParams(json=random_schema(rng), disable_any_whitespace=True) for _ in range(40)]
+    forms += [StructuredOutputsParams(regex=random_regex(rng)) for _ in range(10)]
+    check_all(llm, forms)
+
+
+def test_choice_object_and_grammar(llm: LLM) -> None:
+    choice = ["yes", "n.o", "a|b", "ü (x)"]
+    grammar = 'start: "a" item+ "z"\nitem: /[0-9]/ | "(" item ")"'
+    each = [params(seed, choice=choice) for seed in range(8)]
+    each += [params(seed, 40, json_object=True, disable_any_whitespace=True) for seed in range(4)]
+    each += [params(seed, 40, grammar=grammar) for seed in range(4)]
+    texts = [(o.outputs[0].text, o.outputs[0].finish_reason) for o in generate(llm, each)]
+    assert all(text in choice and reason == "stop" for text, reason in texts[:8])
+    assert len({text for text, _ in texts[:8]}) > 1
+    assert all(isinstance(json.loads(text), dict) for text, reason in texts[8:12] if reason == "stop")
+    assert all(text.startswith("{") for text, _ in texts[8:12])
+    assert all(re.fullmatch(r"a[0-9()]+z", text) for text, reason in texts[12:] if reason == "stop")
+
+
+def test_samples_of_one_request_are_constrained_each_by_itself(llm: LLM) -> None:
+    own = SamplingParams(n=4, seed=0, max_tokens=40, logprobs=2, structured_outputs={"regex": REGEXES[0]})
+    (output,) = llm.generate(PROMPTS[0], own, use_tqdm=False)
+    assert all(re.fullmatch(REGEXES[0], sample.text) for sample in output.outputs)
+    assert all(len(sample.logprobs or ()) == len(sample.token_ids) for sample in output.outputs)
+    assert len({sample.text for sample in output.outputs}) > 1
+
+
+def test_other_rows_do_not_change(llm: LLM) -> None:
+    # As many that all steps run in the same bucket: results of other programs may differ in their last bits.
+    plain = [SamplingParams(seed=seed, max_tokens=40, logprobs=1) for seed in range(9)]
+    alone = generate(llm, plain)
+    among = generate(llm, plain + [params(seed, regex=r"[a-z ]{30}") for seed in range(6)])
+    for one, other in zip(alone, among, strict=False):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].cumulative_logprob == other.outputs[0].cumulative_logprob
+
+
+def test_the_output_depends_on_its_seed_alone(llm: LLM) -> None:
+    each = [params(seed, json=SCHEMAS[3], disable_any_whitespace=True) for seed in range(4)]
+    together = [output.outputs[0].token_ids for output in generate(llm, each)]
+    for index, own in enumerate(each):
+        (output,) = llm.generate(PROMPTS[index % 3], own, use_tqdm=False)
+        assert output.outputs[0].token_ids == together[index]
+
+
+def test_preempted_requests_go_on(llm: LLM) -> None:
+    forms = [StructuredOutputsParams(regex=r"[a-z]{60,100}!") for _ in range(16)]
+    outputs = generate(llm, [params(index, regex=form.regex) for index, form in enumerate(forms)])
+    assert sum(output.outputs[0].metrics.num_preemptions for output in outputs) > 0
+    for output, form in zip(outputs, forms, strict=True):
+        check(llm, output, form)
+
+
+def test_refused_forms_leave_others_alone(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="not"):
+        llm.generate(PROMPTS[0], params(0, json={"not": {"type": "string"}}), use_tqdm=False)
+    with pytest.raises(RequestError, match="unclosed group"):
+        llm.generate(PROMPTS[0], params(0, regex="((("), use_tqdm=False)
+    own = SamplingParams(allowed_token_ids=[5], structured_outputs={"choice": ["q"]})
+    with pytest.raises(RequestError, match="allow a first token"):
+        llm.generate(PROMPTS[0], own, use_tqdm=False)
+    (output,) = llm.generate(PROMPTS[0], params(0, choice=["a"]), use_tqdm=False)
+    assert (output.outputs[0].text, output.outputs[0].finish_reason) == ("a", "stop")
+
+
+def test_combined_with_other_parameters(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    digits = [llm.engine.tokenizer.encode(d, add_special_tokens=False)[0] for d in "01"]  # type: ignore[union-attr]
+    form = {"regex": "[0-9]{6}"}
+    own = [
+        SamplingParams(seed=1, allowed_token_ids=[0, *digits], structured_outputs=form),
+        SamplingParams(seed=2, min_tokens=20, max_tokens=30, structured_outputs=form),
+        SamplingParams(seed=3, ignore_eos=True, max_tokens=30, structured_outputs=form),
+        SamplingParams(seed=4, stop="7", max_tokens=30, structured_outputs={"regex": "[1-6]{2}7[0-9]{6}"}),
+    ]
+    allowed, at_least, no_eos, stopped = (output.outputs[0] for output in generate(llm, own))
+    assert re.fullmatch("[01]{6}", allowed.text)
+    assert all(re.fullmatch("[0-9]{6}", c.text) and c.finish_reason == "stop" for c in (allowed, at_least, no_eos))
+    assert (len(stopped.text), stopped.stop_reason) == (2, "7")
+    with caplog.at_level(logging.WARNING):
+        own = [SamplingParams(allowed_token_ids=digits, structured_outputs={"regex": "[01]{2}q"})]
+        (output,) = generate(llm, own)
+    assert output.outputs[0].finish_reason == "abort"
+    assert "allow no token" in caplog.text
+
+
+def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM) -> None:
+    """Constrained rows alone go in one step with all of them; beside others they go in every second step."""
+    plans: list[list[bool]] = []
+    replica = llm.engine.core.replicas[0]
+    schedule = replica.scheduler.schedule
+
+    def recorded(*args: Any) -> Any:
+        plan = schedule(*args)
+        if plan is not None and not plan.num_prefill_tokens:
+            plans.append([request.constraint is not None for request in plan.requests])
+        return plan
+
+    replica.scheduler.schedule = recorded  # type: ignore[method-assign]
+    try:
+        own = [SamplingParams(seed=s, max_tokens=20, structured_outputs={"regex": "[a-z]{40}"}) for s in range(4)]
+        generate(llm, own)
+        alone, plans[:] = list(plans), []
+        generate(llm, [*own[:2], SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)])
+    finally:
+        del replica.scheduler.schedule
+    sizes = [len(plan) for plan in alone]  # they come and go one by one
+    most = sizes.index(max(sizes))
+    assert sizes == sorted(sizes[:most]) + sorted(sizes[most:], reverse=True), sizes
+    assert sizes.count(4) > 8, sizes
+    constrained = [sum(plan) for plan in plans]
+    assert all(False in plan for plan in plans)
+    assert set(constrained) <= {0, 1, 2}
+    assert not any(a and b and a + b > 2 for a, b in itertools.pairwise(constrained)), constrained
+
+
+@pytest.mark.full
+def test_nothing_is_drafted_for_rows_with_constraints() -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 3}
+    llm = LLM(str(MODEL), **SIZES, speculative_config=speculation)
+    llm.engine.wait_until_warm()
+    form = StructuredOutputsParams(regex=r"(ab){30}")
+    each = [SamplingParams(seed=s, max_tokens=80, temperature=0.0) for s in range(3)]
+    each += [SamplingParams(seed=s, max_tokens=80, structured_outputs=form) for s in range(3)]
+    outputs = generate(llm, each)
+    assert sum(output.outputs[0].metrics.num_drafted_tokens for output in outputs[:3]) > 0
+    for output in outputs[3:]:
+        assert output.outputs[0].metrics.num_drafted_tokens == 0
+        assert check(llm, output, form)
+
+
+def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
+    own = params(3, regex="[a-z]{40}[0-9]{4}")
+    engine, before = llm.engine, llm.engine.stats.num_output_tokens
+    with llm._threads.paused():
+        engine.add_request("again", PROMPTS[0], own)
+        while engine.stats.num_output_tokens < before + 8:
+            engine.step()
+        engine.update_weights(llm.params, running="restart")
+        outputs = []
+        while engine.has_unfinished():
+            outputs += engine.step()
+    assert outputs[-1].metrics.num_restarts == 1
+    assert re.fullmatch("[a-z]{40}[0-9]{4}", outputs[-1].outputs[0].text)
+
+
+def test_a_recorded_run_replays(tmp_path: Path) -> None:
+    log = tmp_path / "events"
+    with LLM(str(MODEL), **SIZES, event_log=str(log)) as llm:
+        generate(llm, [params(seed, regex="[a-z]{5}[0-9]{20}") for seed in range(3)] + [params(9), params(10)])
+    assert replay_log(log) > 10
