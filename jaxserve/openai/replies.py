@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
+from jaxserve.openai.deltas import Content, Delta, DeltaReader, delta_json, whole_message
 
 if TYPE_CHECKING:
     from jaxserve.openai.format import Json, ParsedRequest
@@ -41,8 +42,10 @@ class Reply:
             "created": created_s,
             "model": request.model,
         }
+        self._response_id = response_id
+        self._readers: dict[int, DeltaReader] = {}  # of each choice of a chat
         self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
-        self._begun: set[int] = set()  # choices that have had an increment
+        self._begun: set[int] = set()  # choices whose prompt has been echoed
         suffix = ".chunk" if request.is_chat else ""
         head = json.dumps(self._head | {"object": self._head["object"] + suffix})[:-1] + ', "choices": [{"index": '
         self._chunk_head = head
@@ -59,7 +62,9 @@ class Reply:
             for increment in OutputReader(output).read():
                 choice = self._choice(number, output, increment)
                 if self._request.is_chat:
-                    choice["message"] = {"role": "assistant", "refusal": None} | choice.pop("delta")
+                    reader = self.reader(choice["index"])
+                    choice["message"] = whole_message(reader.read(increment))
+                    choice["finish_reason"] = reader.finish_reason(increment)
                 if not self._request.echo:  # an echo has them among the others
                     choice |= _prompt_logprobs(output, self._tokenizer)
                 choices.append(choice)
@@ -92,17 +97,33 @@ class Reply:
         is_plain = not (request.return_token_ids or request.continuous_usage or request.echo)
         for increment in increments:
             index = self._index(number, increment)
-            if request.is_chat and index not in self._begun:
-                self._begun.add(index)
+            reader = self._readers.get(index)
+            if reader is None and request.is_chat:
+                reader = self.reader(index)
                 yield self._event(index, {"delta": {"role": "assistant", "content": ""}} | _OPEN, output)
-            if is_plain and increment.logprobs is None and increment.finish_reason is None:
-                if increment.text:  # nearly always
-                    text = json.dumps(increment.text)
-                    yield f"data: {self._chunk_head}{index}{self._text_head}{text}{self._text_tail}".encode()
+            deltas: list[Delta] = [Content(increment.text)] if reader is None else reader.read(increment)
+            if is_plain and increment.logprobs is None and increment.finish_reason is None:  # nearly always
+                for delta in deltas:
+                    if type(delta) is not Content:
+                        yield self._event(index, {"delta": delta_json(delta)} | _OPEN, output)
+                    elif delta.text:
+                        text = json.dumps(delta.text)
+                        yield f"data: {self._chunk_head}{index}{self._text_head}{text}{self._text_tail}".encode()
                 continue
             choice = self._choice(number, output, increment)
             del choice["index"]
+            if reader is not None:
+                for delta in deltas[:-1]:
+                    yield self._event(index, {"delta": delta_json(delta)} | _OPEN, output)
+                choice["delta"] = delta_json(deltas[-1]) if deltas else {}
+                choice["finish_reason"] = reader.finish_reason(increment)
             yield self._event(index, choice, output)
+
+    def reader(self, index: int) -> DeltaReader:
+        """Return the reader of a choice of a chat."""
+        if index not in self._readers:
+            self._readers[index] = DeltaReader(f"{self._response_id}-{index}")
+        return self._readers[index]
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         """Yield the events that end a stream."""
@@ -121,11 +142,10 @@ class Reply:
         return number * self._request.params.n + increment.completion.index
 
     def _choice(self, number: int, output: RequestOutput, increment: Increment) -> Json:
-        """Return a choice of a chunk; a whole reply has the same, but for the name of a chat's message."""
+        """Return a choice of a chunk or of a whole reply; that of a chat still lacks its delta or message."""
         request, index, completion = self._request, self._index(number, increment), increment.completion
         if request.is_chat:
-            logprobs = self._chat_logprobs(increment)
-            choice: Json = {"index": index, "delta": {"content": increment.text}, "logprobs": logprobs}
+            choice: Json = {"index": index, "logprobs": self._chat_logprobs(increment)}
         else:
             text, token_ids = increment.text, increment.token_ids
             tables: Sequence[dict[int, Logprob] | None] | None = increment.logprobs
