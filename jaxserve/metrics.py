@@ -5,9 +5,13 @@ its result is available. Wall times of steps do not overlap, and idle time belon
 """
 
 import dataclasses
+from bisect import bisect_left
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
+
+# Bounds of the buckets of steps by their tokens, which are vLLM's; a last bucket has no bound.
+STEP_TOKENS = (1, *(2**power for power in range(3, 15)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,14 @@ class Occupancy(NamedTuple):
         num_waiting: requests without pages and slot, new or preempted.
         num_pages_used: pages of running requests.
         num_pages: pages in all pools.
+        num_deferred: waiting requests that wait for a prompt with which they share a prefix.
     """
 
     num_running: int
     num_waiting: int
     num_pages_used: int
     num_pages: int
+    num_deferred: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,10 +151,13 @@ class EngineStats:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
+    steps_by_tokens: Counts = Counts()  # steps by the bucket of STEP_TOKENS that their number of tokens is in
 
     def add(self, step: StepStats) -> None:
         """Add the statistics of one dispatch."""
         self.num_dispatches += 1
+        bucket = bisect_left(STEP_TOKENS, step.num_tokens / max(step.num_steps, 1))
+        self.steps_by_tokens += Counts((0,) * bucket + (step.num_steps,))
         self.used_page_steps += step.num_pages_used * step.num_steps
         self.slack_token_steps += step.num_slack_tokens * step.num_steps
         for name in _SUMMED:
@@ -222,6 +231,7 @@ def vllm_metrics(stats: EngineStats, occupancy: Occupancy) -> list[Metric]:
         Gauge("vllm:kv_cache_usage_perc", occupancy.num_pages_used / max(occupancy.num_pages, 1)),
         Counter("vllm:num_preemptions", stats.num_preemptions),
         Counter("vllm:prompt_tokens", stats.num_prefill_tokens + stats.num_cached_tokens),
+        Counter("vllm:prompt_tokens_cached", stats.num_cached_tokens),
         Counter("vllm:generation_tokens", stats.num_output_tokens),
         Counter("vllm:prefix_cache_queries", stats.num_prefill_tokens + stats.num_cached_tokens),
         Counter("vllm:prefix_cache_hits", stats.num_cached_tokens),

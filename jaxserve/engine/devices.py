@@ -98,6 +98,13 @@ class Devices:
         return bool(self._asleep)
 
     @property
+    def sleep_state(self) -> str:
+        """State of the memory by vLLM's names: awake, weights_offloaded or discard_all."""
+        if not self._asleep:
+            return "awake"
+        return "weights_offloaded" if self._has_weights else "discard_all"
+
+    @property
     def is_warm(self) -> bool:
         """True once every program is compiled."""
         return all(runner.programs.is_warm for runner in self._runners)

@@ -284,6 +284,7 @@ class Engine:
             num_waiting=self.core.num_waiting,
             num_pages_used=sum(scheduler.num_pages_used for scheduler in schedulers),
             num_pages=sum(scheduler.num_pages for scheduler in schedulers),
+            num_deferred=sum(scheduler.num_deferred for scheduler in schedulers),
         )
 
 

@@ -161,6 +161,11 @@ class Prefills:
         runs_here = self._ledger.running.get(prompt.request_id) is prompt
         return runs_here and prompt.num_computed_tokens < num_common and prompt not in self._ledger.unshared
 
+    @property
+    def num_held(self) -> int:
+        """Waiting requests that were passed over, because a prompt computes what they begin with; on any thread."""
+        return sum(map(self._is_held, list(self._seen)))
+
     def forget(self, request: Request) -> None:
         """Forget what was seen of a request that leaves the queue; should it come back, plans take it for a new one."""
         self._seen.pop(request, None)

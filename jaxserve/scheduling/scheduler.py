@@ -151,6 +151,11 @@ class Scheduler:
         return len(self._ledger.waiting)
 
     @property
+    def num_deferred(self) -> int:
+        """Waiting requests that wait for a prompt with which they share a prefix, not for slots or pages."""
+        return self._prefills.num_held
+
+    @property
     def num_running(self) -> int:
         """Requests with pages and a slot."""
         return len(self._ledger.running)

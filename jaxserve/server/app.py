@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError, brief
@@ -18,6 +19,7 @@ from jaxserve.server.call import Call
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.info import Info
+from jaxserve.server.orca import REQUEST_HEADER, load_header
 from jaxserve.server.service import Service
 
 if TYPE_CHECKING:
@@ -100,6 +102,8 @@ class App:
                     401,
                 )
             call.tenant = tenant
+        if any(name == REQUEST_HEADER for name, _ in call.headers):
+            call.header_makers.append(partial(self._load_header, call))
         method = "GET" if call.method == "HEAD" else call.method
         handler = self._handlers.get((method, call.path))
         if handler is None and method == "GET" and call.path.startswith("/v1/models/"):
@@ -110,6 +114,10 @@ class App:
                 raise BadRequestError(message, None, "method_not_allowed", 405)
             raise BadRequestError(f"there is no {brief(call.path)} here", None, "not_found", 404)
         await handler(call)
+
+    def _load_header(self, call: Call) -> http.Headers:
+        service = self.service
+        return load_header(call.headers, service.engine.occupancy, service.observer.estimated_wait_s())
 
     async def _send_error(self, call: Call, error: BadRequestError) -> None:
         with suppress(ClientGoneError):

@@ -25,10 +25,17 @@ Result = TypeVar("Result")
 class Call:
     """One HTTP request.
 
+    Args:
+        scope: scope of ASGI.
+        receive: function that returns the next part of the request.
+        send: function that sends a part of the reply.
+        config: options of the server.
+
     Attributes:
         path: path of the URL.
         tenant: name of the key's owner; empty without keys.
         is_begun: True once the reply has begun.
+        header_makers: functions that return headers of the reply beside the handler's own, called when it begins.
         sending_since_s: time since when the client has taken nothing of a part of the reply; None between two parts.
     """
 
@@ -38,6 +45,7 @@ class Call:
         self.headers: http.Headers = scope["headers"]
         self.tenant = ""
         self.is_begun = False
+        self.header_makers: list[Callable[[], http.Headers]] = []
         self.sending_since_s: float | None = None
         self._task = asyncio.current_task()
         self._is_cut_off = False
@@ -65,6 +73,8 @@ class Call:
 
     async def send(self, message: http.Message) -> None:
         """Send a part of the reply; ClientGoneError if the client is cut off."""
+        if not self.is_begun:
+            message["headers"] = [*message["headers"], *(header for make in self.header_makers for header in make())]
         self.is_begun = True
         self.sending_since_s = time.monotonic()
         try:

@@ -3,85 +3,34 @@
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from jaxserve.metrics import Counter, Gauge, Vector, vllm_metrics
+from jaxserve.metrics import STEP_TOKENS, Counter, Gauge, Vector, vllm_metrics
+from jaxserve.server.histogram import (
+    ITL_S,
+    PREEMPTIONS,
+    REQUEST_S,
+    SAMPLES,
+    TTFT_S,
+    Histogram,
+    histogram_family,
+    token_buckets,
+)
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.outputs import RequestGroup
 
-_TTFT_S: tuple[float, ...] = (
-    0.001,
-    0.005,
-    0.01,
-    0.02,
-    0.04,
-    0.06,
-    0.08,
-    0.1,
-    0.25,
-    0.5,
-    0.75,
-    1.0,
-    2.5,
-    5.0,
-    7.5,
-    10.0,
-)
-_TTFT_S += (20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
-_ITL_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
-_REQUEST_S: tuple[float, ...] = (
-    0.3,
-    0.5,
-    0.8,
-    1.0,
-    1.5,
-    2.0,
-    2.5,
-    5.0,
-    10.0,
-    15.0,
-    20.0,
-    30.0,
-    40.0,
-    50.0,
-    60.0,
-    120.0,
-    240.0,
-    480.0,
-)
-_REQUEST_S += (960.0, 1920.0, 7680.0)
-_TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 _NUM_RATED = 64  # finished requests whose rate foretells the wait of those in the queue
-
-
-class _Histogram:
-    """Counts by bucket. It takes a number several times at once, in a fraction of a microsecond."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float]) -> None:
-        self._name, self._text, self._bounds = name, text, list(bounds)
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def add(self, value: float | int, times: int = 1) -> None:
-        self._counts[bisect_left(self._bounds, value)] += times
-        self._sum += value * times
-
-    def family(self, labels: dict[str, str]) -> Metric:
-        family = HistogramMetricFamily(self._name, self._text, labels=list(labels))
-        bounds = [*map(repr, self._bounds), "+Inf"]
-        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
-        family.add_metric(list(labels.values()), buckets, self._sum)
-        return family
+_SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
+_FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
+_REJECTIONS = ("queue_full", "key_limit", "draining")
 
 
 class Observer(Collector):
@@ -98,28 +47,33 @@ class Observer(Collector):
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
-        self.rejections: dict[str, int] = {}
-        self._finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort"), 0)
+        self.rejections = dict.fromkeys(_REJECTIONS, 0)
+        self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._last_s: dict[str, tuple[int, float]] = {}  # tokens and time of the last news, by request id
         self._ended_s: deque[float] = deque(maxlen=_NUM_RATED)
-        seconds = "in seconds"
-        self._ttft = _Histogram("vllm:time_to_first_token_seconds", f"Time to first token {seconds}.", _TTFT_S)
-        self._itl = _Histogram("vllm:inter_token_latency_seconds", f"Time between tokens {seconds}.", _ITL_S)
-        tpot = "vllm:request_time_per_output_token_seconds"
-        self._tpot = _Histogram(tpot, f"Mean time per output token of a request {seconds}.", _ITL_S)
-        self._e2e = _Histogram("vllm:e2e_request_latency_seconds", f"Time of a request {seconds}.", _REQUEST_S)
-        self._parts = {
-            part: _Histogram(f"vllm:request_{part}_time_seconds", f"Time of a request in {part} {seconds}.", _REQUEST_S)
-            for part in ("queue", "inference", "prefill", "decode")
-        }
-        self._counts = {
-            name: _Histogram(f"vllm:{name}", text, _TOKENS)
-            for name, text in (
-                ("request_prompt_tokens", "Prompt tokens of a request."),
-                ("request_generation_tokens", "Generated tokens of a request."),
-                ("request_params_n", "Samples of a request."),
-                ("request_params_max_tokens", "Most tokens of a request."),
-                ("request_num_preemptions", "Preemptions of a request."),
+        tokens = token_buckets(engine.schedule.max_model_len)
+        self._histograms = {
+            name: Histogram(f"vllm:{name}", text, bounds)
+            for name, text, bounds in (
+                ("time_to_first_token_seconds", "Time to first token.", TTFT_S),
+                ("inter_token_latency_seconds", "Time between two tokens.", ITL_S),
+                ("request_time_per_output_token_seconds", "Mean time per token of a request.", ITL_S),
+                ("e2e_request_latency_seconds", "Time from arrival to end of a request.", REQUEST_S),
+                ("request_queue_time_seconds", "Time of a request in the queue.", REQUEST_S),
+                ("request_inference_time_seconds", "Time of a request from its first step on.", REQUEST_S),
+                (
+                    "request_prefill_time_seconds",
+                    "Time of a request from its first step to its first token.",
+                    REQUEST_S,
+                ),
+                ("request_decode_time_seconds", "Time of a request from its first token to its last.", REQUEST_S),
+                ("request_prompt_tokens", "Prompt tokens of a request.", tokens),
+                ("request_generation_tokens", "Generated tokens of a request.", tokens),
+                ("request_max_num_generation_tokens", "Generated tokens of a request's longest sample.", tokens),
+                ("request_params_n", "Samples of a request.", SAMPLES),
+                ("request_params_max_tokens", "Most tokens of a request.", tokens),
+                ("request_prefill_kv_computed_tokens", "Prompt tokens that were not cached.", tokens),
+                ("request_num_preemptions", "Preemptions of a request.", PREEMPTIONS),
             )
         }
         self._registry = CollectorRegistry()
@@ -133,9 +87,11 @@ class Observer(Collector):
         before = self._last_s.get(group.request_id)
         if now_s is not None and (before is None or num_tokens > before[0]):
             if before is None:
-                self._ttft.add(metrics.ttft_s or 0.0)
+                self._histograms["time_to_first_token_seconds"].add(metrics.ttft_s or 0.0)
             else:
-                self._itl.add((now_s - before[1]) / (num_tokens - before[0]), num_tokens - before[0])
+                self._histograms["inter_token_latency_seconds"].add(
+                    (now_s - before[1]) / (num_tokens - before[0]), num_tokens - before[0]
+                )
             self._last_s[group.request_id] = num_tokens, now_s
         if output.finished:
             self._last_s.pop(group.request_id, None)
@@ -144,28 +100,33 @@ class Observer(Collector):
     def _note_end(self, group: RequestGroup) -> None:
         output, params = group.output, group.params
         self._ended_s.append(time.monotonic())
-        self._counts["request_prompt_tokens"].add(len(output.prompt_token_ids))
-        self._counts["request_params_n"].add(params.n)
-        if params.max_tokens is not None:
-            self._counts["request_params_max_tokens"].add(params.max_tokens)
+        add = self._add
+        num_prompt_tokens = len(output.prompt_token_ids)
+        add("request_prompt_tokens", num_prompt_tokens)
+        add("request_params_n", params.n)
+        add("request_params_max_tokens", params.max_tokens)
+        add("request_prefill_kv_computed_tokens", num_prompt_tokens - output.num_cached_tokens)
+        add("request_max_num_generation_tokens", max(c.metrics.num_output_tokens for c in output.outputs))
         for completion in output.outputs:
             m = completion.metrics
-            self._finished[completion.finish_reason or "abort"] += 1
-            self._counts["request_generation_tokens"].add(m.num_output_tokens)
-            self._counts["request_num_preemptions"].add(m.num_preemptions)
+            reason = "abort" if completion.finish_reason is None else completion.finish_reason
+            self._finished["error" if reason == "abort" and group.error is not None else reason] += 1
+            add("request_generation_tokens", m.num_output_tokens)
+            add("request_num_preemptions", m.num_preemptions)
             if m.finished_s is None:
                 continue
-            self._e2e.add(m.finished_s - m.arrival_s)
-            if m.tpot_s is not None:
-                self._tpot.add(m.tpot_s)
-            if m.queue_s is not None:
-                self._parts["queue"].add(m.queue_s)
+            add("e2e_request_latency_seconds", m.total_s)
+            add("request_time_per_output_token_seconds", m.tpot_s)
+            add("request_queue_time_seconds", m.queue_s)
+            add("request_prefill_time_seconds", m.prefill_s)
             if m.scheduled_s is not None:
-                self._parts["inference"].add(m.finished_s - m.scheduled_s)
-            if m.prefill_s is not None:
-                self._parts["prefill"].add(m.prefill_s)
+                add("request_inference_time_seconds", m.finished_s - m.scheduled_s)
             if m.first_token_s is not None and m.last_token_s is not None:
-                self._parts["decode"].add(m.last_token_s - m.first_token_s)
+                add("request_decode_time_seconds", m.last_token_s - m.first_token_s)
+
+    def _add(self, name: str, value: float | int | None) -> None:
+        if value is not None:
+            self._histograms[name].add(value)
 
     def reject(self, reason: str) -> None:
         """Count a request that was not admitted."""
@@ -198,24 +159,44 @@ class Observer(Collector):
                 case _:
                     continue
             yield family
+        yield from self._gauges()
+        stats = self._engine.stats
+        sources = {
+            "local_compute": stats.num_prefill_tokens,
+            "local_cache_hit": stats.num_cached_tokens,
+            "external_kv_transfer": 0,  # there is no cache but the pools
+        }
+        own, by_model = self._labels, {"model_name": self._labels["model_name"]}
+        yield _counter("vllm:prompt_tokens_by_source", own, "source", sources)
+        yield _counter("vllm:request_success", own, "finished_reason", self._finished)
+        yield _counter("vllm:admission_rejections", by_model, "reason", self.rejections)
+        for name in ("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"):
+            family = CounterMetricFamily(name, _described(name), labels=names)
+            family.add_metric(values, 0)
+            yield family
+        for histogram in self._histograms.values():
+            yield histogram.family(own)
+        text, counts = "Tokens of a step.", stats.steps_by_tokens.values
+        yield histogram_family("vllm:iteration_tokens_total", text, STEP_TOKENS, counts, stats.num_tokens, own)
+
+    def _gauges(self) -> Iterator[Metric]:
+        """Yield the gauges that are no numbers of `vllm_metrics`."""
+        labels, occupancy, schedule = self._labels, self._engine.occupancy, self._engine.schedule
+        names, values = list(labels), list(labels.values())
         wait = GaugeMetricFamily("jaxserve:estimated_wait_seconds", "Wait of a request that came now.", labels=names)
         wait.add_metric(values, self.estimated_wait_s())
         yield wait
-        schedule = self._engine.schedule
+        num_deferred = min(occupancy.num_deferred, occupancy.num_waiting)
+        waiting = {"capacity": occupancy.num_waiting - num_deferred, "deferred": num_deferred}
+        yield _gauge("vllm:num_requests_waiting_by_reason", labels, "reason", waiting)
+        state = self._engine.devices.sleep_state
+        yield _gauge(
+            "vllm:engine_sleep_state", labels, "sleep_state", {name: int(name == state) for name in _SLEEP_STATES}
+        )
         info = {"block_size": str(schedule.page_size), "num_gpu_blocks": str(schedule.num_pages)}
         cache = GaugeMetricFamily("vllm:cache_config_info", "Sizes of the KV pool.", labels=[*names, *info])
         cache.add_metric([*values, *info.values()], 1)
         yield cache
-        for name, label, counts in (
-            ("vllm:request_success", "finished_reason", self._finished),
-            ("vllm:admission_rejections", "reason", self.rejections),
-        ):
-            total = CounterMetricFamily(name, _described(name), labels=[*names, label])
-            for key, count in counts.items():
-                total.add_metric([*values, key], count)
-            yield total
-        for histogram in (self._ttft, self._itl, self._tpot, self._e2e, *self._parts.values(), *self._counts.values()):
-            yield histogram.family(self._labels)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
@@ -224,3 +205,19 @@ class Observer(Collector):
 
 def _described(name: str) -> str:
     return name.partition(":")[2].replace("_", " ").capitalize() + "."
+
+
+def _gauge(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, int]) -> Metric:
+    """Return a gauge with a number for each value of a further label."""
+    family = GaugeMetricFamily(name, _described(name), labels=[*labels, label])
+    for value, number in by_value.items():
+        family.add_metric([*labels.values(), value], number)
+    return family
+
+
+def _counter(name: str, labels: Mapping[str, str], label: str, by_value: Mapping[str, int]) -> Metric:
+    """Return a counter with a number for each value of a further label."""
+    family = CounterMetricFamily(name, _described(name), labels=[*labels, label])
+    for value, number in by_value.items():
+        family.add_metric([*labels.values(), value], number)
+    return family

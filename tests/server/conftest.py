@@ -57,6 +57,7 @@ def running(engine: Engine, **options: Any) -> Iterator[Running]:
         assert started.wait(30)
         with httpx.Client(base_url=urls[0], timeout=60) as client:
             yield Running(urls[0], app, engine, client)
+            check_drained(engine)
         server.handle_exit(15, None)
         thread.join(30)
         assert not thread.is_alive()
@@ -83,13 +84,19 @@ def server(engine: Engine) -> Iterator[Running]:
         yield server
 
 
-@pytest.fixture(autouse=True)
-def drained(engine: Engine) -> Iterator[None]:
-    """Check after every test that no request is left, and that no page is lost."""
-    yield
+def check_drained(engine: Engine) -> None:
+    """Check that no request is left, and that no page is lost."""
     for _ in range(200):
         if not engine.core.has_work() and not engine.frontend.has_unfinished():
             break
         threading.Event().wait(0.02)
     assert not engine.core.has_work()
     engine.check_integrity()
+
+
+@pytest.fixture(autouse=True)
+def drained(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check after every test that its engine is drained."""
+    yield
+    if "engine" in request.fixturenames:
+        check_drained(request.getfixturevalue("engine"))

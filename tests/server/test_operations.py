@@ -184,32 +184,6 @@ def test_a_broken_step_is_told_in_the_stream(server: Running, monkeypatch: pytes
     assert server.client.post("/v1/completions", json=LONG).status_code == 200
 
 
-def test_metrics_are_those_that_boards_query(server: Running) -> None:
-    server.client.post("/v1/completions", json=LONG | {"n": 2})
-    text = server.client.get("/metrics").text
-    for name in (
-        "vllm:num_requests_running",
-        "vllm:num_requests_waiting",
-        "vllm:kv_cache_usage_perc",
-        "vllm:prompt_tokens_total",
-        "vllm:generation_tokens_total",
-        "vllm:num_preemptions_total",
-        "vllm:prefix_cache_queries_total",
-        "vllm:prefix_cache_hits_total",
-        "vllm:request_success_total",
-        "vllm:time_to_first_token_seconds_bucket",
-        "vllm:inter_token_latency_seconds_bucket",
-        "vllm:e2e_request_latency_seconds_bucket",
-        "vllm:request_queue_time_seconds_sum",
-        "vllm:request_prompt_tokens_count",
-        "vllm:request_generation_tokens_sum",
-        "vllm:cache_config_info",
-        "jaxserve:estimated_wait_seconds",
-    ):
-        assert f"\n{name}{{" in text, name
-    assert 'model_name="tiny"' in text
-
-
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_signals_end_a_server(num_signals: int, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "jaxserve", "serve", "--port", "0", "--shutdown-timeout-s", "1"]
