@@ -359,9 +359,12 @@ def _batch_engine(args: argparse.Namespace) -> Iterator[Any]:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from jaxserve.bench.command import read_job, run_job  # noqa: PLC0415 - imports jax
+    from jaxserve.bench.command import read_job, read_server, run_job, run_remote_job  # noqa: PLC0415 - imports jax
 
-    job = read_job(args)
+    job, remote = read_job(args), read_server(args, _engine_options(args))
+    if remote is not None:
+        run_remote_job(*remote, job)
+        return 0
     run_job(_load(args, skip_tokenizer_init=True).engine, job)
     return 0
 

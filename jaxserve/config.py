@@ -221,6 +221,11 @@ def user_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
 
 
+def openai_api_key() -> str | None:
+    """Return the key for servers with OpenAI's interface; None without one."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
 def xla_flags() -> str:
     """Return the user's flags for XLA."""
     return os.environ.get("XLA_FLAGS", "")

@@ -5,17 +5,27 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxserve.bench import plots
+from jaxserve.bench.flags import DEFAULT_VOCAB_SIZE
 from jaxserve.bench.load import LoadTrace, TimedRequest, run_load
-from jaxserve.bench.report import build_report
-from jaxserve.bench.summary import Json, Setting, Slo, summarize
+from jaxserve.bench.remote import Server, run_remote
+from jaxserve.bench.report import build_remote_report, build_report
+from jaxserve.bench.summary import EngineSizes, Json, Setting, Slo, summarize
 from jaxserve.bench.tables import render
-from jaxserve.bench.workloads import Workload, WorkloadRequest, load_workload, poisson_arrivals, token_ids
-from jaxserve.config import ScheduleConfig
+from jaxserve.bench.workloads import (
+    LOWEST_ID,
+    Workload,
+    WorkloadRequest,
+    load_workload,
+    poisson_arrivals,
+    token_ids,
+)
+from jaxserve.config import ScheduleConfig, openai_api_key
 from jaxserve.engine.stepped import MeasuredEngine
 from jaxserve.errors import ConfigError
 from jaxserve.figures import plotting
@@ -38,6 +48,11 @@ class BenchJob:
     json_path: Path | None = None
     plots_dir: Path | None = None
     live: bool = False
+
+    @property
+    def load(self) -> Json:
+        """Entries of the report about the arrivals."""
+        return {name: getattr(self, name) for name in ("time_scale", "arrival_seed", "max_concurrency")}
 
     def arrivals(self, rate: float | None) -> list[float]:
         """Return the arrival times of the requests of a run, in seconds."""
@@ -76,25 +91,75 @@ def read_job(args: argparse.Namespace) -> BenchJob:
 
 
 def run_job(engine: MeasuredEngine, job: BenchJob) -> Json:
-    """Measure an engine that serves nothing else, print the table, write the requested files, and return the report.
-
-    Each run is written when it is done, and if a later one fails, the completed ones are still shown.
+    """Measure an engine that serves nothing else; see `_measure`.
 
     Raises:
         ConfigError: the engine cannot run the workload; raised before anything is measured.
     """
     requests = _prompts(engine, job.workload)
     _warm_up(engine, requests[0][0])  # first, since compilation would lower the measured peak rates
-    setting = Setting(
-        engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates(), job.slo, job.price_per_hour
-    )
-    load = {name: getattr(job, name) for name in ("time_scale", "arrival_seed", "max_concurrency")}
-    report = build_report(engine, job.kind, job.workload, load)
+    sizes = EngineSizes(engine.schedule.page_size, engine.schedule.num_pages, engine.peak_rates())
+
+    def run(rate: float | None) -> LoadTrace:
+        engine.reset_prefix_cache()
+        with LiveStats(engine, sys.stderr) if job.live else contextlib.nullcontext():
+            return run_load(engine, _timed(requests, job, rate), max_concurrency=job.max_concurrency)
+
+    return _measure(job, build_report(engine, job.kind, job.workload, job.load), sizes, run)
+
+
+def run_remote_job(server: Server, vocab_size: int, job: BenchJob) -> Json:
+    """Measure a server, which may have other clients; see `_measure`.
+
+    Args:
+        server: server to ask.
+        vocab_size: prompts have token ids below it.
+        job: benchmark to run.
+
+    Raises:
+        ConfigError: the server is not there, or serves nothing of the workload.
+    """
+    prompts = token_ids(job.workload, vocab_size)
+    requests = [(prompt, each.output_len) for prompt, each in zip(prompts, job.workload.requests, strict=True)]
+    run_remote(server, [TimedRequest(requests[0][0], output_len=1)])  # shows what is wrong before anything is measured
+
+    def run(rate: float | None) -> LoadTrace:
+        return run_remote(server, _timed(requests, job, rate), max_concurrency=job.max_concurrency)
+
+    return _measure(job, build_remote_report(server, job.kind, job.workload, job.load), None, run)
+
+
+def read_server(args: argparse.Namespace, engine_options: Json) -> tuple[Server, int] | None:
+    """Return the server that the flags name, and a bound of token ids; None for an engine in this process.
+
+    Raises:
+        ConfigError: flags contradict each other, or the server is not there.
+    """
+    given = {"api_key": getattr(args, "api_key", None), "vocab_size": getattr(args, "vocab_size", None)}
+    if getattr(args, "url", None) is None:
+        if names := [name for name, value in given.items() if value is not None]:
+            raise ConfigError(f"{names[0]} needs a server; give its --url")
+        return None
+    if others := sorted(engine_options.keys() - {"model"}):
+        raise ConfigError(f"a server has its own engine: leave out {others}, or --url")
+    if args.stats:
+        raise ConfigError("stats are of an engine in this process; leave them out, or --url")
+    vocab_size = _at_least(LOWEST_ID + 1, "vocab_size", given["vocab_size"]) or DEFAULT_VOCAB_SIZE
+    return Server.at(args.url, engine_options.get("model"), given["api_key"] or openai_api_key()), vocab_size
+
+
+def _measure(job: BenchJob, report: Json, sizes: EngineSizes | None, run: Callable[[float | None], LoadTrace]) -> Json:
+    """Run a job, print the table, write the requested files, and return the report.
+
+    Each run is written when it is done, and if a later one fails, the completed ones are still shown.
+    """
+    setting = Setting(job.slo, job.price_per_hour, sizes)
     try:
         for index, rate in enumerate(job.rates, 1):
             _say(f"{job.workload.name}: run {index} of {len(job.rates)}{_at(rate)}")
-            with LiveStats(engine, sys.stderr) if job.live else contextlib.nullcontext():
-                trace = _run(engine, requests, job, rate)
+            trace = run(rate)
+            if trace.failures:
+                _say(f"{len(trace.failures)} requests were not served; the first failed with: {trace.failures[0]}")
             report["runs"].append({"rate_per_s": "inf" if rate == math.inf else rate, **summarize(trace, setting)})
             _write(report, job.json_path)
     finally:
@@ -103,11 +168,9 @@ def run_job(engine: MeasuredEngine, job: BenchJob) -> Json:
     return report
 
 
-def _run(engine: MeasuredEngine, prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> LoadTrace:
-    """Run the workload once, with an empty prefix cache."""
-    engine.reset_prefix_cache()
-    timed = [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, job.arrivals(rate), strict=True)]
-    return run_load(engine, timed, max_concurrency=job.max_concurrency)
+def _timed(prompts: list[tuple[list[int], int]], job: BenchJob, rate: float | None) -> list[TimedRequest]:
+    """Return the requests of a run."""
+    return [TimedRequest(*prompt, arrival) for prompt, arrival in zip(prompts, job.arrivals(rate), strict=True)]
 
 
 def _warm_up(engine: MeasuredEngine, prompt: list[int]) -> None:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Callable
 
+DEFAULT_VOCAB_SIZE = 1000
 AddEngineFlags = Callable[[argparse.ArgumentParser], None]
 
 _OFFLINE = "all requests at once: throughput"
@@ -18,6 +19,7 @@ def add_bench(bench: argparse.ArgumentParser, add_engine_flags: AddEngineFlags) 
     serve = kinds.add_parser("serve", help=_SERVE, description=f"Measure an engine under load: {_SERVE}.")
     _add_workload(serve, "poisson-128")
     _add_load(serve)
+    _add_server(serve)
     for parser in (offline, serve):
         _add_results(parser)
         add_engine_flags(parser)
@@ -43,6 +45,15 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slo-ttft-ms", type=float, metavar="MS", help=text)
     text = "promised time per output token after the first, on average over a request"
     parser.add_argument("--slo-tpot-ms", type=float, metavar="MS", help=text)
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    text = "drive the server with OpenAI's interface that is there, of any engine, instead of an engine in this process"
+    parser.add_argument("--url", metavar="URL", help=text)
+    text = "key for --url (default: OPENAI_API_KEY of the environment)"
+    parser.add_argument("--api-key", metavar="KEY", help=text)
+    text = f"prompts for --url have token ids below it, which its model must have (default: {DEFAULT_VOCAB_SIZE})"
+    parser.add_argument("--vocab-size", type=int, metavar="INT", help=text)
 
 
 def _add_results(parser: argparse.ArgumentParser) -> None:

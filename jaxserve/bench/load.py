@@ -82,13 +82,28 @@ class StepSample:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineTrace:
+    """Steps and statistics of an engine during one run."""
+
+    steps: list[StepSample]
+    stats: EngineStats
+
+
+@dataclass(frozen=True, slots=True)
 class LoadTrace:
-    """Trace of one run of a load; `requests` are in the order in which they were given."""
+    """Trace of one run of a load.
+
+    Attributes:
+        requests: requests that were served, in the order in which they were given.
+        elapsed_s: time from start to last token.
+        engine: work of the engine; None for a server, which only its replies are known of.
+        failures: reasons why other requests were not served.
+    """
 
     requests: list[RequestTrace]
-    steps: list[StepSample]
-    stats: EngineStats  # statistics of this run only
-    elapsed_s: float  # time from start to last token
+    elapsed_s: float
+    engine: EngineTrace | None = None
+    failures: Sequence[str] = ()
 
 
 def run_load(
@@ -137,7 +152,7 @@ class _OpenLoop:
                 self._engine.abort(_request_id(index))
             raise
         elapsed_s = max(trace.token_s[-1] for trace in self._traces)
-        return LoadTrace(self._traces, self._steps, self._engine.stats.since(before), elapsed_s)
+        return LoadTrace(self._traces, elapsed_s, EngineTrace(self._steps, self._engine.stats.since(before)))
 
     def _now_s(self) -> float:
         return self._clock.now_s() - self._start_s

@@ -27,9 +27,9 @@ def draw(report: Json, directory: Path) -> list[Path]:
     for run in shown:
         suffix = _suffix(run)
         paths.append(_save(directory / f"latency{suffix}.png", (10.0, 3.6), _title(report, run), _draw_latency(run)))
-        paths.append(
-            _save(directory / f"timeline{suffix}.png", (10.0, 6.0), _title(report, run), _draw_timeline(run, report))
-        )
+        if "timeline" in run:  # not of a server
+            timeline = _draw_timeline(run, report)
+            paths.append(_save(directory / f"timeline{suffix}.png", (10.0, 6.0), _title(report, run), timeline))
     if report["kind"] == "serve" and len(runs) > 1:
         title = _title(report, None)
         paths.append(_save(directory / "throughput_latency.png", (10.0, 4.2), title, _draw_sweep(runs)))
@@ -54,6 +54,8 @@ def _suffix(run: Json) -> str:
 def _title(report: Json, run: Json | None) -> str:
     rate = None if run is None else offered_rate(run)
     at = "" if rate is None else f" at {rate:g} requests/s"
+    if (server := report.get("server")) is not None:
+        return f"{report['workload']['name']}{at}: {server['model']} at {server['url']}"
     model, device = report["model"], report["device"]
     name = Path(model["path"]).name
     return f"{report['workload']['name']}{at}: {name} ({model['stored']}) on {device['count']} x {device['kind']}"

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from jaxserve import __version__
+from jaxserve.bench.remote import Server
 from jaxserve.bench.summary import Json
 from jaxserve.bench.workloads import Workload
 from jaxserve.engine.parameters import compute_dtype
@@ -20,17 +21,7 @@ FORMAT = "jaxserve-bench-2"
 def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Json) -> Json:
     """Return the report that `--json` writes, with no runs yet; `load` describes how the requests arrive."""
     dtype = compute_dtype(engine.config, engine.arch).name
-    return {
-        "format": FORMAT,
-        "kind": kind,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "versions": {
-            "jaxserve": __version__,
-            "jax": version("jax"),
-            "jaxlib": version("jaxlib"),
-            "numpy": version("numpy"),
-            "python": platform.python_version(),
-        },
+    return _head(kind) | {
         "device": dataclasses.asdict(describe_device()),
         "peak_rates": dataclasses.asdict(engine.peak_rates()),
         "model": {
@@ -42,15 +33,39 @@ def build_report(engine: MeasuredEngine, kind: str, workload: Workload, load: Js
         },
         "config": dataclasses.asdict(engine.config),
         "schedule": dataclasses.asdict(engine.schedule),
-        "workload": {
-            "name": workload.name,
-            "seed": workload.seed,
-            "num_requests": len(workload.requests),
-            "num_prompt_tokens": workload.num_prompt_tokens,
-            "num_output_tokens": workload.num_output_tokens,
-            **load,
-        },
+        "workload": _described(workload) | load,
         "runs": [],
+    }
+
+
+def build_remote_report(server: Server, kind: str, workload: Workload, load: Json) -> Json:
+    """Return the report of a load on a server, of which its replies alone are known."""
+    own = {"url": server.url, "model": server.model}
+    return _head(kind) | {"server": own, "workload": _described(workload) | load, "runs": []}
+
+
+def _head(kind: str) -> Json:
+    return {
+        "format": FORMAT,
+        "kind": kind,
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "versions": {
+            "jaxserve": __version__,
+            "jax": version("jax"),
+            "jaxlib": version("jaxlib"),
+            "numpy": version("numpy"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _described(workload: Workload) -> Json:
+    return {
+        "name": workload.name,
+        "seed": workload.seed,
+        "num_requests": len(workload.requests),
+        "num_prompt_tokens": workload.num_prompt_tokens,
+        "num_output_tokens": workload.num_output_tokens,
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.bench.load import LoadTrace, RequestTrace
+from jaxserve.bench.load import EngineTrace, LoadTrace, RequestTrace
 from jaxserve.metrics import PeakRates
 
 PERCENTILES = (50, 90, 99)
@@ -31,28 +31,40 @@ class Slo:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """Context of a run that its figures depend on."""
+class EngineSizes:
+    """Sizes and rates of an engine that the figures of its steps depend on."""
 
     page_size: int
     num_pages: int
     peak_rates: PeakRates
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Context of a run that its figures depend on; `engine` is None for a server."""
+
     slo: Slo = Slo()
     price_per_hour: float | None = None
+    engine: EngineSizes | None = None
 
 
 def summarize(trace: LoadTrace, setting: Setting) -> Json:
-    """Return the figures of one run as a JSON object."""
+    """Return the figures of one run as a JSON object; those of steps only where the engine's are known."""
+    figures = _requests(trace, setting)
+    if trace.engine is not None and setting.engine is not None:
+        figures |= _steps(trace.engine, setting.engine) | {"timeline": _timeline(trace.engine)}
+    return figures
+
+
+def _requests(trace: LoadTrace, setting: Setting) -> Json:
     return {
         **_throughput(trace),
-        **_steps(trace, setting),
         "ttft_ms": percentiles([r.ttft_s * 1e3 for r in trace.requests]),
         "tpot_ms": percentiles([r.tpot_s * 1e3 for r in trace.requests if r.tpot_s is not None]),
         "itl_ms": percentiles([gap * 1e3 for r in trace.requests for gap in r.itls_s]),
         "e2e_ms": percentiles([r.e2e_s * 1e3 for r in trace.requests]),
         "goodput": _goodput(trace, setting.slo),
         "cost": _cost(trace, setting.price_per_hour),
-        "timeline": _timeline(trace),
         "requests": [_request(r) for r in trace.requests],
     }
 
@@ -74,6 +86,7 @@ def _throughput(trace: LoadTrace) -> Json:
     return {
         "elapsed_s": trace.elapsed_s,
         "num_requests": len(trace.requests),
+        "num_failed": len(trace.failures),
         "num_prompt_tokens": num_prompt,
         "num_output_tokens": num_output,
         "requests_per_s": len(trace.requests) / trace.elapsed_s,
@@ -83,17 +96,17 @@ def _throughput(trace: LoadTrace) -> Json:
     }
 
 
-def _steps(trace: LoadTrace, setting: Setting) -> Json:
+def _steps(trace: EngineTrace, sizes: EngineSizes) -> Json:
     stats, steps = trace.stats, max(1, trace.stats.num_steps)
-    split = stats.split(setting.peak_rates)
+    split = stats.split(sizes.peak_rates)
     busy = [s for s in trace.steps if s.num_rows]
     return {
         "num_steps": stats.num_steps,
         "wall_ms_per_step": stats.wall_ms / steps,
         "host_ms_per_step": stats.host_ms / steps,
         "padding_share": stats.padding_share,
-        "page_slack_share": stats.page_slack_share(setting.page_size),
-        "page_occupancy": _mean_and_max([s.num_pages_used / setting.num_pages for s in busy]),
+        "page_slack_share": stats.page_slack_share(sizes.page_size),
+        "page_occupancy": _mean_and_max([s.num_pages_used / sizes.num_pages for s in busy]),
         "batch_rows": _mean_and_max([s.num_rows for s in busy]),
         "queue_depth": _mean_and_max([s.num_waiting for s in busy]),
         "num_preemptions": stats.num_preemptions,
@@ -118,7 +131,7 @@ def _goodput(trace: LoadTrace, slo: Slo) -> Json | None:
     return {
         "slo_ttft_ms": slo.ttft_ms,
         "slo_tpot_ms": slo.tpot_ms,
-        "share": num_met / len(trace.requests),
+        "share": num_met / (len(trace.requests) + len(trace.failures)),
         "requests_per_s": num_met / trace.elapsed_s,
     }
 
@@ -136,7 +149,7 @@ def _cost(trace: LoadTrace, price_per_hour: float | None) -> Json | None:
     }
 
 
-def _timeline(trace: LoadTrace) -> Json:
+def _timeline(trace: EngineTrace) -> Json:
     """Return one list per quantity, with an entry at the end of each step of any replica and of each idle wait."""
     return {
         "time_s": [round(s.time_s, 6) for s in trace.steps],

@@ -30,10 +30,15 @@ def render(report: Json) -> str:
 
 
 def _header(report: Json) -> str:
-    load, device, model = report["workload"], report["device"], report["model"]
-    return (
+    load = report["workload"]
+    first = (
         f"{report['kind']}, {load['name']}: {load['num_requests']} requests, "
         f"{load['num_prompt_tokens']} prompt and {load['num_output_tokens']} output tokens\n"
+    )
+    if (server := report.get("server")) is not None:
+        return f"{first}{server['model']} at {server['url']}"
+    device, model = report["device"], report["model"]
+    return first + (
         f"{model['path']} in {model['stored']} on {device['count']} x {device['kind']} ({device['num_cores']} cores), "
         f"jax {report['versions']['jax']}\n"
         f"peak rates by which E is counted: {report['peak_rates']['flops_per_s'] / 1e9:.4g} GFLOP/s, "
@@ -47,23 +52,30 @@ def _rounds(runs: Sequence[Json]) -> str:
 
 
 def _facts(run: Json, report: Json) -> list[Row]:
+    failed = f", {run['num_failed']} failed" if run["num_failed"] else ""
+    return [
+        ("output", f"{run['output_tok_per_s']:.1f} tok/s"),
+        ("prompt and output", f"{run['total_tok_per_s']:.1f} tok/s"),
+        ("requests", f"{_offered(run)}{run['requests_per_s']:.2f} /s over {run['elapsed_s']:.2f} s{failed}"),
+        *(_engine_facts(run, report) if "num_steps" in run else []),
+        ("prefix cache", f"{run['cached_prompt_share']:.1%} of prompt tokens"),
+        *_promises(run),
+    ]
+
+
+def _engine_facts(run: Json, report: Json) -> list[Row]:
     split = run["time_split_ms"]
     wall_ms = sum(split.values()) or 1.0
     stall, memory = split["stall_ms"] / wall_ms, split["memory_ms"] / wall_ms
     return [
-        ("output", f"{run['output_tok_per_s']:.1f} tok/s"),
-        ("prompt and output", f"{run['total_tok_per_s']:.1f} tok/s"),
-        ("requests", f"{_offered(run)}{run['requests_per_s']:.2f} /s over {run['elapsed_s']:.2f} s"),
         ("steps", f"{run['num_steps']} of {run['wall_ms_per_step']:.2f} ms, host {run['host_ms_per_step']:.2f} ms"),
         ("step time", f"E {run['efficiency']:.1%} compute, {memory:.1%} memory, {stall:.1%} stall"),
         ("rows in a step", f"{run['batch_rows']['mean']:.1f} on average, {run['batch_rows']['max']:.0f} at most"),
         ("queue", f"{run['queue_depth']['mean']:.1f} on average, {run['queue_depth']['max']:.0f} at most"),
         ("padding", f"{run['padding_share']:.1%} of computed tokens"),
         ("pages", f"{_pages(run, report)}, {run['page_slack_share']:.1%} slack"),
-        ("prefix cache", f"{run['cached_prompt_share']:.1%} of prompt tokens"),
         ("preemptions", str(run["num_preemptions"])),
         ("compiles", str(run["num_compiles"])),
-        *_promises(run),
     ]
 
 
@@ -107,16 +119,18 @@ def _sweep(runs: Sequence[Json]) -> list[Row]:
         "TPOT ms p50/p90/p99",
         "ITL ms p50/p90/p99",
         "end to end ms p50/p90/p99",
-        "queue",
-        "rows",
-        "E",
     ]
     rows: list[list[str]] = [titles]
     for run in runs:
         rates = [number(rate) for rate in (offered_rate(run), run["requests_per_s"], run["output_tok_per_s"])]
         latencies = [_spread(run[key]) for key in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")]
-        load = [f"{run['queue_depth']['mean']:.1f}", f"{run['batch_rows']['mean']:.1f}", f"{run['efficiency']:.1%}"]
-        rows.append([*rates, *latencies, *load])
+        rows.append([*rates, *latencies])
+    if "num_steps" in runs[0]:
+        _append_column(rows, "queue", [f"{run['queue_depth']['mean']:.1f}" for run in runs])
+        _append_column(rows, "rows", [f"{run['batch_rows']['mean']:.1f}" for run in runs])
+        _append_column(rows, "E", [f"{run['efficiency']:.1%}" for run in runs])
+    if any(run["num_failed"] for run in runs):
+        _append_column(rows, "failed", [str(run["num_failed"]) for run in runs])
     if runs[0]["goodput"] is not None:
         _append_column(rows, "goodput /s", [number(run["goodput"]["requests_per_s"]) for run in runs])
     if runs[0]["cost"] is not None:

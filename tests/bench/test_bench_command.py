@@ -27,8 +27,9 @@ WORKLOAD = {
     ],
 }
 RUN_KEYS = {
-    *("rate_per_s", "elapsed_s", "num_requests", "num_prompt_tokens", "num_output_tokens", "requests_per_s"),
-    *("output_tok_per_s", "total_tok_per_s", "cached_prompt_share", "num_steps", "wall_ms_per_step"),
+    *("rate_per_s", "elapsed_s", "num_requests", "num_failed", "num_prompt_tokens", "num_output_tokens"),
+    *("requests_per_s", "output_tok_per_s", "total_tok_per_s", "cached_prompt_share", "num_steps"),
+    "wall_ms_per_step",
     *("host_ms_per_step", "padding_share", "page_slack_share", "page_occupancy", "batch_rows", "queue_depth"),
     *("num_preemptions", "num_wasted_tokens", "num_compiles", "time_split_ms", "efficiency", "roofline_share"),
     *("ttft_ms", "itl_ms", "tpot_ms", "e2e_ms", "goodput", "cost", "timeline", "requests"),

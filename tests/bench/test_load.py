@@ -67,10 +67,10 @@ def serve(
 def test_all_at_once_is_the_offline_batch() -> None:
     trace, clock = serve(*(TimedRequest([1, 2, 3], 2) for _ in range(6)))
     assert [r.token_s for r in trace.requests] == 4 * [[0.25, 0.5]] + 2 * [[0.75, 1.0]]
-    assert [s.num_waiting for s in trace.steps] == [2, 2, 0, 0]
-    assert [s.num_rows for s in trace.steps] == [4, 4, 2, 2]
+    assert [s.num_waiting for s in trace.engine.steps] == [2, 2, 0, 0]
+    assert [s.num_rows for s in trace.engine.steps] == [4, 4, 2, 2]
     assert trace.elapsed_s == 1.0
-    assert trace.stats.num_steps == 4
+    assert trace.engine.stats.num_steps == 4
     assert clock.slept == []
 
 
@@ -79,8 +79,8 @@ def test_arrivals_do_not_wait_for_completions() -> None:
     trace, _ = serve(*(TimedRequest([i], 4, 0.5 * i) for i in range(5)), max_num_seqs=1)
     assert [r.ttft_s for r in trace.requests] == [0.25, 0.75, 1.25, 1.75, 2.25]
     assert [r.e2e_s for r in trace.requests] == [1.0, 1.5, 2.0, 2.5, 3.0]
-    assert max(s.num_waiting for s in trace.steps) == 3  # five requests are due at 2 s and two are done
-    assert [s.time_s for s in trace.steps] == [STEP_S * i for i in range(1, 21)]
+    assert max(s.num_waiting for s in trace.engine.steps) == 3  # five requests are due at 2 s and two are done
+    assert [s.time_s for s in trace.engine.steps] == [STEP_S * i for i in range(1, 21)]
 
 
 def test_latency_counts_from_when_a_request_is_due() -> None:
@@ -92,7 +92,7 @@ def test_latency_counts_from_when_a_request_is_due() -> None:
 def test_an_idle_engine_sleeps_until_the_next_is_due() -> None:
     trace, clock = serve(TimedRequest([1], 1, 0.5), TimedRequest([2], 1, 10.0))
     assert clock.slept == [0.5, 9.25]
-    assert [(s.time_s, s.num_rows) for s in trace.steps] == [(0.5, 0), (0.75, 1), (10.0, 0), (10.25, 1)]
+    assert [(s.time_s, s.num_rows) for s in trace.engine.steps] == [(0.5, 0), (0.75, 1), (10.0, 0), (10.25, 1)]
     assert [r.ttft_s for r in trace.requests] == [STEP_S, STEP_S]
 
 
@@ -109,8 +109,8 @@ def test_a_limit_on_concurrency_holds_requests_back() -> None:
     trace, _ = serve(*requests, max_concurrency=2)
     assert [r.arrival_s for r in trace.requests] == [0.0, 0.0, 0.5, 1.0, 9.1]
     assert [r.ttft_s for r in trace.requests] == pytest.approx([STEP_S] * 5)
-    assert {s.num_waiting for s in trace.steps} == {0}
-    assert max(s.num_rows for s in trace.steps) == 2
+    assert {s.num_waiting for s in trace.engine.steps} == {0}
+    assert max(s.num_rows for s in trace.engine.steps) == 2
 
 
 @given(
@@ -150,16 +150,20 @@ def test_totals_are_of_the_run_alone() -> None:
     engine = fake_engine.FakeEngine(None)
     for _ in range(2):
         trace = run_load(engine, [TimedRequest([1], 3)], FakeClock())
-        assert (trace.stats.num_steps, len(trace.steps), trace.stats.num_output_tokens) == (3, 3, 3)
+        assert (trace.engine.stats.num_steps, len(trace.engine.steps), trace.engine.stats.num_output_tokens) == (
+            3,
+            3,
+            3,
+        )
 
 
 def test_steps_are_those_of_every_replica() -> None:
     clock = FakeClock()
     engine = TwoReplicas(clock)
     trace = run_load(engine, [TimedRequest([i], i) for i in (1, 2, 3, 4, 5)], clock)
-    assert len(trace.steps) == trace.stats.num_steps == 5 + 4
-    assert sum(step.num_tokens for step in trace.steps) == 1 + 2 + 3 + 4 + 5
-    assert [(step.time_s, step.num_rows) for step in trace.steps[:3]] == [(0.25, 2), (0.25, 3), (0.5, 2)]
+    assert len(trace.engine.steps) == trace.engine.stats.num_steps == 5 + 4
+    assert sum(step.num_tokens for step in trace.engine.steps) == 1 + 2 + 3 + 4 + 5
+    assert [(step.time_s, step.num_rows) for step in trace.engine.steps[:3]] == [(0.25, 2), (0.25, 3), (0.5, 2)]
 
 
 def test_an_itl_is_between_arrivals_and_tpot_is_per_token() -> None:

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.bench.load import LoadTrace, RequestTrace, StepSample
-from jaxserve.bench.summary import Setting, Slo, percentiles, summarize
+from jaxserve.bench.load import EngineTrace, LoadTrace, RequestTrace, StepSample
+from jaxserve.bench.summary import EngineSizes, Setting, Slo, percentiles, summarize
 from jaxserve.metrics import EngineStats, PeakRates
 
-SETTING = Setting(page_size=16, num_pages=10, peak_rates=PeakRates(flops_per_s=1e9, bytes_per_s=1e9))
+SIZES = EngineSizes(page_size=16, num_pages=10, peak_rates=PeakRates(flops_per_s=1e9, bytes_per_s=1e9))
+SETTING = Setting(engine=SIZES)
 STATS = EngineStats(
     num_steps=4,
     num_tokens=90,
@@ -33,7 +34,7 @@ REQUESTS = [  # ttft 100 ms, TPOT 200 ms; ttft 500 ms, TPOT 50 ms; ttft 200 ms, 
     RequestTrace(1.8, 30, 0, [2.0]),
 ]
 STEPS = [StepSample(0.1, 1, 60, 4, 0), StepSample(0.6), StepSample(1.5, 3, 30, 6, 5)]
-TRACE = LoadTrace(REQUESTS, STEPS, STATS, elapsed_s=2.0)
+TRACE = LoadTrace(REQUESTS, 2.0, EngineTrace(STEPS, STATS))
 
 
 def goodput(**slo: float) -> dict[str, float]:
