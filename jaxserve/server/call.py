@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxserve.server import http
+from jaxserve.server.connection import Connection
 from jaxserve.server.http import ClientGoneError
 
 if TYPE_CHECKING:
     from jaxserve.server.config import ServerConfig
     from jaxserve.server.http import Json, Receive, Scope, Send
-
-
-ABORT = "jaxserve.abort"  # entry of a scope's state: function that drops the connection
 
 
 SHORT_BODY_BYTES = 16384  # bodies up to this size are read on the loop
@@ -50,7 +49,7 @@ class Call:
         self._task = asyncio.current_task()
         self._is_cut_off = False
         self._num_body_bytes = 0
-        self._abort = scope.get("state", {}).get(ABORT)
+        self._connection = Connection.of(scope)
         self._receive, self._send, self._config = receive, send, config
 
     async def json(self) -> Json:
@@ -85,12 +84,40 @@ class Call:
             raise
         self.sending_since_s = None
 
+    def write(self, data: bytes) -> bool:
+        """Write a part of a streamed reply at once; returns False if the client must take some first."""
+        has_room = self._connection.write_chunk(data)
+        if not has_room and self.sending_since_s is None:
+            self.sending_since_s = time.monotonic()
+        return has_room
+
+    @contextmanager
+    def writing(self, on_room: Callable[[], None]) -> Iterator[None]:
+        """Let `on_room` be called whenever the client has taken what `write` had to wait for.
+
+        Raises:
+            ClientGoneError: the client is cut off.
+        """
+
+        def resume() -> None:
+            self.sending_since_s = None
+            on_room()
+
+        self._connection.on_writable = resume
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self._is_cut_off:
+                raise ClientGoneError from None
+            raise
+        finally:
+            self._connection.on_writable = None
+
     def cut_off(self) -> None:
         """End the reply to a client that takes nothing, and drop what it was to be sent."""
         assert self._task is not None, "a request has a task"
         self._is_cut_off = True
-        if self._abort is not None:
-            self._abort()
+        self._connection.abort()
         self._task.cancel()
 
     async def wait_until_gone(self) -> None:

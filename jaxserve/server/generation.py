@@ -10,7 +10,7 @@ import time
 import uuid
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, ParsedRequest, naming_fields, parse_body
 from jaxserve.openai.replies import Reply
@@ -19,7 +19,10 @@ from jaxserve.server.http import ClientGoneError
 from jaxserve.server.streams import BrokenStepError, Stream
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from jaxserve.engine.outputs import RequestGroup
+    from jaxserve.increments import Increment
     from jaxserve.server.call import Call
     from jaxserve.server.http import Json
     from jaxserve.server.service import Service
@@ -126,8 +129,7 @@ class Generation:
 
     async def _reply(self, call: Call, stream: Stream, reply: Reply, headers: http.Headers) -> None:
         """Send a whole reply."""
-        async for _ in stream.read():
-            pass
+        await stream.run()
         if stream.is_cancelled:
             self._check_draining()
             raise ClientGoneError
@@ -138,20 +140,20 @@ class Generation:
         """Send increments as they come."""
         own = [(b"content-type", http.EVENTS_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await call.send({"type": "http.response.start", "status": 200, "headers": [*own, *headers]})
-        async for number, increments in stream.read():
+
+        def write(number: int, increments: Sequence[Increment]) -> bool:
             events = b"".join(reply.events(number, stream.groups[number].output, increments))
-            if events:
-                await call.send(_body(events, more=True))
+            return not events or call.write(events)
+
+        with call.writing(stream.resume):
+            await stream.run(write)
         if stream.is_cancelled:
             self._check_draining()
             raise ClientGoneError
         outputs = [group.output for group in stream.groups]
-        await call.send(_body(b"".join(reply.last_events(outputs)), more=False))
+        last = b"".join(reply.last_events(outputs))
+        await call.send({"type": "http.response.body", "body": last, "more_body": False})
 
     def _check_draining(self) -> None:
         if self._service.is_draining:
             raise BadRequestError("the server has stopped before the end of the reply", None, "stopping", 503)
-
-
-def _body(data: bytes, *, more: bool) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": data, "more_body": more}

@@ -7,41 +7,19 @@ import socket
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.app import App
-from jaxserve.server.call import ABORT
+from jaxserve.server.connection import Connection
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.server.config import ServerConfig
 
 KEEP_ALIVE_S = 5
-HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection to the end of its first headers
-
-
-class _Protocol(HttpToolsProtocol):
-    """HTTP that lets an application drop a connection, and that drops those which send no request."""
-
-    def connection_made(self, transport: Any) -> None:
-        """Begin to wait for the headers of a request."""
-        super().connection_made(transport)
-        self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, transport.abort)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
-        self._deadline.cancel()
-        super().connection_lost(exc)
-
-    def on_headers_complete(self) -> None:
-        """Begin with a request, whose headers are there."""
-        self._deadline.cancel()
-        self.scope["state"][ABORT] = self.transport.abort
-        super().on_headers_complete()
 
 
 class _Server(uvicorn.Server):
@@ -113,7 +91,7 @@ def new_server(app: App, config: ServerConfig, sock: socket.socket, on_start: Ca
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
     options = uvicorn.Config(
         app,
-        http=_Protocol,
+        http=Connection,
         loop="uvloop" if sys.platform != "win32" else "asyncio",
         lifespan="on",
         log_level="warning",

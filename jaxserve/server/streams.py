@@ -1,7 +1,8 @@
 """Streams: requests of an event loop on the engine's threads.
 
 The engine's frontend calls listeners on a thread of its own. They leave their requests in a queue and wake the loop
-once, however many requests have news by then: to wake it takes longer than all else that a token costs.
+once, however many requests have news by then: to wake it takes longer than all else that a token costs. The callback
+that wakes it writes to all connections; the tasks of the requests sleep until their replies are through.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+
+Write = Callable[[int, Sequence[Increment]], bool]
 
 
 class BrokenStepError(RuntimeError):
@@ -53,40 +56,65 @@ class Stream:
         self._numbers = {group.request_id: number for number, group in enumerate(groups)}
         self._readers = [OutputReader(group.output) for group in groups]
         self._news: dict[int, None] = {}  # indices of the requests with news
-        self._num_open = len(groups)
-        self._has_news = asyncio.Event()
+        self._open = set(range(len(groups)))  # indices of the requests whose ends have not been read
+        self._is_waiting = True  # for `run`, or for the client to take something
+        self._write: Write | None = None
+        self._through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def tell(self, group: RequestGroup) -> None:
-        """Note that a request has news. To be called on the loop."""
+        """Send what is new of a request, unless the client must take something first. To be called on the loop."""
         self._news[self._numbers[group.request_id]] = None
-        self._has_news.set()
+        if not self._is_waiting:
+            self.resume()
 
     def end(self) -> None:
-        """Wake whoever reads for the last time, as nobody waits for the reply."""
+        """Let `run` return, as nobody waits for the reply."""
         self.is_cancelled = True
-        self._has_news.set()
+        self._set_through()
 
-    async def read(self) -> AsyncIterator[tuple[int, list[Increment]]]:
-        """Yield index and increments of requests with news until all have ended, or until `end` is called.
+    async def run(self, write: Write | None = None) -> None:
+        """Send what is new whenever there is news, until all requests have ended, or until `end` is called.
+
+        Args:
+            write: function that sends the increments of a request, given its index, in the callback that has the news;
+                returns False if nothing more may be sent before `resume` is called. None for a whole reply.
 
         Raises:
             BrokenStepError: the engine could not go on with a request.
         """
-        while self._num_open and not self.is_cancelled:
-            await self._has_news.wait()
-            self._has_news.clear()
-            news, self._news = list(self._news), {}
-            for number in news:
-                group = self.groups[number]
-                with self._lock:  # all three of one moment
-                    increments = self._readers[number].read()
-                    is_ended, error = group.output.finished, group.error
-                if error is not None:
-                    raise BrokenStepError(f"the step that served this request broke off: {error!r}")
-                if is_ended and increments:
-                    self._num_open -= 1
-                if increments and not self.is_whole:
-                    yield number, increments
+        self._write = write
+        self.resume()
+        await self._through
+
+    def resume(self) -> None:
+        """Send what is new, as far as the client takes it. To be called on the loop."""
+        self._is_waiting = False
+        while self._news and not (self._is_waiting or self._through.done()):
+            number = next(iter(self._news))
+            del self._news[number]
+            try:
+                self._is_waiting = not self._send(number)
+            except Exception as error:
+                self._through.set_exception(error)
+
+    def _send(self, number: int) -> bool:
+        """Send what is new of a request; returns whether the client takes more."""
+        group = self.groups[number]
+        with self._lock:  # all three of one moment
+            increments = () if self._write is None else self._readers[number].read()
+            is_ended, error = group.output.finished, group.error
+        if error is not None:
+            raise BrokenStepError(f"the step that served this request broke off: {error!r}")
+        takes_more = self._write is None or not increments or self._write(number, increments)
+        if is_ended:
+            self._open.discard(number)
+            if not self._open:
+                self._set_through()
+        return takes_more
+
+    def _set_through(self) -> None:
+        if not self._through.done():
+            self._through.set_result(None)
 
 
 class Streams:
@@ -151,7 +179,9 @@ class Streams:
     def _wake(self) -> None:
         self.num_wakes += 1
         self._is_woken = False  # first: what comes from now on wakes the loop again
+        told: dict[RequestGroup, None] = {}  # once each, though steps may have come faster than wakes
         while self._news:
-            group = self._news.popleft()
+            told[self._news.popleft()] = None
+        for group in told:
             if (stream := self._open.get(group.request_id)) is not None:
                 stream.tell(group)

@@ -1,0 +1,70 @@
+"""Connection: HTTP of uvicorn, with what replies need beside ASGI: writes that no task waits for, and an end at once.
+
+A part of a reply that goes through ASGI's `send` wakes the task of its request first. That costs several times as much
+as the part itself; so the callback that has news of all streams writes them to the connections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+if TYPE_CHECKING:
+    from jaxserve.server.http import Scope
+
+HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection to the end of its first headers
+
+_KEY = "jaxserve.connection"
+
+
+class Connection(HttpToolsProtocol):
+    """HTTP connection that takes parts of a reply at once, and that ends if it sends no request.
+
+    Attributes:
+        on_writable: function called when the client has taken so much that more may be written.
+    """
+
+    on_writable: Callable[[], None] | None = None
+
+    @staticmethod
+    def of(scope: Scope) -> Connection:
+        """Return the connection of a request."""
+        connection: Connection = scope["state"][_KEY]
+        return connection
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to wait for the headers of a request."""
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the connection."""
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def on_headers_complete(self) -> None:
+        """Begin with a request, whose headers are there."""
+        self._deadline.cancel()
+        self.scope["state"][_KEY] = self
+        super().on_headers_complete()
+
+    def resume_writing(self) -> None:
+        """Go on with the reply, as the client has taken most of what was written."""
+        super().resume_writing()
+        if self.on_writable is not None:
+            self.on_writable()
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a part of a reply of unknown length, after its head; returns False if the client must take some first.
+
+        What is written nevertheless is kept, and sent in its turn.
+        """
+        if not self.transport.is_closing():
+            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not self.flow.write_paused
+
+    def abort(self) -> None:
+        """Drop the connection and what it was to be sent."""
+        self.transport.abort()

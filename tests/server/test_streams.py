@@ -1,0 +1,99 @@
+"""Streams: whatever the client takes and when, it gets all of its outputs, in the callbacks that have news."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from threading import Lock
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxserve.increments import Increment
+from jaxserve.outputs import CompletionOutput, RequestOutput
+from jaxserve.server.streams import BrokenStepError, Stream
+
+
+def new_group(name: str, num_samples: int = 1) -> Any:
+    """Return a request without an engine."""
+    output = RequestOutput(name, None, [1], [CompletionOutput(index) for index in range(num_samples)])
+    return SimpleNamespace(request_id=name, output=output, error=None)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_slow_client_gets_everything(seed: int) -> None:
+    rng = random.Random(seed)
+    groups = [new_group(str(i), rng.randint(1, 3)) for i in range(rng.randint(1, 4))]
+    expected = {(i, c.index): "" for i, group in enumerate(groups) for c in group.output.outputs}
+    taken = dict.fromkeys(expected, "")
+    left = {key: rng.randint(1, 12) for key in expected}
+    is_refused = False
+
+    def write(number: int, increments: Sequence[Increment]) -> bool:
+        nonlocal is_refused
+        assert not is_refused, "nothing may be sent before the client has taken the part before"
+        for increment in increments:
+            taken[number, increment.completion.index] += increment.text
+        is_refused = rng.random() < 0.4
+        return not is_refused
+
+    async def run() -> None:
+        nonlocal is_refused
+        stream = Stream(groups, Lock(), is_whole=False)
+        task: asyncio.Task[None] | None = None
+        while any(left.values()):
+            number, index = key = rng.choice([key for key, count in left.items() if count])
+            output = groups[number].output
+            completion, left[key] = output.outputs[index], left[key] - 1
+            completion.token_ids.append(1)
+            completion.text += (piece := rng.choice(["", "a", "bc"]))
+            expected[key] += piece
+            if not left[key]:
+                completion.finish_reason = "length"
+                output.finished = all(each.finished() for each in output.outputs)
+            stream.tell(groups[number])
+            if task is None and rng.random() < 0.3:
+                task = asyncio.ensure_future(stream.run(write))
+                await asyncio.sleep(0)
+            if task is not None and not is_refused:
+                assert taken == expected, "news is sent at once"
+            if is_refused and rng.random() < 0.3:
+                is_refused = False
+                stream.resume()
+        task = task or asyncio.ensure_future(stream.run(write))
+        await asyncio.sleep(0)
+        while not task.done():
+            is_refused = False
+            stream.resume()
+            await asyncio.sleep(0)
+        task.result()
+
+    asyncio.run(run())
+    assert taken == expected
+
+
+def test_an_end_and_errors_reach_who_waits() -> None:
+    async def run() -> None:
+        ended = Stream([new_group("a")], Lock(), is_whole=True)
+        ended.end()
+        await asyncio.wait_for(ended.run(), 5)
+        assert ended.is_cancelled
+
+        group = new_group("b")
+        group.error = ValueError("the device is lost")
+        broken = Stream([group], Lock(), is_whole=True)
+        broken.tell(group)
+        with pytest.raises(BrokenStepError, match="the device is lost"):
+            await asyncio.wait_for(broken.run(), 5)
+
+        def write(number: int, increments: Sequence[Increment]) -> bool:
+            raise ZeroDivisionError
+
+        group = new_group("c")
+        group.output.outputs[0].token_ids.append(1)
+        failing = Stream([group], Lock(), is_whole=False)
+        failing.tell(group)
+        with pytest.raises(ZeroDivisionError):
+            await asyncio.wait_for(failing.run(write), 5)
+
+    asyncio.run(run())
