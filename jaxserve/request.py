@@ -72,6 +72,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # any of these ends the output
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
+    tenant: str = ""  # name of whoever its pages in the prefix cache count for
     read_prefix_cache: bool = True  # False if every prompt position must be computed (prompt_logprobs)
     waits_for_tokens: bool = False  # True if each token must be read before the next is computed
     constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens

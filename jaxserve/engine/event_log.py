@@ -44,6 +44,7 @@ _REQUEST_FIELDS = [
     "seed",
     "max_total_tokens",
     "bad_sequences",
+    "tenant",
     "read_prefix_cache",
     "waits_for_tokens",
     "arrival",

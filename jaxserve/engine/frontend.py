@@ -90,14 +90,30 @@ class Frontend:
     # From users to the core
 
     def prepare(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        cache_salt: str | None = None,
+        tenant: str = "",
     ) -> RequestGroup:
-        """Check a request and read its prompt; nothing is queued. RequestError where it cannot be served."""
+        """Check a request and read its prompt; nothing is queued.
+
+        Args:
+            request_id: name of the request.
+            prompt: prompt of the request.
+            params: sampling parameters of the request.
+            cache_salt: only requests with the same salt share cached pages.
+            tenant: name of whoever its cached pages count for.
+
+        Raises:
+            RequestError: it cannot be served.
+        """
         params = params.clone()  # checked anew: the caller may have changed it
         limit = prompt_limit(params, self._schedule.max_model_len)
         text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
         self._check(token_ids, params)
-        requests = self._expand(request_id, token_ids, params, salt)
+        requests = self._expand(request_id, token_ids, params, salt, tenant)
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic)
@@ -314,7 +330,9 @@ class Frontend:
         most = self._max_position
         return f" or raise max_model_len, {most} at most" if self._schedule.max_model_len < most else ""
 
-    def _expand(self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None) -> list[Request]:
+    def _expand(
+        self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None, tenant: str
+    ) -> list[Request]:
         """Return the `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache."""
         seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
         limit = self._schedule.max_model_len
@@ -340,6 +358,7 @@ class Frontend:
                 stop_ids=stop_ids,
                 bad_sequences=bad_sequences,
                 salt=namespace.encode(errors="surrogatepass"),
+                tenant=tenant,
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
                 waits_for_tokens=params.structured_outputs is not None,
                 constraint=self._constraint(params, stop_ids),

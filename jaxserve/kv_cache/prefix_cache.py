@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
+from heapq import heapify, heappop, heapreplace
 from struct import Struct
+from typing import NamedTuple
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
@@ -21,8 +23,9 @@ class PrefixCache:
 
     A page's hash covers the hash of the page before it (the salt, for the first), so that equal hashes mean equal
     salts and equal token prefixes, which is what keys and values depend on. A registered page that loses its last owner
-    keeps its content and joins the evictable pages; these are reused, least recently released first, only when
-    no free page is left.
+    keeps its content and joins the evictable pages; these are reused only when no free page is left: of the tenant
+    with the most cached pages, the least recently released first. So whoever fills the cache evicts pages of others
+    only as long as these have more than an equal share; with a single tenant, the order is that of release alone.
 
     Each KV group has pages of its own. A prefix is cached if every group has the pages that the next token sees: a
     group of full attention all of them, a group with a window the last ones.
@@ -33,9 +36,11 @@ class PrefixCache:
         self._pool = pool
         self._groups = groups
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._hash_by_page: dict[int, tuple[int, bytes]] = {}  # group and hash
+        self._content: dict[int, _Content] = {}  # by page
         self._first = (*groups.full, 0)[0]  # the group that is asked for single pages
-        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._evictable: dict[str, OrderedDict[int, None]] = {}  # by tenant, the page released first in front
+        self._num_evictable = 0
+        self._num_cached: Counter[str] = Counter()  # pages with content by tenant, in use or not
         # The prompt hashed last: the samples of one prompt come one after the other, and need it hashed but once.
         self._last_prompt: TokenIds = []
         self._last_salt = b""
@@ -44,7 +49,7 @@ class PrefixCache:
     @property
     def num_available(self) -> int:
         """Pages that can be allocated: free and evictable ones."""
-        return self._pool.num_free + len(self._evictable)
+        return self._pool.num_free + self._num_evictable
 
     def hashes(self, request: Request) -> list[bytes]:
         """Hashes of the request's full pages of known tokens; kept on the request, extended as tokens become known."""
@@ -115,36 +120,52 @@ class PrefixCache:
 
     def num_evictable(self, pages: Iterable[int]) -> int:
         """Return how many of these cached pages nobody owns."""
-        return sum(page in self._evictable for page in pages)
+        return sum(page in self._content and self._pool.num_refs(page) == 0 for page in pages)
 
-    def register(self, page_hash: bytes, page: int, group: int = 0) -> None:
+    def num_cached(self, tenant: str) -> int:
+        """Return how many pages with content a tenant has, in use or not."""
+        return self._num_cached[tenant]
+
+    def register(self, page_hash: bytes, page: int, group: int = 0, tenant: str = "") -> None:
         """Makes an owned page findable. If another page has the same content already, that one stays the cached one.
 
         The caller vouches that the content is in the pool before any row that could find the page attends to it.
+
+        Args:
+            page_hash: hash of everything up to the page's last token.
+            page: the page.
+            group: its KV group.
+            tenant: tenant whose share of the cache it counts for.
         """
         assert self._pool.num_refs(page) > 0, f"page {page} must be owned while it is registered"
         if page_hash in self._page_by_hash[group]:
             return
-        assert page not in self._hash_by_page, f"page {page} is registered with other content"
+        assert page not in self._content, f"page {page} is registered with other content"
         self._page_by_hash[group][page_hash] = page
-        self._hash_by_page[page] = group, page_hash
+        self._content[page] = _Content(group, page_hash, tenant)
+        self._num_cached[tenant] += 1
 
-    def allocate(self, num_pages: int) -> list[int] | None:
-        """New pages with one reference each and no content, or None (and no change) when there are too few."""
+    def allocate(self, num_pages: int, tenant: str = "") -> list[int] | None:
+        """New pages with one reference each and no content, or None (and no change) when there are too few.
+
+        Args:
+            num_pages: number of pages.
+            tenant: tenant that they are for. Its own cached pages go before those of others that have as many.
+        """
         num_lacking = num_pages - self._pool.num_free
         if num_lacking > 0:
-            if num_lacking > len(self._evictable):
+            if num_lacking > self._num_evictable:
                 return None
-            for _ in range(num_lacking):
-                self._evict()
+            self._evict(num_lacking, tenant)
         return self._pool.allocate(num_pages)
 
     def retain(self, pages: Iterable[int]) -> None:
         """One more owner for each of these pages."""
         for page in pages:
             if page != RELEASED:
+                if page in self._content and self._pool.num_refs(page) == 0:
+                    self._forget_evictable(page)
                 self._pool.retain(page)
-                self._evictable.pop(page, None)
 
     def release(self, pages: list[int]) -> None:
         """One owner less for a request's pages, given in token order.
@@ -154,33 +175,83 @@ class PrefixCache:
         for page in reversed(pages):
             if page == RELEASED or not self._pool.release(page):
                 continue
-            if page in self._hash_by_page:
-                self._evictable[page] = None
+            if page in self._content:
+                self._evictable.setdefault(self._content[page].tenant, OrderedDict())[page] = None
+                self._num_evictable += 1
             else:
                 self._pool.recycle(page)
 
     def reset(self) -> None:
         """Forgets all content. Pages in use stay with their owners."""
-        for page in self._evictable:
-            self._pool.recycle(page)
+        for pages in self._evictable.values():
+            for page in pages:
+                self._pool.recycle(page)
         self._evictable.clear()
+        self._num_evictable = 0
+        self._num_cached.clear()
         for pages_of in self._page_by_hash:
             pages_of.clear()
-        self._hash_by_page.clear()
+        self._content.clear()
 
     def check_integrity(self, owners: dict[int, int]) -> None:
         """Asserts that pages are conserved; `owners` maps each page in use to its number of owners."""
-        self._pool.check_integrity(owners, set(self._evictable))
+        evictable = {page: tenant for tenant, pages in self._evictable.items() for page in pages}
+        self._pool.check_integrity(owners, set(evictable))
         by_page = {page: (g, key) for g, pages_of in enumerate(self._page_by_hash) for key, page in pages_of.items()}
-        assert by_page == self._hash_by_page
-        assert self._evictable.keys() <= self._hash_by_page.keys(), "an evictable page has no content"
+        assert by_page == {page: (content.group, content.page_hash) for page, content in self._content.items()}
+        assert evictable.keys() <= self._content.keys(), "an evictable page has no content"
+        assert all(self._content[page].tenant == tenant for page, tenant in evictable.items()), "a page changed hands"
+        assert self._num_evictable == len(evictable) == sum(map(len, self._evictable.values()))
+        assert all(self._evictable.values()), "a tenant without evictable pages is remembered"
+        assert self._num_cached == Counter(content.tenant for content in self._content.values())
 
-    def _evict(self) -> None:
-        """Free the evictable page that was released first."""
-        page, _ = self._evictable.popitem(last=False)
-        group, page_hash = self._hash_by_page.pop(page)
+    def _evict(self, num_pages: int, tenant: str) -> None:
+        """Free evictable pages, each of the tenant that then has the most cached ones, those released first in front.
+
+        Args:
+            num_pages: number of pages.
+            tenant: tenant that they are for, which is taken first among equals.
+        """
+        if len(self._evictable) == 1:
+            (only,) = self._evictable
+            for _ in range(num_pages):
+                self._evict_oldest(only)
+            return
+        order = [(-self._num_cached[name], name != tenant, name) for name in self._evictable]
+        heapify(order)
+        for _ in range(num_pages):
+            count, is_other, name = order[0]
+            self._evict_oldest(name)
+            if name in self._evictable:
+                heapreplace(order, (count + 1, is_other, name))
+            else:
+                heappop(order)
+
+    def _evict_oldest(self, tenant: str) -> None:
+        """Free the evictable page of a tenant that was released first."""
+        page = next(iter(self._evictable[tenant]))
+        self._forget_evictable(page)
+        group, page_hash, _ = self._content.pop(page)
         del self._page_by_hash[group][page_hash]
+        self._num_cached[tenant] -= 1
         self._pool.recycle(page)
+
+    def _forget_evictable(self, page: int) -> None:
+        """Take a page out of the evictable ones."""
+        tenant = self._content[page].tenant
+        pages = self._evictable[tenant]
+        del pages[page]
+        if not pages:
+            del self._evictable[tenant]
+        self._num_evictable -= 1
+
+
+class _Content(NamedTuple):
+    """Content of a page: its KV group, its hash, and the tenant whose share it counts for."""
+
+    group: int
+    page_hash: bytes
+    tenant: str
 
 
 def _num_cached(pages_of: Mapping[bytes, int], hashes: Sequence[bytes]) -> int:

@@ -105,6 +105,7 @@ class ParsedRequest:
         stream: True if increments are wanted as they come.
         include_usage: True if the counts of tokens are wanted at the end of a stream.
         continuous_usage: True if they are wanted with every increment.
+        tenant: name of whoever has sent it; empty without keys.
         ignored: fields that were accepted and changed nothing.
     """
 
@@ -120,6 +121,7 @@ class ParsedRequest:
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
+    tenant: str = ""
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property

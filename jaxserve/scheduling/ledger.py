@@ -144,7 +144,7 @@ class Ledger:
         num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * size - len(pages)
         if num_new <= 0:
             return True
-        new = self.cache.allocate(num_new)
+        new = self.cache.allocate(num_new, request.tenant)
         if new is None:
             return False
         pages += new
@@ -176,10 +176,17 @@ class Ledger:
             pages[index] = RELEASED
         request.num_released_columns = first
 
-    def acquire(self, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
-        """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free."""
+    def acquire(self, request: Request, cached: list[int], num_new: int, num_kept: int) -> list[int] | None:
+        """Take `cached` pages and `num_new` behind them; None, and no change, unless `num_kept` stay free.
+
+        Args:
+            request: request that they are for.
+            cached: cached pages of its prefix.
+            num_new: number of further pages.
+            num_kept: number of pages that stay free.
+        """
         self.cache.retain(cached)  # first of all, lest the allocation evicts them
-        new = self.cache.allocate(num_new) if num_new + num_kept <= self.num_available else None
+        new = self.cache.allocate(num_new, request.tenant) if num_new + num_kept <= self.num_available else None
         if new is None:
             self.cache.release(cached)
             return None
@@ -231,7 +238,7 @@ class Ledger:
         hashes = cache.hashes(request)
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
-                cache.register(hashes[index // size], page, index % size)
+                cache.register(hashes[index // size], page, index % size, request.tenant)
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""

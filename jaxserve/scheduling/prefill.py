@@ -226,7 +226,7 @@ class Prefills:
         num_tokens = self._policy.first_share(request.num_tokens - start, self._budget_left(plan))
         num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
         num_pages = ledger.groups.num_columns(start + num_tokens) * ledger.groups.size
-        pages = ledger.acquire(cached, num_pages - len(cached), num_kept)
+        pages = ledger.acquire(request, cached, num_pages - len(cached), num_kept)
         if pages is None:
             return False
         if not request.num_preemptions:

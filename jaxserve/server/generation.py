@@ -98,7 +98,8 @@ class Generation:
             )
             raise BadRequestError(message, "n")
         if call.tenant:  # nobody finds out what others have asked
-            request = replace(request, cache_salt=json.dumps([call.tenant, request.cache_salt]))
+            salt = json.dumps([call.tenant, request.cache_salt])
+            request = replace(request, cache_salt=salt, tenant=call.tenant)
         return request, self._prepare_all(request)
 
     def _check_admission(self, call: Call) -> None:
@@ -124,7 +125,7 @@ class Generation:
             if params.seed is not None and groups:  # prompts of one request differ in their samples
                 params = replace(params, seed=params.seed + len(groups))
             with naming_fields(request.url):
-                groups.append(prepare(f"{name}-{next(self._ids)}", prompt, params, cache_salt=request.cache_salt))
+                groups.append(prepare(f"{name}-{next(self._ids)}", prompt, params, request.cache_salt, request.tenant))
         return groups
 
     async def _reply(self, call: Call, stream: Stream, reply: Reply, headers: http.Headers) -> None:

@@ -1,0 +1,143 @@
+"""Shares of the prefix cache: whose cached pages are given up."""
+
+from collections import OrderedDict
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulation import Loop, make_request, make_scheduler
+
+from jaxserve.kv_cache.groups import KVGroups
+from jaxserve.kv_cache.page_pool import PagePool
+from jaxserve.kv_cache.prefix_cache import PrefixCache
+from tests.random_runs import examples
+
+TENANTS = ["a", "b", "c"]
+OPERATIONS = st.lists(
+    st.tuples(st.sampled_from(TENANTS), st.integers(1, 5), st.sampled_from(["run", "hold", "drop", "find"])),
+    max_size=60,
+)
+
+
+class Model:
+    """The rule, as naively as it can be said."""
+
+    def __init__(self, num_pages):
+        self.num_free = num_pages
+        self.cached = OrderedDict()  # page -> tenant and whether it is in use, the one released last at the end
+
+    def allocate(self, count, tenant):
+        """Give up pages, one after the other; returns them, or None where there are too few."""
+        lacking = count - self.num_free
+        if lacking > sum(not in_use for _, in_use in self.cached.values()):
+            return None
+        gone = []
+        for _ in range(max(lacking, 0)):
+            counts = {name: sum(owner == name for owner, _ in self.cached.values()) for name in TENANTS}
+            able = {owner for owner, in_use in self.cached.values() if not in_use}
+            victim = min(able, key=lambda name: (-counts[name], name != tenant, name))
+            page = next(p for p, entry in self.cached.items() if entry == (victim, False))
+            gone.append(page)
+            del self.cached[page]
+            self.num_free += 1
+        self.num_free -= count
+        return gone
+
+
+@settings(max_examples=examples(100))
+@given(num_pages=st.integers(4, 16), operations=OPERATIONS)
+def test_the_tenant_with_most_pages_gives_up_its_oldest(num_pages, operations):
+    cache, model = PrefixCache(PagePool(num_pages), KVGroups(4)), Model(num_pages)
+    held, released, number = [], [], 0
+    for tenant, count, kind in operations:
+        if kind == "drop" and held:
+            pages = held.pop(0)
+            release(cache, model, pages)
+            released.append(pages)
+        elif kind == "find" and released:
+            pages = [page for page in released[-1] if page in model.cached and not model.cached[page][1]]
+            cache.retain(pages)
+            for page in pages:
+                model.cached[page] = (model.cached[page][0], True)
+            release(cache, model, pages)
+        elif kind in ("run", "hold"):
+            before = set(model.cached)
+            gone = model.allocate(count, tenant)
+            pages = cache.allocate(count, tenant)
+            assert (pages is None) == (gone is None)
+            if pages is None:
+                continue
+            assert before - set(cache._content) == set(gone)
+            for page in pages:
+                number += 1
+                cache.register(str(number).encode(), page, 0, tenant)
+                model.cached[page] = (tenant, True)
+            held.append(pages)
+            if kind == "run":
+                release(cache, model, held.pop())
+                released.append(pages)
+        owners = {page: 1 for pages in held for page in pages}
+        cache.check_integrity(owners)
+        assert {name: cache.num_cached(name) for name in TENANTS} == {
+            name: sum(owner == name for owner, _ in model.cached.values()) for name in TENANTS
+        }
+
+
+def release(cache, model, pages):
+    """Release pages here and there; the last goes first."""
+    cache.release(list(pages))
+    for page in reversed(pages):
+        model.cached[page] = (model.cached[page][0], False)
+        model.cached.move_to_end(page)
+
+
+@settings(max_examples=examples(20))
+@given(
+    victim=st.lists(st.integers(1, 16), min_size=1, max_size=3),
+    flood=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    num_tenants=st.integers(1, 3),
+)
+def test_a_flood_leaves_others_their_share(victim, flood, num_tenants):
+    num_pages, page_size = 32, 4
+    loop = new_loop(max_num_seqs=1, num_pages=num_pages, page_size=page_size)
+    for index in range(num_tenants):
+        for number, length in enumerate(victim):
+            name = f"quiet {index}"
+            run(loop, [make_request(f"{name} {number}", [index, number] * length, tenant=name, salt=name.encode())])
+    cache = loop.scheduler._ledger.cache
+    before = {f"quiet {index}": cache.num_cached(f"quiet {index}") for index in range(num_tenants)}
+    longest = max(-(-(2 * length + 4) // page_size) for length in flood)  # pages that the flood has in use
+    for number, length in enumerate(flood):
+        run(loop, [make_request(f"flood {number}", [number, 7] * length, tenant="flood", salt=b"flood")])
+        share = (num_pages - longest) // (num_tenants + 1)
+        for tenant, count in before.items():
+            assert cache.num_cached(tenant) >= min(count, share)
+
+
+def test_without_the_rule_the_flood_would_take_all():
+    loop = new_loop(max_num_seqs=1, num_pages=32, page_size=4)
+    run(loop, [make_request("quiet", range(40), tenant="quiet")])
+    for number in range(20):  # under one name, the oldest pages go first, whoever asked for them
+        run(loop, [make_request(f"flood {number}", [number] * 40, tenant="quiet")])
+    again = make_request("again", range(41), tenant="quiet")
+    run(loop, [again])
+    assert again.num_cached_tokens == 0
+
+
+def test_a_flood_leaves_a_prompt_cached():
+    loop = new_loop(max_num_seqs=1, num_pages=32, page_size=4)
+    run(loop, [make_request("quiet", range(40), tenant="quiet")])
+    for number in range(20):
+        run(loop, [make_request(f"flood {number}", [number] * 40, tenant="flood")])
+    again = make_request("again", range(41), tenant="quiet")
+    run(loop, [again])
+    assert again.num_cached_tokens == 40
+
+
+def new_loop(**sizes):
+    """Return a scheduler over a device that checks what rows read."""
+    return Loop(make_scheduler(**sizes))
+
+
+def run(loop, requests):
+    """Run requests to their end."""
+    loop.add(*requests).drain()
