@@ -87,6 +87,11 @@ class EngineCore:
         """Requests that have no pages and no slot, new or preempted."""
         return self._load_balancer.num_queued + sum(replica.scheduler.num_waiting for replica in self.replicas)
 
+    @property
+    def queued(self) -> list[Request]:
+        """Requests in no replica, in their order."""
+        return self._load_balancer.queued
+
     def step(self, now_s: float) -> None:
         """Take events, start the next step of each replica that can go on, and read those that have ended.
 

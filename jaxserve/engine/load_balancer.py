@@ -62,6 +62,11 @@ class LoadBalancer:
         """Number of requests in no replica."""
         return len(self._queue)
 
+    @property
+    def queued(self) -> list[Request]:
+        """Requests in no replica, in their order."""
+        return list(self._queue.values())
+
     def add(self, requests: Iterable[Request]) -> None:
         """Queue new requests, for which every replica is large enough."""
         self._queue.update({request.request_id: request for request in requests})

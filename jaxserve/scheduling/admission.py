@@ -1,4 +1,4 @@
-"""Admission: whether a scheduler could start a request that is queued before several schedulers."""
+"""Admission: whether a scheduler could start a request that is queued before it, and what it has to do before."""
 
 from jaxserve.request import Request
 from jaxserve.scheduling.ledger import Ledger
@@ -7,7 +7,7 @@ from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
 
 
 class Admission:
-    """Answers to a load balancer from the state of one scheduler, which they only read.
+    """Answers to those who queue requests, from the state of one scheduler, which they only read.
 
     Args:
         ledger: requests and pages of the scheduler.
@@ -22,6 +22,16 @@ class Admission:
         """Tokens to compute before those of a request added now, and a charge for every request."""
         ledger = self._ledger
         return ledger.num_tokens_ahead + ROW_CHARGE_TOKENS * (len(ledger.running) + len(ledger.waiting))
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests with pages and a slot, in the order of admission."""
+        return list(self._ledger.running.values())
+
+    @property
+    def waiting(self) -> list[Request]:
+        """Requests without, in their order."""
+        return list(self._ledger.waiting.values())
 
     def has_room(self, request: Request | None = None) -> bool:
         """Return whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.

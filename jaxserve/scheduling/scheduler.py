@@ -83,6 +83,7 @@ class Scheduler:
 
     Attributes:
         groups: groups of layers with pages of their own.
+        policy: order of requests, and a prompt's share of a step.
         num_spare_tokens: tokens that a row with drafts may compute, and not keep, beyond those it may sample.
         num_wasted_tokens: tokens that were sampled for requests that had ended.
         admission: answers to a load balancer; another object after `restart`.
@@ -114,7 +115,7 @@ class Scheduler:
         self.watcher: Callable[[], None] | None = None
         self.groups = groups
         self.num_spare_tokens = num_spare_tokens
-        self._policy = policy or Policy.of(max_num_batched_tokens)
+        self.policy = policy or Policy.of(max_num_batched_tokens)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._next_step_id = 0
         self._last_updated_step_id = -1
@@ -128,8 +129,8 @@ class Scheduler:
             groups=self.groups,
             num_pages=self.num_pages,
         )
-        self._decodes = Decodes(self._ledger, self._policy, self.num_spare_tokens)
-        self._prefills = Prefills(self._ledger, self._policy)
+        self._decodes = Decodes(self._ledger, self.policy, self.num_spare_tokens)
+        self._prefills = Prefills(self._ledger, self.policy)
         self.admission = Admission(self._ledger, self._prefills)
 
     @classmethod

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -11,6 +9,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxserve.engine.backlog import Backlog
 from jaxserve.metrics import STEP_TOKENS, Counter, Gauge, Vector, vllm_metrics
 from jaxserve.server.histogram import (
     ITL_S,
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.outputs import RequestGroup
 
-_NUM_RATED = 64  # finished requests whose rate foretells the wait of those in the queue
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS = ("queue_full", "key_limit", "draining")
@@ -41,16 +39,17 @@ class Observer(Collector):
         model_name: value of the label `model_name`.
 
     Attributes:
+        backlog: estimates of waits.
         rejections: requests that were not admitted, by reason.
     """
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
+        self.backlog = Backlog(engine.core)
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._last_s: dict[str, tuple[int, float]] = {}  # tokens and time of the last news, by request id
-        self._ended_s: deque[float] = deque(maxlen=_NUM_RATED)
         tokens = token_buckets(engine.schedule.max_model_len)
         self._histograms = {
             name: Histogram(f"vllm:{name}", text, bounds)
@@ -99,7 +98,6 @@ class Observer(Collector):
 
     def _note_end(self, group: RequestGroup) -> None:
         output, params = group.output, group.params
-        self._ended_s.append(time.monotonic())
         add = self._add
         num_prompt_tokens = len(output.prompt_token_ids)
         add("request_prompt_tokens", num_prompt_tokens)
@@ -112,6 +110,7 @@ class Observer(Collector):
             reason = "abort" if completion.finish_reason is None else completion.finish_reason
             self._finished["error" if reason == "abort" and group.error is not None else reason] += 1
             add("request_generation_tokens", m.num_output_tokens)
+            self.backlog.lengths.ended(m.num_output_tokens, at_limit=reason == "length")
             add("request_num_preemptions", m.num_preemptions)
             if m.finished_s is None:
                 continue
@@ -133,12 +132,9 @@ class Observer(Collector):
         self.rejections[reason] = self.rejections.get(reason, 0) + 1
 
     def estimated_wait_s(self) -> float:
-        """Return the time until a request that came now would start, by the rate at which others have ended."""
-        num_waiting = self._engine.core.num_waiting + len(self._engine.core.inbox)
-        if not num_waiting or len(self._ended_s) < 2:
-            return 0.0
-        span_s = max(time.monotonic() - self._ended_s[0], 1e-3)
-        return num_waiting * span_s / len(self._ended_s)
+        """Return the time until a request that came now would start."""
+        wait = self.backlog.wait()
+        return 0.0 if wait is None else wait.start_s
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""
@@ -183,7 +179,9 @@ class Observer(Collector):
         """Yield the gauges that are no numbers of `vllm_metrics`."""
         labels, occupancy, schedule = self._labels, self._engine.occupancy, self._engine.schedule
         names, values = list(labels), list(labels.values())
-        wait = GaugeMetricFamily("jaxserve:estimated_wait_seconds", "Wait of a request that came now.", labels=names)
+        wait = GaugeMetricFamily(
+            "jaxserve:estimated_wait_seconds", "Time until a new request would start.", labels=names
+        )
         wait.add_metric(values, self.estimated_wait_s())
         yield wait
         num_deferred = min(occupancy.num_deferred, occupancy.num_waiting)

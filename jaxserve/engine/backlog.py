@@ -1,0 +1,100 @@
+"""Backlog: the work that an engine has before it, and how long a request would wait behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from jaxserve.engine.events import Submitted
+from jaxserve.scheduling.wait import OutputLengths, Sizes, Wait, Work, estimate_wait, works_of
+
+if TYPE_CHECKING:
+    from jaxserve.engine.core import EngineCore
+    from jaxserve.engine.replica import Replica
+    from jaxserve.request import Request
+
+Item = TypeVar("Item")
+
+
+class Backlog:
+    """Estimates from the state of a core, which another thread may be changing meanwhile.
+
+    What is read may be of two moments, a step apart, which is no more than an estimate is wrong by anyway.
+
+    Args:
+        core: the core.
+
+    Attributes:
+        lengths: lengths of outputs that have ended.
+    """
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self.lengths = OutputLengths()
+
+    def waiting(self) -> list[Request]:
+        """Return the requests that wait, in all queues; first those that replicas have, then later ones."""
+        waiting: list[Request] = []
+        for replica in self._core.replicas:
+            waiting += _copied(lambda replica=replica: replica.scheduler.admission.waiting)  # type: ignore[misc]
+        return waiting + self._not_placed()
+
+    def num_waiting_tokens(self) -> int:
+        """Return the tokens to compute of requests that wait, as far as is known."""
+        return sum(request.num_tokens for request in self.waiting())
+
+    def wait(self, num_tokens: int = 1, is_ahead: Callable[[Request], bool] = lambda _: True) -> Wait | None:
+        """Return how long a request that came now would wait; None before the first steps were measured.
+
+        Args:
+            num_tokens: tokens of its prompt.
+            is_ahead: predicate, True of a waiting request that starts before it.
+        """
+        waits = []
+        later = [request for request in self._not_placed() if is_ahead(request)]
+        replicas = self._core.replicas
+        for index, replica in enumerate(replicas):
+            wait = self._wait_in(replica, later[index :: len(replicas)], num_tokens, is_ahead)
+            if wait is not None:
+                waits.append(wait)
+        return min(waits, key=lambda wait: wait.first_token_s, default=None)
+
+    def _not_placed(self) -> list[Request]:
+        queued = _copied(lambda: self._core.queued)
+        for event in _copied(lambda: list(self._core.inbox)):
+            if isinstance(event, Submitted):
+                queued += event.requests
+        return queued
+
+    def _wait_in(
+        self, replica: Replica, later: Sequence[Request], num_tokens: int, is_ahead: Callable[[Request], bool]
+    ) -> Wait | None:
+        costs, scheduler = replica.step_stats.costs, replica.scheduler
+        rates = costs.rates()
+        if rates is None:
+            return None
+        running = works_of(_copied(lambda: scheduler.admission.running), self.lengths)
+        first = [request for request in _copied(lambda: scheduler.admission.waiting) if is_ahead(request)]
+        waiting = works_of([*first, *later], self.lengths, costs.cached_share)
+        mean = sum(sum(work) for work in running + waiting) / max(len(running) + len(waiting), 1)
+        groups = scheduler.groups
+        tokens_per_page = mean / groups.num_pages(int(mean)) if groups.sliding and mean >= 1 else 0.0
+        sizes = Sizes(
+            num_slots=scheduler.max_num_seqs,
+            num_batched_tokens=scheduler.max_num_batched_tokens,
+            num_kv_tokens=scheduler.num_pages * (tokens_per_page or scheduler.page_size / groups.size),
+            page_size=scheduler.page_size,
+            long_threshold=scheduler.policy.long_threshold,
+            long_chunk=scheduler.policy.long_chunk,
+        )
+        return estimate_wait(rates, sizes, running, waiting, Work(float(max(num_tokens, 1)), 1.0))
+
+
+def _copied(read: Callable[[], list[Item]]) -> list[Item]:
+    """Return what `read` copies of a collection that another thread may be changing, which it may notice."""
+    for _ in range(8):
+        try:
+            return read()
+        except RuntimeError:  # changed while it was copied
+            continue
+    return []

@@ -1,0 +1,375 @@
+"""Estimates of how long a request waits: the requests ahead are served in thought, as the scheduler serves them.
+
+The scheduler's rules are simplified, and steps alike are taken at once. Prompts are computed in their order, rows in
+decode get a token in each step, and a request starts when a slot, pages and a part of a step's budget are free for it.
+Where pages run out, the youngest row goes back to the queue. All is a function of its arguments: no clock, no state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from typing import NamedTuple
+
+from jaxserve.request import Request
+from jaxserve.scheduling.step_costs import Rates
+
+MOST_SERVED = 192  # waiting requests that are served in thought; the rest is estimated from the pace of these
+_GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+Number = int | float
+
+
+class Work(NamedTuple):
+    """Work that a request still is.
+
+    Attributes:
+        num_prompt_tokens: tokens to compute before its next one is sampled; at most 1 of a row in decode.
+        num_output_tokens: tokens to sample.
+        num_held_tokens: tokens that it has keys and values of.
+    """
+
+    num_prompt_tokens: Number
+    num_output_tokens: Number
+    num_held_tokens: Number = 0.0
+
+
+class Sizes(NamedTuple):
+    """Sizes of a scheduler.
+
+    Attributes:
+        num_slots: most running requests.
+        num_batched_tokens: token budget of a step.
+        num_kv_tokens: tokens that the page pool holds.
+        page_size: tokens per page.
+        long_threshold: tokens above which a prompt is long; one is computed at a time, and others pass those that wait.
+        long_chunk: most tokens of a long prompt in a step with rows in decode.
+    """
+
+    num_slots: int
+    num_batched_tokens: int
+    num_kv_tokens: Number
+    page_size: int
+    long_threshold: int
+    long_chunk: int
+
+
+class Wait(NamedTuple):
+    """Estimate for one request, from now on.
+
+    Attributes:
+        start_s: time until its first tokens are computed.
+        first_token_s: time until its first token is there.
+    """
+
+    start_s: Number
+    first_token_s: Number
+
+
+class OutputLengths:
+    """Lengths of outputs that may end before their limit: each token is as likely as the others to be the last.
+
+    The likelihood is that of the latest outputs, of which those that reached their limit count as unfinished.
+    """
+
+    def __init__(self) -> None:
+        self._num_stopped, self._num_tokens = 0.0, 0.0
+
+    def ended(self, num_tokens: int, *, at_limit: bool) -> None:
+        """Take the length of an output, and whether its limit ended it."""
+        self._num_stopped = 0.99 * self._num_stopped + (not at_limit)
+        self._num_tokens = 0.99 * self._num_tokens + num_tokens
+
+    def left(self, most: int, *, may_stop: bool, at: Number) -> Number:
+        """Return how many tokens an output still has.
+
+        Args:
+            most: tokens up to its limit.
+            may_stop: True if it may end before.
+            at: position in the distribution, in [0, 1); a share `at` of outputs has fewer tokens left.
+        """
+        if not (may_stop and self._num_stopped):
+            return float(max(most, 1))
+        mean = max(self._num_tokens / self._num_stopped, 1.0)
+        return min(max(-math.log1p(-at) * mean, 1.0), float(max(most, 1)))
+
+
+def works_of(requests: Iterable[Request], lengths: OutputLengths, cached_share: Number = 0.0) -> list[Work]:
+    """Return the work of requests, whose lengths are spread over the distribution of all.
+
+    Args:
+        requests: unfinished requests; another thread may be changing them.
+        lengths: lengths of outputs.
+        cached_share: share of the prompts of waiting requests that is found in the cache.
+    """
+    works = []
+    for index, request in enumerate(requests):
+        num_tokens, num_held = request.num_tokens, request.num_computed_tokens
+        may_stop = bool(request.stop_ids or request.params.stop)
+        left = lengths.left(request.max_total_tokens - num_tokens, may_stop=may_stop, at=(index + 0.5) * _GOLDEN % 1)
+        num_prompt = float(max(num_tokens - num_held, 1))
+        if not num_held:
+            num_prompt = max(num_prompt * (1 - cached_share), 1.0)
+        works.append(Work(num_prompt, left, float(num_held)))
+    return works
+
+
+def estimate_wait(rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work], own: Work) -> Wait:
+    """Return when a request starts, and when it has its first token, behind those that wait.
+
+    Args:
+        rates: times of steps.
+        sizes: sizes of the scheduler.
+        running: work of the running requests, in the order of admission.
+        waiting: work of those that wait before it, in their order.
+        own: work of the request itself.
+    """
+    served = waiting[:MOST_SERVED]
+    course = _Course(rates, sizes, running, [*served, own])
+    course.run()
+    if len(served) < len(waiting):
+        # Starts before the first slot was free, or while there were several, say nothing about the pace.
+        pace_s = course.pace_s([work.num_prompt_tokens + work.num_output_tokens for work in served])
+        rest = sum(work.num_prompt_tokens + work.num_output_tokens for work in waiting[MOST_SERVED:])
+        return Wait(course.start_s + rest * pace_s, course.first_token_s + rest * pace_s)
+    return Wait(course.start_s, course.first_token_s)
+
+
+@dataclass(slots=True)
+class _Row:
+    """Request in thought. `end` and `base` are on the axis of tokens that each row in decode has got so far."""
+
+    prompt: Number
+    output: Number
+    held: Number
+    order: int = 0
+    end: Number = 0.0
+    base: Number = 0.0
+    decodes: bool = False
+
+
+class _Queue:
+    """Rows in order, of which those with long prompts may be passed over."""
+
+    def __init__(self, threshold: int, rows: Iterable[_Row]) -> None:
+        self._threshold = threshold
+        self._first = 0
+        self._short: deque[_Row] = deque()
+        self._long: deque[_Row] = deque()
+        for order, row in enumerate(rows, start=1):
+            row.order = order
+            (self._long if row.prompt > threshold else self._short).append(row)
+
+    def __bool__(self) -> bool:
+        return bool(self._short or self._long)
+
+    def first(self, *, may_be_long: bool) -> _Row | None:
+        """Return the first row, or the first that is not long; None if there is none."""
+        heads = [rows[0] for rows in (self._short, self._long if may_be_long else ()) if rows]
+        return min(heads, key=lambda row: row.order, default=None)
+
+    def remove_first(self, row: _Row) -> None:
+        (self._long if self._long and self._long[0] is row else self._short).popleft()
+
+    def put_back(self, row: _Row) -> None:
+        """Put a row before all others."""
+        self._first -= 1
+        row.order = self._first
+        (self._long if row.prompt > self._threshold else self._short).appendleft(row)
+
+
+class _Course:
+    """Course of events until the last waiting request has its first token."""
+
+    def __init__(self, rates: Rates, sizes: Sizes, running: Sequence[Work], waiting: Sequence[Work]) -> None:
+        self._rates, self._sizes = rates, sizes
+        self._now_s = self._decoded = 0.0
+        self._long: _Row | None = None  # long prompt that is being computed
+        self._prefills: deque[_Row] = deque()  # others
+        self._prefill_left = 0.0  # tokens of these
+        self._rows: list[_Row] = []  # in decode, in the order of admission, as far as they have not ended
+        self._ends: list[tuple[Number, int]] = []  # heap: end, index in `_rows`
+        self._num_decoding = 0
+        self._held = 0.0  # tokens of all rows, but for those that rows in decode got since they began to
+        self._base = 0.0  # sum of `base` of rows in decode
+        rows = [_Row(work.num_prompt_tokens, work.num_output_tokens, 0.0) for work in waiting]
+        self._own = rows[-1]
+        self._waiting = _Queue(sizes.long_threshold, rows)
+        self._starts_s: list[Number] = []
+        self.start_s = self.first_token_s = 0.0
+        self._is_done = False
+        for work in running:
+            row = _Row(work.num_prompt_tokens, work.num_output_tokens, work.num_held_tokens)
+            self._held += row.held
+            if row.prompt > 1:
+                self._begin_prefill(row)
+            else:
+                self._begin_decode(row)
+
+    def run(self) -> None:
+        while not self._is_done:
+            self._start_waiting()
+            if self._prefills or self._long:
+                self._compute_prompts()
+            elif self._num_decoding:
+                self._decode(self._ends[0][0] - self._decoded)
+            else:  # it is larger than the pool, by roundings
+                row = self._waiting.first(may_be_long=True)
+                assert row is not None, "it ends with the first token of the last row"
+                self._start(row)
+            self._preempt()
+
+    def pace_s(self, tokens: Sequence[Number]) -> Number:
+        """Return the time for each token of the requests that started after the first quarter of them."""
+        starts_s = sorted(self._starts_s)
+        first = len(tokens) // 4
+        span_s = starts_s[min(len(tokens), len(starts_s) - 1)] - starts_s[first]
+        return span_s / max(sum(tokens[first:]), 1.0)
+
+    # Parts
+
+    @property
+    def _num_running(self) -> int:
+        return self._num_decoding + len(self._prefills) + (self._long is not None)
+
+    @property
+    def _num_free_tokens(self) -> Number:
+        """Tokens that free pages hold, where each row leaves half a page empty."""
+        held = self._held + self._decoded * self._num_decoding - self._base
+        return self._sizes.num_kv_tokens - held - self._num_running * self._sizes.page_size / 2
+
+    def _shares(self) -> tuple[Number, Number]:
+        """Return the tokens of a step for the long prompt, at first, and for all others."""
+        budget = self._sizes.num_batched_tokens
+        share = max(budget - self._num_decoding, budget / 8, 1.0)
+        if self._long is None:
+            return 0.0, share
+        most = self._long.prompt
+        if most > self._sizes.long_threshold:
+            most = min(most, self._sizes.long_chunk, (share + 1) // 2)
+        most = min(most, share)
+        return most, share - most
+
+    def _start_waiting(self) -> None:
+        sizes, waiting = self._sizes, self._waiting
+        while waiting and self._num_running < sizes.num_slots:
+            if self._prefill_left >= self._shares()[1]:
+                return
+            row = waiting.first(may_be_long=self._long is None)
+            if row is None:
+                return
+            # What is left of prompts keeps its room, and every other row a page to grow.
+            kept = self._prefill_left + (self._long.prompt if self._long else 0.0)
+            needed = row.prompt + kept + (self._num_running + 1) * sizes.page_size
+            if needed > self._num_free_tokens and self._num_running:
+                return
+            self._start(row)
+
+    def _start(self, row: _Row) -> None:
+        self._waiting.remove_first(row)
+        self._starts_s.append(self._now_s)
+        if row is self._own:
+            self.start_s = self._now_s
+        self._begin_prefill(row)
+
+    def _begin_prefill(self, row: _Row) -> None:
+        if self._long is None and row.prompt > self._sizes.long_threshold:
+            self._long = row
+        else:
+            self._prefills.append(row)
+            self._prefill_left += row.prompt
+
+    def _compute_prompts(self) -> None:
+        """Do one step with prompt tokens, or several alike: until a prompt or a row ends."""
+        num_long, share = self._shares()
+        others = min(share, self._prefill_left)
+        num_steps = 1
+        if self._long is not None:
+            most = self._long.prompt
+            if self._num_decoding and most > self._sizes.long_threshold:
+                most = min(most, self._sizes.long_chunk)
+            num_long = min(most, num_long + share - others)
+            if not self._prefills:
+                num_steps = max(int(self._long.prompt // num_long), 1)
+        elif self._prefills[0].prompt > share:
+            num_steps = int(self._prefills[0].prompt // share)
+        if num_steps > 1 and self._ends:
+            num_steps = max(min(num_steps, int(self._ends[0][0] - self._decoded)), 1)
+        self._now_s += num_steps * self._rates.step_s(num_long + others, self._num_decoding)
+        self._decoded += num_steps
+        self._held += num_steps * (num_long + others)
+        self._prefill_left -= num_steps * others
+        self._take_prompts(num_steps * others)
+        if self._long is not None:
+            self._long.prompt -= num_steps * num_long
+            self._long.held += num_steps * num_long
+            if self._long.prompt < 1e-6:
+                row, self._long = self._long, None
+                self._end_prompt(row)
+        self._end_rows()
+
+    def _take_prompts(self, left: Number) -> None:
+        """Take tokens from the prompts that are not long, in their order."""
+        while self._prefills and left >= self._prefills[0].prompt - 1e-6:
+            row = self._prefills.popleft()
+            left -= row.prompt
+            row.held += row.prompt
+            self._end_prompt(row)
+        if self._prefills:
+            self._prefills[0].prompt -= left
+            self._prefills[0].held += left
+        else:
+            self._prefill_left = 0.0
+
+    def _end_prompt(self, row: _Row) -> None:
+        if row is self._own:
+            self.first_token_s, self._is_done = self._now_s, True
+        row.output -= 1
+        if row.output > 0:
+            self._begin_decode(row)
+        else:
+            self._held -= row.held
+
+    def _decode(self, most: Number) -> None:
+        """Do steps of rows in decode alone, until the first row ends or pages run out."""
+        tokens = max(most, 1e-9)
+        if self._waiting:
+            tokens = min(tokens, max(self._num_free_tokens, 0.0) / self._num_decoding + 1.0)
+        self._now_s += tokens / self._rates.tokens_per_row * self._rates.step_s(0, self._num_decoding)
+        self._decoded += tokens
+        self._end_rows()
+
+    def _begin_decode(self, row: _Row) -> None:
+        row.base, row.end, row.decodes = self._decoded, self._decoded + row.output, True
+        heappush(self._ends, (row.end, len(self._rows)))
+        self._rows.append(row)
+        self._num_decoding += 1
+        self._base += row.base
+
+    def _end_rows(self) -> None:
+        while self._ends and self._ends[0][0] <= self._decoded + 1e-6:
+            self._leave(self._rows[heappop(self._ends)[1]])
+
+    def _leave(self, row: _Row) -> None:
+        """Take a row out of decode."""
+        row.decodes = False
+        self._num_decoding -= 1
+        self._base -= row.base
+        self._held -= row.held
+
+    def _preempt(self) -> None:
+        """Send the youngest rows back to the queue where there is no page for the others."""
+        while self._num_free_tokens < 0 and self._num_decoding > 1:
+            while not self._rows[-1].decodes:
+                self._rows.pop()
+            row = self._rows[-1]
+            self._leave(row)
+            self._ends.remove((row.end, len(self._rows) - 1))
+            heapify(self._ends)
+            self._rows.pop()
+            got = self._decoded - row.base
+            self._waiting.put_back(_Row(row.held + got, max(row.output - got, 1.0), 0.0))
