@@ -16,6 +16,7 @@ from jaxserve.errors import RequestError, install_extra
 from jaxserve.structured_output.params import StructuredOutputsParams
 
 MAX_COMPILED = 64  # grammars that are kept compiled
+WHITESPACE = r"[ \t\n\r]{1,32}"  # between tokens of JSON: without a limit, a weak model may sample nothing else
 _WORD_BITS = 32
 _LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "max_items_in_row": 2_000, "step_max_items": 50_000}
 
@@ -186,8 +187,8 @@ class GrammarCompiler:
         options: dict[str, Any] = {}
         if form.disable_any_whitespace:
             options["whitespace_flexible"] = False
-        if form.whitespace_pattern is not None:
-            options["whitespace_pattern"] = form.whitespace_pattern
+        else:
+            options["whitespace_pattern"] = form.whitespace_pattern or WHITESPACE
         schema = form.json if form.json is not None else {"type": "object"}
         text = schema if isinstance(schema, str) else json.dumps(schema)
         return make.grammar_from_json_schema(text, None, options or None)

@@ -27,7 +27,8 @@ class StructuredOutputsParams:
         grammar: grammar in llguidance's variant of Lark.
         json_object: True for any JSON object.
         disable_any_whitespace: leave out white space between the tokens of JSON.
-        whitespace_pattern: regular expression of the white space that JSON may have between its tokens.
+        whitespace_pattern: regular expression of the white space that JSON may have between its tokens; by default
+            up to 32 characters.
 
     Raises:
         RequestError: not exactly one form is given, or it has another type or is too large.

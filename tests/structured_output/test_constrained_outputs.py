@@ -80,6 +80,28 @@ def test_outputs_follow_schemas_and_regular_expressions(llm: LLM) -> None:
     check_all(llm, forms)
 
 
+def test_white_space_does_not_fill_an_output(llm: LLM) -> None:
+    """A model that prefers white space to all else still gets to the end."""
+    tokenizer = llm.engine.tokenizer
+    assert tokenizer is not None
+    blank = [
+        i for i in range(llm.engine.arch.vocab_size) if tokenizer.decode([i]) and not tokenizer.decode([i]).strip()
+    ]
+    schema = {
+        "type": "object",
+        "properties": {"on": {"type": "boolean"}},
+        "required": ["on"],
+        "additionalProperties": False,
+    }
+    wanted = SamplingParams(
+        max_tokens=200, logit_bias=dict.fromkeys(blank[:100], 50.0), structured_outputs={"json": schema}
+    )
+    completion = generate(llm, [wanted])[0].outputs[0]
+    assert completion.finish_reason == "stop"
+    assert isinstance(json.loads(completion.text)["on"], bool)
+    assert max(map(len, re.findall(r"\s+", completion.text))) > 8, "white space is what it prefers"
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
 def test_outputs_follow_random_forms(llm: LLM, seed: int) -> None:

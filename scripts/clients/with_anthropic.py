@@ -1,0 +1,95 @@
+"""Anthropic's Python client: messages, tools, streams, counts of tokens, errors."""
+
+from functools import partial
+
+import anthropic
+from checks import Target, check, refusal, run
+
+HELLO = [{"role": "user", "content": "def add(a, b):"}]
+TOOL = {
+    "name": "get_weather",
+    "description": "Weather of a city",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+def client(target: Target) -> anthropic.Anthropic:
+    """Return a client that does not try again, so that every failure shows."""
+    return anthropic.Anthropic(base_url=target.url, api_key="none", max_retries=0, timeout=120)
+
+
+@check
+def message(target: Target) -> None:
+    reply = client(target).messages.create(
+        model=target.model, max_tokens=12, messages=HELLO, system="Be brief.", temperature=0
+    )
+    assert reply.role == "assistant"
+    assert reply.content[0].type == "text"
+    assert reply.stop_reason == "max_tokens"
+    assert reply.usage.output_tokens == 12
+
+
+@check
+def stream_is_the_whole(target: Target) -> None:
+    options = {"model": target.model, "max_tokens": 16, "messages": HELLO, "temperature": 0}
+    whole = client(target).messages.create(**options)
+    with client(target).messages.stream(**options) as stream:
+        text = "".join(stream.text_stream)
+        final = stream.get_final_message()
+    assert text == whole.content[0].text
+    assert final.content[0].text == text
+    assert (final.stop_reason, final.usage.output_tokens) == (whole.stop_reason, whole.usage.output_tokens)
+
+
+@check
+def stop_sequences(target: Target) -> None:
+    options = {"model": target.model, "max_tokens": 24, "messages": HELLO, "temperature": 0}
+    text = client(target).messages.create(**options).content[0].text
+    stop = text.strip()[3:6]
+    reply = client(target).messages.create(stop_sequences=[stop], **options)
+    assert (reply.stop_reason, reply.stop_sequence) == ("stop_sequence", stop)
+
+
+@check
+def tool_use_whole_and_streamed(target: Target) -> None:
+    options = {"model": target.model, "max_tokens": 120, "messages": HELLO, "tools": [TOOL]}
+    options |= {"tool_choice": {"type": "tool", "name": "get_weather"}}
+    reply = client(target).messages.create(**options)
+    block = next(block for block in reply.content if block.type == "tool_use")
+    assert block.input["city"] in ("Paris", "Rome")
+    assert reply.stop_reason == "tool_use"
+    with client(target).messages.stream(**options) as stream:
+        final = stream.get_final_message()
+    used = next(block for block in final.content if block.type == "tool_use")
+    assert used.input["city"] in ("Paris", "Rome")
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": "sunny"}
+    content = [block.model_dump(exclude_none=True, include={"type", "id", "name", "input"})]
+    follow = [*HELLO, {"role": "assistant", "content": content}, {"role": "user", "content": [result]}]
+    assert client(target).messages.create(model=target.model, max_tokens=8, messages=follow, tools=[TOOL]).content
+
+
+@check
+def count_of_tokens(target: Target) -> None:
+    count = client(target).messages.count_tokens(model=target.model, messages=HELLO)
+    reply = client(target).messages.create(model=target.model, max_tokens=1, messages=HELLO)
+    usage = reply.usage
+    assert count.input_tokens == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
+@check
+def errors_have_their_types(target: Target) -> None:
+    for wrong, error in (
+        ({"temperature": 9}, anthropic.BadRequestError),
+        ({"model": "other"}, anthropic.NotFoundError),
+        ({"max_tokens": 0}, anthropic.BadRequestError),
+    ):
+        options = {"model": target.model, "max_tokens": 2, "messages": HELLO} | wrong
+        assert refusal(partial(client(target).messages.create, **options), error).body["type"] == "error"
+
+
+run("anthropic")
