@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
@@ -35,24 +36,33 @@ class OutputReader:
     """
 
     def __init__(self, output: RequestOutput) -> None:
-        self._output = output
-        self._num_chars = [0] * len(output.outputs)
-        self._num_tokens = [0] * len(output.outputs)
-        self._is_ended = [False] * len(output.outputs)
+        self._open = [_Place(completion) for completion in output.outputs]
 
     def read(self) -> list[Increment]:
         """Return the increments of the completions that have got tokens, text or their end since the last call."""
         increments = []
-        for index, completion in enumerate(self._output.outputs):
-            if self._is_ended[index]:
-                continue
-            start, num_tokens = self._num_tokens[index], len(completion.token_ids)
-            reason = completion.finish_reason
+        has_ended = False
+        for place in self._open:
+            completion, start = place.completion, place.num_tokens
+            token_ids, reason = completion.token_ids, completion.finish_reason
+            num_tokens = len(token_ids)
             if num_tokens == start and reason is None:
                 continue
-            text, logprobs = completion.text_since(self._num_chars[index]), completion.logprobs
-            self._num_chars[index] += len(text)
-            self._num_tokens[index], self._is_ended[index] = num_tokens, reason is not None
+            text, logprobs = completion.text_since(place.num_chars), completion.logprobs
+            place.num_chars += len(text)
+            place.num_tokens = num_tokens
+            has_ended |= reason is not None
             new_logprobs = None if logprobs is None else logprobs[start:num_tokens]
-            increments.append(Increment(completion, text, completion.token_ids[start:], new_logprobs, reason))
+            increments.append(Increment(completion, text, token_ids[start:], new_logprobs, reason))
+        if has_ended:
+            self._open = [place for place in self._open if place.completion.finish_reason is None]
         return increments
+
+
+@dataclass(slots=True)
+class _Place:
+    """How far a completion has been read."""
+
+    completion: CompletionOutput
+    num_chars: int = 0
+    num_tokens: int = 0

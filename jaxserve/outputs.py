@@ -92,42 +92,50 @@ class RequestMetrics:
 class GrowingText:
     """Text that one thread appends to while any other reads it.
 
-    The pieces are an immutable tuple that `append` replaces as a whole, so a reader sees a consistent text. Each piece
-    is at least twice as long as the next: the number of pieces is logarithmic in the length of the text, and so is the
-    number of times that a character is copied.
+    The length and the pieces are an immutable tuple that `append` replaces as a whole, so a reader sees a consistent
+    text. Each piece is at least twice as long as the next: the number of pieces is logarithmic in the length of the
+    text, and so is the number of times that a character is copied.
     """
 
+    __slots__ = ("_state",)
+
     def __init__(self, text: str = "") -> None:
-        self._pieces: tuple[str, ...] = (text,) if text else ()
+        self._state: tuple[int, tuple[str, ...]] = (len(text), (text,) if text else ())
 
     def append(self, text: str) -> None:
         """Append text. Only one thread may do so."""
         if not text:
             return
-        pieces = self._pieces
+        length, pieces = self._state
         num_kept, num_chars = len(pieces), len(text)
+        length += num_chars
         while num_kept and len(pieces[num_kept - 1]) < 2 * num_chars:
             num_kept -= 1
             num_chars += len(pieces[num_kept])
-        self._pieces = (*pieces[:num_kept], "".join((*pieces[num_kept:], text)))
+        self._state = (length, (*pieces[:num_kept], "".join((*pieces[num_kept:], text))))
 
     def __len__(self) -> int:
-        return sum(map(len, self._pieces))
+        return self._state[0]
 
     def __str__(self) -> str:
         """Return the whole text."""
-        return "".join(self._pieces)
+        return "".join(self._state[1])
 
     def since(self, start: int) -> str:
         """Return the text after the first `start` characters, at a cost that depends only on its length."""
-        pieces = self._pieces
-        missing = sum(map(len, pieces)) - start
+        length, pieces = self._state
+        missing = length - start
+        if missing <= 0:
+            return ""
+        last = pieces[-1]
+        if missing <= len(last):  # nearly always
+            return last[-missing:]
         new: list[str] = []
         for piece in reversed(pieces):
-            if missing <= 0:
-                break
             new.append(piece[max(0, len(piece) - missing) :])
             missing -= len(piece)
+            if missing <= 0:
+                break
         return "".join(reversed(new))
 
 

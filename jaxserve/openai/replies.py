@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
@@ -54,6 +55,7 @@ class Reply:
         usage = ', "usage": null' if request.include_usage else ""
         self._text_tail = f'{closed}, "logprobs": null, "finish_reason": null}}]{usage}}}\n\n'
         self._usage_tail = usage
+        self._is_plain = not (request.return_token_ids or request.continuous_usage or request.echo)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply; `outputs`, one for each prompt and in their order, have ended."""
@@ -93,10 +95,9 @@ class Reply:
             output: output of that prompt.
             increments: its increments.
         """
-        request = self._request
-        is_plain = not (request.return_token_ids or request.continuous_usage or request.echo)
+        request, is_plain = self._request, self._is_plain
         for increment in increments:
-            index = self._index(number, increment)
+            index = number * request.params.n + increment.completion.index
             reader = self._readers.get(index)
             if reader is None and request.is_chat:
                 reader = self.reader(index)
@@ -107,7 +108,7 @@ class Reply:
                     if type(delta) is not Content:
                         yield self._event(index, {"delta": delta_json(delta)} | _OPEN, output)
                     elif delta.text:
-                        text = json.dumps(delta.text)
+                        text = encode_basestring_ascii(delta.text)  # what `json.dumps` comes to
                         yield f"data: {self._chunk_head}{index}{self._text_head}{text}{self._text_tail}".encode()
                 continue
             choice = self._choice(number, output, increment)

@@ -63,9 +63,11 @@ class Stream:
 
     def tell(self, group: RequestGroup) -> None:
         """Send what is new of a request, unless the client must take something first. To be called on the loop."""
-        self._news[self._numbers[group.request_id]] = None
-        if not self._is_waiting:
-            self.resume()
+        number = self._numbers[group.request_id]
+        if self._is_waiting:
+            self._news[number] = None
+        else:
+            self._send(number)
 
     def end(self) -> None:
         """Let `run` return, as nobody waits for the reply."""
@@ -89,28 +91,30 @@ class Stream:
     def resume(self) -> None:
         """Send what is new, as far as the client takes it. To be called on the loop."""
         self._is_waiting = False
-        while self._news and not (self._is_waiting or self._through.done()):
+        while self._news and not self._is_waiting:
             number = next(iter(self._news))
             del self._news[number]
-            try:
-                self._is_waiting = not self._send(number)
-            except Exception as error:
-                self._through.set_exception(error)
+            self._send(number)
 
-    def _send(self, number: int) -> bool:
-        """Send what is new of a request; returns whether the client takes more."""
-        group = self.groups[number]
-        with self._lock:  # all three of one moment
-            increments = () if self._write is None else self._readers[number].read()
-            is_ended, error = group.output.finished, group.error
-        if error is not None:
-            raise BrokenStepError(f"the step that served this request broke off: {error!r}")
-        takes_more = self._write is None or not increments or self._write(number, increments)
-        if is_ended:
-            self._open.discard(number)
-            if not self._open:
-                self._set_through()
-        return takes_more
+    def _send(self, number: int) -> None:
+        """Send what is new of a request, unless nobody waits for it any more."""
+        group, write = self.groups[number], self._write
+        try:
+            with self._lock:  # all three of one moment
+                increments = self._readers[number].read() if write is not None else ()
+                is_ended, error = group.output.finished, group.error
+            if error is not None:
+                raise BrokenStepError(f"the step that served this request broke off: {error!r}")
+            if write is not None and increments and not self._through.done():
+                self._is_waiting = not write(number, increments)
+        except Exception as failure:
+            if not self._through.done():
+                self._through.set_exception(failure)
+        else:
+            if is_ended:
+                self._open.discard(number)
+                if not self._open:
+                    self._set_through()
 
     def _set_through(self) -> None:
         if not self._through.done():

@@ -38,8 +38,9 @@ def test_appending_costs_the_same_however_long_the_text_is() -> None:
     text, num_copied = GrowingText(), 0
     for i in range(10_000):
         text.append("a" * (1 + i * 7919 % 5))
-        num_copied += len(text._pieces[-1])
-        assert len(text._pieces) <= 16
+        _, pieces = text._state
+        num_copied += len(pieces[-1])
+        assert len(pieces) <= 16
     assert len(text) == 30_000
     assert num_copied < 10 * len(text)
 
