@@ -4,8 +4,9 @@
 
 The three ways take turns, after one round of each that does not count; every round has prompts of its own. The client
 is a process of its own that only counts bytes, so that it costs little. Prints one JSON line: output tokens per second
-of each way, the ratio to `generate` of each round, and the processor time of the server for each streamed token: what
-the server's process takes beyond what `generate` takes for as many tokens.
+of each way, the ratio to `generate` of each round, the steps of the engine, and the processor time of the server for
+each streamed token: what the server's process takes beyond what `generate` takes for as many tokens, and what the
+thread of its event loop takes, which other work on the machine disturbs less.
 """
 
 import argparse
@@ -20,6 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
@@ -71,6 +73,48 @@ def cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+class Meter:
+    """What rounds have cost, by way.
+
+    Attributes:
+        rounds: seconds, processor seconds of the process and of the loop's thread, and steps of the engine.
+    """
+
+    def __init__(self, loop_thread: threading.Thread) -> None:
+        assert loop_thread.ident is not None, "the loop runs"
+        self._loop_clock = time.pthread_getcpuclockid(loop_thread.ident)
+        self.rounds: dict[str, list[NDArray[np.float64]]] = {way: [] for way in WAYS}
+
+    def read(self, engine: Engine) -> NDArray[np.float64]:
+        """Return the counters as they are."""
+        steps = engine.stats.num_steps
+        return np.array([time.perf_counter(), cpu_s(), time.clock_gettime(self._loop_clock), steps])
+
+    def median(self, way: str) -> list[float]:
+        """Return the medians of what a way has cost."""
+        values: list[float] = np.median(self.rounds[way], axis=0).tolist()
+        return values
+
+
+def run_rounds(args: argparse.Namespace, llm: LLM, engine: Engine, meter: Meter, port: int, pipe: Connection) -> None:
+    """Run all rounds, of which the first does not count."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": args.output_tokens, "ignore_eos": True}
+    for index in range(args.rounds + 1):
+        for number, way in enumerate(WAYS):
+            ids = prompts(engine.arch.vocab_size, args.concurrency, args.prompt_tokens, len(WAYS) * index + number)
+            used = llm.engine if way == "generate" else engine
+            before = meter.read(used)
+            if way == "generate":
+                llm.generate(ids, SamplingParams(**sampling), use_tqdm=False)
+            else:
+                body = sampling | {"stream": way == "streamed"}
+                pipe.send((port, [json.dumps(body | {"prompt": each}).encode() for each in ids]))
+                before[0] = time.perf_counter()
+                assert pipe.recv()
+            if index:
+                meter.rounds[way].append(meter.read(used) - before)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory of a checkpoint; the embedded model by default")
@@ -86,9 +130,6 @@ def main() -> None:
     engine = Engine(EngineConfig(args.model, compile_ahead="all"))
     engine.wait_until_warm()
     config = ServerConfig(port=0)
-    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    cpu: dict[str, list[float]] = {way: [] for way in WAYS}
-    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": args.output_tokens, "ignore_eos": True}
     started = threading.Event()
     with listen(config) as sock:
         app = App(engine, config)
@@ -96,36 +137,24 @@ def main() -> None:
         thread = threading.Thread(target=lambda: server.run(sockets=[sock]))
         thread.start()
         started.wait()
-        port = sock.getsockname()[1]
-        for index in range(args.rounds + 1):
-            for number, way in enumerate(WAYS):
-                ids = prompts(engine.arch.vocab_size, args.concurrency, args.prompt_tokens, len(WAYS) * index + number)
-                before_s, cpu_before_s = time.perf_counter(), cpu_s()
-                if way == "generate":
-                    llm.generate(ids, SamplingParams(**sampling), use_tqdm=False)
-                    took_s = time.perf_counter() - before_s
-                else:
-                    body = sampling | {"stream": way == "streamed"}
-                    ours.send((port, [json.dumps(body | {"prompt": each}).encode() for each in ids]))
-                    took_s = ours.recv()
-                if index:
-                    seconds[way].append(took_s)
-                    cpu[way].append(cpu_s() - cpu_before_s)
+        meter = Meter(thread)
+        run_rounds(args, llm, engine, meter, sock.getsockname()[1], ours)
         num_wakes = app.service.streams.num_wakes
         server.handle_exit(15, None)
         thread.join()
     ours.send(None)
     num_tokens = args.concurrency * args.output_tokens
-    rates = {f"{way}_tok_s": round(num_tokens / statistics.median(times), 1) for way, times in seconds.items()}
-    ratios = {
-        f"{way}_ratio": round(statistics.median(a / b for a, b in zip(seconds["generate"], times, strict=True)), 3)
-        for way, times in seconds.items()
-        if way != "generate"
-    }
-    extra = [(b - a) / num_tokens * 1e6 for a, b in zip(cpu["generate"], cpu["streamed"], strict=True)]
+    seconds, _, loop, steps = ({way: meter.median(way)[column] for way in WAYS} for column in range(4))
     facts = {"concurrency": args.concurrency, "output_tokens": args.output_tokens, "rounds": args.rounds}
-    result = facts | rates | ratios | {"cpu_us_per_streamed_token": round(statistics.median(extra), 1)}
-    print(json.dumps({"bench": "server", **result, "wakes": num_wakes}))
+    result: dict[str, Any] = {f"{way}_tok_s": round(num_tokens / seconds[way], 1) for way in WAYS}
+    for way in ("whole", "streamed"):
+        pairs = zip(meter.rounds["generate"], meter.rounds[way], strict=True)
+        result[f"{way}_ratio"] = round(statistics.median(a[0] / b[0] for a, b in pairs), 3)
+        result[f"loop_us_per_{way}_token"] = round(loop[way] / num_tokens * 1e6, 1)
+    pairs = zip(meter.rounds["generate"], meter.rounds["streamed"], strict=True)
+    extra = statistics.median(b[1] - a[1] for a, b in pairs)
+    result |= {"cpu_us_per_streamed_token": round(extra / num_tokens * 1e6, 1), "steps": steps, "wakes": num_wakes}
+    print(json.dumps({"bench": "server", **facts, **result}))
 
 
 if __name__ == "__main__":
