@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxserve.openai.format import parse_body
 from jaxserve.server.health import Health
 from jaxserve.server.observer import Observer
 from jaxserve.server.streams import Streams
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.openai.format import Json, ParsedRequest
     from jaxserve.server.config import ServerConfig
 
 
@@ -48,6 +50,11 @@ class Service:
         """Stop what `start` has begun."""
         self.health.close()
         self.streams.close()
+
+    def parse(self, url: str, body: Json) -> ParsedRequest:
+        """Return the request in a body of OpenAI's form. On any thread; RequestError if it cannot be served."""
+        names, defaults = self.model_names, self.engine.default_sampling_params
+        return parse_body(url, body, names[0], names, self.engine.tokenizer, defaults, may_stream=True)
 
     @property
     def streams(self) -> Streams:
