@@ -57,6 +57,7 @@ class SamplingParams:
             with its other tokens. A word stands for its tokens at the start of a text, and for those after a space if
             they are equally many and the first differs. At most 64 such sequences of 8 tokens each.
         skip_special_tokens: leave special tokens out of the text.
+        shown_special_ids: special tokens that stay in the text nevertheless, such as marks of tool calls.
         include_stop_str_in_output: keep the stop string in the text.
         detokenize: produce text; must be True if `stop` is given.
         truncate_prompt_tokens: number of last tokens to keep of a longer prompt, besides the special tokens around a
@@ -97,6 +98,7 @@ class SamplingParams:
     truncate_prompt_tokens: int | None = None
     _: KW_ONLY
     structured_outputs: StructuredOutputsParams | None = None
+    shown_special_ids: Sequence[int] | None = None
     # vLLM's others, which must ask for what jaxserve does anyway
     guided_decoding: InitVar[Any] = None
     logits_processors: InitVar[Any] = None
@@ -138,6 +140,7 @@ class SamplingParams:
         self._check_logit_bias()
         self._check_allowed_token_ids()
         self._check_bad_words()
+        self._check_shown_special_ids()
         if self.structured_outputs is not None:
             self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
 
@@ -197,6 +200,12 @@ class SamplingParams:
                 f"bad_words must be at most {MAX_BAD_SEQUENCES} words, got {len(words)}; keep those that matter"
             )
         self.bad_words = list(dict.fromkeys(words))
+
+    def _check_shown_special_ids(self) -> None:
+        ids = () if self.shown_special_ids is None else self.shown_special_ids
+        if not _is_sequence(ids) or isinstance(ids, bytes):
+            raise RequestError(f"shown_special_ids must be a list of token ids, got {brief(ids)}")
+        self.shown_special_ids = [_integer("shown_special_ids", token_id, 0, _MAX_INT32) for token_id in ids]
 
     def clone(self) -> SamplingParams:
         """Return an independent copy, checked again."""

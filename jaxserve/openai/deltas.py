@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from jaxserve.increments import Increment
+    from jaxserve.openai.scanner import Scanner
 
 Json = dict[str, Any]
 
@@ -57,22 +57,25 @@ class DeltaReader:
     """Reader of one sample of a chat. However its text is cut, the deltas add up to the same message.
 
     Args:
-        name: name of the sample, unique among all; the ids of its calls follow from it.
+        scanner: scanner of its text; None if the text is the message.
+        shows_reasoning: False to leave thoughts out.
+        is_named: True if the request has named the function to call.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, scanner: Scanner | None = None, *, shows_reasoning: bool = True, is_named: bool = False) -> None:
+        self._scanner, self._shows_reasoning, self._is_named = scanner, shows_reasoning, is_named
 
     def read(self, increment: Increment) -> list[Delta]:
         """Return the deltas of what is new; with the last increment, all that was held back."""
-        return [Content(increment.text)] if increment.text else []
+        if self._scanner is None:
+            return [Content(increment.text)] if increment.text else []
+        deltas = self._scanner.scan(increment.text, is_end=increment.finish_reason is not None)
+        return deltas if self._shows_reasoning else [each for each in deltas if not isinstance(each, Reasoning)]
 
     def finish_reason(self, increment: Increment) -> str | None:
         """Return the reason of the end in OpenAI's terms, after `read` of the increment; None before the end."""
-        return increment.finish_reason
-
-    def _call_id(self, number: int) -> str:
-        return f"call_{hashlib.blake2b(f'{self._name}-{number}'.encode(), digest_size=12).hexdigest()}"
+        has_calls = self._scanner is not None and self._scanner.num_calls > 0 and not self._is_named
+        return "tool_calls" if has_calls and increment.finish_reason == "stop" else increment.finish_reason
 
 
 def delta_json(delta: Delta) -> Json:

@@ -12,9 +12,11 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import UnionType
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxserve.errors import EngineDiedError, RequestError, brief
+from jaxserve.openai.chat_formats import ChatFormat
+from jaxserve.openai.tools import MessageForm, detected_format, message_form, read_tools, template_messages
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
@@ -36,7 +38,11 @@ _LABELS = {
     "prompt_cache_key": str,
     "prompt_cache_retention": str,
 }
-_PREFERENCES = {"verbosity": str, "prediction": dict, "reasoning_effort": str}  # fields of chats with other models
+_PREFERENCES = {
+    "verbosity": str,
+    "prediction": dict,
+    "reasoning_effort": str,
+}  # fields of chats; templates may have one
 _TYPES = {
     "cache_salt": str,
     "echo": bool,
@@ -47,6 +53,7 @@ _TYPES = {
     "stream_options": dict,
     "structured_outputs": dict,
     "add_generation_prompt": bool,
+    "include_reasoning": bool,
     "stop": str | list,
     "stop_token_ids": list,
     "allowed_token_ids": list,
@@ -56,9 +63,7 @@ _NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"'], 
 _NEUTRAL_SHARED |= {"detokenize": ["true"], "spaces_between_special_tokens": ["true"], "use_beam_search": ["false"]}
 _NEUTRAL = {  # values, as JSON, that switch off unsupported features
     COMPLETIONS: _NEUTRAL_SHARED | {"suffix": ['""'], "best_of": ["1", "n"]},
-    CHAT: _NEUTRAL_SHARED
-    | {"modalities": ['["text"]'], "tools": ["[]"], "continue_final_message": ["false"]}
-    | {"tool_choice": ['"none"', '"auto"'], "parallel_tool_calls": ["true", "false"]},
+    CHAT: _NEUTRAL_SHARED | {"modalities": ['["text"]'], "continue_final_message": ["false"]},
 }
 _SHARED_FIELDS = {"model", "max_tokens", "logprobs", "cache_salt", "return_token_ids", "stream", "stream_options"}
 _SHARED_FIELDS |= _SAMPLING_FIELDS | _LABELS.keys() | {"response_format", "structured_outputs"}
@@ -67,7 +72,8 @@ _FIELDS = {
     CHAT: _SHARED_FIELDS
     | _NEUTRAL[CHAT].keys()
     | _PREFERENCES.keys()
-    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"},
+    | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
+    | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"},
 }
 _IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
@@ -76,7 +82,7 @@ _SUCCESSORS = {  # names here of fields of earlier or other interfaces
     "function_call": "tool_choice",
     **{f"guided_{kind}": "structured_outputs" for kind in ("json", "regex", "choice", "grammar")},
 }
-_RESERVED = {"messages", "chat_template", "tokenize"}  # names not allowed in chat_template_kwargs
+_RESERVED = {"messages", "chat_template", "tokenize", "tools"}  # names not allowed in chat_template_kwargs
 
 
 @dataclass(eq=False)
@@ -106,6 +112,7 @@ class ParsedRequest:
         include_usage: True if the counts of tokens are wanted at the end of a stream.
         continuous_usage: True if they are wanted with every increment.
         tenant: name of whoever has sent it; empty without keys.
+        form: form of a chat's message.
         ignored: fields that were accepted and changed nothing.
     """
 
@@ -122,6 +129,7 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     tenant: str = ""
+    form: MessageForm = field(default_factory=MessageForm)
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -139,6 +147,7 @@ def parse_body(
     defaults: SamplingParams,
     *,
     may_stream: bool = False,
+    chat_format: ChatFormat | None = None,
 ) -> ParsedRequest:
     """Check a request body and convert it to prompts and sampling parameters.
 
@@ -150,6 +159,7 @@ def parse_body(
         tokenizer: tokenizer that renders and encodes chats.
         defaults: recommended parameters of the checkpoint, for all fields not given except the length.
         may_stream: False where there is no one to stream to, as in a batch file.
+        chat_format: format of the model's messages; by default what its chat templates show.
 
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
@@ -168,12 +178,13 @@ def parse_body(
     is_chat = url == CHAT
     with naming_fields(url):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
+        chat = _read_chat(given, tokenizer, chat_format, params) if is_chat else None
     options = _stream_options(given, may_stream=may_stream)
     return ParsedRequest(
         url,
         model,
-        [_chat_prompt(given, tokenizer)] if is_chat else _completion_prompts(given.get("prompt")),
-        params,
+        [chat.prompt] if chat else _completion_prompts(given.get("prompt")),
+        chat.params if chat else params,
         given.get("cache_salt"),
         params.logprobs if is_chat else None,
         echo=given.get("echo", False),
@@ -182,7 +193,8 @@ def parse_body(
         stream=given.get("stream", False),
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
-        ignored=tuple(sorted(_IGNORED & given.keys())),
+        form=chat.form if chat else MessageForm(),
+        ignored=tuple(sorted((_IGNORED & given.keys()) - (chat.honoured if chat else set()))),
     )
 
 
@@ -280,17 +292,48 @@ def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
     )
 
 
-def _chat_prompt(given: Json, tokenizer: Tokenizer | None) -> TokenIds:
+class _Chat(NamedTuple):
+    """Chat as the engine takes it.
+
+    Attributes:
+        prompt: its messages as tokens.
+        params: sampling parameters.
+        form: form of the message that follows.
+        honoured: fields that have had an effect, though not with every template.
+    """
+
+    prompt: TokenIds
+    params: SamplingParams
+    form: MessageForm
+    honoured: set[str]
+
+
+def _read_chat(
+    given: Json, tokenizer: Tokenizer | None, chat_format: ChatFormat | None, params: SamplingParams
+) -> _Chat:
     if tokenizer is None:
         raise BadRequestError("chats need a tokenizer, and the engine runs with skip_tokenizer_init", "messages")
-    messages = check_messages(given.get("messages"))
+    chat_format = detected_format(tokenizer) if chat_format is None else chat_format
+    messages, tools = check_messages(given.get("messages")), read_tools(given)
+    messages = template_messages(messages, has_text_arguments=chat_format.text_arguments)
     _check_type(given, "chat_template_kwargs", dict)
     variables = dict(given.get("chat_template_kwargs", {}))
     if "add_generation_prompt" in given:
         variables["add_generation_prompt"] = given["add_generation_prompt"]
     if reserved := sorted(variables.keys() & _RESERVED):
         raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
-    return tokenizer.encode(tokenizer.render_chat(messages, variables), add_special_tokens=False)
+    if tools.given:
+        variables["tools"] = list(tools.given)
+    effort, known = given.get("reasoning_effort"), tokenizer.chat_variables(has_tools=bool(tools.given))
+    asked = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
+    used = {name: value for name, value in asked.items() if effort is not None and name in known - variables.keys()}
+    text = tokenizer.render_chat(messages, variables | used)
+    shows_reasoning = given.get("include_reasoning", True)
+    form = message_form(chat_format, tools, text, tokenizer, shows_reasoning=shows_reasoning)
+    if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
+        params = dataclasses.replace(params, shown_special_ids=sorted(form.hidden.values()))
+    prompt = tokenizer.encode(text, add_special_tokens=False)
+    return _Chat(prompt, params, form, {"reasoning_effort"} if used else set())
 
 
 def check_messages(messages: Any) -> list[Json]:

@@ -34,6 +34,11 @@ class ServerConfig:
         send_timeout_s: time after which a client that takes nothing is cut off.
         stuck_after_s: time without progress after which /health fails.
         shutdown_timeout_s: time that unfinished requests have after a first signal.
+        tool_call_parser: format in which the model writes calls of tools: hermes, llama3_json, mistral, deepseek_v3,
+            deepseek_v31, openai or none; "auto" reads it from the chat template.
+        reasoning_parser: format in which the model writes thoughts: deepseek_r1, qwen3, mistral, openai_gptoss or none;
+            "auto" reads it from the chat template.
+        enable_auto_tool_choice: True to start only if the format of calls is known. Tools may be called in any case.
         public_metrics: True to serve /metrics without a key.
     """
 
@@ -51,6 +56,9 @@ class ServerConfig:
     send_timeout_s: float = 60.0
     stuck_after_s: float = 120.0
     shutdown_timeout_s: float = 30.0
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    enable_auto_tool_choice: bool = False
     public_metrics: bool = False
 
     def __post_init__(self) -> None:

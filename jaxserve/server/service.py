@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from jaxserve.openai.format import parse_body
+from jaxserve.errors import ConfigError
+from jaxserve.openai.chat_formats import chat_format
 from jaxserve.server.health import Health
 from jaxserve.server.observer import Observer
 from jaxserve.server.streams import Streams
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
-    from jaxserve.openai.format import Json, ParsedRequest
     from jaxserve.server.config import ServerConfig
 
 
@@ -29,6 +29,7 @@ class Service:
         model_names: names of the model; replies have the first.
         observer: times and counts.
         health: watch over the engine.
+        chat_format: format of the model's messages in chats.
         is_draining: True once no further requests are served.
     """
 
@@ -39,6 +40,10 @@ class Service:
         self.observer = Observer(engine, self.model_names[0])
         self.health = Health(engine, config.stuck_after_s)
         self.is_draining = False
+        templates = engine.tokenizer.chat_template.values() if engine.tokenizer is not None else ()
+        self.chat_format = chat_format(templates, config.tool_call_parser, config.reasoning_parser)
+        if config.enable_auto_tool_choice and not self.chat_format.has_calls:
+            raise ConfigError("enable_auto_tool_choice needs a known format of calls; give --tool-call-parser")
         self._streams: Streams | None = None
 
     def start(self) -> None:
@@ -50,11 +55,6 @@ class Service:
         """Stop what `start` has begun."""
         self.health.close()
         self.streams.close()
-
-    def parse(self, url: str, body: Json) -> ParsedRequest:
-        """Return the request in a body of OpenAI's form. On any thread; RequestError if it cannot be served."""
-        names, defaults = self.model_names, self.engine.default_sampling_params
-        return parse_body(url, body, names[0], names, self.engine.tokenizer, defaults, may_stream=True)
 
     @property
     def streams(self) -> Streams:

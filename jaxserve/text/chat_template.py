@@ -34,10 +34,10 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _strftime_now}
         try:
             self._template = environment.from_string(source)
-            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
+            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template must be valid Jinja, but: {error}") from error
-        self.variables -= environment.globals.keys()
+        self.variables = frozenset(names - environment.globals.keys())
 
     def render(self, variables: dict[str, Any]) -> str:
         """Return the prompt; RequestError if the template fails on these variables."""

@@ -179,6 +179,10 @@ class Tokenizer:
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True} | self.special_tokens
         return template.render(defaults | dict(variables) | {"messages": plain_messages(messages)})
 
+    def chat_variables(self, *, has_tools: bool) -> frozenset[str]:
+        """Return the names that the chat template reads; RequestError if there is none."""
+        return self._template(self._template_source(None, has_tools)).variables
+
     def _template_source(self, wanted: str | None, with_tools: bool) -> str:
         if wanted is not None:
             return self.chat_template.get(wanted, wanted)
@@ -395,8 +399,8 @@ class Detokenizer:
 
     Args:
         tokenizer: tokenizer of the model; with None, or with `params.detokenize=False`, there is no text.
-        params: sampling parameters, of which stop, include_stop_str_in_output, min_tokens, skip_special_tokens and
-            detokenize are used.
+        params: sampling parameters, of which stop, include_stop_str_in_output, min_tokens, skip_special_tokens,
+            shown_special_ids and detokenize are used.
         prompt_token_ids: ids of the prompt, which the text continues: a leading space is kept that the decoder would
             strip at the start of a text.
 
@@ -461,9 +465,12 @@ class Detokenizer:
 def _token_stream(
     tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
 ) -> ByteStream | WindowStream:
-    hidden = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    hidden: frozenset[int] = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    if params.shown_special_ids:
+        hidden -= frozenset(params.shown_special_ids)
     visible = (i for i in reversed(prompt_token_ids) if i not in hidden)
     context = list(itertools.islice(visible, 4))[::-1]
     if tokenizer.byte_table is not None:
         return ByteStream(tokenizer.byte_table, hidden, at_start=not context)
-    return WindowStream(lambda ids: tokenizer.decode(ids, params.skip_special_tokens), hidden, context)
+    skips = params.skip_special_tokens and not params.shown_special_ids
+    return WindowStream(lambda ids: tokenizer.decode(ids, skips), hidden, context)

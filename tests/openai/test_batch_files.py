@@ -255,7 +255,7 @@ def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_pa
         (completion("a", stream_options={}), "invalid_request", "stream_options need stream: true"),
         (chat("a", response_format={"type": "xml"}), "invalid_request", "must have the type text, json_object or"),
         (chat("a", response_format={"type": "json_schema"}), "invalid_request", "must have a schema in json_schema"),
-        (chat("a", tools=[{"type": "function"}]), "unsupported_value", "tools is not supported: it must be []"),
+        (chat("a", tools=[{"type": "function"}]), "invalid_request", "tools must be of the form"),
         (chat("a", service_tier="flex"), "unsupported_value", """must be "auto" or "default", got 'flex'"""),
         (chat("a", user=5), "invalid_request", "user must be a str"),
         (chat("a", metadata="x"), "invalid_request", "metadata must be a dict"),
@@ -336,7 +336,11 @@ def test_a_custom_id_of_another_type_stays_visible(engine: FakeEngine, tmp_path:
 
 
 def test_messages_of_tool_calls_need_no_content(engine: FakeEngine) -> None:
-    body = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]}
+    body = {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
+        ]
+    }
     assert parse_body(CHAT, body, "tiny", (), engine.tokenizer, SamplingParams()).prompts
 
 

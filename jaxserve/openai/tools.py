@@ -1,0 +1,224 @@
+"""Tools of a chat: the functions that it offers, the choice among them, and how the message is to be read."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.errors import RequestError, brief
+from jaxserve.openai.chat_formats import ChatFormat, chat_format
+from jaxserve.openai.deltas import DeltaReader
+from jaxserve.openai.scanner import Scanner
+
+if TYPE_CHECKING:
+    from jaxserve.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+MAX_TOOLS = 128  # OpenAI's
+_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """Function that the model may call.
+
+    Attributes:
+        name: its name.
+        parameters: JSON schema of its arguments.
+        is_strict: True if the arguments must obey the schema, once the model has begun a call.
+    """
+
+    name: str
+    parameters: Json
+    is_strict: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """Tools of a chat.
+
+    Attributes:
+        given: the tools as in the body, which templates show to the model.
+        functions: the functions that may be called: all of `given`, or the one that was named.
+        choice: "none", "auto", "required" or "named".
+        is_parallel: True if a message may have several calls.
+    """
+
+    given: tuple[Json, ...] = ()
+    functions: tuple[Function, ...] = ()
+    choice: str = "none"
+    is_parallel: bool = True
+
+    @property
+    def are_forced(self) -> bool:
+        """True if the message must be calls."""
+        return self.choice in ("required", "named")
+
+
+def read_tools(body: Mapping[str, Any]) -> Tools:
+    """Return the tools of a body; RequestError unless they are what OpenAI's interface has."""
+    given, choice = body.get("tools", []), body.get("tool_choice")
+    if not isinstance(given, list) or len(given) > MAX_TOOLS:
+        raise RequestError(f"tools must be a list of at most {MAX_TOOLS} tools, got {brief(given)}")
+    functions = tuple(map(_function, given))
+    names = [function.name for function in functions]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise RequestError(f"tools must have different names, got several of {repeated}")
+    is_parallel = body.get("parallel_tool_calls", True)
+    if not isinstance(is_parallel, bool):
+        raise RequestError(f"parallel_tool_calls must be a bool, got {brief(is_parallel)}")
+    if choice is None:
+        choice = "auto" if functions else "none"
+    if isinstance(choice, dict):
+        named = choice.get("function")
+        name = named.get("name") if isinstance(named, dict) else None
+        if choice.get("type") != "function" or name not in names:
+            raise RequestError(f"tool_choice must name one of the functions {brief(names)}, got {brief(choice)}")
+        chosen = tuple(function for function in functions if function.name == name)
+        return Tools(tuple(given), chosen, "named", is_parallel=False)
+    if choice not in ("none", "auto", "required"):
+        raise RequestError(f'tool_choice must be "none", "auto", "required" or a function, got {brief(choice)}')
+    if choice == "required" and not functions:
+        raise RequestError('tool_choice "required" needs tools, got none')
+    return Tools(tuple(given), functions, choice if functions else "none", is_parallel)
+
+
+def _function(tool: Any) -> Function:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or tool.get("type", "function") != "function":
+        raise RequestError(f'tools must be of the form {{"type": "function", "function": {{...}}}}, got {brief(tool)}')
+    name, parameters = function.get("name"), function.get("parameters") or {"type": "object", "properties": {}}
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        message = f"tools must have names of 1 to 128 letters, digits, dots, dashes and underscores, got {brief(name)}"
+        raise RequestError(message)
+    if not isinstance(parameters, dict):
+        raise RequestError(f"the parameters of tools must be JSON schemas, which are objects, got {brief(parameters)}")
+    is_strict = function.get("strict") or False
+    if not isinstance(is_strict, bool):
+        raise RequestError(f"strict in tools must be a bool, got {brief(is_strict)}")
+    return Function(name, parameters, is_strict)
+
+
+@dataclass(frozen=True, slots=True)
+class MessageForm:
+    """Form of a chat's message, by which its text is read.
+
+    Attributes:
+        chat_format: format of the model's messages; None if the text is the message.
+        tools: the tools.
+        in_thought: True if the prompt has ended with the mark of a thought.
+        hidden: marks that are special tokens, with their ids.
+        shows_reasoning: True to reply with thoughts; they are left out otherwise.
+    """
+
+    chat_format: ChatFormat | None = None
+    tools: Tools = field(default_factory=Tools)
+    in_thought: bool = False
+    hidden: Mapping[str, int] = field(default_factory=dict)
+    shows_reasoning: bool = True
+
+    def reader(self, name: str) -> DeltaReader:
+        """Return the reader of a sample.
+
+        Args:
+            name: name of the sample, from which the ids of its calls follow.
+        """
+        if self.chat_format is None:
+            return DeltaReader()
+        has_calls = self.tools.choice != "none"
+        scanner = Scanner(
+            self.chat_format,
+            functools.partial(self.chat_format.call_id, name),
+            in_thought=self.in_thought,
+            names=frozenset(function.name for function in self.tools.functions) if has_calls else None,
+            hidden=frozenset(self.hidden),
+        )
+        return DeltaReader(scanner, shows_reasoning=self.shows_reasoning, is_named=self.tools.choice == "named")
+
+
+def message_form(
+    chat_format: ChatFormat, tools: Tools, prompt: str, tokenizer: Tokenizer, *, shows_reasoning: bool
+) -> MessageForm:
+    """Return the form of the message that follows a prompt.
+
+    Raises:
+        RequestError: tools may be called, and nothing is known of how the model writes calls.
+    """
+    has_calls = tools.choice != "none"
+    if tools.are_forced:
+        raise RequestError('tool_choice must be "none" or "auto": others are not supported')
+    if has_calls and not tools.are_forced and not chat_format.has_calls:
+        raise RequestError(
+            'tool_choice "auto" needs a model whose way to write calls is known; name it with --tool-call-parser, or '
+            'ask for tool_choice "required"'
+        )
+    thought = chat_format.thought
+    if not (thought or chat_format.messages or has_calls):
+        return MessageForm()
+    hidden = {
+        mark: token_id for mark in sorted(chat_format.marks) if (token_id := special_id(mark, tokenizer)) is not None
+    }
+    in_thought = thought is not None and prompt.rstrip().endswith(thought.begin)
+    return MessageForm(chat_format, tools, in_thought, hidden, shows_reasoning)
+
+
+@functools.lru_cache(maxsize=256)
+def special_id(text: str, tokenizer: Tokenizer) -> int | None:
+    """Return the id of a text that is a special token; None if it is none."""
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None
+
+
+@functools.lru_cache(maxsize=8)
+def _detected(templates: tuple[str, ...]) -> ChatFormat:
+    return chat_format(templates)
+
+
+def detected_format(tokenizer: Tokenizer) -> ChatFormat:
+    """Return the format that the templates of a tokenizer show."""
+    return _detected(tuple(tokenizer.chat_template.values()))
+
+
+def template_messages(messages: Sequence[Json], *, has_text_arguments: bool) -> list[Json]:
+    """Return messages as templates read them: arguments of calls as objects, thoughts under all names in use.
+
+    Args:
+        messages: messages as clients send them.
+        has_text_arguments: True to leave arguments as they are.
+
+    Raises:
+        RequestError: calls are not of OpenAI's form.
+    """
+    return [_template_message(message, has_text_arguments) for message in messages]
+
+
+def _template_message(message: Json, has_text_arguments: bool) -> Json:
+    if message["role"] != "assistant":
+        return message
+    reasoning = message.get("reasoning") or message.get("reasoning_content")
+    if isinstance(reasoning, str):
+        message = message | {"reasoning": reasoning, "reasoning_content": reasoning, "thinking": reasoning}
+    calls = message.get("tool_calls")
+    if not calls:
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    if not isinstance(calls, list):
+        raise RequestError(f"tool_calls in messages must be a list, got {brief(calls)}")
+    return message | {"tool_calls": [_template_call(call, has_text_arguments) for call in calls]}
+
+
+def _template_call(call: Any, has_text_arguments: bool) -> Json:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"tool_calls in messages must have a function with a name, got {brief(call)}")
+    arguments = function.get("arguments") or "{}"
+    if not has_text_arguments and isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError as error:
+            message = f"arguments of tool_calls in messages must be JSON, got {brief(arguments)}: {error}"
+            raise RequestError(message) from None
+    return call | {"function": function | {"arguments": arguments}}
