@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, DeltaReader, delta_json, whole_message
+from jaxserve.openai.format import error_body
 
 if TYPE_CHECKING:
+    from jaxserve.errors import RequestError
     from jaxserve.openai.format import Json, ParsedRequest
     from jaxserve.outputs import Logprob, RequestOutput
     from jaxserve.text.tokenizer import Tokenizer
@@ -87,6 +89,10 @@ class Reply:
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
         }
 
+    def first_events(self) -> Iterator[bytes]:
+        """Yield the events of a stream before there is any output: none."""
+        yield from ()
+
     def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
         """Yield the server-sent events of what is new.
 
@@ -133,6 +139,11 @@ class Reply:
             yield f'data: {head}], "usage": {json.dumps(self.usage(outputs))}}}\n\n'.encode()
         yield DONE
 
+    def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the events that end a stream in which the request has failed."""
+        yield f"data: {json.dumps(error_body(error))}\n\n".encode()
+        yield DONE
+
     def _event(self, index: int, fields: Json, output: RequestOutput) -> bytes:
         usage = self._usage_tail
         if self._request.continuous_usage:
@@ -146,7 +157,7 @@ class Reply:
         """Return a choice of a chunk or of a whole reply; that of a chat still lacks its delta or message."""
         request, index, completion = self._request, self._index(number, increment), increment.completion
         if request.is_chat:
-            choice: Json = {"index": index, "logprobs": self._chat_logprobs(increment)}
+            choice: Json = {"index": index, "logprobs": self.chat_logprobs(increment)}
         else:
             text, token_ids = increment.text, increment.token_ids
             tables: Sequence[dict[int, Logprob] | None] | None = increment.logprobs
@@ -207,7 +218,8 @@ class Reply:
             best.setdefault(self._text(token_id, entry), entry.logprob)
         return best
 
-    def _chat_logprobs(self, increment: Increment) -> Json | None:
+    def chat_logprobs(self, increment: Increment) -> Json | None:
+        """Return the log probabilities of a chat's new tokens; None unless requested."""
         if increment.logprobs is None:
             return None
         num_top = self._request.top_logprobs or 0

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError, brief
 from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, as_bad_request
-from jaxserve.openai.replies import DONE
+from jaxserve.openai.interfaces import error_body_at
+from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
+from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
 from jaxserve.server import http
 from jaxserve.server.auth import Keys
 from jaxserve.server.call import Call
@@ -55,6 +57,10 @@ class App:
         self._handlers: dict[tuple[str, str], Handler] = {
             ("POST", COMPLETIONS): generation.serve,
             ("POST", CHAT): generation.serve,
+            ("POST", RESPONSES): generation.serve,
+            ("POST", INPUT_TOKENS): info.count,
+            ("POST", MESSAGES): generation.serve,
+            ("POST", COUNT_TOKENS): info.count,
             ("POST", "/tokenize"): info.tokenize,
             ("POST", "/detokenize"): info.detokenize,
             ("GET", "/"): info.page,
@@ -112,7 +118,8 @@ class App:
             if methods := self._methods(call.path):
                 message = f"{call.path} must be called with {' or '.join(methods)}, got {call.method}"
                 raise BadRequestError(message, None, "method_not_allowed", 405)
-            raise BadRequestError(f"there is no {brief(call.path)} here", None, "not_found", 404)
+            why = "; responses are not stored" if call.path.startswith(f"{RESPONSES}/") else ""
+            raise BadRequestError(f"there is no {brief(call.path)} here{why}", None, "not_found", 404)
         await handler(call)
 
     def _load_header(self, call: Call) -> http.Headers:
@@ -129,9 +136,9 @@ class App:
                     headers.append((b"www-authenticate", b"Bearer"))
                 elif error.status_code == 405:
                     headers.append((b"allow", ", ".join(self._methods(call.path)).encode()))
-                await http.send_error(call.send, error, headers)
+                await http.send_json(call.send, error_body_at(call.path, error), error.status_code, headers)
                 return
-            body = http.error_event(error) + DONE
+            body = b"".join(call.error_events(error)) if call.error_events is not None else b""
             await call.send({"type": "http.response.body", "body": body, "more_body": False})
 
     def _methods(self, path: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -13,6 +13,7 @@ from jaxserve.server.connection import Connection
 from jaxserve.server.http import ClientGoneError
 
 if TYPE_CHECKING:
+    from jaxserve.errors import RequestError
     from jaxserve.server.config import ServerConfig
     from jaxserve.server.http import Json, Receive, Scope, Send
 
@@ -35,6 +36,7 @@ class Call:
         tenant: name of the key's owner; empty without keys.
         is_begun: True once the reply has begun.
         header_makers: functions that return headers of the reply beside the handler's own, called when it begins.
+        error_events: function from an error to the events that end a streamed reply; None before it is known.
         sending_since_s: time since when the client has taken nothing of a part of the reply; None between two parts.
     """
 
@@ -45,6 +47,7 @@ class Call:
         self.tenant = ""
         self.is_begun = False
         self.header_makers: list[Callable[[], http.Headers]] = []
+        self.error_events: Callable[[RequestError], Iterable[bytes]] | None = None
         self.sending_since_s: float | None = None
         self._task = asyncio.current_task()
         self._is_cut_off = False

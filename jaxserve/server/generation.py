@@ -12,8 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, ParsedRequest, naming_fields, parse_body
-from jaxserve.openai.replies import Reply
+from jaxserve.openai.format import BadRequestError, ParsedRequest
+from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
 from jaxserve.server import http
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.streams import BrokenStepError, Stream
@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_CONSTRAINING = {"response_format", "structured_outputs"}  # fields whose grammars take time to read
-_NAME = {COMPLETIONS: "cmpl", CHAT: "chatcmpl"}
+_CONSTRAINING = {  # fields whose grammars take time to read
+    *("response_format", "structured_outputs", "text", "output_config"),
+}
 
 
 class Generation:
@@ -47,18 +48,21 @@ class Generation:
 
     async def serve(self, call: Call) -> None:
         """Answer a request."""
-        body = await call.json()
+        body, interface = await call.json(), INTERFACES[call.path]
         self._check_admission(call)
         num_open, num_samples = self._open_by_tenant, 1  # all samples, once they are known
         num_open[call.tenant] = num_open.get(call.tenant, 0) + 1
         try:
             request, groups = await call.beside_the_loop(
-                partial(self._read, call, body), needs_time=bool(body.keys() & _CONSTRAINING)
+                partial(self._read, call, interface, body), needs_time=bool(body.keys() & _CONSTRAINING)
             )
             num_open[call.tenant] += sum(len(group.requests) for group in groups) - num_samples
             num_samples = sum(len(group.requests) for group in groups)
             self._check_draining()
-            await self._generate(call, request, groups)
+            reply = interface.new_reply(
+                request, body, self._engine.tokenizer, response_id=uuid.uuid4().hex, created_s=int(time.time())
+            )
+            await self._generate(call, request, groups, reply)
         except BrokenStepError as error:
             logger.warning("a request has failed: %s", error)
             message = "the engine could not compute this; try again"
@@ -68,8 +72,8 @@ class Generation:
             if not num_open[call.tenant]:
                 del num_open[call.tenant]
 
-    async def _generate(self, call: Call, request: ParsedRequest, groups: list[RequestGroup]) -> None:
-        reply = Reply(request, self._engine.tokenizer, response_id=uuid.uuid4().hex, created_s=int(time.time()))
+    async def _generate(self, call: Call, request: ParsedRequest, groups: list[RequestGroup], reply: AnyReply) -> None:
+        call.error_events = reply.error_events
         headers = [(b"x-ignored-params", ",".join(request.ignored).encode())] if request.ignored else []
         stream = Stream(groups, self._engine.frontend.lock, is_whole=not request.stream)
         gone = asyncio.ensure_future(call.wait_until_gone())
@@ -83,20 +87,10 @@ class Generation:
         finally:
             gone.cancel()
 
-    def _read(self, call: Call, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
+    def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return a request and what the engine makes of it. On any thread."""
         service = self._service
-        names, defaults = service.model_names, self._engine.default_sampling_params
-        request = parse_body(
-            call.path,
-            body,
-            names[0],
-            names,
-            self._engine.tokenizer,
-            defaults,
-            may_stream=True,
-            chat_format=service.chat_format,
-        )
+        request = interface.read(body, service.parse)
         if len(request.prompts) > service.config.max_prompts:
             message = f"prompt must be at most {service.config.max_prompts} prompts, got {len(request.prompts)}"
             raise BadRequestError(message, "prompt")
@@ -109,7 +103,7 @@ class Generation:
         if call.tenant:  # nobody finds out what others have asked
             salt = json.dumps([call.tenant, request.cache_salt])
             request = replace(request, cache_salt=salt, tenant=call.tenant)
-        return request, self._prepare_all(request)
+        return request, self._prepare_all(interface, request)
 
     def _check_admission(self, call: Call) -> None:
         """Raise BadRequestError where no further request may be served now."""
@@ -125,19 +119,19 @@ class Generation:
             message = f"a key must have fewer than {most} unfinished requests; wait for one"
             raise BadRequestError(message, None, "rate_limit_exceeded", 429)
 
-    def _prepare_all(self, request: ParsedRequest) -> list[RequestGroup]:
+    def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
         self._engine.devices.check_serve()
-        prepare, name = self._engine.frontend.prepare, _NAME[request.url]
+        prepare, name = self._engine.frontend.prepare, interface.prefix
         groups: list[RequestGroup] = []
         for prompt in request.prompts:
             params = request.params
             if params.seed is not None and groups:  # prompts of one request differ in their samples
                 params = replace(params, seed=params.seed + len(groups))
-            with naming_fields(request.url):
+            with interface.naming():
                 groups.append(prepare(f"{name}-{next(self._ids)}", prompt, params, request.cache_salt, request.tenant))
         return groups
 
-    async def _reply(self, call: Call, stream: Stream, reply: Reply, headers: http.Headers) -> None:
+    async def _reply(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:
         """Send a whole reply."""
         await stream.run()
         if stream.is_cancelled:
@@ -146,10 +140,12 @@ class Generation:
         outputs = [group.output for group in stream.groups]
         await http.send_json(call.send, reply.body(outputs), headers=headers)
 
-    async def _stream(self, call: Call, stream: Stream, reply: Reply, headers: http.Headers) -> None:
+    async def _stream(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:
         """Send increments as they come."""
         own = [(b"content-type", http.EVENTS_TYPE), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         await call.send({"type": "http.response.start", "status": 200, "headers": [*own, *headers]})
+        if first := b"".join(reply.first_events()):
+            await call.send({"type": "http.response.body", "body": first, "more_body": True})
 
         def write(number: int, increments: Sequence[Increment]) -> bool:
             events = b"".join(reply.events(number, stream.groups[number].output, increments))

@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from jaxserve.openai.format import BadRequestError, error_body
+from jaxserve.openai.format import BadRequestError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -91,13 +91,3 @@ async def send_bytes(
 async def send_json(send: Send, content: Mapping[str, Any], status: int = 200, headers: Headers = ()) -> None:
     """Send a reply in JSON."""
     await send_bytes(send, status, json.dumps(content, ensure_ascii=False).encode(errors="replace"), headers=headers)
-
-
-async def send_error(send: Send, error: BadRequestError, headers: Headers = ()) -> None:
-    """Send OpenAI's error object."""
-    await send_json(send, error_body(error), error.status_code, headers)
-
-
-def error_event(error: BadRequestError) -> bytes:
-    """Return the event of an error that comes when a stream has begun."""
-    return f"data: {json.dumps(error_body(error))}\n\n".encode()

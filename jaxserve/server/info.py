@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from jaxserve import __version__
 from jaxserve.errors import brief
 from jaxserve.openai.format import BadRequestError, check_messages, refuse_unknown
+from jaxserve.openai.interfaces import INTERFACES
+from jaxserve.openai.responses import INPUT_TOKENS
 from jaxserve.server import http
 
 if TYPE_CHECKING:
@@ -42,6 +44,14 @@ class Info:
         """Answer with the text of tokens."""
         body = await call.json()
         await http.send_json(call.send, await call.beside_the_loop(partial(self._text, body)))
+
+    async def count(self, call: Call) -> None:
+        """Answer with the number of tokens of a prompt."""
+        body, interface = await call.json(), INTERFACES[call.path]
+        request = await call.beside_the_loop(partial(interface.read, body, self._service.parse))
+        (prompt,) = request.prompts
+        kind = {"object": "response.input_tokens"} if call.path == INPUT_TOKENS else {}
+        await http.send_json(call.send, kind | {"input_tokens": len(prompt)})
 
     def _tokenizer(self) -> Tokenizer:
         if self._engine.tokenizer is None:

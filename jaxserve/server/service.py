@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
+from jaxserve.openai.format import parse_body
 from jaxserve.server.health import Health
 from jaxserve.server.observer import Observer
 from jaxserve.server.streams import Streams
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
+    from jaxserve.openai.format import Json, ParsedRequest
     from jaxserve.server.config import ServerConfig
 
 
@@ -55,6 +57,12 @@ class Service:
         """Stop what `start` has begun."""
         self.health.close()
         self.streams.close()
+
+    def parse(self, url: str, body: Json) -> ParsedRequest:
+        """Return the request in a body of OpenAI's form. On any thread; RequestError if it cannot be served."""
+        names, defaults = self.model_names, self.engine.default_sampling_params
+        tokenizer, form = self.engine.tokenizer, self.chat_format
+        return parse_body(url, body, names[0], names, tokenizer, defaults, may_stream=True, chat_format=form)
 
     @property
     def streams(self) -> Streams:

@@ -1,0 +1,122 @@
+"""Interfaces: for each path that generates, how its requests are read, and the form of its replies and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from jaxserve.openai import messages, responses
+from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, error_body, naming_fields
+from jaxserve.openai.message_replies import MessageReply, message_error_body
+from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_count, chat_of_message
+from jaxserve.openai.replies import Reply
+from jaxserve.openai.response_replies import ResponseReply
+from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, chat_of_response
+from jaxserve.openai.translation import Translation, naming
+
+if TYPE_CHECKING:
+    from jaxserve.errors import RequestError
+    from jaxserve.increments import Increment
+    from jaxserve.outputs import RequestOutput
+    from jaxserve.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+@runtime_checkable
+class AnyReply(Protocol):
+    """Reply to one request, whole or streamed."""
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply."""
+
+    def first_events(self) -> Iterator[bytes]:
+        """Yield the events of a stream before there is any output."""
+
+    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the events of what is new."""
+
+    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the events that end a stream."""
+
+    def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the events that end a stream in which the request has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """Form of the requests and replies of one path.
+
+    Attributes:
+        url: endpoint as which `parse_body` reads requests, COMPLETIONS or CHAT.
+        prefix: beginning of the names of the engine's requests.
+        translate: function from the body of a request to the chat that it asks for; None if the body says so itself.
+        names: name of a field in requests by its name in chats, where the two differ.
+        reply: function from a request, its body, the reply in OpenAI's form, its name and the time in seconds since
+            1970 to the reply.
+    """
+
+    url: str
+    prefix: str
+    translate: Callable[[Json], Translation] | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    reply: Callable[[ParsedRequest, Json, Reply, str, int], AnyReply] = lambda _request, _body, reply, _id, _s: reply
+
+    def read(self, body: Json, parse: Callable[[str, Json], ParsedRequest]) -> ParsedRequest:
+        """Return the request in a body.
+
+        Args:
+            body: the body, of this interface.
+            parse: `parse_body` with all arguments but the endpoint and the body.
+
+        Raises:
+            RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
+        """
+        if self.translate is None:
+            return parse(self.url, body)
+        translation = self.translate(body)
+        with self.naming():
+            request = parse(self.url, translation.chat)
+        own = {self.names.get(name, name) for name in request.ignored}
+        return replace(request, ignored=tuple(sorted(own | translation.ignored)))
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Add the field to errors of values, under its name in requests."""
+        with naming(self.names), naming_fields(self.url):
+            yield
+
+    def new_reply(
+        self, request: ParsedRequest, body: Json, tokenizer: Tokenizer | None, *, response_id: str, created_s: int
+    ) -> AnyReply:
+        """Return the reply to a request, to which nothing has been said yet."""
+        reply = Reply(request, tokenizer, response_id=response_id, created_s=created_s)
+        return self.reply(request, body, reply, response_id, created_s)
+
+
+def _response_reply(request: ParsedRequest, body: Json, chat: Reply, response_id: str, created_s: int) -> AnyReply:
+    return ResponseReply(request, body, chat, response_id=response_id, created_s=created_s)
+
+
+def _message_reply(request: ParsedRequest, body: Json, chat: Reply, response_id: str, created_s: int) -> AnyReply:
+    return MessageReply(request, chat, response_id=response_id)
+
+
+_OF_RESPONSES = Interface(CHAT, "resp", chat_of_response, responses.NAMES, _response_reply)
+_OF_MESSAGES = Interface(CHAT, "msg", chat_of_message, messages.NAMES, _message_reply)
+INTERFACES = {
+    COMPLETIONS: Interface(COMPLETIONS, "cmpl"),
+    CHAT: Interface(CHAT, "chatcmpl"),
+    RESPONSES: _OF_RESPONSES,
+    INPUT_TOKENS: _OF_RESPONSES,
+    MESSAGES: _OF_MESSAGES,
+    COUNT_TOKENS: replace(_OF_MESSAGES, translate=chat_of_count),
+}
+
+
+def error_body_at(path: str, error: RequestError) -> Json:
+    """Return the body of the reply with an error at a path, whether or not there is anything at the path."""
+    form = message_error_body if path.startswith(MESSAGES) else error_body
+    return form(error)

@@ -1,0 +1,202 @@
+"""Replies of Anthropic's /v1/messages, whole or streamed, from the deltas of a chat's message; and its errors.
+
+Both come from the same events: a whole reply has the blocks that a stream of one increment builds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.increments import Increment, OutputReader
+from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
+from jaxserve.openai.format import as_bad_request
+from jaxserve.openai.partial_json import read_partial_json
+
+if TYPE_CHECKING:
+    from jaxserve.errors import RequestError
+    from jaxserve.openai.format import Json, ParsedRequest
+    from jaxserve.openai.replies import Reply
+    from jaxserve.outputs import RequestOutput
+
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class MessageReply:
+    """Reply to one request for a message.
+
+    Args:
+        request: the chat that the request asks for.
+        chat: reply of that chat, which has its deltas and counts.
+        response_id: name of the reply.
+    """
+
+    def __init__(self, request: ParsedRequest, chat: Reply, *, response_id: str) -> None:
+        self._chat = chat
+        self._message: Json = {
+            "id": f"msg_{response_id}",
+            "type": "message",
+            "role": "assistant",
+            "model": request.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }
+        self._blocks = _Blocks()
+        self._is_begun = False
+        self._end: Json = {}
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply; the output has ended."""
+        for increment in OutputReader(outputs[0]).read():
+            for _ in self._changes(increment):
+                pass
+        return self._message | {"content": self._blocks.blocks} | self._end | {"usage": self._usage(outputs)}
+
+    def first_events(self) -> Iterator[bytes]:
+        """Yield the events before there is any output: none, as counts of cached tokens are not known yet."""
+        yield from ()
+
+    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the server-sent events of what is new.
+
+        Args:
+            number: index of the prompt, of which there is one.
+            output: its output.
+            increments: its increments.
+        """
+        if not self._is_begun:
+            self._is_begun = True
+            usage = self._usage([output]) | {"output_tokens": 0}
+            yield _event({"type": "message_start", "message": self._message | {"usage": usage}})
+            yield _event({"type": "ping"})
+        for increment in increments:
+            yield from map(_event, self._changes(increment))
+
+    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the events that end a stream."""
+        yield _event({"type": "message_delta", "delta": self._end, "usage": self._usage(outputs)})
+        yield _event({"type": "message_stop"})
+
+    def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the events that end a stream in which the request has failed."""
+        yield _event(message_error_body(error))
+
+    def _changes(self, increment: Increment) -> Iterator[Json]:
+        reader = self._chat.reader(0)
+        for delta in reader.read(increment):
+            yield from self._blocks.add(delta)
+        reason = reader.finish_reason(increment)
+        if reason is None:
+            return
+        yield from self._blocks.close()
+        stop = increment.completion.stop_reason
+        self._end = {"stop_reason": "end_turn", "stop_sequence": None}
+        if reason == "length":
+            self._end["stop_reason"] = "max_tokens"
+        elif any(block["type"] == "tool_use" for block in self._blocks.blocks):
+            self._end["stop_reason"] = "tool_use"
+        elif isinstance(stop, str):
+            self._end = {"stop_reason": "stop_sequence", "stop_sequence": stop}
+
+    def _usage(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return counts of tokens under the names of messages, where cached ones are no input tokens."""
+        usage = self._chat.usage(outputs)
+        cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
+        counts = {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
+        if "reasoning_tokens" in details:
+            counts["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
+        return counts
+
+
+class _Blocks:
+    """Content blocks of a message, which deltas build.
+
+    Attributes:
+        blocks: the blocks so far.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Json] = []
+        self._kind = ""  # type of the open block, empty if there is none
+        self._texts: list[str] = []  # parts of its text or its input
+
+    def add(self, delta: Delta) -> Iterator[Json]:
+        """Yield the events of a delta."""
+        match delta:
+            case ToolCall(_, call_id, name):
+                yield from self.close()
+                yield self._open("tool_use", {"id": call_id, "name": name, "input": {}})
+                return
+            case ToolArguments(_, text):
+                if text:
+                    yield self._delta({"type": "input_json_delta", "partial_json": text})
+            case Content(text):
+                if self._kind != "text":
+                    yield from self.close()
+                    yield self._open("text", {"text": ""})
+                yield self._delta({"type": "text_delta", "text": text})
+            case Reasoning(text):
+                if self._kind != "thinking":
+                    yield from self.close()
+                    yield self._open("thinking", {"thinking": "", "signature": ""})
+                yield self._delta({"type": "thinking_delta", "thinking": text})
+        self._texts.append(text)
+
+    def close(self) -> Iterator[Json]:
+        """Yield the event that ends the open block, if there is one."""
+        if not self._kind:
+            return
+        block, text = self.blocks[-1], "".join(self._texts)
+        if self._kind == "tool_use":
+            block["input"] = _input(text)
+        else:
+            block[self._kind] = text  # the field of a text or a thought is named like its type
+        yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+        self._kind, self._texts = "", []
+
+    def _open(self, kind: str, fields: Json) -> Json:
+        self.blocks.append({"type": kind} | fields)
+        self._kind = kind
+        return {
+            "type": "content_block_start",
+            "index": len(self.blocks) - 1,
+            "content_block": dict(self.blocks[-1]),
+        }
+
+    def _delta(self, delta: Json) -> Json:
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+
+def _input(text: str) -> object:
+    """Return the input of a call, which may have been cut off."""
+    try:
+        return read_partial_json(text) if text else {}
+    except ValueError:  # nothing to call with
+        return {}
+
+
+def _event(content: Json) -> bytes:
+    return f"event: {content['type']}\ndata: {json.dumps(content)}\n\n".encode()
+
+
+def message_error_body(error: RequestError) -> Json:
+    """Return Anthropic's error object."""
+    known = as_bad_request(error)
+    kind = _ERRORS.get(known.status_code, "invalid_request_error" if known.status_code < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": known.message}}

@@ -1,0 +1,224 @@
+"""Requests to Anthropic's /v1/messages and /v1/messages/count_tokens as chats."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.errors import brief
+from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.translation import Fields, Json, Translation, by_type
+
+MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
+NAMES = {  # names of a chat's fields in a request for a message
+    "stop": "stop_sequences",
+    "response_format": "output_config",
+    "reasoning_effort": "output_config",
+    "parallel_tool_calls": "tool_choice",
+    "chat_template_kwargs": "thinking",
+}
+
+_SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "priority")
+_SAMPLING = (  # vLLM's further parameters, as in chats
+    *("seed", "presence_penalty", "frequency_penalty", "logit_bias", "min_p", "repetition_penalty", "min_tokens"),
+    *("ignore_eos", "stop_token_ids", "skip_special_tokens", "include_stop_str_in_output", "allowed_token_ids"),
+    *("bad_words", "structured_outputs", "chat_template_kwargs"),
+)
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+def chat_of_message(body: Json) -> Translation:
+    """Return the chat that a request to /v1/messages asks for.
+
+    Raises:
+        BadRequestError: the request asks for something that there is not here; it names the field.
+    """
+    return _translated(body, has_output=True)
+
+
+def chat_of_count(body: Json) -> Translation:
+    """Return the chat whose prompt's tokens a request to /v1/messages/count_tokens asks for.
+
+    Raises:
+        BadRequestError: the request asks for something that there is not here; it names the field.
+    """
+    return _translated(body, has_output=False)
+
+
+def _translated(body: Json, *, has_output: bool) -> Translation:
+    fields = Fields(body, "the body", None)
+    ignored = set(fields.skip("metadata", "service_tier", "cache_control"))
+    fields.demand("speed", "standard")
+    fields.demand("container", why="there are no containers here")
+    chat: Json = {name: value for name in _SAME if (value := fields.any(name)) is not None}
+    if has_output:
+        chat |= {name: value for name in _SAMPLING if (value := fields.any(name)) is not None}
+        chat["max_tokens"] = fields.need("max_tokens", int)
+        if (stop := fields.take("stop_sequences", list)) is not None:
+            chat["stop"] = stop
+    blocks = _Blocks(ignored)
+    if (system := fields.any("system")) is not None and (text := blocks.text(system, "system")):
+        blocks.messages.append({"role": "system", "content": text})
+    _read_messages(fields.need("messages", list), blocks)
+    chat["messages"] = blocks.messages
+    if tools := fields.take("tools", list, []):
+        reader = {"custom": lambda tool: _tool(tool, ignored)}
+        chat["tools"] = [by_type(tool, reader, "a tool", "tools", default="custom") for tool in tools]
+    if (choice := fields.take("tool_choice", dict)) is not None:
+        _read_tool_choice(chat, choice)
+    if (thinking := fields.take("thinking", dict)) is not None:
+        _read_thinking(chat, thinking, ignored)
+    config = Fields(fields.take("output_config", dict, {}), "output_config", "output_config")
+    if (effort := config.take("effort", str)) is not None:
+        chat["reasoning_effort"] = effort
+    if (form := config.take("format", dict)) is not None:
+        chat["response_format"] = by_type(form, {"json_schema": _schema}, "output_config.format", "output_config")
+    config.end()
+    fields.end()
+    return Translation(chat, frozenset(ignored))
+
+
+def _read_messages(messages: list[Any], blocks: _Blocks) -> None:
+    role = ""
+    for message in messages:
+        fields = Fields(message, "a message", "messages")
+        role = fields.need("role", str)
+        if role not in ("user", "assistant", "system"):
+            raise BadRequestError(f"role must be user, assistant or system, got {brief(role)}", "messages")
+        blocks.add(role, fields.any("content"))
+        fields.end()
+    if role == "assistant":
+        message = "the last message must be the user's: a reply cannot begin with given text; leave it out"
+        raise BadRequestError(message, "messages", "unsupported_value")
+
+
+def _tool(fields: Fields, ignored: set[str]) -> Json:
+    function = {"name": fields.need("name", str), "parameters": fields.need("input_schema", dict)}
+    for name, kind in (("description", str), ("strict", bool)):
+        if (value := fields.take(name, kind)) is not None:
+            function[name] = value
+    ignored |= {f"tools.{name}" for name in fields.skip("cache_control", "eager_input_streaming", "input_examples")}
+    fields.demand("defer_loading", False)
+    fields.demand("allowed_callers", ["direct"])
+    return {"type": "function", "function": function}
+
+
+def _read_tool_choice(chat: Json, choice: Json) -> None:
+    fields = Fields(choice, "tool_choice", "tool_choice")
+    kind = fields.need("type", str)
+    if kind == "tool":
+        chat["tool_choice"] = {"type": "function", "function": {"name": fields.need("name", str)}}
+    elif kind in _CHOICES:
+        chat["tool_choice"] = _CHOICES[kind]
+    else:
+        message = f"tool_choice.type must be auto, any, tool or none, got {brief(kind)}"
+        raise BadRequestError(message, "tool_choice", "unsupported_value")
+    if kind != "none" and fields.take("disable_parallel_tool_use", bool):
+        chat["parallel_tool_calls"] = False
+    fields.end()
+
+
+def _read_thinking(chat: Json, thinking: Json, ignored: set[str]) -> None:
+    fields = Fields(thinking, "thinking", "thinking")
+    kind = fields.need("type", str)
+    if kind not in ("enabled", "adaptive", "disabled"):
+        message = f"thinking.type must be enabled, adaptive or disabled, got {brief(kind)}"
+        raise BadRequestError(message, "thinking", "unsupported_value")
+    if kind == "disabled":
+        chat.setdefault("reasoning_effort", "none")
+    ignored |= {f"thinking.{name}" for name in fields.skip("budget_tokens", "display")}
+    fields.end()
+
+
+def _schema(fields: Fields) -> Json:
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": fields.need("schema", dict)}}
+
+
+class _Blocks:
+    """Messages of a chat, from messages of content blocks.
+
+    Args:
+        ignored: fields of the request without effect, to which those of blocks are added.
+
+    Attributes:
+        messages: the messages.
+    """
+
+    def __init__(self, ignored: set[str]) -> None:
+        self.messages: list[Json] = []
+        self._ignored = ignored
+        self._readers: dict[str, dict[str, Callable[[Fields], None]]] = {
+            "user": {"text": self._user_text, "tool_result": self._tool_result},
+            "assistant": {"text": self._answer, "tool_use": self._tool_use, "thinking": self._thinking},
+            "system": {"text": self._system_text},
+        }
+
+    def text(self, content: Any, param: str) -> str:
+        """Return the text of a content, which is text or a list of text blocks."""
+        if isinstance(content, str):
+            return content
+        if not isinstance(content, list):
+            message = f"{param} must have text or a list of blocks as its content, got {brief(content)}"
+            raise BadRequestError(message, param)
+        reader = {"text": self._block_text}
+        return "\n".join(by_type(block, reader, f"a block of {param}", param) for block in content)
+
+    def add(self, role: str, content: Any) -> None:
+        """Add what a message says."""
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            message = f"a message must have text or a list of blocks as its content, got {brief(content)}"
+            raise BadRequestError(message, "messages")
+        is_first = not self.messages or self.messages[-1]["role"] != "assistant"
+        if role == "assistant" and is_first:  # messages of one role are one turn
+            self.messages.append({"role": role, "content": ""})
+        before = len(self.messages)
+        for block in content:
+            by_type(block, self._readers[role], f"a block of the role {role}", "messages")
+        if role != "assistant" and len(self.messages) == before:
+            raise BadRequestError("a message must have at least one block", "messages")
+
+    def _block_text(self, block: Fields) -> str:
+        text: str = block.need("text", str)
+        self._skip_labels(block, "cache_control", "citations")
+        return text
+
+    def _skip_labels(self, block: Fields, *names: str) -> None:
+        self._ignored |= block.skip(*names)
+
+    def _append(self, role: str, text: str) -> None:
+        """Add text to the last message if it is of the same role."""
+        if self.messages and self.messages[-1]["role"] == role:
+            self.messages[-1]["content"] += "\n" + text
+        else:
+            self.messages.append({"role": role, "content": text})
+
+    def _user_text(self, block: Fields) -> None:
+        self._append("user", self._block_text(block))
+
+    def _system_text(self, block: Fields) -> None:
+        self._append("system", self._block_text(block))
+
+    def _tool_result(self, block: Fields) -> None:
+        text = self.text(block.any("content") or "", "messages")
+        if block.take("is_error", bool):  # results of chats have no such mark
+            text = f"Error: {text}"
+        self.messages.append({"role": "tool", "tool_call_id": block.need("tool_use_id", str), "content": text})
+        self._skip_labels(block, "cache_control")
+
+    def _answer(self, block: Fields) -> None:
+        self.messages[-1]["content"] += self._block_text(block)
+
+    def _tool_use(self, block: Fields) -> None:
+        function = {"name": block.need("name", str), "arguments": json.dumps(block.need("input", dict))}
+        call = {"id": block.need("id", str), "type": "function", "function": function}
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        block.demand("caller", {"type": "direct"})
+        self._skip_labels(block, "cache_control")
+
+    def _thinking(self, block: Fields) -> None:
+        message = self.messages[-1]
+        message["reasoning"] = message.get("reasoning", "") + block.need("thinking", str)
+        block.skip("signature")  # what signs nothing here

@@ -1,0 +1,50 @@
+"""JSON that has been cut off: what it says for certain."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*("?)|[\[\]{},:]', re.DOTALL)  # a string, perhaps cut off, or a sign
+_CLOSING = {"{": "}", "[": "]"}
+
+
+def read_partial_json(text: str) -> Any:
+    """Return the value of JSON, or of the beginning of one without the string, key or word that was cut off.
+
+    Raises:
+        ValueError: the text is not the beginning of a list or an object.
+    """
+    for beginning in (text, *_beginnings(text)):
+        try:
+            return json.loads(beginning)
+        except ValueError:
+            continue
+    raise ValueError(f"not the beginning of a list or an object in JSON: {text[:100]!r}")
+
+
+def _beginnings(text: str) -> tuple[str, str]:
+    """Return all of a text, and its longest beginning that can be whole, both with the brackets that it lacks."""
+    closing: list[str] = []  # brackets that are still to come, the last first
+    end, brackets = 0, ""
+    is_key = False  # True where a string is the key of an object
+    for match in _TOKEN.finditer(text):
+        token = match.group()
+        if token[0] == '"':
+            if is_key or not match.group(1):
+                continue
+        elif token == ":":
+            is_key = False
+            continue
+        elif token == ",":
+            is_key = closing[-1:] == ["}"]
+            end, brackets = match.start(), "".join(reversed(closing))
+            continue
+        elif token in _CLOSING:
+            closing.append(_CLOSING[token])
+            is_key = token == "{"
+        elif closing:
+            closing.pop()
+        end, brackets = match.end(), "".join(reversed(closing))
+    return text + "".join(reversed(closing)), text[:end] + brackets

@@ -1,0 +1,253 @@
+"""Replies of /v1/responses, whole or streamed, from the deltas of a chat's message.
+
+Both come from the same events: a whole reply is what the last event of a stream of one increment says.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from jaxserve.increments import Increment, OutputReader
+from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
+from jaxserve.openai.format import as_bad_request
+from jaxserve.openai.replies import DONE
+
+if TYPE_CHECKING:
+    from jaxserve.errors import RequestError
+    from jaxserve.openai.format import Json, ParsedRequest
+    from jaxserve.openai.replies import Reply
+    from jaxserve.outputs import RequestOutput
+
+Event = tuple[str, "Json"]  # its type without "response.", and its fields
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
+
+
+class ResponseReply:
+    """Reply to one request for a response.
+
+    Args:
+        request: the chat that the request asks for.
+        body: body of the request.
+        chat: reply of that chat, which has its deltas and counts.
+        response_id: name of the reply.
+        created_s: time of the request, in seconds since 1970.
+    """
+
+    def __init__(self, request: ParsedRequest, body: Json, chat: Reply, *, response_id: str, created_s: int) -> None:
+        self._chat, self._created_s = chat, created_s
+        self._items = _Items(response_id)
+        self._num_events = 0
+        self._is_cut = False  # by the limit on its tokens
+        self._response = _response(request, body) | {"id": f"resp_{response_id}", "created_at": created_s}
+
+    def body(self, outputs: Sequence[RequestOutput]) -> Json:
+        """Return the whole reply; the output has ended."""
+        for increment in OutputReader(outputs[0]).read():
+            for _ in self._changes(increment):
+                pass
+        return self._final(outputs)[1]["response"]
+
+    def first_events(self) -> Iterator[bytes]:
+        """Yield the events before there is any output."""
+        for kind in ("created", "in_progress"):
+            yield self._sent((kind, {"response": self._response | {"status": "in_progress"}}))
+
+    def events(self, number: int, output: RequestOutput, increments: Iterable[Increment]) -> Iterator[bytes]:
+        """Yield the server-sent events of what is new.
+
+        Args:
+            number: index of the prompt, of which there is one.
+            output: its output.
+            increments: its increments.
+        """
+        for increment in increments:
+            for event in self._changes(increment):
+                yield self._sent(event)
+
+    def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
+        """Yield the events that end a stream."""
+        yield self._sent(self._final(outputs))
+        yield DONE
+
+    def error_events(self, error: RequestError) -> Iterator[bytes]:
+        """Yield the events that end a stream in which the request has failed."""
+        problem = {"code": "server_error", "message": as_bad_request(error).message}
+        failed = self._response | {"status": "failed", "output": self._items.items, "error": problem}
+        yield self._sent(("failed", {"response": failed}))
+        yield DONE
+
+    def _changes(self, increment: Increment) -> Iterator[Event]:
+        reader = self._chat.reader(0)
+        deltas = reader.read(increment)
+        self._items.logprobs += (self._chat.chat_logprobs(increment) or {}).get("content", [])
+        for delta in deltas:
+            yield from self._items.add(delta)
+        if increment.finish_reason is not None:
+            self._is_cut = reader.finish_reason(increment) == "length"
+            yield from self._items.close("incomplete" if self._is_cut else "completed")
+
+    def _final(self, outputs: Sequence[RequestOutput]) -> Event:
+        status = "incomplete" if self._is_cut else "completed"
+        total_s = outputs[0].outputs[0].metrics.total_s
+        return status, {
+            "response": self._response
+            | {
+                "status": status,
+                "incomplete_details": {"reason": "max_output_tokens"} if self._is_cut else None,
+                "completed_at": None if self._is_cut or total_s is None else self._created_s + round(total_s),
+                "output": self._items.items,
+                "usage": _usage(self._chat.usage(outputs)),
+            }
+        }
+
+    def _sent(self, event: Event) -> bytes:
+        name = f"response.{event[0]}"
+        text = json.dumps({"type": name, "sequence_number": self._num_events} | event[1])
+        self._num_events += 1
+        return f"event: {name}\ndata: {text}\n\n".encode()
+
+
+class _Items:
+    """Output items of a response, which deltas build.
+
+    Args:
+        response_id: name of the reply.
+
+    Attributes:
+        items: the items so far.
+        logprobs: log probabilities of tokens that no text has taken yet.
+    """
+
+    def __init__(self, response_id: str) -> None:
+        self.items: list[Json] = []
+        self.logprobs: list[Json] = []
+        self._response_id = response_id
+        self._kind = ""  # type of the open item, empty if there is none
+        self._texts: list[str] = []  # parts of its text or its arguments
+        self._taken: list[Json] = []  # log probabilities of its text
+
+    def add(self, delta: Delta) -> Iterator[Event]:
+        """Yield the events of a delta."""
+        match delta:
+            case ToolCall(_, call_id, name):
+                yield from self.close("completed")
+                yield self._open("function_call", {"call_id": call_id, "name": name, "arguments": ""})
+                return
+            case ToolArguments(_, text):
+                yield "function_call_arguments.delta", self._place | {"delta": text}
+                self._texts.append(text)
+                return
+            case Content(text):
+                kind = "message"
+            case Reasoning(text):
+                kind = "reasoning"
+        if self._kind != kind:
+            yield from self.close("completed")
+            yield self._open(kind, {"role": "assistant"} if kind == "message" else {"summary": []}, content=[])
+            yield "content_part.added", self._place | {"content_index": 0, "part": self._part("")}
+        self._texts.append(text)
+        yield self._text_delta(text)
+
+    def close(self, status: str) -> Iterator[Event]:
+        """Yield the events that end the open item, if there is one.
+
+        Args:
+            status: status of the item, "completed" or "incomplete".
+        """
+        if not self._kind:
+            return
+        if self._kind == "message" and self.logprobs:  # tokens behind the last that made text
+            yield self._text_delta("")
+        item, text = self.items[-1], "".join(self._texts)
+        item["status"] = status
+        if self._kind == "function_call":
+            item["arguments"] = text
+            yield "function_call_arguments.done", self._place | {"name": item["name"], "arguments": text}
+        else:
+            item["content"] = [self._part(text)]
+            place = self._place | {"content_index": 0}
+            logprobs = {"logprobs": self._taken} if self._kind == "message" else {}
+            yield f"{_TEXTS[self._kind]}.done", place | {"text": text} | logprobs
+            yield "content_part.done", place | {"part": item["content"][0]}
+        yield "output_item.done", {"output_index": len(self.items) - 1, "item": item}
+        self._kind, self._texts, self._taken = "", [], []
+
+    def _open(self, kind: str, fields: Json, **content: list[Json]) -> Event:
+        name = f"{_PREFIXES[kind]}_{self._response_id}_{len(self.items)}"
+        self.items.append({"type": kind, "id": name, "status": "in_progress"} | fields | content)
+        self._kind = kind
+        return "output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
+
+    def _text_delta(self, text: str) -> Event:
+        logprobs: Json = {}
+        if self._kind == "message":
+            logprobs = {"logprobs": self.logprobs}
+            self._taken += self.logprobs
+            self.logprobs = []
+        return f"{_TEXTS[self._kind]}.delta", self._place | {"content_index": 0, "delta": text} | logprobs
+
+    def _part(self, text: str) -> Json:
+        if self._kind == "reasoning":
+            return {"type": "reasoning_text", "text": text}
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self._taken}
+
+    @property
+    def _place(self) -> Json:
+        return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+
+
+def _usage(usage: Json) -> Json:
+    """Return counts of tokens under the names of responses."""
+    cached, details = usage["prompt_tokens_details"]["cached_tokens"], usage.get("completion_tokens_details", {})
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
+        "total_tokens": usage["total_tokens"],
+    }
+
+
+def _response(request: ParsedRequest, body: Json) -> Json:
+    """Return the fields of a response that repeat its request, and those that have not come yet."""
+    params = request.params
+
+    def given(name: str, default: object = None) -> object:
+        return default if body.get(name) is None else body[name]
+
+    unset = {"description": None, "parameters": None, "strict": None}
+    return {
+        "object": "response",
+        "model": request.model,
+        "output": [],
+        "error": None,
+        "incomplete_details": None,
+        "completed_at": None,
+        "usage": None,
+        "instructions": given("instructions"),
+        "metadata": given("metadata", {}),
+        "tools": [unset | tool for tool in body.get("tools") or []],
+        "tool_choice": given("tool_choice", "auto"),
+        "parallel_tool_calls": given("parallel_tool_calls", True),
+        "text": {"format": {"type": "text"}} | (body.get("text") or {}),
+        "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "top_logprobs": request.top_logprobs or 0,
+        "max_output_tokens": given("max_output_tokens"),
+        "max_tool_calls": given("max_tool_calls"),
+        "truncation": "disabled",
+        "service_tier": "default",
+        "store": False,
+        "background": False,
+        "previous_response_id": None,
+        "user": given("user"),
+        "safety_identifier": given("safety_identifier"),
+        "prompt_cache_key": given("prompt_cache_key"),
+    }

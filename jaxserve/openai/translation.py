@@ -1,0 +1,135 @@
+"""Translation of other interfaces' requests to chats: what their request sides share."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxserve.errors import RequestError, brief
+from jaxserve.openai.format import BadRequestError, as_bad_request
+
+Json = dict[str, Any]
+
+
+class Translation(NamedTuple):
+    """Chat that a request asks for.
+
+    Attributes:
+        chat: body of the chat, for `parse_body`.
+        ignored: fields of the request that were accepted and change nothing.
+    """
+
+    chat: Json
+    ignored: frozenset[str]
+
+
+class Fields:
+    """Fields of an object in a body, each of which must be taken or refused.
+
+    Args:
+        content: the object.
+        where: name of the object for messages, such as "tool_choice".
+        param: field of the body that errors name; None if it is the field itself.
+    """
+
+    def __init__(self, content: object, where: str, param: str | None) -> None:
+        if not isinstance(content, dict):
+            raise BadRequestError(f"{where} must be an object, got {brief(content)}", param)
+        self._left = {str(name): value for name, value in content.items() if value is not None}
+        self._where, self._param = where, param
+        self._known: set[str] = set()
+
+    def take(self, name: str, kind: type, default: Any = None) -> Any:
+        """Return a field's value, `default` if it is not given or null; BadRequestError if it is of another type."""
+        self._known.add(name)
+        if name not in self._left:
+            return default
+        value = self._left.pop(name)
+        is_number = kind is float and isinstance(value, int) and not isinstance(value, bool)
+        if not is_number and (not isinstance(value, kind) or (kind is int and isinstance(value, bool))):
+            raise BadRequestError(
+                f"{self._name(name)} must be of type {kind.__name__}, got {brief(value)}", self._param or name
+            )
+        return value
+
+    def need(self, name: str, kind: type) -> Any:
+        """Return a field's value; BadRequestError if it is not given, null or of another type."""
+        value = self.take(name, kind)
+        if value is None:
+            raise BadRequestError(
+                f"{self._name(name)} must be given", self._param or name, "missing_required_parameter"
+            )
+        return value
+
+    def any(self, name: str) -> Any:
+        """Return a field's value of whatever type; None if it is not given."""
+        self._known.add(name)
+        return self._left.pop(name, None)
+
+    def skip(self, *names: str) -> set[str]:
+        """Leave fields without effect; return those that are given."""
+        self._known.update(names)
+        return {name for name in names if self._left.pop(name, None) is not None}
+
+    def demand(self, name: str, *allowed: Any, why: str = "") -> None:
+        """Check that a field, if it is given, has one of the values that ask for what is done anyway."""
+        self._known.add(name)
+        if name in self._left and self._left.pop(name) not in allowed:
+            must = " or ".join(map(repr, allowed)) if allowed else "left out"
+            reason = f": {why}" if why else ""
+            raise BadRequestError(
+                f"{self._name(name)} must be {must}{reason}", self._param or name, "unsupported_value"
+            )
+
+    def end(self) -> None:
+        """Raise BadRequestError if a field is left that nobody has taken."""
+        if self._left:
+            unknown = sorted(self._left)
+            message = f"unsupported fields {brief(unknown)} in {self._where}; supported are {sorted(self._known)}"
+            raise BadRequestError(message, self._param or unknown[0], "unsupported_parameter")
+
+    def _name(self, name: str) -> str:
+        return f"{self._where}.{name}" if self._param else name
+
+
+def by_type(
+    content: object, readers: Mapping[str, Callable[[Fields], Any]], where: str, param: str, default: str | None = None
+) -> Any:
+    """Return what the reader of an object's `type` makes of the object.
+
+    Args:
+        content: the object.
+        readers: reader of each supported type; it takes all fields but `type`.
+        where: name of the object for messages.
+        param: field of the body that errors name.
+        default: type of objects without one.
+    """
+    fields = Fields(content, where, param)
+    kind = fields.take("type", str, default)
+    if kind not in readers:
+        message = f"{where} must be of the types {sorted(readers)}, got {brief(kind)}; others are not supported"
+        raise BadRequestError(message, param, "unsupported_value")
+    read = readers[kind](fields)
+    fields.end()
+    return read
+
+
+@contextlib.contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Say the request's own names of fields in errors of its chat.
+
+    Args:
+        names: name of a field in the request by its name in the chat.
+    """
+    try:
+        yield
+    except RequestError as raised:
+        error = as_bad_request(raised)
+        if error.param is not None and error.param in names:
+            error.message = re.sub(rf"\b{error.param}\b", names[error.param], error.message, count=1)
+            error.param = names[error.param]
+        if error is raised:
+            raise
+        raise error from raised
