@@ -79,7 +79,8 @@ class Interface:
         translation = self.translate(body)
         with self.naming():
             request = parse(self.url, translation.chat)
-        own = {self.names.get(name, name) for name in request.ignored}
+        names = {**self.names, **translation.names}
+        own = {names.get(name, name) for name in request.ignored}
         return replace(request, ignored=tuple(sorted(own | translation.ignored)))
 
     @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
@@ -192,6 +193,11 @@ def _input(text: str) -> object:
 
 
 def _event(content: Json) -> bytes:
+    if content["type"] == "content_block_delta" and content["delta"]["type"] == "text_delta":  # nearly always
+        return (
+            f'event: content_block_delta\ndata: {{"type": "content_block_delta", "index": {content["index"]}, '
+            f'"delta": {{"type": "text_delta", "text": {encode_basestring_ascii(content["delta"]["text"])}}}}}\n\n'
+        ).encode()
     return f"event: {content['type']}\ndata: {json.dumps(content)}\n\n".encode()
 
 

@@ -16,7 +16,6 @@ NAMES = {  # names of a chat's fields in a request for a message
     "response_format": "output_config",
     "reasoning_effort": "output_config",
     "parallel_tool_calls": "tool_choice",
-    "chat_template_kwargs": "thinking",
 }
 
 _SAME = ("model", "stream", "temperature", "top_p", "top_k", "cache_salt", "priority")
@@ -67,16 +66,18 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
         chat["tools"] = [by_type(tool, reader, "a tool", "tools", default="custom") for tool in tools]
     if (choice := fields.take("tool_choice", dict)) is not None:
         _read_tool_choice(chat, choice)
-    if (thinking := fields.take("thinking", dict)) is not None:
-        _read_thinking(chat, thinking, ignored)
     config = Fields(fields.take("output_config", dict, {}), "output_config", "output_config")
     if (effort := config.take("effort", str)) is not None:
         chat["reasoning_effort"] = effort
     if (form := config.take("format", dict)) is not None:
         chat["response_format"] = by_type(form, {"json_schema": _schema}, "output_config.format", "output_config")
     config.end()
+    names = {}
+    if (thinking := fields.take("thinking", dict)) is not None and _is_disabled(thinking, ignored):
+        chat |= {"reasoning_effort": "none"}
+        names["reasoning_effort"] = "thinking"
     fields.end()
-    return Translation(chat, frozenset(ignored))
+    return Translation(chat, frozenset(ignored), names)
 
 
 def _read_messages(messages: list[Any], blocks: _Blocks) -> None:
@@ -119,16 +120,16 @@ def _read_tool_choice(chat: Json, choice: Json) -> None:
     fields.end()
 
 
-def _read_thinking(chat: Json, thinking: Json, ignored: set[str]) -> None:
+def _is_disabled(thinking: Json, ignored: set[str]) -> bool:
+    """Return whether thoughts are unwanted. That they are wanted changes nothing: models think if they can."""
     fields = Fields(thinking, "thinking", "thinking")
     kind = fields.need("type", str)
     if kind not in ("enabled", "adaptive", "disabled"):
         message = f"thinking.type must be enabled, adaptive or disabled, got {brief(kind)}"
         raise BadRequestError(message, "thinking", "unsupported_value")
-    if kind == "disabled":
-        chat.setdefault("reasoning_effort", "none")
     ignored |= {f"thinking.{name}" for name in fields.skip("budget_tokens", "display")}
     fields.end()
+    return bool(kind == "disabled")
 
 
 def _schema(fields: Fields) -> Json:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from json.encoder import encode_basestring_ascii
 from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 Event = tuple[str, "Json"]  # its type without "response.", and its fields
 
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TEXT_DELTA = "output_text.delta"
 _TEXTS = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -66,7 +68,10 @@ class ResponseReply:
         """
         for increment in increments:
             for event in self._changes(increment):
-                yield self._sent(event)
+                if event[0] == _TEXT_DELTA and not event[1]["logprobs"]:  # nearly always
+                    yield self._sent_text(event[1]["delta"])
+                else:
+                    yield self._sent(event)
 
     def last_events(self, outputs: Sequence[RequestOutput]) -> Iterator[bytes]:
         """Yield the events that end a stream."""
@@ -104,6 +109,15 @@ class ResponseReply:
             }
         }
 
+    def _sent_text(self, text: str) -> bytes:
+        """Return what `_sent` does for text alone, in less time."""
+        name, number = f"response.{_TEXT_DELTA}", self._num_events
+        self._num_events += 1
+        return (
+            f'event: {name}\ndata: {{"type": "{name}", "sequence_number": {number}, {self._items.text_place}, '
+            f'"delta": {encode_basestring_ascii(text)}}}\n\n'
+        ).encode()
+
     def _sent(self, event: Event) -> bytes:
         name = f"response.{event[0]}"
         text = json.dumps({"type": name, "sequence_number": self._num_events} | event[1])
@@ -120,11 +134,13 @@ class _Items:
     Attributes:
         items: the items so far.
         logprobs: log probabilities of tokens that no text has taken yet.
+        text_place: fields of a delta of the open text but the text, as JSON without brackets.
     """
 
     def __init__(self, response_id: str) -> None:
         self.items: list[Json] = []
         self.logprobs: list[Json] = []
+        self.text_place = ""
         self._response_id = response_id
         self._kind = ""  # type of the open item, empty if there is none
         self._texts: list[str] = []  # parts of its text or its arguments
@@ -180,6 +196,7 @@ class _Items:
         name = f"{_PREFIXES[kind]}_{self._response_id}_{len(self.items)}"
         self.items.append({"type": kind, "id": name, "status": "in_progress"} | fields | content)
         self._kind = kind
+        self.text_place = json.dumps(self._place | {"content_index": 0, "logprobs": []})[1:-1]
         return "output_item.added", {"output_index": len(self.items) - 1, "item": dict(self.items[-1])}
 
     def _text_delta(self, text: str) -> Event:

@@ -129,20 +129,11 @@ def _tool(fields: Fields) -> Json:
 def _tool_choice(choice: Any) -> Any:
     if isinstance(choice, str):
         return choice
-    readers = {"function": _named, "allowed_tools": _allowed_tools}
-    return by_type(choice, readers, "tool_choice", "tool_choice")
+    return by_type(choice, {"function": _named}, "tool_choice", "tool_choice")
 
 
 def _named(fields: Fields) -> Json:
     return {"type": "function", "function": {"name": fields.need("name", str)}}
-
-
-def _allowed_tools(fields: Fields) -> Json:
-    tools = [
-        by_type(tool, {"function": _named}, "a tool of tool_choice", "tool_choice")
-        for tool in fields.need("tools", list)
-    ]
-    return {"type": "allowed_tools", "allowed_tools": {"mode": fields.need("mode", str), "tools": tools}}
 
 
 def _messages(instructions: str | None, given: Any) -> list[Json]:

@@ -19,10 +19,12 @@ class Translation(NamedTuple):
     Attributes:
         chat: body of the chat, for `parse_body`.
         ignored: fields of the request that were accepted and change nothing.
+        names: names in the request of fields of the chat, where they are others than the interface's.
     """
 
     chat: Json
     ignored: frozenset[str]
+    names: Mapping[str, str] = {}
 
 
 class Fields:

@@ -20,7 +20,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
-from jaxserve.openai.format import BadRequestError, parse_body
+from jaxserve.openai.format import BadRequestError, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES, AnyReply
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.partial_json import read_partial_json
@@ -95,6 +95,13 @@ def scripts(draw: st.DrawFn) -> tuple[list[Delta], str]:
     return deltas, reason
 
 
+def read(path: str, body: dict[str, Any]) -> ParsedRequest:
+    """Return the request in a body."""
+    return INTERFACES[path].read(
+        body, lambda url, chat: parse_body(url, chat, "m", (), tokenizer, SamplingParams(), may_stream=True)
+    )
+
+
 def sent(path: str, script: tuple[list[Delta], str], cuts: Iterable[int]) -> tuple[bytes, dict[str, Any]]:
     """Return the stream and the whole reply of a message.
 
@@ -105,9 +112,7 @@ def sent(path: str, script: tuple[list[Delta], str], cuts: Iterable[int]) -> tup
     """
     deltas, reason = script
     interface, body = INTERFACES[path], BODIES[path] | {"stream": True}
-    request = interface.read(
-        body, lambda url, chat: parse_body(url, chat, "m", (), tokenizer, SamplingParams(), may_stream=True)
-    )
+    request = read(path, body)
 
     def new_reply() -> tuple[CutReader, AnyReply]:
         reader, chat = CutReader(deltas), Reply(request, None, response_id="x", created_s=1)
@@ -274,6 +279,15 @@ def test_turns_of_a_message() -> None:
     ]
     assert chat["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     assert (chat["tool_choice"], chat["parallel_tool_calls"]) == ("required", False)
+
+
+def test_unwanted_thoughts_are_named_as_the_client_names_them() -> None:
+    """Where the template knows no such switch, which is so here."""
+    body = BODIES[MESSAGES] | {"thinking": {"type": "disabled"}}
+    assert read(MESSAGES, body).ignored == ("thinking",)
+    body = BODIES[MESSAGES] | {"output_config": {"effort": "low"}, "thinking": {"type": "enabled", "budget_tokens": 9}}
+    assert read(MESSAGES, body).ignored == ("output_config", "thinking.budget_tokens")
+    assert read(RESPONSES, BODIES[RESPONSES] | {"reasoning": {"effort": "low"}}).ignored == ("reasoning",)
 
 
 @pytest.mark.parametrize(

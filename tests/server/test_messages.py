@@ -125,3 +125,22 @@ def test_errors_are_those_of_the_client(engine: Engine) -> None:
         wrong = anthropic.Anthropic(base_url=server.url, api_key="wrong", max_retries=0)
         with wrong, pytest.raises(anthropic.AuthenticationError):
             wrong.messages.create(**ASKED)
+
+
+def test_a_broken_step_ends_the_stream_with_an_error(
+    client: anthropic.Anthropic, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = server.engine.replicas[0].executor
+    launch, calls = executor.launch, iter(range(1000))
+
+    def breaks(*args: Any) -> Any:
+        if next(calls) == 4:
+            raise RuntimeError("a device has failed, near /secret/path")
+        return launch(*args)
+
+    monkeypatch.setattr(executor, "launch", breaks)
+    with pytest.raises(anthropic.APIStatusError) as error:
+        for _ in client.messages.create(**ASKED, stream=True, extra_body={"ignore_eos": True}):
+            pass
+    assert error.value.type == "api_error"
+    assert "/secret" not in str(error.value)

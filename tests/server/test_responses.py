@@ -143,3 +143,23 @@ def test_fields_are_honoured_named_or_refused(server: Running) -> None:
         reply = server.client.request(method, f"/v1/responses/{path}")
         assert reply.status_code == 404
         assert "not stored" in reply.json()["error"]["message"]
+
+
+def test_a_broken_step_fails_the_response(
+    client: openai.OpenAI, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor = server.engine.replicas[0].executor
+    launch, calls = executor.launch, iter(range(1000))
+
+    def breaks(*args: Any) -> Any:
+        if next(calls) == 4:
+            raise RuntimeError("a device has failed, near /secret/path")
+        return launch(*args)
+
+    monkeypatch.setattr(executor, "launch", breaks)
+    events = list(client.responses.create(**ASKED, stream=True, extra_body={"ignore_eos": True}))
+    assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.status == "failed"
+    assert events[-1].response.error.code == "server_error"
+    assert "/secret" not in events[-1].response.error.message
