@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -84,6 +86,10 @@ class EngineConfig:
         page_size: tokens per page of the KV pool; None is 16, on TPUs 16 to 128, more if a token has fewer bytes on a
             device. Only full pages are shared.
         num_pages: number of pages in the pool of each replica; None sizes it from free memory.
+        scheduling_policy: "fcfs" serves requests in the order in which they come. "priority" serves those of a lower
+            `priority` first, preempts running ones of a higher where slots or pages are full, and serves those of one
+            `priority` in the order in which they come. With both, tenants get equal service where requests name them.
+        tenant_weights: shares of tenants in what their class gets, by their names, as a dict or as JSON; 1 for others.
         gpu_memory_utilization: share of each accelerator's total memory for weights, temporaries and the pool. On a
             GPU, XLA allocates this share when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is
             less, the pool gets less, and a warning says so.
@@ -129,6 +135,8 @@ class EngineConfig:
     max_logprobs: int = DEFAULT_MAX_LOGPROBS
     page_size: int | None = None
     num_pages: int | None = None
+    scheduling_policy: str = "fcfs"
+    tenant_weights: str | Mapping[str, float] | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -162,6 +170,8 @@ class EngineConfig:
             _check_choice(name, getattr(self, name), ("auto", *dtypes))
         _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
+        _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _read_weights(self.tenant_weights)
         object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
         object.__setattr__(self, "speculative_config", SpeculationConfig.of(self.speculative_config))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
@@ -310,6 +320,7 @@ class ScheduleConfig:
     max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
     long_prefill_token_threshold: int = 0
     windows: tuple[int | None, ...] = (None,)  # sliding window of each KV group
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # weights of tenants, where these are not 1
     max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
     num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
 
@@ -333,6 +344,7 @@ class ScheduleConfig:
             self.max_num_partial_prefills,
             self.max_long_partial_prefills,
             self.long_prefill_token_threshold,
+            self.tenant_weights,
         )
 
     @cached_property
@@ -448,6 +460,7 @@ def resolve_schedule(
         max_long_partial_prefills=config.max_long_partial_prefills,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         windows=windows,
+        tenant_weights=_read_weights(config.tenant_weights),
         max_drafts=config.speculation.max_drafts if config.speculation else 0,
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
     )
@@ -472,6 +485,22 @@ def _read_multi_step(value: object) -> str | int:
     if not isinstance(steps, int) or isinstance(steps, bool) or not 1 <= steps <= MAX_FIXED_STEPS:
         raise ConfigError(f"multi_step must be 'auto' or an integer in [1, {MAX_FIXED_STEPS}], got {value!r}")
     return steps
+
+
+def _read_weights(value: Any) -> tuple[tuple[str, float], ...]:
+    if isinstance(value, str):  # from a command line
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"tenant_weights must be a JSON object, got {value!r}: {error}") from None
+    if value is None:
+        return ()
+    weights: dict[Any, Any] = dict(value) if isinstance(value, Mapping) else {None: value}
+    for tenant, weight in weights.items():
+        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+        if not isinstance(tenant, str) or not is_number or not 0 < weight < math.inf:
+            raise ConfigError(f"tenant_weights must be positive numbers by tenant, got {value!r}")
+    return tuple((tenant, float(weight)) for tenant, weight in sorted(weights.items()))
 
 
 def _check_positive(name: str, value: object) -> None:

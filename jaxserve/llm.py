@@ -132,6 +132,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | ProgressBar = True,
+        *,
+        priority: Sequence[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Complete all prompts and return their outputs in the same order.
@@ -140,6 +142,7 @@ class LLM:
             prompts: one or many: text, token ids, {"prompt": ...} or {"prompt_token_ids": [...]}.
             sampling_params: one for all, or one per prompt; default `get_default_sampling_params()`.
             use_tqdm: True to show a progress bar with tokens per second, or a callable with the arguments of `tqdm`.
+            priority: class of each prompt, with `scheduling_policy="priority"`; those of a lower number go first.
             vllm_arguments: further arguments of vLLM whose values ask for what jaxserve does anyway, such as
                 lora_request=None.
 
@@ -149,7 +152,7 @@ class LLM:
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
         many = _as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        groups = self._prepare(many, _per_prompt(params, len(many)))
+        groups = self._prepare(many, _per_prompt(params, len(many)), _priorities(priority, len(many)))
         ended: SimpleQueue[RequestGroup] = SimpleQueue()
         try:
             self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
@@ -167,6 +170,8 @@ class LLM:
         add_generation_prompt: bool = True,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        *,
+        priority: Sequence[int] | None = None,
         **vllm_arguments: Any,
     ) -> list[RequestOutput]:
         """Answer one conversation, or each of a list, rendered with the tokenizer's chat template; see `generate`."""
@@ -178,7 +183,7 @@ class LLM:
         variables |= chat_template_kwargs or {}
         texts = [tokenizer.render_chat(chat, variables, chat_template) for chat in _as_conversations(messages)]
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding increments: each output's text and ids hold only what is new.
@@ -189,7 +194,7 @@ class LLM:
             RequestError: the prompt or its parameters cannot be served; raised with the first increment.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (group,) = self._prepare([prompt], _per_prompt(params, 1))
+        (group,) = self._prepare([prompt], _per_prompt(params, 1), [0])
         output, reader = group.output, OutputReader(group.output)
         news: SimpleQueue[None] = SimpleQueue()
         try:
@@ -266,13 +271,15 @@ class LLM:
         """True if weights or KV pool are asleep, so that requests are refused."""
         return self.engine.devices.is_sleeping
 
-    def _prepare(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestGroup]:
+    def _prepare(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
+    ) -> list[RequestGroup]:
         """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
         self.engine.devices.check_serve()
         groups = []
-        for index, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        for index, (prompt, p, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
-                groups.append(self.engine.frontend.prepare(str(next(self._ids)), prompt, p))
+                groups.append(self.engine.frontend.prepare(str(next(self._ids)), prompt, p, priority=priority))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return groups
@@ -299,6 +306,16 @@ class LLM:
                 rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
                 bar.set_postfix_str(rates, refresh=False)
                 bar.update()
+
+
+def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
+    if priority is None:
+        return [0] * num_prompts
+    if not isinstance(priority, Sequence) or len(priority) != num_prompts:
+        raise RequestError(
+            f"priority must be a list with one integer per prompt, of {num_prompts}, got {brief(priority)}"
+        )
+    return priority
 
 
 def _check_served(group: RequestGroup) -> None:

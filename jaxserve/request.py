@@ -72,11 +72,12 @@ class Request:
     stop_ids: frozenset[int] = frozenset()  # any of these ends the output
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
-    tenant: str = ""  # name of whoever its pages in the prefix cache count for
     read_prefix_cache: bool = True  # False if every prompt position must be computed (prompt_logprobs)
     waits_for_tokens: bool = False  # True if each token must be read before the next is computed
     constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens
     arrival: int = 0  # index of the request in order of arrival
+    priority: int = 0  # class: requests of a lower number go first
+    tenant: str = ""  # name of whom it is for: tenants have equal service in a class, and equal shares of the cache
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
 
     status: RequestStatus = RequestStatus.WAITING

@@ -97,7 +97,6 @@ VLLM_OPTIONS = (
     VllmOption("compilation_config", "XLA compiles; compile_ahead says when", _NONE_OR_EMPTY),
     VllmOption("max_seq_len_to_capture", "compiled programs serve every length", None),
     VllmOption("enable_chunked_prefill", "long prompts are always computed in chunks", (True, None)),
-    VllmOption("scheduling_policy", "requests are served in the order in which they come", ("fcfs",)),
     VllmOption("num_scheduler_steps", "multi_step is the option for several steps in one dispatch", (1,)),
     VllmOption("preemption_mode", "preempted requests are computed again", (None, "recompute")),
     VllmOption("swap_space", "preempted requests are computed again, and nothing is swapped", (0,)),
@@ -126,7 +125,6 @@ _BY_NAME = {option.name: option for option in VLLM_OPTIONS}
 
 GENERATE_ARGUMENTS = (
     VllmOption("lora_request", "there are no LoRA adapters", (None,)),
-    VllmOption("priority", "requests are served in the order in which they come", (None,)),
     VllmOption("tokenization_kwargs", "the tokenizer has no options", _NONE_OR_EMPTY),
     VllmOption("mm_processor_kwargs", "prompts are text or token ids", _NONE_OR_EMPTY),
 )

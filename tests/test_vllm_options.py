@@ -80,7 +80,7 @@ def test_what_no_one_knows_is_left_to_the_configuration() -> None:
 
 
 def test_arguments_of_calls() -> None:
-    neutral = {"lora_request": None, "priority": None, "continue_final_message": False, "mm_processor_kwargs": None}
+    neutral = {"lora_request": None, "continue_final_message": False, "mm_processor_kwargs": None}
     check_arguments({**neutral, "chat_template_content_format": "auto"}, CHAT_ARGUMENTS)
     with pytest.raises(RequestError, match=r"^lora_request must be None, got 5: there are no LoRA adapters"):
         check_arguments({"lora_request": 5}, GENERATE_ARGUMENTS)

@@ -98,7 +98,14 @@ class Engine:
     # Requests
 
     def add_request(
-        self, request_id: str, prompt: Prompt, params: SamplingParams | None = None, *, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
     ) -> RequestOutput:
         """Queue a request; returns its output, empty now and filled by `step`.
 
@@ -107,6 +114,8 @@ class Engine:
             prompt: text, token ids, or {"prompt": ...} or {"prompt_token_ids": [...]}, with "cache_salt" if wanted.
             params: sampling parameters; default `default_sampling_params`.
             cache_salt: only requests with the same salt share cached pages.
+            tenant: name of whom it is for; tenants get equal service.
+            priority: class; requests of a lower number go first.
 
         Raises:
             RequestError: the request cannot be served; nothing has changed.
@@ -115,7 +124,8 @@ class Engine:
         if (until_idle := self._until_idle()) is not None:
             until_idle()
         self.devices.check_serve()
-        group = self.frontend.prepare(request_id, prompt, params or self.default_sampling_params, cache_salt)
+        params = params or self.default_sampling_params
+        group = self.frontend.prepare(request_id, prompt, params, cache_salt, tenant, priority)
         self.frontend.start(group, self._note_progress)
         return group.output
 

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGEST_PRIORITY = 2**31 - 1
+
 Listener = Callable[[RequestGroup], None]
 
 
@@ -96,6 +98,7 @@ class Frontend:
         params: SamplingParams,
         cache_salt: str | None = None,
         tenant: str = "",
+        priority: int = 0,
     ) -> RequestGroup:
         """Check a request and read its prompt; nothing is queued.
 
@@ -104,7 +107,8 @@ class Frontend:
             prompt: prompt of the request.
             params: sampling parameters of the request.
             cache_salt: only requests with the same salt share cached pages.
-            tenant: name of whoever its cached pages count for.
+            tenant: name of whom it is for; tenants get equal service.
+            priority: class; requests of a lower number go first.
 
         Raises:
             RequestError: it cannot be served.
@@ -113,7 +117,8 @@ class Frontend:
         limit = prompt_limit(params, self._schedule.max_model_len)
         text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
         self._check(token_ids, params)
-        requests = self._expand(request_id, token_ids, params, salt, tenant)
+        self._check_priority(priority)
+        requests = self._expand(request_id, token_ids, params, salt, tenant, priority)
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic)
@@ -326,12 +331,29 @@ class Frontend:
                     f"with max_logprobs {most} and {vocab} tokens; start the engine with max_logprobs={needed}"
                 )
 
+    def _check_priority(self, priority: object) -> None:
+        if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > LARGEST_PRIORITY:
+            raise RequestError(
+                f"priority must be an integer of at most {LARGEST_PRIORITY} either way, got {priority!r}"
+            )
+        if priority and self._config.scheduling_policy != "priority":
+            raise RequestError(
+                f"priority needs an engine with scheduling_policy='priority', got {priority} with "
+                f"{self._config.scheduling_policy!r}; start it with that, or drop priority"
+            )
+
     def _advice_on_length(self) -> str:
         most = self._max_position
         return f" or raise max_model_len, {most} at most" if self._schedule.max_model_len < most else ""
 
     def _expand(
-        self, request_id: str, token_ids: TokenIds, params: SamplingParams, salt: str | None, tenant: str
+        self,
+        request_id: str,
+        token_ids: TokenIds,
+        params: SamplingParams,
+        salt: str | None,
+        tenant: str,
+        priority: int,
     ) -> list[Request]:
         """Return the `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache."""
         seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
@@ -359,6 +381,7 @@ class Frontend:
                 bad_sequences=bad_sequences,
                 salt=namespace.encode(errors="surrogatepass"),
                 tenant=tenant,
+                priority=priority,
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
                 waits_for_tokens=params.structured_outputs is not None,
                 constraint=self._constraint(params, stop_ids),

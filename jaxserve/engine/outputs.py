@@ -241,6 +241,7 @@ def _again(request: Request) -> Request:
         bad_sequences=request.bad_sequences,
         salt=request.salt,
         tenant=request.tenant,
+        priority=request.priority,
         read_prefix_cache=request.read_prefix_cache,
         waits_for_tokens=request.waits_for_tokens,
         constraint=None if request.constraint is None else request.constraint.again(),

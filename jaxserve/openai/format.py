@@ -45,6 +45,7 @@ _PREFERENCES = {
 }  # fields of chats; templates may have one
 _TYPES = {
     "cache_salt": str,
+    "priority": int,
     "echo": bool,
     "model": str,
     "response_format": dict,
@@ -59,13 +60,22 @@ _TYPES = {
     "allowed_token_ids": list,
     "bad_words": list,
 }
-_NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"'], "priority": ["0"]}
+_NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"']}
 _NEUTRAL_SHARED |= {"detokenize": ["true"], "spaces_between_special_tokens": ["true"], "use_beam_search": ["false"]}
 _NEUTRAL = {  # values, as JSON, that switch off unsupported features
     COMPLETIONS: _NEUTRAL_SHARED | {"suffix": ['""'], "best_of": ["1", "n"]},
     CHAT: _NEUTRAL_SHARED | {"modalities": ['["text"]'], "continue_final_message": ["false"]},
 }
-_SHARED_FIELDS = {"model", "max_tokens", "logprobs", "cache_salt", "return_token_ids", "stream", "stream_options"}
+_SHARED_FIELDS = {
+    "priority",
+    "model",
+    "max_tokens",
+    "logprobs",
+    "cache_salt",
+    "return_token_ids",
+    "stream",
+    "stream_options",
+}
 _SHARED_FIELDS |= _SAMPLING_FIELDS | _LABELS.keys() | {"response_format", "structured_outputs"}
 _FIELDS = {
     COMPLETIONS: _SHARED_FIELDS | _NEUTRAL[COMPLETIONS].keys() | {"prompt", "echo"},
@@ -111,7 +121,8 @@ class ParsedRequest:
         stream: True if increments are wanted as they come.
         include_usage: True if the counts of tokens are wanted at the end of a stream.
         continuous_usage: True if they are wanted with every increment.
-        tenant: name of whoever has sent it; empty without keys.
+        tenant: name of whoever has sent it; empty if nobody says.
+        priority: class, of which lower numbers go first; None if the body does not say.
         form: form of a chat's message.
         ignored: fields that were accepted and changed nothing.
     """
@@ -129,6 +140,7 @@ class ParsedRequest:
     include_usage: bool = False
     continuous_usage: bool = False
     tenant: str = ""
+    priority: int | None = None
     form: MessageForm = field(default_factory=MessageForm)
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
@@ -171,6 +183,9 @@ def parse_body(
     _refuse_features(given, _NEUTRAL[url])
     for name, wanted in (_TYPES | _LABELS | _PREFERENCES).items():
         _check_type(given, name, wanted)
+    if given.get("priority") and not may_stream:
+        message = "a line of a batch file must have priority 0, as all lines are of one batch"
+        raise BadRequestError(message, "priority", "unsupported_value")
     model = given.get("model", own_name)
     if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
@@ -193,6 +208,7 @@ def parse_body(
         stream=given.get("stream", False),
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
+        priority=given.get("priority"),
         form=chat.form if chat else MessageForm(),
         ignored=tuple(sorted((_IGNORED & given.keys()) - (chat.honoured if chat else set()))),
     )

@@ -30,8 +30,8 @@ class Admission:
 
     @property
     def waiting(self) -> list[Request]:
-        """Requests without, in their order."""
-        return list(self._ledger.waiting.values())
+        """Requests without: by class, by tenant, in the order of arrival."""
+        return list(self._ledger.waiting)
 
     def has_room(self, request: Request | None = None) -> bool:
         """Return whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.
@@ -48,7 +48,7 @@ class Admission:
         num_columns = 1 if request is None else ledger.groups.num_columns(request.num_tokens)
         if num_columns * ledger.groups.size <= num_left:  # whatever of it is cached
             return True
-        return request is not None and max(self._num_pages_taken(request), 1) <= num_left
+        return request is not None and max(ledger.num_pages_taken(request), 1) <= num_left
 
     def must_wait(self, request: Request) -> bool:
         """Return whether the next plan would pass over `request`, because it waits for an unfinished prompt."""
@@ -57,13 +57,3 @@ class Admission:
     def prefix_hashes(self, request: Request) -> list[bytes]:
         """Return the hashes of the pages of a request that others may share with it."""
         return self._ledger.cache.hashes(request)[: (request.num_known_tokens - 1) // self._ledger.page_size]
-
-    def _num_pages_taken(self, request: Request) -> int:
-        """Return the free pages that the start of a request takes: new ones, and cached ones without an owner."""
-        ledger, groups, page_size = self._ledger, self._ledger.groups, self._ledger.page_size
-        cached = ledger.cached_pages(request)
-        num_shared = max(len(cached) // groups.size, request.num_shared_tokens // page_size)
-        num_tokens = min(request.num_tokens, num_shared * page_size + ledger.max_num_batched_tokens)
-        num_tokens = min(num_tokens, num_shared * page_size + ledger.num_tokens_with_room(cached))
-        num_new = groups.num_columns(num_tokens) - num_shared
-        return ledger.cache.num_evictable(cached) + num_new * groups.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.ledger import Ledger, in_prefill
@@ -66,7 +67,9 @@ class Decodes:
         return in_decode[: max(len(in_decode) - self._decode_limit, 0)]
 
     def schedule(self, plan: StepPlan, held_back: list[Request], num_drafts: Sequence[int] = ()) -> list[Request]:
-        """Give the running rows in decode their tokens; returns those in prefill, of which some may be preempted.
+        """Give running rows in decode their tokens; return those in prefill, of which some may be preempted.
+
+        Both are in the order of their classes, and of their admission inside a class.
 
         Args:
             plan: plan to fill.
@@ -75,12 +78,7 @@ class Decodes:
         """
         num_steps, rows_in_prefill = plan.num_steps, []
         num_spare = self._num_spare_tokens if num_drafts else 0
-        rows = list(self._ledger.running.values())
-        if held_back:
-            held = set(held_back)
-            rows = [request for request in rows if request not in held]
-            for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
-                self._ledger.release_unseen(request)
+        rows = self._rows(held_back)
         requests, starts, max_new = plan.requests, plan.starts, plan.max_new
         limit, is_single = num_steps, num_steps == 1 and not num_drafts
         for request in rows:
@@ -111,6 +109,18 @@ class Decodes:
         if num_drafts:
             plan.num_drafts = [num_drafts[request.slot] for request in plan.requests]
         return rows_in_prefill
+
+    def _rows(self, held_back: list[Request]) -> list[Request]:
+        """Return the running rows but for those held back: by class, and by admission inside a class."""
+        rows = list(self._ledger.running.values())
+        if len(self._ledger.num_running_of) > 1:  # those of the lowest class last: they may have to give way to others
+            rows.sort(key=attrgetter("priority"))
+        if held_back:
+            held = set(held_back)
+            rows = [request for request in rows if request not in held]
+            for request in held_back:  # now, so that prompts find the pages, whether these rows get a token or not
+                self._ledger.release_unseen(request)
+        return rows
 
     def schedule_held_back(self, plan: StepPlan, held_back: list[Request]) -> None:
         """Give rows held back what prompts left of the budget, those last whose turn it is to miss the step.

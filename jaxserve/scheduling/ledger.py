@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
 from jaxserve.kv_cache.prefix_cache import PrefixCache
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.scheduling.waiting import WaitingQueue
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
 
@@ -22,14 +22,16 @@ class Ledger:
         max_num_batched_tokens: token budget of a step, which bounds the first chunk of a prompt.
         groups: groups of layers with pages of their own.
         num_pages: pages in the pool.
+        weights: weights of tenants; 1 for others.
 
     Attributes:
         page_size: tokens per page.
         groups: groups of layers with pages of their own.
         max_num_batched_tokens: token budget of a step.
         cache: all pages.
-        waiting: waiting requests by id, in the order of arrival, preempted ones in front.
+        waiting: waiting requests.
         running: running requests by id, in the order of admission.
+        num_running_of: number of running requests by class; none for classes without.
         free_slots: slots without a request.
         unshared: running requests that were there when the prefix cache was reset last.
         num_prefill_tokens: tokens that running rows have to compute beyond one each.
@@ -38,14 +40,22 @@ class Ledger:
         num_waiting_pages: pages that the start of all waiting requests takes.
     """
 
-    def __init__(self, *, max_num_seqs: int, max_num_batched_tokens: int, groups: KVGroups, num_pages: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        groups: KVGroups,
+        num_pages: int,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
         self.groups = groups
         self.page_size = groups.page_size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.cache = PrefixCache(PagePool(num_pages), groups)
-        # Not a deque: an abort in the middle takes constant time.
-        self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: dict[str, Request] = {}
+        self.waiting = WaitingQueue(weights or {}, self.running)
+        self.num_running_of: dict[int, int] = {}
         self.free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.unshared: set[Request] = set()
         self.num_prefill_tokens = 0
@@ -68,13 +78,13 @@ class Ledger:
 
     def enqueue(self, request: Request) -> None:
         """Put a request at the end of the queue."""
-        self.waiting[request.request_id] = request
+        self.waiting.append(request)
         self.count(request)
 
     def dequeue(self, request: Request) -> None:
         """Take a request out of the queue."""
         self.uncount(request)
-        del self.waiting[request.request_id]
+        self.waiting.remove(request)
 
     def count(self, request: Request) -> None:
         """Count a request as one that waits."""
@@ -103,12 +113,18 @@ class Ledger:
             num_cached = self.groups.num_columns(num_computed_tokens)
             request.num_released_columns = max(num_cached - self.groups.num_window_columns, 0)
         self.running[request.request_id] = request
+        self.num_running_of[request.priority] = self.num_running_of.get(request.priority, 0) + 1
+        self.waiting.started(request, num_computed_tokens)
         self.num_prefill_tokens += num_remaining(request) - 1
         self.num_growing += self.can_grow(request)
 
     def stop(self, request: Request) -> None:
         """Take slot and pages from a running request."""
+        self.waiting.stopped(request)
         del self.running[request.request_id]
+        self.num_running_of[request.priority] -= 1
+        if not self.num_running_of[request.priority]:
+            del self.num_running_of[request.priority]
         self.num_prefill_tokens -= num_remaining(request) - 1
         self.num_growing -= self.can_grow(request)
         self.unshared.discard(request)
@@ -121,16 +137,21 @@ class Ledger:
         request.quiet_until = 0
 
     def preempt(self, request: Request, plan: StepPlan) -> None:
-        """Send a running request back to the head of the queue; it will find its pages again if they stay cached."""
+        """Send a running request back to the head of its tenant's queue; it will find pages again that stay cached."""
         assert request not in plan.requests, "a row of this plan must keep its pages"
         request.num_tokens_when_preempted = request.num_tokens
+        self.waiting.put_back(request)  # first: its tenant must not count as idle meanwhile
         self.stop(request)
         request.status = RequestStatus.WAITING
         request.num_preemptions += 1
         request.num_shared_tokens = 0
-        self.enqueue(request)
-        self.waiting.move_to_end(request.request_id, last=False)
+        self.count(request)
         plan.preempted.append(request)
+
+    @property
+    def lowest_priority(self) -> int:
+        """Lowest class of a running request, thus the largest number; some request must run."""
+        return max(self.num_running_of)
 
     # Pages
 
@@ -230,6 +251,15 @@ class Ledger:
         """Pages of the prefix of a waiting request that it need not compute."""
         return self.cache.match(request) if request.read_prefix_cache else []
 
+    def num_pages_taken(self, request: Request) -> int:
+        """Return the free pages that the start of a request takes: new ones, and cached ones without an owner."""
+        groups, cached = self.groups, self.cached_pages(request)
+        num_shared = max(len(cached) // groups.size, request.num_shared_tokens // self.page_size)
+        num_tokens = min(request.num_tokens, num_shared * self.page_size + self.max_num_batched_tokens)
+        num_tokens = min(num_tokens, num_shared * self.page_size + self.num_tokens_with_room(cached))
+        num_new = groups.num_columns(num_tokens) - num_shared
+        return self.cache.num_evictable(cached) + num_new * groups.size
+
     def register_columns(self, request: Request, first: int, stop: int) -> None:
         """Register the pages of some columns, all of whose tokens are known and certain to be computed."""
         if first >= stop or request in self.unshared:
@@ -258,7 +288,7 @@ class Ledger:
             for page in request.pages:
                 if page != RELEASED:
                     owners[page] = owners.get(page, 0) + 1
-        for request in self.waiting.values():
+        for request in self.waiting:
             assert request.status is RequestStatus.WAITING, f"{request.request_id} waits as {request.status}"
             held = (request.pages, request.slot, request.num_computed_tokens)
             assert held == ([], -1, 0), f"{request.request_id} waits but holds {held}"
@@ -267,9 +297,11 @@ class Ledger:
         assert self.num_growing == sum(map(self.can_grow, self.running.values()))
         counted = self.num_waiting_tokens, self.num_waiting_pages
         self.num_waiting_tokens = self.num_waiting_pages = 0
-        for request in self.waiting.values():
+        for request in self.waiting:
             self.count(request)
         assert counted == (self.num_waiting_tokens, self.num_waiting_pages), counted
+        assert sum(self.num_running_of.values()) == len(self.running)
+        self.waiting.check_integrity()
         slots = [*self.free_slots, *(request.slot for request in self.running.values())]
         assert sorted(slots) == list(range(self._num_slots)), f"slots are lost or shared: {slots}"
 

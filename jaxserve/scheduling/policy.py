@@ -9,14 +9,15 @@ while rows decode, its chunk is at most `long_chunk`, because their next tokens 
 """
 
 import sys
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from operator import attrgetter
+
+from jaxserve.request import Request
 
 DEFAULT_PARTIAL_PREFILLS = 2  # a long prompt, and the short prompt that is cut at the end of a step's budget
 DEFAULT_LONG_PREFILLS = 1
 
-Job = TypeVar("Job")
+_priority = attrgetter("priority")
 
 
 def prefill_share(max_num_batched_tokens: int) -> int:
@@ -29,7 +30,7 @@ def prefill_share(max_num_batched_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """First come, first served policy, except that shorter prompts overtake long ones; the last admitted is preempted.
+    """Shares of prompts, and the victim: shorter prompts overtake long ones, the last admitted is preempted.
 
     Attributes:
         prefill_share: tokens of a step that are reserved for prompts while there are any to compute.
@@ -39,6 +40,7 @@ class Policy:
         long_chunk: most tokens of a long prompt in a step with rows in decode.
         most_passed_over: most waiting requests that a plan skips to start later ones.
         most_looks: most of these whose cached pages the plan looks up; a quarter of it for prompts too long to start.
+        weights: tenants and their weights, where these are not 1.
     """
 
     prefill_share: int
@@ -48,6 +50,7 @@ class Policy:
     long_chunk: int
     most_passed_over: int = 4096
     most_looks: int = 512
+    weights: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def of(
@@ -56,6 +59,7 @@ class Policy:
         max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS,
         max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS,
         long_prefill_token_threshold: int = 0,
+        weights: tuple[tuple[str, float], ...] = (),
     ) -> "Policy":
         """Resolve the configured options; a threshold of 0 means the token budget, with chunks of half of it."""
         return cls(
@@ -64,15 +68,16 @@ class Policy:
             max_long_partial_prefills,
             long_prefill_token_threshold or max_num_batched_tokens,
             long_prefill_token_threshold or max(max_num_batched_tokens // 2, 1),
+            weights=weights,
         )
 
-    def in_order(self, waiting: Mapping[str, Job]) -> Iterable[Job]:
-        """Return the waiting requests, which are in order of arrival, in the order in which they may start."""
-        return waiting.values()
+    def victim(self, running: dict[str, Request]) -> Request:
+        """Return the running request to preempt: the last admitted of the lowest class.
 
-    def victim(self, running: dict[str, Job]) -> Job:
-        """Return the running request to preempt for a row in decode; `running` is in order of admission."""
-        return running[next(reversed(running))]
+        Args:
+            running: running requests in the order of admission.
+        """
+        return max(reversed(running.values()), key=_priority)
 
     def is_long(self, num_left: int) -> bool:
         """Return whether a prompt with `num_left` tokens left to compute is long."""

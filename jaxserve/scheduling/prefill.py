@@ -24,7 +24,10 @@ help either, the prompt waits a step. Nobody is admitted in a step in which a ru
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import groupby
+from operator import attrgetter
 
 from jaxserve.request import Request, RequestStatus
 from jaxserve.scheduling.ledger import RUNS, Ledger, in_prefill, num_remaining
@@ -43,34 +46,55 @@ class Prefills:
     def __init__(self, ledger: Ledger, policy: Policy) -> None:
         self._ledger = ledger
         self._policy = policy
-        self._unfinished: list[Request] = []  # rows in prefill after the last plan, or already in the one being made
+        # Rows in prefill after the last plan, or already in the one being made, in the order of their classes and ages.
+        self._unfinished: list[Request] = []
         # Waiting requests that were looked at: the prompt that each waits for, and their common tokens.
         self._seen: dict[Request, tuple[Request, int]] = {}
 
     # Parts of a plan
 
-    def schedule(self, plan: StepPlan, in_prefill_before: Sequence[Request], *, beside_decode: bool) -> None:
+    def schedule(
+        self, plan: StepPlan, in_prefill_before: Sequence[Request], *, beside_decode: bool, num_displaced: int
+    ) -> None:
         """Add rows to a plan that has those in decode.
 
         Args:
             plan: plan to add to.
-            in_prefill_before: running rows between two chunks, in the order of admission; some may be preempted.
+            in_prefill_before: running rows between two chunks, in the order of classes and of admission; some may be
+                preempted.
             beside_decode: True if any row in decode waits for this step.
+            num_displaced: rows preempted by `make_room`, for requests of higher classes.
         """
         rows = [request for request in in_prefill_before if request.status in RUNS]
         first_row = plan.num_rows
-        is_short_of_pages = self._continue(rows, plan)
-        if not plan.preempted and not is_short_of_pages:
-            self._admit_waiting(plan)
+        displaced = min((request.priority for request in plan.preempted[:num_displaced]), default=None)
+        self._unfinished = []
+        may_admit, num_before = len(plan.preempted) == num_displaced, 0
+        for priority, group in groupby(rows, key=attrgetter("priority")):
+            if may_admit:
+                self._admit_waiting(plan, priority)
+            num_after = num_before + len(list(group))
+            is_short_of_pages = self._continue(rows, num_before, num_after, plan)
+            may_admit &= not is_short_of_pages and len(plan.preempted) == num_displaced
+            num_before = num_after
+        if may_admit:
+            self._admit_waiting(plan, displaced)
         if self._unfinished:
             self._share_out_rest(plan, first_row, beside_decode=beside_decode)
             self._unfinished = [request for request in self._unfinished if in_prefill(request)]
 
-    def _continue(self, rows: Sequence[Request], plan: StepPlan) -> bool:
-        """Give rows in prefill their first share, oldest first; returns whether one of them lacks pages."""
+    def _continue(self, rows: Sequence[Request], start: int, stop: int, plan: StepPlan) -> bool:
+        """Give rows in prefill of one class their first share, oldest first; returns whether one of them lacks pages.
+
+        Args:
+            rows: all rows in prefill; those behind `stop` are of lower classes.
+            start: index of the first row of the class.
+            stop: index behind its last.
+            plan: plan to add to.
+        """
         is_short = False
-        self._unfinished = list(rows)
-        for index, request in enumerate(rows):
+        self._unfinished += [request for request in rows[start:stop] if request.status in RUNS]
+        for index, request in enumerate(rows[start:stop], start):
             budget_left = self._budget_left(plan)
             if request.status not in RUNS or not budget_left:  # preempted for an older one
                 continue
@@ -83,7 +107,7 @@ class Prefills:
             is_short |= num_tokens < wanted
             if num_tokens and self._ledger.allocate(request, num_tokens, plan):
                 self._compute(self._add_row(request, plan), num_tokens, plan)
-        self._unfinished = [request for request in rows if request.status in RUNS and in_prefill(request)]
+        self._unfinished = [request for request in self._unfinished if request.status in RUNS and in_prefill(request)]
         return is_short
 
     def _num_affordable(self, request: Request, most: int) -> int:
@@ -115,19 +139,33 @@ class Prefills:
 
     # Starts
 
-    def _admit_waiting(self, plan: StepPlan) -> None:
-        """Start waiting requests in their order."""
+    def _admit_waiting(self, plan: StepPlan, above: int | None) -> None:
+        """Start waiting requests in their order: those of classes above one, or of all where it is None."""
         ledger = self._ledger
         if not ledger.waiting or not ledger.free_slots:
             return
+        if above is not None and ledger.waiting.first_priority >= above:
+            return
+        ledger.waiting.settle()
+        with closing(ledger.waiting.in_order()) as order:
+            started = self._start_in_turn(order, plan, above)
+        for request in started:
+            ledger.waiting.remove(request)
+            self._seen.pop(request, None)
+
+    def _start_in_turn(self, order: Iterator[Request], plan: StepPlan, above: int | None) -> list[Request]:
+        """Start requests, which stay in the queue, until one cannot; return them."""
+        ledger = self._ledger
         num_kept = self.num_pages_kept  # a newcomer that takes the last pages is soon preempted
         started: list[Request] = []
         num_passed_over, num_looks, may_hash = 0, 0, True
         if not self._unfinished:
             self._seen.clear()
-        for request in self._policy.in_order(ledger.waiting):
+        for request in order:
             budget_left = self._budget_left(plan)
             if not budget_left or not ledger.free_slots or ledger.num_available <= num_kept:
+                break
+            if above is not None and request.priority >= above:
                 break
             if request.num_pending_tokens:  # preempted: what there is to compute is not known before they are read
                 break
@@ -151,9 +189,7 @@ class Prefills:
                 num_kept += ledger.num_pages_kept(request)
             else:
                 break
-        for request in started:
-            del ledger.waiting[request.request_id]
-            self._seen.pop(request, None)
+        return started
 
     def _is_held(self, request: Request) -> bool:
         """Return whether a waiting request was seen to begin like a prompt that has yet to get beyond that part."""
@@ -172,7 +208,7 @@ class Prefills:
 
     def check_integrity(self) -> None:
         """Assert that only waiting requests are remembered."""
-        assert self._seen.keys() <= set(self._ledger.waiting.values()), "a request that left the queue is remembered"
+        assert self._seen.keys() <= set(self._ledger.waiting), "a request that left the queue is remembered"
 
     def _num_long(self) -> int:
         return sum(self._policy.is_long(num_remaining(request)) for request in self._unfinished)
@@ -189,6 +225,8 @@ class Prefills:
             return [] if request.num_tokens <= most_left else None
         self._seen[request] = request, 0
         for other in self._unfinished:
+            if other.priority > request.priority:  # it waits for nobody of a lower class
+                break
             if self._is_computing(other, other.num_computed_tokens, request):
                 self._seen[request] = other, self._num_common_tokens(other, request)
                 return None

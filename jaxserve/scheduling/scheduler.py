@@ -59,6 +59,7 @@ from jaxserve.errors import RequestError
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
+from jaxserve.scheduling.classes import make_room
 from jaxserve.scheduling.decode import Decodes
 from jaxserve.scheduling.ledger import RUNS, Ledger
 from jaxserve.scheduling.plan import StepPlan
@@ -128,6 +129,7 @@ class Scheduler:
             max_num_batched_tokens=self.max_num_batched_tokens,
             groups=self.groups,
             num_pages=self.num_pages,
+            weights=dict(self.policy.weights),
         )
         self._decodes = Decodes(self._ledger, self.policy, self.num_spare_tokens)
         self._prefills = Prefills(self._ledger, self.policy)
@@ -230,7 +232,7 @@ class Scheduler:
 
         Those with tokens on the device stay: what there is to compute of them is not known yet.
         """
-        withdrawn = [request for request in self._ledger.waiting.values() if not request.num_pending_tokens]
+        withdrawn = [request for request in self._ledger.waiting.in_order() if not request.num_pending_tokens]
         for request in withdrawn:
             self._ledger.dequeue(request)
             self._prefills.forget(request)
@@ -278,15 +280,18 @@ class Scheduler:
             num_drafts: tokens to draft by slot, where all rows are in decode; empty for a plan without drafts.
         """
         self.num_schedules += 1
+        plan = StepPlan(self._next_step_id)
+        make_room(self._ledger, self.policy, plan)
+        num_displaced = len(plan.preempted)
         num_steps = self._decodes.most_steps(max_steps, num_drafts) if num_drafts else 0
         if not num_steps:
             num_drafts = ()
             num_steps = self._decodes.most_steps(max_steps) if max_steps > 1 else 1
-        plan = StepPlan(self._next_step_id, num_steps=max(num_steps, 1))
+        plan.num_steps = max(num_steps, 1)
         held_back = self._decodes.rows_to_hold_back()
         in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
         beside_decode = bool(plan.num_rows or held_back) or self._is_any_blocked()
-        self._prefills.schedule(plan, in_prefill_before, beside_decode=beside_decode)
+        self._prefills.schedule(plan, in_prefill_before, beside_decode=beside_decode, num_displaced=num_displaced)
         if held_back:
             self._decodes.schedule_held_back(plan, held_back)
         self._notify()
@@ -340,7 +345,8 @@ class Scheduler:
         """Assert that pages and slots are conserved and that every request is where its status says."""
         self._ledger.check_integrity()
         self._prefills.check_integrity()
-        assert self._requests.keys() == self._ledger.running.keys() | self._ledger.waiting.keys()
+        waiting = {request.request_id for request in self._ledger.waiting}
+        assert self._requests.keys() == self._ledger.running.keys() | waiting
 
     # Parts of update()
 

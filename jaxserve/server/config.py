@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
+from jaxserve.server.classes import read_objectives
 
 _POSITIVE = (
     *("max_queued_requests", "max_body_bytes", "max_prompts", "max_json_depth", "max_open_requests_per_key"),
@@ -25,6 +26,8 @@ class ServerConfig:
             name of its directory.
         api_key: keys of which a request must have one; none leaves the server open.
         api_key_file: file with a key per line, which may have a tenant's name and a colon in front.
+        objectives: names of objectives and their classes, as NAME=PRIORITY: the `priority` of requests whose header
+            x-llm-d-inference-objective names one; they need scheduling_policy "priority".
         max_queued_requests: requests that may wait; later ones are refused with 503.
         max_open_requests_per_key: unfinished requests of a key; later ones are refused with 429.
         max_body_bytes: largest body of a request.
@@ -47,6 +50,7 @@ class ServerConfig:
     served_model_name: Sequence[str] = ()
     api_key: Sequence[str] = field(default=(), repr=False)
     api_key_file: Path | None = None
+    objectives: Sequence[str] = ()
     max_queued_requests: int = 1024
     max_open_requests_per_key: int = 4096
     max_body_bytes: int = 8 * 2**20
@@ -65,6 +69,7 @@ class ServerConfig:
         for name in _POSITIVE:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
+        read_objectives(self.objectives)
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be in [0, 65536), got {self.port}")
         if self.shutdown_timeout_s < 0:

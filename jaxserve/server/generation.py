@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jaxserve.openai.format import BadRequestError, ParsedRequest
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
 from jaxserve.server import http
+from jaxserve.server.classes import in_class, read_objectives
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.streams import BrokenStepError, Stream
 
@@ -45,6 +46,8 @@ class Generation:
         self._service, self._engine = service, service.engine
         self._ids = itertools.count()
         self._open_by_tenant: dict[str, int] = {}  # unfinished requests
+        has_classes = service.engine.config.scheduling_policy == "priority"
+        self._objectives = read_objectives(service.config.objectives) if has_classes else {}
 
     async def serve(self, call: Call) -> None:
         """Answer a request."""
@@ -102,7 +105,8 @@ class Generation:
             raise BadRequestError(message, "n")
         if call.tenant:  # nobody finds out what others have asked
             salt = json.dumps([call.tenant, request.cache_salt])
-            request = replace(request, cache_salt=salt, tenant=call.tenant)
+            request = replace(request, cache_salt=salt)
+        request = in_class(request, call.headers, call.tenant, self._objectives)
         return request, self._prepare_all(interface, request)
 
     def _check_admission(self, call: Call) -> None:
@@ -123,12 +127,13 @@ class Generation:
         self._engine.devices.check_serve()
         prepare, name = self._engine.frontend.prepare, interface.prefix
         groups: list[RequestGroup] = []
+        whose = request.tenant, request.priority or 0
         for prompt in request.prompts:
             params = request.params
             if params.seed is not None and groups:  # prompts of one request differ in their samples
                 params = replace(params, seed=params.seed + len(groups))
             with interface.naming():
-                groups.append(prepare(f"{name}-{next(self._ids)}", prompt, params, request.cache_salt, request.tenant))
+                groups.append(prepare(f"{name}-{next(self._ids)}", prompt, params, request.cache_salt, *whose))
         return groups
 
     async def _reply(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:

@@ -131,6 +131,8 @@ REQUESTS = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 20),
         "stop_ids": st.frozensets(st.integers(0, 4), max_size=1),
         "waits_for_tokens": st.sampled_from([False, False, False, True]),
+        "priority": st.sampled_from([0, 0, 0, 2, -1]),
+        "tenant": st.sampled_from(["", "", "a"]),
     }
 )
 
@@ -336,7 +338,8 @@ def record_log(
                 for _ in range(rng.randrange(1, 3 * num_replicas)):
                     prompt = rng.choice(prefixes) + [rng.randrange(5) for _ in range(rng.randrange(1, 20))]
                     stop_ids = frozenset([rng.randrange(5)] if rng.randrange(2) else [])
-                    driven.submit(prompt=prompt, max_tokens=rng.randrange(1, 20), stop_ids=stop_ids)
+                    whose = {"priority": rng.choice([0, 0, 3]), "tenant": rng.choice(["", "a"])}
+                    driven.submit(prompt=prompt, max_tokens=rng.randrange(1, 20), stop_ids=stop_ids, **whose)
             case 2 if driven.unfinished:
                 driven.cancel(rng.choice(list(driven.unfinished)))
             case 3 if rng.randrange(10) == 0:

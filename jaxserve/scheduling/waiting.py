@@ -1,0 +1,326 @@
+"""WaitingQueue: requests that wait, by class, and inside a class by what their tenants have got.
+
+Classes. A request has a `priority`; those of a lower number come first, whatever else waits.
+
+Tenants. Inside a class each tenant has a virtual token counter (VTC, arXiv 2401.00588): the service that it has got, a
+unit for each computed prompt token and two for each output token, divided by the weight of the tenant. The tenant with
+the smallest counter comes first, and its requests in the order of arrival. Whoever comes after an idle time has its
+counter lifted to the smallest of those that wait, so that idling gives no credit; where nobody waits, to that of the
+tenant who left the queue last. As long as two tenants of one class have requests waiting, what they get differs by at
+most twice the larger of the longest prompt and of the output tokens, times two, that all running rows can have.
+
+Cost. A tenant's counter is charged with a prompt when the request starts. Its output tokens are charged when somebody
+needs to know, which is where requests of several tenants of a class wait and one can start, not in every step. The
+tenants of a class are in a heap whose entries are corrected when they come to its top. So a plan that starts nobody
+does nothing here, and one that does looks at its running rows and at few tenants, however many wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping
+
+from jaxserve.request import Request
+
+PROMPT_COST = 1.0  # service of a computed prompt token
+OUTPUT_COST = 2.0  # service of an output token
+MAX_IDLE = 4096  # idle tenants of a class whose counters are kept
+
+
+class _Tenant:
+    """Requests of a tenant in one class.
+
+    Attributes:
+        cost: what the counter grows by for a unit of service.
+        counter: service got, divided by the weight.
+        queue: waiting requests by id, in the order of arrival, preempted ones in front.
+        num_running: running requests.
+        serial: number of its valid entry in the heap; -1 without one.
+    """
+
+    __slots__ = ("cost", "counter", "num_running", "queue", "serial")
+
+    def __init__(self, cost: float) -> None:
+        self.cost = cost
+        self.counter = 0.0
+        self.queue: OrderedDict[str, Request] = OrderedDict()
+        self.num_running = 0
+        self.serial = -1
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.queue and not self.num_running
+
+
+_Entry = tuple[float, int, int, _Tenant]  # counter, arrival of the first request, serial
+
+
+class _Class:
+    """Tenants of one class.
+
+    Attributes:
+        tenants: all tenants with requests, and the latest idle ones.
+        num_waiting: waiting requests.
+        num_queued: tenants with waiting requests.
+        num_active: tenants with requests.
+    """
+
+    def __init__(self) -> None:
+        self.tenants: dict[str, _Tenant] = {}
+        self.num_waiting = self.num_queued = self.num_active = 0
+        self._idle: OrderedDict[str, None] = OrderedDict()
+        self._heap: list[_Entry] = []
+        self._num_pushes = 0
+        self._last: _Tenant | None = None  # tenant that left the queue last
+
+    def enter(self, name: str, cost: float) -> _Tenant:
+        """Return the tenant of a request that comes."""
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            tenant = self.tenants[name] = _Tenant(cost)
+        if tenant.is_idle:
+            self._idle.pop(name, None)
+            self.num_active += 1
+        return tenant
+
+    def leave(self, name: str, tenant: _Tenant) -> None:
+        """Note that a request of a tenant has ended."""
+        if tenant.is_idle:
+            self.num_active -= 1
+            self._idle[name] = None
+            if len(self._idle) > MAX_IDLE:
+                oldest, _ = self._idle.popitem(last=False)
+                del self.tenants[oldest]
+
+    def lift(self, tenant: _Tenant) -> None:
+        """Take from a tenant who had nothing waiting the credit of that time."""
+        top = self._top()
+        if top is not None:
+            tenant.counter = max(tenant.counter, top[0])
+        elif self._last is not None:
+            tenant.counter = max(tenant.counter, self._last.counter)
+
+    def push(self, tenant: _Tenant) -> None:
+        """Give a tenant with waiting requests an entry in the heap."""
+        self._num_pushes += 1
+        tenant.serial = self._num_pushes
+        first = next(iter(tenant.queue.values()))
+        heapq.heappush(self._heap, (tenant.counter, first.arrival, tenant.serial, tenant))
+
+    def left_queue(self, tenant: _Tenant) -> None:
+        """Note that nothing of a tenant waits any more."""
+        tenant.serial = -1
+        self.num_queued -= 1
+        self._last = tenant
+
+    def _top(self) -> _Entry | None:
+        """Return the entry of the tenant with the smallest counter, after correcting those that are not up to date."""
+        heap = self._heap
+        while heap:
+            counter, _, serial, tenant = heap[0]
+            if serial != tenant.serial:
+                heapq.heappop(heap)
+            elif counter != tenant.counter:
+                heapq.heappop(heap)
+                self.push(tenant)
+            else:
+                return heap[0]
+        return None
+
+    def in_order(self) -> Iterator[Request]:
+        """Yield the waiting requests, of the tenant first whose counter is the smallest then."""
+        if self.num_queued == 1:
+            top = self._top()
+            assert top is not None, "a tenant with waiting requests has an entry"
+            yield from top[3].queue.values()
+            return
+        asked: dict[_Tenant, Iterator[Request]] = {}  # requests that follow, of tenants asked in this round
+        again: list[tuple[float, int, int, _Tenant, Request]] = []  # heap of tenants asked, with the next request
+        try:
+            while True:
+                top = self._top()
+                if again and (top is None or again[0][:2] <= top[:2]):
+                    _, _, _, tenant, request = heapq.heappop(again)
+                elif top is not None:
+                    heapq.heappop(self._heap)
+                    tenant = top[3]
+                    asked[tenant] = iter(tenant.queue.values())
+                    request = next(asked[tenant])
+                else:
+                    return
+                yield request
+                following = next(asked[tenant], None)
+                if following is not None:
+                    self._num_pushes += 1
+                    entry = (tenant.counter, following.arrival, self._num_pushes, tenant, following)
+                    heapq.heappush(again, entry)
+        finally:
+            for tenant in asked:
+                self.push(tenant)
+
+    def check_integrity(self, running: Mapping[str, int]) -> None:
+        """Assert that the counts are those of the requests, given the running ones by tenant."""
+        tenants = self.tenants
+        assert {name: t.num_running for name, t in tenants.items() if t.num_running} == running
+        assert self.num_waiting == sum(len(t.queue) for t in tenants.values())
+        assert self.num_queued == sum(bool(t.queue) for t in tenants.values())
+        assert self.num_active == sum(not t.is_idle for t in tenants.values())
+        assert self._idle.keys() == {name for name, t in tenants.items() if t.is_idle}
+        valid = [entry[3] for entry in self._heap if entry[2] == entry[3].serial]
+        assert set(valid) == {t for t in tenants.values() if t.queue}
+        assert len(valid) == len(set(valid)), "a tenant has two entries"
+
+
+class WaitingQueue:
+    """Waiting requests in the order in which they may start.
+
+    Args:
+        weights: weights of tenants; 1 for others.
+        running: running requests by id, which belong to the owner of the queue.
+    """
+
+    def __init__(self, weights: Mapping[str, float], running: Mapping[str, Request]) -> None:
+        self._weights, self._running = weights, running
+        self._classes: dict[int, _Class] = {}
+        self._priorities: list[int] = []  # keys of `_classes` in order
+        self._num_waiting = 0
+        self._num_charged: dict[Request, int] = {}  # tokens of running requests that their tenants were charged for
+
+    def __len__(self) -> int:
+        """Return the number of waiting requests."""
+        return self._num_waiting
+
+    def __iter__(self) -> Iterator[Request]:
+        """Yield all waiting requests: by class, by tenant, in the order of arrival."""
+        for priority in self._priorities:
+            for tenant in self._classes[priority].tenants.values():
+                yield from tenant.queue.values()
+
+    def in_order(self) -> Generator[Request]:
+        """Yield the waiting requests in their order, which charges meanwhile change.
+
+        The queue must not change before the iterator is closed, but for classes behind that of the last request.
+        """
+        for priority in list(self._priorities):
+            group = self._classes.get(priority)
+            if group is not None and group.num_waiting:
+                yield from group.in_order()
+
+    @property
+    def first_priority(self) -> int:
+        """Highest class of a waiting request; some request must wait."""
+        return next(priority for priority in self._priorities if self._classes[priority].num_waiting)
+
+    # Requests
+
+    def append(self, request: Request) -> None:
+        """Put a request at the end of its tenant's queue."""
+        group, tenant = self._enter(request)
+        if not tenant.queue:
+            if group.num_active > 1:
+                self._settle(group)
+            group.lift(tenant)
+        self._insert(request, group, tenant)
+
+    def put_back(self, request: Request) -> None:
+        """Put a request that has run at the head of its tenant's queue."""
+        group, tenant = self._enter(request)
+        self._insert(request, group, tenant)
+        tenant.queue.move_to_end(request.request_id, last=False)
+        group.push(tenant)  # its first request is another one
+
+    def remove(self, request: Request) -> None:
+        """Take a request out of the queue."""
+        group = self._classes[request.priority]
+        tenant = group.tenants[request.tenant]
+        del tenant.queue[request.request_id]
+        self._num_waiting -= 1
+        group.num_waiting -= 1
+        if not tenant.queue:
+            group.left_queue(tenant)
+        self._leave(request, group, tenant)
+
+    def _enter(self, request: Request) -> tuple[_Class, _Tenant]:
+        group = self._classes.get(request.priority)
+        if group is None:
+            group = self._classes[request.priority] = _Class()
+            insort(self._priorities, request.priority)
+        return group, group.enter(request.tenant, 1 / self._weights.get(request.tenant, 1.0))
+
+    def _insert(self, request: Request, group: _Class, tenant: _Tenant) -> None:
+        tenant.queue[request.request_id] = request
+        self._num_waiting += 1
+        group.num_waiting += 1
+        if len(tenant.queue) == 1:
+            group.num_queued += 1
+            group.push(tenant)
+
+    def _leave(self, request: Request, group: _Class, tenant: _Tenant) -> None:
+        group.leave(request.tenant, tenant)
+        if not group.num_active:  # nobody has a claim to anything any more
+            del self._classes[request.priority]
+            self._priorities.remove(request.priority)
+
+    # Service
+
+    def started(self, request: Request, num_cached_tokens: int) -> None:
+        """Charge the tenant of a request for the prompt; the request runs, and is about to leave the queue."""
+        tenant = self._classes[request.priority].tenants[request.tenant]
+        tenant.num_running += 1
+        num_tokens = request.num_tokens
+        if not request.num_preemptions:
+            num_tokens = request.num_prompt_tokens
+            tenant.counter += PROMPT_COST * (num_tokens - num_cached_tokens) * tenant.cost
+        self._num_charged[request] = num_tokens
+
+    def stopped(self, request: Request) -> None:
+        """Charge the tenant of a request that runs no more for the rest of its tokens."""
+        group = self._classes[request.priority]
+        tenant = group.tenants[request.tenant]
+        self._charge(request, tenant)
+        del self._num_charged[request]
+        tenant.num_running -= 1
+        self._leave(request, group, tenant)
+
+    def settle(self) -> None:
+        """Charge tenants for the output of running requests, where that decides who comes first."""
+        for priority in self._priorities:
+            if self._classes[priority].num_queued > 1:
+                self._settle(self._classes[priority])
+
+    def counter(self, request: Request) -> float:
+        """Return the counter of the tenant of an unfinished request, with all that it has got."""
+        group = self._classes[request.priority]
+        self._settle(group)
+        return group.tenants[request.tenant].counter
+
+    def _settle(self, group: _Class) -> None:
+        for request in self._running.values():
+            if self._classes.get(request.priority) is group:
+                self._charge(request, group.tenants[request.tenant])
+
+    def _charge(self, request: Request, tenant: _Tenant) -> None:
+        num_new = request.num_tokens - self._num_charged[request]
+        if num_new:
+            tenant.counter += OUTPUT_COST * num_new * tenant.cost
+            self._num_charged[request] += num_new
+            if num_new < 0 and tenant.queue:  # its entry would come to the top too late
+                self._classes[request.priority].push(tenant)
+
+    def check_integrity(self) -> None:
+        """Assert that counts and heaps are those of the requests."""
+        assert self._num_charged.keys() == set(self._running.values())
+        assert self._priorities == sorted(self._classes)
+        assert self._num_waiting == sum(group.num_waiting for group in self._classes.values())
+        running: dict[int, dict[str, int]] = {}
+        for request in self._running.values():
+            by_tenant = running.setdefault(request.priority, {})
+            by_tenant[request.tenant] = by_tenant.get(request.tenant, 0) + 1
+        assert running.keys() <= self._classes.keys()
+        for priority, group in self._classes.items():
+            group.check_integrity(running.get(priority, {}))
+            for name, tenant in group.tenants.items():
+                for request in tenant.queue.values():
+                    assert (request.priority, request.tenant) == (priority, name), "a request is in another's queue"

@@ -1,0 +1,59 @@
+"""Class and tenant of a request, where a gateway says them in headers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from jaxserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from jaxserve.openai.format import ParsedRequest
+    from jaxserve.server.http import Headers
+
+# llm-d's names, and those of the Gateway API extension that it comes from.
+OBJECTIVE = (b"x-llm-d-inference-objective", b"x-gateway-inference-objective")
+FAIRNESS_ID = (b"x-llm-d-inference-fairness-id", b"x-gateway-inference-fairness-id")
+MAX_NAME_LEN = 256
+
+
+def read_objectives(entries: Sequence[str]) -> dict[str, int]:
+    """Return the priorities of objectives by name; ConfigError for an entry that is not NAME=PRIORITY."""
+    objectives: dict[str, int] = {}
+    for entry in entries:
+        name, _, number = entry.rpartition("=")
+        try:
+            objectives[name] = int(number)
+        except ValueError:
+            raise ConfigError(f"objectives must be NAME=PRIORITY with an integer, got {entry!r}") from None
+        if not name:
+            raise ConfigError(f"objectives must have a name before =, got {entry!r}")
+    return objectives
+
+
+def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: Mapping[str, int]) -> ParsedRequest:
+    """Return a request with its tenant and priority.
+
+    The tenant is that of the key; without keys it is what the header says, and nobody keeps a client from choosing
+    any. A priority in the body counts more than an objective. An objective that is not known is named as ignored.
+
+    Args:
+        request: request as its body says it.
+        headers: headers of the call.
+        tenant: owner of the key; empty without keys.
+        objectives: priorities of objectives.
+    """
+    named = _header(headers, OBJECTIVE)
+    request = replace(request, tenant=tenant or (_header(headers, FAIRNESS_ID) or "")[:MAX_NAME_LEN])
+    if named is None or request.priority is not None:
+        return request
+    if named not in objectives:
+        return replace(request, ignored=(*request.ignored, OBJECTIVE[0].decode()))
+    return replace(request, priority=objectives[named])
+
+
+def _header(headers: Headers, names: Sequence[bytes]) -> str | None:
+    """Return the value of the first of these headers that a call has."""
+    given = {name: value for name, value in reversed(headers) if name in names}
+    return next((given[name].decode("latin-1") for name in names if name in given), None)

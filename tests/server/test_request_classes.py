@@ -1,0 +1,40 @@
+"""Class and tenant of a request over HTTP."""
+
+import pytest
+
+from jaxserve.errors import ConfigError
+from jaxserve.openai.format import COMPLETIONS, BadRequestError, parse_body
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.server.classes import in_class, read_objectives
+
+OBJECTIVES = {"interactive": -1, "batch": 10}
+
+
+def parsed(may_stream=True, **fields):
+    body = {"prompt": [1, 2], **fields}
+    return parse_body(COMPLETIONS, body, "m", ["m"], None, SamplingParams(), may_stream=may_stream)
+
+
+@pytest.mark.parametrize("prefix", [b"x-llm-d-inference-", b"x-gateway-inference-"])
+def test_headers_of_a_gateway_say_class_and_tenant(prefix):
+    headers = [(prefix + b"objective", b"batch"), (prefix + b"fairness-id", b"team a")]
+    request = in_class(parsed(), headers, "", OBJECTIVES)
+    assert (request.priority, request.tenant, request.ignored) == (10, "team a", ())
+    request = in_class(parsed(priority=3), headers, "key's owner", OBJECTIVES)
+    assert (request.priority, request.tenant) == (3, "key's owner"), "a body and a key count more"
+    request = in_class(parsed(), headers, "", {})
+    assert request.priority is None
+    assert request.ignored == ("x-llm-d-inference-objective",), "what changes nothing is named"
+
+
+def test_objectives_are_names_with_numbers():
+    assert read_objectives(["interactive=-1", "a=b=10"]) == {"interactive": -1, "a=b": 10}
+    for wrong in ("batch", "batch=", "=1", "batch=low"):
+        with pytest.raises(ConfigError, match="objectives must"):
+            read_objectives([wrong])
+
+
+def test_a_batch_file_has_no_classes():
+    assert parsed(may_stream=False, priority=0).priority == 0
+    with pytest.raises(BadRequestError, match="priority 0"):
+        parsed(may_stream=False, priority=1)
