@@ -11,6 +11,7 @@ _KEPT = 0.99  # weight of all earlier steps when another one comes: some hundred
 _MIN_STEPS = 3.0  # sum of the weights below which nothing is foretold
 _MOST_OVER = 4.0  # a step counts as at most so many times longer than it was foretold: others may use the machine
 _RIDGE = 1e-6
+_AT_ONCE = 16  # measurements taken at once
 
 
 class Rates(NamedTuple):
@@ -36,19 +37,32 @@ class Rates(NamedTuple):
         return fixed_s + num_prefill_tokens * self.prefill_token_s + num_rows * self.decode_token_s
 
 
+class _Measured(NamedTuple):
+    """A dispatch that has ended: its time, and the counts that `Rates` has times of."""
+
+    wall_s: float
+    num_prefill_steps: float
+    num_decode_steps: float
+    num_prefill_tokens: float
+    num_row_steps: float
+    num_sampled: float
+    num_cached_tokens: float
+
+
 class StepCosts:
     """Least squares over the latest steps, with none of the four times below zero. It reads no clock.
 
     A step that is like the latest ones is foretold well, whatever the device: rates of a load that has passed fade.
+    Steps are taken several at once, as a fit takes as long as planning a step.
     """
 
     def __init__(self) -> None:
         self._products = np.zeros((4, 4))  # of the counts of a step with each other
         self._times = np.zeros(4)  # of the counts of a step with its time
         self._weight = 0.0
-        self._num_row_steps = self._num_sampled = 0.0
-        self._num_prefill_tokens = self._num_cached_tokens = 0.0
+        self._totals = np.zeros(4)  # prompt tokens, rows in decode, tokens these sampled, cached tokens
         self._rates: Rates | None = None
+        self._untaken: list[_Measured] = []
 
     def ended(
         self,
@@ -70,41 +84,48 @@ class StepCosts:
             num_sampled: tokens that the rows in decode sampled; None for one each and step.
             num_cached_tokens: tokens of the prompts it started that were cached.
         """
-        has_prefill = num_prefill_tokens > 0
-        counts = np.array(
-            [float(has_prefill), 0.0 if has_prefill else float(num_steps), num_prefill_tokens, num_rows * num_steps]
+        row_steps = num_rows * num_steps
+        prefill_steps, decode_steps = (1, 0) if num_prefill_tokens else (0, num_steps)
+        sampled = row_steps if num_sampled is None else num_sampled
+        self._untaken.append(
+            _Measured(wall_s, prefill_steps, decode_steps, num_prefill_tokens, row_steps, sampled, num_cached_tokens)
         )
-        rates = self.rates()
-        typical_s = 0.0 if rates is None else float(counts @ rates[:4])
-        wall_s = min(wall_s, _MOST_OVER * typical_s) if typical_s else wall_s
-        # Relative errors count, by the time foretold: by the time measured, mean rates would be too low.
-        weight, scale = 1.0 / max(typical_s or wall_s, 1e-6) ** 2, _KEPT
-        self._products = scale * self._products + weight * np.outer(counts, counts)
-        self._times = scale * self._times + weight * wall_s * counts
-        self._weight = scale * self._weight + 1.0
-        self._num_row_steps = scale * self._num_row_steps + num_rows * num_steps
-        self._num_sampled = scale * self._num_sampled + (num_rows * num_steps if num_sampled is None else num_sampled)
-        if has_prefill:
-            self._num_prefill_tokens = scale * self._num_prefill_tokens + num_prefill_tokens
-            self._num_cached_tokens = scale * self._num_cached_tokens + num_cached_tokens
-        self._rates = None
+        if len(self._untaken) >= _AT_ONCE or self._weight < _AT_ONCE:
+            self._take()
 
-    def rates(self) -> Rates | None:
-        """Return the times by the latest steps; None as long as there were too few."""
-        if self._weight < _MIN_STEPS:
-            return None
-        if self._rates is None:
+    def _take(self) -> None:
+        """Take the measurements so far, and fit the rates."""
+        measured = np.array(self._untaken, np.float64)
+        counts, wall_s = measured[:, 1:5], measured[:, 0]
+        typical_s = wall_s
+        if self._rates is not None:
+            foretold_s = counts @ np.array(self._rates[:4])
+            typical_s = np.where(foretold_s > 0, foretold_s, wall_s)
+        # Relative errors count, by the time foretold: by the time measured, mean rates would be too low.
+        decay = _KEPT ** np.arange(len(measured))[::-1]
+        weights = (decay / np.maximum(typical_s, 1e-6) ** 2)[:, None] * counts
+        kept = _KEPT ** len(measured)
+        self._products = kept * self._products + weights.T @ counts
+        self._times = kept * self._times + weights.T @ np.minimum(wall_s, _MOST_OVER * typical_s)
+        self._weight = kept * self._weight + decay.sum()
+        self._totals = kept * self._totals + decay @ measured[:, 3:]
+        self._untaken.clear()
+        if self._weight >= _MIN_STEPS:
             times = _non_negative_fit(self._products, self._times)
-            per_row = self._num_sampled / self._num_row_steps if self._num_row_steps else 1.0
+            _, num_rows, num_sampled, _ = self._totals.tolist()
+            per_row = num_sampled / num_rows if num_rows else 1.0
             prefill_step, decode_step, prefill_token, decode_token = times.tolist()
             self._rates = Rates(prefill_step, decode_step, prefill_token, decode_token, max(per_row, 1e-3))
+
+    def rates(self) -> Rates | None:
+        """Return the times by the latest steps; None as long as there were too few. From any thread."""
         return self._rates
 
     @property
     def cached_share(self) -> float:
         """Share of prompt tokens that were found in the cache."""
-        total = self._num_cached_tokens + self._num_prefill_tokens
-        return self._num_cached_tokens / total if total else 0.0
+        num_computed, _, _, num_cached = self._totals.tolist()
+        return num_cached / (num_cached + num_computed) if num_cached else 0.0
 
 
 def _non_negative_fit(products: NDArray[np.float64], times: NDArray[np.float64]) -> NDArray[np.float64]:
