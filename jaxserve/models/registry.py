@@ -1,6 +1,7 @@
 """Registry of model families by Hugging Face architecture name."""
 
 from collections.abc import Mapping
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -54,6 +55,7 @@ def num_params(arch: ArchConfig) -> int:
     return sum(prod(spec.shape) for spec in param_specs(arch))
 
 
+@cache
 def flop_counts(arch: ArchConfig) -> FlopCounts:
     """Return the floating-point operations of a model's steps, or of one device's part of them."""
     return FlopCounts.of(arch, param_specs(arch))
