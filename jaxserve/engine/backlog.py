@@ -48,7 +48,7 @@ class Backlog:
 
         Args:
             num_tokens: tokens of its prompt.
-            is_ahead: predicate, True of a waiting request that starts before it.
+            is_ahead: predicate, True of a request that it cannot overtake or preempt.
         """
         waits = []
         later = [request for request in self._not_placed() if is_ahead(request)]
@@ -58,6 +58,14 @@ class Backlog:
             if wait is not None:
                 waits.append(wait)
         return min(waits, key=lambda wait: wait.first_token_s, default=None)
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Return the time that a prompt takes beyond a step of one token, where nothing else is computed."""
+        for replica in self._core.replicas:
+            if (rates := replica.step_stats.costs.rates()) is not None:
+                num_steps = (num_tokens - 1) // replica.scheduler.max_num_batched_tokens
+                return num_tokens * rates.prefill_token_s + num_steps * rates.prefill_step_s
+        return 0.0
 
     def _not_placed(self) -> list[Request]:
         queued = _copied(lambda: self._core.queued)
@@ -73,7 +81,8 @@ class Backlog:
         rates = costs.rates()
         if rates is None:
             return None
-        running = works_of(_copied(lambda: scheduler.admission.running), self.lengths)
+        # Those of lower classes give way.
+        running = works_of(filter(is_ahead, _copied(lambda: scheduler.admission.running)), self.lengths)
         first = [request for request in _copied(lambda: scheduler.admission.waiting) if is_ahead(request)]
         waiting = works_of([*first, *later], self.lengths, costs.cached_share)
         mean = sum(sum(work) for work in running + waiting) / max(len(running) + len(waiting), 1)

@@ -90,6 +90,7 @@ class Replica:
         step_stats: writer of the statistics of steps.
         in_flight: steps that were launched and not read, oldest first.
         changing: context of changes of the scheduler, which knows of one that broke off.
+        may_draft: False to go on without drafts; any thread may change it.
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class Replica:
         self.step_stats = StepStatsWriter(arch.local(config.tensor_parallel_size), executor, stats)
         self.in_flight: deque[InFlight] = deque()
         self.changing = Changing()
+        self.may_draft = True
         self._stats = stats
         self._most_in_flight = 2 if config.step_ahead else 1
         speculation, is_timed = config.speculation, config.multi_step == "auto"
@@ -297,7 +299,7 @@ class Replica:
     def _choose_drafts(self) -> tuple[Sequence[int], int]:
         """Return the tokens to draft by slot and the most rounds, as `DraftPacer.choose` does; () for no tokens."""
         schedule, scheduler = self.executor.schedule, self.scheduler
-        if not (schedule.max_drafts and scheduler.num_running):
+        if not (schedule.max_drafts and scheduler.num_running and self.may_draft):
             return (), 0
         bucket = self.executor.speculative_bucket_for(scheduler.num_running)
         if bucket is None or self._has_whole_logprobs():

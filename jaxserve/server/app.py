@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -16,7 +17,7 @@ from jaxserve.openai.interfaces import error_body_at
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
 from jaxserve.server import http
-from jaxserve.server.auth import Keys
+from jaxserve.server.admission import RefusedError
 from jaxserve.server.call import Call
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import ClientGoneError
@@ -49,7 +50,7 @@ class App:
 
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.service = Service(engine, config)
-        self._keys = Keys.of(config.api_key, config.api_key_file)
+        self._keys = self.service.keys
         self._calls: set[Call] = set()
         self._watch: asyncio.Task[None] | None = None
         generation, info = Generation(self.service), Info(self.service)
@@ -131,7 +132,7 @@ class App:
             if not call.is_begun:
                 headers: list[tuple[bytes, bytes]] = []
                 if error.status_code in (429, 503):
-                    headers.append((b"retry-after", str(self._retry_after_s()).encode()))
+                    headers += self._retry_after(error)
                 elif error.status_code == 401:
                     headers.append((b"www-authenticate", b"Bearer"))
                 elif error.status_code == 405:
@@ -145,8 +146,13 @@ class App:
         """Return the methods of a path."""
         return sorted(method for method, known in self._handlers if known == path)
 
-    def _retry_after_s(self) -> int:
-        return max(1, round(self.service.observer.estimated_wait_s()))
+    def _retry_after(self, error: BadRequestError) -> list[tuple[bytes, bytes]]:
+        """Return headers that say when to come again: in whole seconds, and as exactly as OpenAI's clients read it."""
+        wait_s = error.retry_after_s if isinstance(error, RefusedError) else self.service.observer.estimated_wait_s()
+        if wait_s == math.inf:
+            return []
+        whole, exact = max(1, math.ceil(wait_s)), max(1, math.ceil(wait_s * 1e3))
+        return [(b"retry-after", str(whole).encode()), (b"retry-after-ms", str(exact).encode())]
 
     # The life of the server
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from jaxserve.errors import ConfigError
+from jaxserve.server.rate_limits import Limits
 
 
 class Keys:
@@ -15,9 +17,11 @@ class Keys:
 
     Args:
         keys: tenant and key of each.
+        limits: limits by tenant, of those that have their own.
     """
 
-    def __init__(self, keys: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, keys: Sequence[tuple[str, str]], limits: Mapping[str, Limits] | None = None) -> None:
+        self.limits = dict(limits or {})
         self._tenants: list[tuple[bytes, str]] = []
         for tenant, key in keys:
             if not key.strip():
@@ -36,12 +40,19 @@ class Keys:
             lines = [line for line in lines if line and not line.startswith("#")]
             if not lines:
                 raise ConfigError(f"api_key_file must have a key, got none in {file}")
-        entries = [("", key) for key in keys]
+        entries = [("", key, Limits()) for key in keys]
         for line in lines:
-            name, _, key = line.rpartition(":")
-            entries.append((name, key))
+            text, *options = line.split()
+            name, _, key = text.rpartition(":")
+            entries.append((name, key, _limits(options)))
         # A name for each key without one, which no line can have.
-        return cls([(name or f"#{number}", key) for number, (name, key) in enumerate(entries)])
+        named = [(name or f"#{number}", key, limits) for number, (name, key, limits) in enumerate(entries)]
+        limits_of: dict[str, Limits] = {}
+        for tenant, _, limits in named:
+            if limits_of.setdefault(tenant, limits) != limits:
+                raise ConfigError(f"all keys of a tenant must have the same limits, got others for {tenant}")
+        own = {tenant: limits for tenant, limits in limits_of.items() if limits != Limits()}
+        return cls([(tenant, key) for tenant, key, _ in named], own)
 
     def __bool__(self) -> bool:
         """Return whether a key is needed."""
@@ -60,6 +71,18 @@ class Keys:
             if hmac.compare_digest(known, digest):
                 found = tenant
         return found
+
+
+def _limits(options: Sequence[str]) -> Limits:
+    """Return the limits behind a key, such as requests_per_minute=60."""
+    values: dict[str, int] = {}
+    names = [field.name for field in fields(Limits)]
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in names or not value.isdecimal() or not int(value):
+            raise ConfigError(f"behind a key there must be NAME=NUMBER with a name of {names}, got {option!r}")
+        values[name] = int(value)
+    return Limits(**values)
 
 
 def _digest(key: str) -> bytes:

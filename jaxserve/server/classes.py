@@ -53,6 +53,14 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
     return replace(request, priority=objectives[named])
 
 
+def early_priority(body: Mapping[str, object], headers: Headers, objectives: Mapping[str, int]) -> int:
+    """Return the class of a request whose body was not checked yet, as `in_class` does."""
+    priority = body.get("priority")
+    if type(priority) is int:
+        return priority
+    return objectives.get(_header(headers, OBJECTIVE) or "", 0)
+
+
 def _header(headers: Headers, names: Sequence[bytes]) -> str | None:
     """Return the value of the first of these headers that a call has."""
     given = {name: value for name, value in reversed(headers) if name in names}

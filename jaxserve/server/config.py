@@ -8,9 +8,11 @@ from pathlib import Path
 
 from jaxserve.errors import ConfigError
 from jaxserve.server.classes import read_objectives
+from jaxserve.server.degradation import RUNGS
 
 _POSITIVE = (
-    *("max_queued_requests", "max_body_bytes", "max_prompts", "max_json_depth", "max_open_requests_per_key"),
+    *("max_queued_requests", "max_queued_tokens", "max_open_requests_per_key"),
+    *("max_body_bytes", "max_prompts", "max_json_depth"),
     *("body_timeout_s", "send_timeout_s", "stuck_after_s"),
 )
 
@@ -29,6 +31,13 @@ class ServerConfig:
         objectives: names of objectives and their classes, as NAME=PRIORITY: the `priority` of requests whose header
             x-llm-d-inference-objective names one; they need scheduling_policy "priority".
         max_queued_requests: requests that may wait; later ones are refused with 503.
+        max_queued_tokens: prompt tokens of requests that wait; a request that would exceed them is refused with 503.
+        admission_ttft_ms: time to the first token beyond which a request is refused, as estimated when it comes: MS for
+            all, or PRIORITY=MS for one class.
+        degradation: what requests may have to do without under load: "speculation", "coalesce", "extras", "batch" and
+            "shed"; "none" for nothing.
+        requests_per_minute_per_key: requests of a key in a minute; 0 for any number.
+        tokens_per_minute_per_key: tokens of prompts and outputs of a key in a minute; 0 for any number.
         max_open_requests_per_key: unfinished requests of a key; later ones are refused with 429.
         max_body_bytes: largest body of a request.
         max_json_depth: nesting of a body's JSON.
@@ -52,6 +61,11 @@ class ServerConfig:
     api_key_file: Path | None = None
     objectives: Sequence[str] = ()
     max_queued_requests: int = 1024
+    max_queued_tokens: int = 2**22
+    admission_ttft_ms: Sequence[str] = ()
+    degradation: Sequence[str] = RUNGS
+    requests_per_minute_per_key: int = 0
+    tokens_per_minute_per_key: int = 0
     max_open_requests_per_key: int = 4096
     max_body_bytes: int = 8 * 2**20
     max_json_depth: int = 64
@@ -72,5 +86,30 @@ class ServerConfig:
         read_objectives(self.objectives)
         if not 0 <= self.port < 2**16:
             raise ConfigError(f"port must be in [0, 65536), got {self.port}")
+        for name in ("requests_per_minute_per_key", "tokens_per_minute_per_key"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)}")
+        if unknown := set(self.degradation) - {*RUNGS, "none"}:
+            raise ConfigError(f"degradation must be of {[*RUNGS, 'none']}, got {sorted(unknown)}")
+        _ = self.ttft_targets_s
         if self.shutdown_timeout_s < 0:
             raise ConfigError(f"shutdown_timeout_s must not be negative, got {self.shutdown_timeout_s}")
+
+    @property
+    def enabled_degradation(self) -> frozenset[str]:
+        """Rungs of the ladder that may come on."""
+        return frozenset() if "none" in self.degradation else frozenset(self.degradation)
+
+    @property
+    def ttft_targets_s(self) -> dict[int | None, float]:
+        """Targets of classes in seconds; None is any other class."""
+        targets: dict[int | None, float] = {}
+        for entry in self.admission_ttft_ms:
+            priority, _, number = entry.rpartition("=")
+            try:
+                targets[int(priority) if priority else None] = float(number) / 1e3
+            except ValueError:
+                raise ConfigError(f"admission_ttft_ms must be MS or PRIORITY=MS, got {entry!r}") from None
+            if not float(number) > 0:
+                raise ConfigError(f"admission_ttft_ms must be positive, got {entry!r}")
+        return targets

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 from jaxserve.openai.format import BadRequestError, ParsedRequest
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
 from jaxserve.server import http
-from jaxserve.server.classes import in_class, read_objectives
+from jaxserve.server.classes import early_priority, in_class, read_objectives
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.streams import BrokenStepError, Stream
+from jaxserve.server.timeouts import Timeouts, read_timeouts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,43 +46,55 @@ class Generation:
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine
         self._ids = itertools.count()
-        self._open_by_tenant: dict[str, int] = {}  # unfinished requests
         has_classes = service.engine.config.scheduling_policy == "priority"
         self._objectives = read_objectives(service.config.objectives) if has_classes else {}
 
     async def serve(self, call: Call) -> None:
         """Answer a request."""
+        came_s, admission = time.monotonic(), self._service.admission
+        call.header_makers.append(lambda: admission.headers(call.tenant))
+        self._check_draining("draining")
+        admission.check_early(call.tenant)
         body, interface = await call.json(), INTERFACES[call.path]
-        self._check_admission(call)
-        num_open, num_samples = self._open_by_tenant, 1  # all samples, once they are known
-        num_open[call.tenant] = num_open.get(call.tenant, 0) + 1
-        try:
+        timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
+        with admission.opened(call.tenant):
+            priority = early_priority(body, call.headers, self._objectives)
+            admission.check_body(call.tenant, priority, body, timeouts.first_token_s)
             request, groups = await call.beside_the_loop(
                 partial(self._read, call, interface, body), needs_time=bool(body.keys() & _CONSTRAINING)
             )
-            num_open[call.tenant] += sum(len(group.requests) for group in groups) - num_samples
-            num_samples = sum(len(group.requests) for group in groups)
             self._check_draining()
+            samples = [sample for group in groups for sample in group.requests]
+            priority = samples[0].priority
             reply = interface.new_reply(
                 request, body, self._engine.tokenizer, response_id=uuid.uuid4().hex, created_s=int(time.time())
             )
-            await self._generate(call, request, groups, reply)
-        except BrokenStepError as error:
-            logger.warning("a request has failed: %s", error)
-            message = "the engine could not compute this; try again"
-            raise BadRequestError(message, None, "engine_error", 500) from error
-        finally:
-            num_open[call.tenant] -= num_samples
-            if not num_open[call.tenant]:
-                del num_open[call.tenant]
+            with admission.admitted(call.tenant, priority, samples, timeouts.first_token_s):
+                try:
+                    left = timeouts.since(came_s, time.monotonic())
+                    await self._generate(call, request, groups, reply, left, priority)
+                except BrokenStepError as error:
+                    logger.warning("a request has failed: %s", error)
+                    message = "the engine could not compute this; try again"
+                    raise BadRequestError(message, None, "engine_error", 500) from error
 
-    async def _generate(self, call: Call, request: ParsedRequest, groups: list[RequestGroup], reply: AnyReply) -> None:
+    async def _generate(
+        self,
+        call: Call,
+        request: ParsedRequest,
+        groups: list[RequestGroup],
+        reply: AnyReply,
+        timeouts: Timeouts,
+        priority: int,
+    ) -> None:
         call.error_events = reply.error_events
         headers = [(b"x-ignored-params", ",".join(request.ignored).encode())] if request.ignored else []
         stream = Stream(groups, self._engine.frontend.lock, is_whole=not request.stream)
         gone = asyncio.ensure_future(call.wait_until_gone())
         gone.add_done_callback(lambda _: stream.end())
+        timers = stream.expire_at(timeouts.total_s, timeouts.first_token_s)
         try:
+            await self._service.admission.turn(priority, stream.through)
             with self._service.streams.opened(stream):
                 if request.stream:
                     await self._stream(call, stream, reply, headers)
@@ -89,6 +102,8 @@ class Generation:
                     await self._reply(call, stream, reply, headers)
         finally:
             gone.cancel()
+            for timer in timers:
+                timer.cancel()
 
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return a request and what the engine makes of it. On any thread."""
@@ -109,20 +124,6 @@ class Generation:
         request = in_class(request, call.headers, call.tenant, self._objectives)
         return request, self._prepare_all(interface, request)
 
-    def _check_admission(self, call: Call) -> None:
-        """Raise BadRequestError where no further request may be served now."""
-        if self._service.is_draining:
-            self._service.observer.reject("draining")
-            raise BadRequestError("the server is stopping; try another one", None, "stopping", 503)
-        if self._service.is_full:
-            self._service.observer.reject("queue_full")
-            raise BadRequestError("the queue of the server is full; try again later", None, "overloaded", 503)
-        if self._open_by_tenant.get(call.tenant, 0) >= self._service.config.max_open_requests_per_key:
-            self._service.observer.reject("key_limit")
-            most = self._service.config.max_open_requests_per_key
-            message = f"a key must have fewer than {most} unfinished requests; wait for one"
-            raise BadRequestError(message, None, "rate_limit_exceeded", 429)
-
     def _prepare_all(self, interface: Interface, request: ParsedRequest) -> list[RequestGroup]:
         self._engine.devices.check_serve()
         prepare, name = self._engine.frontend.prepare, interface.prefix
@@ -139,9 +140,7 @@ class Generation:
     async def _reply(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:
         """Send a whole reply."""
         await stream.run()
-        if stream.is_cancelled:
-            self._check_draining()
-            raise ClientGoneError
+        self._check_whole(stream)
         outputs = [group.output for group in stream.groups]
         await http.send_json(call.send, reply.body(outputs), headers=headers)
 
@@ -158,13 +157,22 @@ class Generation:
 
         with call.writing(stream.resume):
             await stream.run(write)
-        if stream.is_cancelled:
-            self._check_draining()
-            raise ClientGoneError
+        self._check_whole(stream)
         outputs = [group.output for group in stream.groups]
         last = b"".join(reply.last_events(outputs))
         await call.send({"type": "http.response.body", "body": last, "more_body": False})
 
-    def _check_draining(self) -> None:
+    def _check_whole(self, stream: Stream) -> None:
+        """Raise the error of a reply that was cut short."""
+        if stream.is_late:
+            message = "the reply was not there within the timeout of the request; allow more time, or ask for less"
+            raise BadRequestError(message, None, "deadline_exceeded", 504)
+        if stream.is_cancelled:
+            self._check_draining()
+            raise ClientGoneError
+
+    def _check_draining(self, reason: str | None = None) -> None:
         if self._service.is_draining:
-            raise BadRequestError("the server has stopped before the end of the reply", None, "stopping", 503)
+            if reason is not None:
+                self._service.observer.reject(reason)
+            raise BadRequestError("the server stops; try another one", None, "stopping", 503)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")
 _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
-_REJECTIONS = ("queue_full", "key_limit", "draining")
+_REJECTIONS = ("queue_full", "queue_tokens", "wait", "extras", "shed", "key_limit", "rate_limit", "draining")
 
 
 class Observer(Collector):
@@ -40,12 +40,14 @@ class Observer(Collector):
 
     Attributes:
         backlog: estimates of waits.
+        degradations: times that each rung of the ladder has come on.
         rejections: requests that were not admitted, by reason.
     """
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self._engine = engine
         self._labels = {"model_name": model_name, "engine": "0"}
+        self.degradations: Mapping[str, int] = {}
         self.backlog = Backlog(engine.core)
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
@@ -166,6 +168,7 @@ class Observer(Collector):
         yield _counter("vllm:prompt_tokens_by_source", own, "source", sources)
         yield _counter("vllm:request_success", own, "finished_reason", self._finished)
         yield _counter("vllm:admission_rejections", by_model, "reason", self.rejections)
+        yield _counter("jaxserve:degradations", by_model, "rung", self.degradations)
         for name in ("vllm:external_prefix_cache_queries", "vllm:external_prefix_cache_hits"):
             family = CounterMetricFamily(name, _described(name), labels=names)
             family.add_metric(values, 0)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.format import parse_body
+from jaxserve.server.admission import Admission
+from jaxserve.server.auth import Keys
 from jaxserve.server.health import Health
 from jaxserve.server.observer import Observer
 from jaxserve.server.streams import Streams
@@ -32,6 +34,8 @@ class Service:
         observer: times and counts.
         health: watch over the engine.
         chat_format: format of the model's messages in chats.
+        keys: who may send requests.
+        admission: gate of requests.
         is_draining: True once no further requests are served.
     """
 
@@ -41,6 +45,9 @@ class Service:
         self.model_names = tuple(config.served_model_name) or (own,)
         self.observer = Observer(engine, self.model_names[0])
         self.health = Health(engine, config.stuck_after_s)
+        self.keys = Keys.of(config.api_key, config.api_key_file)
+        self.admission = Admission(engine, config, self.observer, self.keys.limits)
+        self.observer.degradations = self.admission.ladder.num_climbs
         self.is_draining = False
         templates = engine.tokenizer.chat_template.values() if engine.tokenizer is not None else ()
         self.chat_format = chat_format(templates, config.tool_call_parser, config.reasoning_parser)
@@ -52,10 +59,12 @@ class Service:
         """Begin to watch the engine and to take requests; the loop runs."""
         self._streams = Streams(self.engine, self.observer)
         self.health.watch()
+        self.admission.start(self._streams)
 
     def close(self) -> None:
         """Stop what `start` has begun."""
         self.health.close()
+        self.admission.close()
         self.streams.close()
 
     def parse(self, url: str, body: Json) -> ParsedRequest:

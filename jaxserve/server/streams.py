@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -47,12 +48,13 @@ class Stream:
         groups: the requests.
         is_whole: True to be told of ends alone.
         is_cancelled: True once nobody waits for the reply.
+        is_late: True once a timeout of the client's has passed.
     """
 
     def __init__(self, groups: Sequence[RequestGroup], lock: Lock, *, is_whole: bool) -> None:
         self.groups, self.is_whole = groups, is_whole
         self._lock = lock
-        self.is_cancelled = False
+        self.is_cancelled = self.is_late = False
         self._numbers = {group.request_id: number for number, group in enumerate(groups)}
         self._readers = [OutputReader(group.output) for group in groups]
         self._news: dict[int, None] = {}  # indices of the requests with news
@@ -73,6 +75,30 @@ class Stream:
         """Let `run` return, as nobody waits for the reply."""
         self.is_cancelled = True
         self._set_through()
+
+    @property
+    def through(self) -> asyncio.Future[None]:
+        """Future that is done when `run` returns."""
+        return self._through
+
+    def expire_at(self, total_s: float, first_token_s: float) -> list[asyncio.TimerHandle]:
+        """Let `run` return when the client's timeouts have passed; returns the timers.
+
+        Args:
+            total_s: time that is left until the last token; may be infinite.
+            first_token_s: time that is left until the first.
+        """
+        loop, timers = asyncio.get_running_loop(), []
+        if total_s < math.inf:
+            timers.append(loop.call_later(total_s, self._expire, False))
+        if first_token_s < total_s:
+            timers.append(loop.call_later(first_token_s, self._expire, True))
+        return timers
+
+    def _expire(self, may_have_tokens: bool) -> None:
+        if not (may_have_tokens and any(group.output.metrics.num_output_tokens for group in self.groups)):
+            self.is_late = True
+            self.end()
 
     async def run(self, write: Write | None = None) -> None:
         """Send what is new whenever there is news, until all requests have ended, or until `end` is called.
@@ -130,10 +156,12 @@ class Streams:
 
     Attributes:
         num_wakes: calls that have woken the loop.
+        interval_s: least time between two of them; None for none.
     """
 
     def __init__(self, engine: Engine, observer: Observer) -> None:
         self.num_wakes = 0
+        self.interval_s: float | None = None
         self._engine, self._threads, self._observer = engine, EngineThreads(engine), observer
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, Stream] = {}  # keys are the ids of its requests
@@ -178,7 +206,10 @@ class Streams:
         self._news.append(group)
         if not self._is_woken:
             self._is_woken = True
-            self._loop.call_soon_threadsafe(self._wake)
+            self._loop.call_soon_threadsafe(self._wake if self.interval_s is None else self._wake_later)
+
+    def _wake_later(self) -> None:
+        self._loop.call_later(self.interval_s or 0.0, self._wake)
 
     def _wake(self) -> None:
         self.num_wakes += 1

@@ -93,7 +93,7 @@ def relative_errors(schedule: ScheduleConfig, load: float, *, stops: bool, seed:
 @pytest.mark.parametrize(
     ("slots", "pages", "stops", "count"),
     [
-        pytest.param(8, 20_000, False, 90, marks=pytest.mark.full),
+        pytest.param(16, 20_000, False, 90, marks=pytest.mark.full),
         pytest.param(16, 20_000, True, 120, marks=[pytest.mark.full, pytest.mark.exhaustive]),
         pytest.param(64, 800, False, 120, marks=[pytest.mark.full, pytest.mark.exhaustive]),
         pytest.param(64, 800, True, 240, marks=[pytest.mark.full, pytest.mark.exhaustive]),

@@ -17,6 +17,8 @@ import pytest
 
 from jaxserve.engine.engine import Engine
 from jaxserve.openai.replies import Reply
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.wait import Wait
 from tests.server.conftest import Running, running
 
 LONG: dict[str, Any] = {"prompt": "a b", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
@@ -143,6 +145,67 @@ def test_a_full_queue_says_when_to_come_again(engine: Engine) -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "overloaded"
         assert "admission_rejections_total" in server.client.get("/metrics").text
+
+
+def test_a_key_has_its_rate(engine: Engine) -> None:
+    with running(engine, requests_per_minute_per_key=2, tokens_per_minute_per_key=1000) as server:
+        body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+        replies = [server.client.post("/v1/completions", json=body) for _ in range(3)]
+        assert [reply.status_code for reply in replies] == [200, 200, 429]
+        assert replies[0].headers["x-ratelimit-limit-requests"] == "2"
+        assert replies[1].headers["x-ratelimit-remaining-requests"] == "0"
+        assert int(replies[1].headers["x-ratelimit-remaining-tokens"]) in range(980, 1000)
+        assert 10 < int(replies[2].headers["retry-after"]) <= 30
+        assert replies[2].json()["error"]["code"] == "rate_limit_exceeded"
+
+
+def test_nobody_waits_for_a_late_reply(engine: Engine) -> None:
+    with running(engine) as server:
+        for stream in (True, False):
+            body = LONG | {"stream": stream, "n": 4, "max_tokens": 40, "timeout": 0.001}
+            reply = server.client.post("/v1/completions", json=body)
+            assert "deadline_exceeded" in reply.text
+            assert reply.status_code == (200 if stream else 504)
+            assert not stream or reply.text.endswith("data: [DONE]\n\n")
+            until(lambda: not server.engine.core.has_work())
+        assert server.client.post("/v1/completions", json=LONG | {"timeout": 60}).status_code == 200
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once(engine: Engine) -> None:
+    with running(engine, admission_ttft_ms=["1000"], degradation=["extras"]) as server:
+        admission = server.app.service.admission
+        waits = [Wait(5.25, 5.5)]
+        admission.wait = lambda priority: waits[-1]  # type: ignore[method-assign]
+        for body in (LONG, LONG | {"prompt": "a" * 2000}, LONG | {"prompt": [5]}):
+            began_s = time.perf_counter()
+            reply = server.client.post("/v1/completions", json=body)
+            assert time.perf_counter() - began_s < 1
+            assert reply.status_code == 503
+            assert reply.json()["error"]["code"] == "overloaded"
+            assert (reply.headers["retry-after"], reply.headers["retry-after-ms"]) == ("6", "5250")
+        until(lambda: admission.ladder.on)
+        waits.append(Wait(0.0, 1e-5))
+        refused = server.client.post("/v1/completions", json=LONG | {"n": 2})
+        assert refused.status_code == 503
+        assert refused.headers["x-degraded"] == "extras"
+        assert 'rung="extras"} 1.0' in server.client.get("/metrics").text
+        assert server.client.post("/v1/completions", json=LONG).status_code == 200
+
+
+def test_cancelled_requests_leave_within_a_step(engine: Engine) -> None:
+    """Their pages are free for the plan that is made next."""
+    groups = [engine.frontend.prepare(f"gone-{i}", [5, 6, 7], SamplingParams(max_tokens=40)) for i in range(2)]
+    for group in groups:
+        engine.frontend.start(group)
+    for _ in range(3):
+        engine.step()
+    assert engine.occupancy.num_pages_used
+    for group in groups:
+        engine.frontend.cancel(group.request_id)
+    engine.step()
+    assert engine.occupancy.num_pages_used == 0
+    while engine.has_unfinished():
+        engine.step()
 
 
 def test_health_is_progress(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,291 @@
+"""Admission: whether a request may begin now, and what others do without meanwhile.
+
+A request passes three gates: before its body is read, by counts; before its prompt is tokenised, by the estimated wait
+of its class and the fewest tokens that the prompt can have; and behind that, by its exact length. What has passed is
+never refused for load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from jaxserve.openai.format import BadRequestError
+from jaxserve.scheduling.wait import Wait
+from jaxserve.server.degradation import Ladder
+from jaxserve.server.rate_limits import Excess, Limits, RateLimits
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from jaxserve.engine.engine import Engine
+    from jaxserve.request import Request
+    from jaxserve.server.config import ServerConfig
+    from jaxserve.server.observer import Observer
+    from jaxserve.server.streams import Streams
+
+LOOK_S = 0.1  # time between two looks at the load
+FRESH_S = 0.02  # time for which an estimate is used again
+COALESCED_S = 0.05  # time between two events of a stream under load
+
+
+@dataclass(eq=False)
+class RefusedError(BadRequestError):
+    """Refusal of a request that may come again after a while.
+
+    Attributes:
+        retry_after_s: the while; infinite where it never may.
+    """
+
+    retry_after_s: float = 1.0
+
+
+def is_over_share(num_open: Mapping[str, int], tenant: str) -> bool:
+    """Return whether a tenant has more unfinished requests than an equal share of all those that have any."""
+    total, own = sum(num_open.values()), num_open.get(tenant, 0)
+    num_tenants = len(num_open) + (tenant not in num_open)
+    return num_tenants > 1 and own * num_tenants > total
+
+
+class Admission:
+    """Gate of a server.
+
+    Args:
+        engine: the engine.
+        config: options of the server.
+        observer: takes counts, and has estimates.
+        limits: limits of tenants with their own.
+
+    Attributes:
+        num_open: unfinished samples by tenant.
+        ladder: what requests do without.
+    """
+
+    def __init__(
+        self, engine: Engine, config: ServerConfig, observer: Observer, limits: Mapping[str, Limits] | None = None
+    ) -> None:
+        self._engine, self._config, self._observer = engine, config, observer
+        common = Limits(
+            config.requests_per_minute_per_key, config.tokens_per_minute_per_key, config.max_open_requests_per_key
+        )
+        self.limits = RateLimits(common, limits or {})
+        self.num_open: dict[str, int] = {}
+        self.ladder = Ladder(config.enabled_degradation)
+        self._targets_s = config.ttft_targets_s
+        self._longest_token = math.inf  # characters
+        self._waits: dict[int, tuple[float, Wait | None]] = {}  # estimates by class, and their times
+        self._held: deque[tuple[int, asyncio.Future[None]]] = deque()  # requests below class 0, in order of arrival
+        self._task: asyncio.Task[None] | None = None
+        self._streams: Streams | None = None
+
+    # The life of the server
+
+    def start(self, streams: Streams) -> None:
+        """Begin to watch the load; the loop runs."""
+        self._streams = streams
+        self._task = asyncio.get_running_loop().create_task(self._look())
+
+    def close(self) -> None:
+        """Stop watching."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _look(self) -> None:
+        with suppress(asyncio.CancelledError):
+            self._longest_token = await asyncio.get_running_loop().run_in_executor(None, self._find_longest_token)
+            while True:
+                self.update(time.monotonic())
+                await asyncio.sleep(LOOK_S)
+
+    def _find_longest_token(self) -> float:
+        tokenizer = self._engine.tokenizer
+        if tokenizer is None:
+            return math.inf
+        return max((len(tokenizer.token_text(index)) for index in range(tokenizer.vocab_size)), default=1) or 1
+
+    def update(self, now_s: float) -> None:
+        """Take the load, and put it into effect."""
+        self.ladder.update(self.load(), now_s)
+        for replica in self._engine.replicas:
+            replica.may_draft = not self.ladder.has("speculation")
+        if self._streams is not None:
+            self._streams.interval_s = COALESCED_S if self.ladder.has("coalesce") else None
+        if self.ladder.has("shed"):
+            self._shed()
+        elif not self.ladder.has("batch"):
+            while self._held:
+                _settle(self._held.popleft()[1], None)
+
+    def load(self) -> float:
+        """Return the load, which is 1 where requests are refused: for their number, their tokens or their wait."""
+        core, config = self._engine.core, self._config
+        loads = [(core.num_waiting + len(core.inbox)) / config.max_queued_requests]
+        loads.append(self._observer.backlog.num_waiting_tokens() / config.max_queued_tokens)
+        if (target_s := self.target_s(0)) is not None:
+            wait = self.wait(0)
+            loads.append(0.0 if wait is None else wait.first_token_s / target_s)
+        return max(loads)
+
+    def _shed(self) -> None:
+        """Refuse the newest request of the lowest class that is held."""
+        if self._held:
+            lowest = max(priority for priority, _ in self._held)
+            newest = max(index for index, (priority, _) in enumerate(self._held) if priority == lowest)
+            future = self._held[newest][1]
+            del self._held[newest]
+            _settle(future, self._refused("shed", "the server sheds requests of low priority", self._retry_s()))
+
+    # The gates
+
+    def check_early(self, tenant: str) -> None:
+        """Refuse a request of which nothing is known yet but who sends it."""
+        core, config = self._engine.core, self._config
+        if core.num_waiting + len(core.inbox) >= config.max_queued_requests:
+            raise self._full(tenant, "queue_full", "the queue of the server is full", self._retry_s())
+        most = self.limits.of(tenant).max_open_requests
+        if most is not None and self.num_open.get(tenant, 0) >= most:
+            message = f"a key must have fewer than {most} unfinished requests; wait for one"
+            self._observer.reject("key_limit")
+            raise RefusedError(message, None, "rate_limit_exceeded", 429, self._retry_s())
+        self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
+
+    def check_body(self, tenant: str, priority: int, body: Mapping[str, Any], timeout_s: float) -> None:
+        """Refuse a request by its class and the fewest tokens that its prompt can have."""
+        if self.ladder.has("extras"):
+            for name in ("n", "best_of"):
+                if isinstance(body.get(name), int) and body[name] > 1:
+                    raise self._refused("extras", f"{name} must be 1 while the server is overloaded", self._retry_s())
+            if body.get("prompt_logprobs") is not None:
+                raise self._refused(
+                    "extras", "prompt_logprobs must be left out while the server is overloaded", self._retry_s()
+                )
+        self._check_wait(tenant, priority, self.fewest_tokens(body), timeout_s)
+
+    def fewest_tokens(self, body: Mapping[str, Any]) -> int:
+        """Return a number of tokens that the prompt of a body has at least."""
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            return max(int(len(prompt) / self._longest_token), 1)
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):
+            return len(prompt)
+        messages = body.get("messages")
+        texts = (
+            [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else ()
+        )
+        return max(int(sum(len(text) for text in texts if isinstance(text, str)) / self._longest_token), 1)
+
+    @contextmanager
+    def opened(self, tenant: str) -> Iterator[None]:
+        """Count a request as unfinished."""
+        self.num_open[tenant] = self.num_open.get(tenant, 0) + 1
+        try:
+            yield
+        finally:
+            self.num_open[tenant] -= 1
+            if not self.num_open[tenant]:
+                del self.num_open[tenant]
+
+    @contextmanager
+    def admitted(self, tenant: str, priority: int, requests: list[Request], timeout_s: float) -> Iterator[None]:
+        """Count the samples of a request, which begin now, as unfinished; refuse them by their exact length."""
+        num_tokens = sum(request.num_prompt_tokens for request in requests)
+        self._check_wait(tenant, priority, num_tokens, timeout_s)
+        num_reserved = num_tokens
+        for request in requests:
+            num_reserved += request.params.max_tokens or 0
+        self._check_rate(self.limits.take(tenant, num_reserved, time.monotonic()))
+        self.num_open[tenant] += len(requests) - 1
+        self._waits.clear()
+        try:
+            yield
+        finally:
+            self.num_open[tenant] -= len(requests) - 1
+            num_used = num_tokens + sum(len(request.output_token_ids) for request in requests)
+            self.limits.settle(tenant, num_reserved, num_used, time.monotonic())
+
+    async def turn(self, priority: int, through: asyncio.Future[None]) -> None:
+        """Hold a request below class 0 while the load says so, or until nobody waits for it: `through` is done."""
+        if priority > 0 and self.ladder.has("batch") and not through.done():
+            held = asyncio.get_running_loop().create_future()
+            self._held.append((priority, held))
+            try:
+                await asyncio.wait({held, through}, return_when=asyncio.FIRST_COMPLETED)
+                if held.done():
+                    held.result()
+            finally:
+                with suppress(ValueError):
+                    self._held.remove((priority, held))
+
+    def headers(self, tenant: str) -> list[tuple[bytes, bytes]]:
+        """Return headers that say what is left of limits, and what is done without."""
+        headers = self.limits.headers(tenant, time.monotonic())
+        if on := self.ladder.on:
+            headers.append((b"x-degraded", ",".join(on).encode()))
+        return headers
+
+    # Estimates
+
+    def target_s(self, priority: int) -> float | None:
+        """Return the time to the first token beyond which a request of a class is refused; None if there is none."""
+        return self._targets_s.get(priority, self._targets_s.get(None))
+
+    def wait(self, priority: int) -> Wait | None:
+        """Return how long a short request of a class would wait; None if that is not known yet."""
+        now_s = time.monotonic()
+        at_s, wait = self._waits.get(priority, (-math.inf, None))
+        if now_s - at_s > FRESH_S:
+            wait = self._observer.backlog.wait(1, lambda other: other.priority <= priority)
+            self._waits[priority] = now_s, wait
+        return wait
+
+    def _check_wait(self, tenant: str, priority: int, num_tokens: int, timeout_s: float) -> None:
+        backlog, most = self._observer.backlog, self._config.max_queued_tokens
+        num_waiting = backlog.num_waiting_tokens()
+        if num_waiting and num_waiting + num_tokens > most:
+            raise self._full(tenant, "queue_tokens", "the queue of the server is full of tokens", self._retry_s())
+        target_s = self.target_s(priority)
+        wait, most_s = self.wait(priority), min(timeout_s, math.inf if target_s is None else target_s)
+        if wait is None or most_s == math.inf:
+            return
+        first_s = wait.first_token_s + backlog.prefill_s(num_tokens)
+        if wait.start_s and first_s > most_s:
+            message = f"the first token would be there in {first_s:.1f} s, and must be within {most_s:.1f} s"
+            raise self._full(tenant, "wait", message, wait.start_s)
+
+    def _retry_s(self) -> float:
+        wait = self.wait(0)
+        return 1.0 if wait is None else wait.start_s
+
+    def _check_rate(self, excess: Excess | None) -> None:
+        if excess is None:
+            return
+        self._observer.reject("rate_limit")
+        message = f"a key must send at most {excess.most} {excess.kind} per minute; "
+        message += "wait" if excess.wait_s < math.inf else "send less at once"
+        raise RefusedError(message, None, "rate_limit_exceeded", 429, excess.wait_s)
+
+    def _full(self, tenant: str, reason: str, message: str, retry_s: float) -> RefusedError:
+        """Return the refusal of a full server: the tenant's fault where it has more than its share."""
+        refused = self._refused(reason, message, retry_s)
+        if is_over_share(self.num_open, tenant):
+            refused.status_code = 429
+        return refused
+
+    def _refused(self, reason: str, message: str, retry_s: float) -> RefusedError:
+        self._observer.reject(reason)
+        return RefusedError(f"{message}; try again later", None, "overloaded", 503, retry_s)
+
+
+def _settle(future: asyncio.Future[None], error: Exception | None) -> None:
+    if future.done():  # cancelled
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

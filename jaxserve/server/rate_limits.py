@@ -1,0 +1,161 @@
+"""Rate limits: requests and tokens per minute of each tenant, as token buckets. Time is an argument."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+MINUTE_S = 60.0
+
+
+class TokenBucket:
+    """Bucket that fills at a constant rate, and that may owe what was taken beyond its content.
+
+    In any span of time it gives at most its size and what flows in meanwhile; what `settle` adds counts back.
+
+    Args:
+        per_minute: its size, and what flows in within a minute.
+        now_s: the time; it is full.
+    """
+
+    def __init__(self, per_minute: float, now_s: float) -> None:
+        self.size = float(per_minute)
+        self._content, self._at_s = self.size, now_s
+
+    def content(self, now_s: float) -> float:
+        """Return what it holds; negative where it owes."""
+        if now_s > self._at_s:
+            self._content = min(self._content + (now_s - self._at_s) * self.size / MINUTE_S, self.size)
+            self._at_s = now_s
+        return self._content
+
+    def take(self, amount: float, now_s: float) -> float:
+        """Take an amount if it is there; return 0, or the time until it will be, and infinity if it never fits."""
+        wait_s = self.wait_s(amount, now_s)
+        if not wait_s:
+            self._content -= amount
+        return wait_s
+
+    def wait_s(self, amount: float, now_s: float) -> float:
+        """Return the time until an amount can be taken."""
+        content = self.content(now_s)
+        if amount <= content + 1e-9:
+            return 0.0
+        return math.inf if amount > self.size else (amount - content) * MINUTE_S / self.size
+
+    def settle(self, taken: float, used: float, now_s: float) -> None:
+        """Give back what was taken and not used, or take what was used beyond it."""
+        self._content = min(self.content(now_s) + taken - used, self.size)
+
+    def full_in_s(self, now_s: float) -> float:
+        """Return the time until it is full."""
+        return (self.size - self.content(now_s)) * MINUTE_S / self.size
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Limits of a tenant; None where there is none.
+
+    Attributes:
+        requests_per_minute: requests that may begin in a minute.
+        tokens_per_minute: tokens of prompts and outputs in a minute.
+        max_open_requests: unfinished requests.
+    """
+
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    max_open_requests: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """Limit that a request would exceed.
+
+    Attributes:
+        kind: "requests" or "tokens".
+        most: the limit.
+        wait_s: time until the request may come again; infinite if it is too large for the limit.
+    """
+
+    kind: str
+    most: int
+    wait_s: float
+
+
+class RateLimits:
+    """Buckets of all tenants. Those of tenants that have not been seen for some minutes are full, and are dropped.
+
+    Args:
+        common: limits of tenants without their own.
+        own: limits by tenant; what is None in them is as in `common`.
+    """
+
+    def __init__(self, common: Limits, own: Mapping[str, Limits] = {}) -> None:
+        self._common, self._own = common, dict(own)
+        self._buckets: dict[str, dict[str, TokenBucket]] = {}
+        self._swept_s = 0.0
+
+    def of(self, tenant: str) -> Limits:
+        """Return the limits of a tenant."""
+        own, common = self._own.get(tenant), self._common
+        if own is None:
+            return common
+        return Limits(
+            own.requests_per_minute or common.requests_per_minute,
+            own.tokens_per_minute or common.tokens_per_minute,
+            own.max_open_requests or common.max_open_requests,
+        )
+
+    def excess(self, tenant: str, num_tokens: int, now_s: float) -> Excess | None:
+        """Return the limit that one more request of so many tokens would exceed; nothing is taken."""
+        amounts = {"requests": 1, "tokens": num_tokens}
+        for kind, bucket in self._of(tenant, now_s).items():
+            if wait_s := bucket.wait_s(amounts[kind], now_s):
+                return Excess(kind, int(bucket.size), wait_s)
+        return None
+
+    def take(self, tenant: str, num_tokens: int, now_s: float) -> Excess | None:
+        """Count a request of so many tokens; return the limit that it would exceed, and nothing is taken."""
+        found = self.excess(tenant, num_tokens, now_s)
+        if found is None:
+            for kind, bucket in self._of(tenant, now_s).items():
+                bucket.take(1 if kind == "requests" else num_tokens, now_s)
+        return found
+
+    def settle(self, tenant: str, taken: int, used: int, now_s: float) -> None:
+        """Count the tokens that a request has used in place of those that were taken."""
+        if (bucket := self._of(tenant, now_s).get("tokens")) is not None:
+            bucket.settle(taken, used, now_s)
+
+    def headers(self, tenant: str, now_s: float) -> list[tuple[bytes, bytes]]:
+        """Return OpenAI's headers of what is left."""
+        headers = []
+        for kind, bucket in self._of(tenant, now_s).items():
+            left = max(int(bucket.content(now_s)), 0)
+            values = {"limit": int(bucket.size), "remaining": left, "reset": _duration(bucket.full_in_s(now_s))}
+            headers += [(f"x-ratelimit-{name}-{kind}".encode(), str(value).encode()) for name, value in values.items()]
+        return headers
+
+    def _of(self, tenant: str, now_s: float) -> dict[str, TokenBucket]:
+        if now_s - self._swept_s > MINUTE_S:
+            self._swept_s = now_s
+            for name, buckets in list(self._buckets.items()):
+                if all(bucket.content(now_s) >= bucket.size for bucket in buckets.values()):
+                    del self._buckets[name]
+        found = self._buckets.get(tenant)
+        if found is None:
+            limits = self.of(tenant)
+            sizes = {"requests": limits.requests_per_minute, "tokens": limits.tokens_per_minute}
+            found = {kind: TokenBucket(size, now_s) for kind, size in sizes.items() if size}
+            if found:
+                self._buckets[tenant] = found
+        return found
+
+
+def _duration(seconds: float) -> str:
+    """Return a time as OpenAI's headers have it, such as 6m0s, 1.5s or 20ms."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(round(seconds, 3), 60)
+    return f"{int(minutes)}m{rest:g}s" if minutes else f"{rest:g}s"
