@@ -18,6 +18,7 @@ from jaxserve.planner.plan import read_model
 from jaxserve.planner.program import abstract_params, temp_bytes
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.token_tree import TokenTree
+from tests.deviceless.layers import first_layers
 
 pytestmark = pytest.mark.deviceless
 
@@ -28,17 +29,18 @@ TREE = TokenTree.of([(0,) * n for n in range(1, NUM_DRAFTS + 1)] + [(1,), (2,), 
 
 
 @pytest.mark.parametrize(
-    ("target", "megabytes", "tree"),
+    ("target", "megabytes", "tree", "num_layers"),
     [
-        pytest.param("h200", 800, None, id="h200-chain"),
-        pytest.param("h200", 800, TREE, id="h200-tree", marks=pytest.mark.full),
-        pytest.param("v6e:1x1", 400, None, id="v6e-chain", marks=pytest.mark.full),
-        pytest.param("v6e:1x1", 400, TREE, id="v6e-tree"),
+        pytest.param("h200", 800, None, 4, id="h200-chain-of-4-layers"),
+        pytest.param("h200", 800, None, None, id="h200-chain", marks=pytest.mark.full),
+        pytest.param("h200", 800, TREE, None, id="h200-tree", marks=pytest.mark.full),
+        pytest.param("v6e:1x1", 400, None, None, id="v6e-chain", marks=pytest.mark.full),
+        pytest.param("v6e:1x1", 400, TREE, None, id="v6e-tree"),
     ],
 )
-def test_a_round_of_8b_with_a_draft_of_1b_works_in_place(targets, target, megabytes, tree):
+def test_a_round_of_8b_with_a_draft_of_1b_works_in_place(targets, target, megabytes, tree, num_layers):
     chip = targets(target).sheet.chip
-    (_, arch), (_, draft_arch) = read_model("llama-3.1-8b"), read_model("llama-3.2-1b")
+    arch, draft_arch = (first_layers(read_model(name)[1], num_layers) for name in ("llama-3.1-8b", "llama-3.2-1b"))
     backend = BACKENDS[chip.platform]
     page_size = default_page_size(backend, num_kv_heads=8, head_dim=128, kv_dtype=BFLOAT16)
     schedule = ScheduleConfig(256, 2048, 8192, page_size, 20_000 // page_size, few_programs=True, max_drafts=NUM_DRAFTS)
