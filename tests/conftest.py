@@ -57,9 +57,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Use many random examples if full tests are selected."""
-    expression = config.option.markexpr
-    is_full = not expression or re.search(r"(?<!not )\bfull\b", expression) is not None
+    """Use many random examples unless full tests are left out."""
+    is_full = re.search(r"\bnot full\b", config.option.markexpr) is None
     random_runs.choose(random_runs.FULL if is_full else random_runs.DEFAULT)
 
 
@@ -68,6 +67,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     is_random = hypothesis.is_hypothesis_test(getattr(item, "obj", None))
     if is_random and hypothesis.settings.get_current_profile_name() == random_runs.FULL:
         item.add_marker(pytest.mark.full)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, so that no worker is left alone with them at the end."""
+    items.sort(key=lambda item: "sharded" not in item.path.parts)
 
 
 @pytest.fixture(autouse=True, scope="module")
