@@ -22,6 +22,7 @@ from jaxserve.llm import LLM
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.proposers import PROPOSERS, make_speculate
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
+from tests.parameters import some_by_default
 
 Start = Callable[..., Engine]
 
@@ -91,7 +92,7 @@ def speculate(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return make_speculate(llama, tmp_path_factory.mktemp)
 
 
-@pytest.fixture(scope="session", params=PROPOSERS)
+@pytest.fixture(scope="session", params=some_by_default(PROPOSERS, "same", "ngram", "tree", "layer"))
 def speculation(request: pytest.FixtureRequest, speculate: Callable[..., SpeculationConfig]) -> SpeculationConfig:
     """Return the configuration of each proposer."""
     return speculate(request.param)

@@ -16,13 +16,13 @@ Start = Callable[..., Engine]
 
 
 @pytest.mark.parametrize(
-    "num_tokens", [pytest.param(n, marks=pytest.mark.full if n != 4 else []) for n in (1, 2, 4, 8)]
+    "num_tokens", [pytest.param(n, marks=pytest.mark.full if n != 3 else []) for n in (1, 2, 3, 4, 8)]
 )
 def test_a_draft_that_is_right_saves_target_passes(
     start: Start, speculate: Callable[..., SpeculationConfig], num_tokens: int
 ) -> None:
     """Each round yields all drafted tokens and one more; only the last one may have fewer."""
-    engine = start(speculative_config=speculate("same", num_tokens))
+    engine = start(speculative_config=speculate("same", num_tokens), multi_step=8)
     prompt, expected = tokens(5, "right"), generate(start(), [tokens(5, "right")], GREEDY)
     before = replace(engine.stats)
     assert_same(*generate(engine, [prompt], GREEDY), *expected)
@@ -41,6 +41,7 @@ def test_a_draft_that_is_right_saves_target_passes(
     assert len(metrics.num_accepted_per_position) == num_tokens
 
 
+@pytest.mark.full
 def test_a_tree_of_a_draft_that_is_right_saves_target_passes(
     start: Start, speculate: Callable[..., SpeculationConfig]
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_tree_accepts_what_a_chain_misses(start: Start, speculate: Callable[..
     assert rates[1] > 1.1 * rates[0]
 
 
+@pytest.mark.full
 def test_a_random_draft_is_hardly_ever_accepted(start: Start, speculate: Callable[..., SpeculationConfig]) -> None:
     engine = start(speculative_config=speculate("other"), multi_step=8)
     before = replace(engine.stats)
@@ -84,7 +86,7 @@ def test_heads_read_the_hidden_state_behind_the_last_token(
     """Heads of zeros propose what the model itself sampled last; so they are right where tokens repeat."""
     write_heads(tmp_path, hidden_size(llama), lambda size: np.zeros((size, size), np.float32))
     heads = SpeculationConfig("medusa", str(tmp_path), num_speculative_tokens=num_tokens, adaptive=False)
-    engine, plain = start(speculative_config=heads, step_ahead=False), start()
+    engine, plain = start(speculative_config=heads, step_ahead=False, max_num_seqs=1), start()
     num_repeated = 0
     for index in range(6):
         prompt, params = tokens(5 + index, f"heads {index}"), replace(GREEDY, max_tokens=40)
@@ -102,13 +104,14 @@ def test_heads_read_the_hidden_state_behind_the_last_token(
     assert num_repeated
 
 
+@pytest.mark.full
 def test_a_draft_with_the_same_tokens_under_other_ids_is_as_good(
     start: Start, speculate: Callable[..., SpeculationConfig], llama: Path, tmp_path: Path
 ) -> None:
     """Its tokens are read and proposed by their text."""
     write_with_other_ids(llama, tmp_path)
-    config = speculate("same", 4, model=str(tmp_path))
-    engine, before = start(speculative_config=config, skip_tokenizer_init=False), None
+    config = speculate("same", model=str(tmp_path))
+    engine, before = start(speculative_config=config, skip_tokenizer_init=False, multi_step=8), None
     for index in range(4):
         prompt = tokens(4 + index, f"other ids {index}")
         before = replace(engine.stats)
@@ -117,7 +120,7 @@ def test_a_draft_with_the_same_tokens_under_other_ids_is_as_good(
         assert engine.stats.since(before).acceptance_rate == 1
 
 
-@pytest.mark.parametrize("proposer", ["same", "other"])
+@pytest.mark.parametrize("proposer", ["same", pytest.param("other", marks=pytest.mark.full)])
 def test_numbers_of_drafts_change_and_compile_nothing(
     start: Start, speculate: Callable[..., SpeculationConfig], proposer: str
 ) -> None:

@@ -23,6 +23,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.workloads import assert_same, generate, tokens
+from tests.parameters import some_by_default
 
 Start = Callable[..., Engine]
 
@@ -64,7 +65,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("kind", some_by_default(HEADS, "eagle3", "mtp"))
 def test_what_is_accepted_is_what_torch_drafts(
     start: Start, model: transformers.LlamaForCausalLM, target: Path, tmp_path: Path, kind: str, num_tokens: int
 ) -> None:
@@ -72,7 +73,7 @@ def test_what_is_accepted_is_what_torch_drafts(
     write = draft_layers.write_eagle3 if method == "eagle3" else draft_layers.write_mtp
     head = write(tmp_path, model, **HEADS[kind])
     heads = SpeculationConfig(method, str(tmp_path), num_speculative_tokens=num_tokens, adaptive=False)
-    engine = start(model=str(target), speculative_config=heads, step_ahead=False)
+    engine = start(model=str(target), speculative_config=heads, step_ahead=False, max_num_seqs=1)
     num_accepted = num_rejected = 0
     for index in range(5):
         prompt = tokens(5 + 5 * index, f"layer {index}")  # computed in several chunks

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve import LLM, SamplingParams
 from jaxserve.config import DEFAULT_DRAFTS, embedded_model
+from tests.parameters import some_by_default
 
 PROMPTS = Path(__file__).parents[2] / "scripts" / "speculative" / "prompts.jsonl"
 # Shares of rounds in which the first token and the second are accepted. One of 4,096 tokens at random never would be.
@@ -31,7 +32,7 @@ def expected(sizes: dict[str, Any]) -> list[list[int]]:
         return [output.outputs[0].token_ids for output in llm.generate(prompts(), GREEDY)]
 
 
-@pytest.mark.parametrize("method", FLOORS)
+@pytest.mark.parametrize("method", some_by_default(FLOORS, "eagle3"))
 def test_tokens_are_the_models_and_many_were_drafted(
     method: str, sizes: dict[str, Any], expected: list[list[int]]
 ) -> None:

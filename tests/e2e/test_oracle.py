@@ -82,7 +82,8 @@ class Oracle:
             assert logprob.rank == 1 + int((row > row[token_id]).sum())
 
 
-QUICK_ON_XLA = ("llama", "qwen2-window-of-some")  # native kernels serve the other families
+# Models with windows are in test_window_pages.py too, and every family is in tests/models/test_parity.py.
+QUICK = {"native": ("llama", "gemma2", "gpt2", "granite-swa"), "xla": ("llama",)}
 KERNELS = ["native", "xla"] if native.unavailable() is None else ["xla"]
 
 
@@ -92,7 +93,7 @@ KERNELS = ["native", "xla"] if native.unavailable() is None else ["xla"]
         pytest.param(
             (name, kernels),
             id=f"{name}-{kernels}",
-            marks=[] if kernels == KERNELS[0] or name in QUICK_ON_XLA else pytest.mark.full,
+            marks=[] if name in QUICK[kernels] else pytest.mark.full,
         )
         for kernels in KERNELS
         for name in ("llama", *CHECKPOINTS)

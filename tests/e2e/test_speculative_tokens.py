@@ -118,7 +118,7 @@ def test_every_parameter(
         assert engine.stats.num_drafted_tokens > drafted
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "tree", "medusa"])
+@pytest.mark.parametrize("proposer", ["ngram", "tree", pytest.param("medusa", marks=pytest.mark.full)])
 def test_tokens_that_were_not_drawn_leave_samples_as_they_are(
     start: Start, speculate: Callable[..., SpeculationConfig], proposer: str
 ) -> None:
@@ -230,7 +230,12 @@ def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path
     """The draft model keeps to the pages of the widest window."""
     checkpoints.write_checkpoint(tmp_path, family)
     prompts = [tokens(n, f"windows {n}") for n in (3, 9, 30)]
-    options: dict[str, Any] = SIZES | {"model": str(tmp_path), "skip_tokenizer_init": True, "num_pages": 60}
+    options: dict[str, Any] = SIZES | {
+        "model": str(tmp_path),
+        "skip_tokenizer_init": True,
+        "num_pages": 60,
+        "max_num_seqs": 1,
+    }
     expected = generate(Engine(EngineConfig(**options)), prompts, GREEDY)
     same = SpeculationConfig(model=str(tmp_path), num_speculative_tokens=3, adaptive=False)
     engine = Engine(EngineConfig(**options | {"speculative_config": same, "multi_step": 8}))
@@ -247,7 +252,7 @@ def test_a_stop_string_inside_accepted_tokens_ends_the_text_there(
     stop = plain.text[len(plain.text) // 2 :][:2]
     params = replace(GREEDY, max_tokens=20, stop=[stop])
     expected = llm.generate(["drafted"], params, use_tqdm=False)[0].outputs[0]
-    options = SIZES | {"multi_step": 16, "speculative_config": speculate("same")}
+    options = SIZES | {"multi_step": 8, "speculative_config": speculate("same")}
     with LLM(str(llama), **options) as speculative:
         assert metrics_of(speculative)["vllm:spec_decode_num_drafts"] == 0
         output = speculative.generate(["drafted"], params, use_tqdm=False)[0].outputs[0]

@@ -14,6 +14,7 @@ from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 from tests.checkpoints import FAMILIES, ROPES, hf_dict, random_configs, reference_logits, write_checkpoint
+from tests.parameters import some_by_default
 
 NUM_TOKENS = 40  # past the original context of the stretched ropes, and past every window
 TOLERANCE = 1e-4
@@ -62,7 +63,11 @@ def assert_close(logits, expected):
     np.testing.assert_array_equal(logits.argmax(-1), expected.argmax(-1))
 
 
-CASES = [(family, case) for family in FAMILIES for case in range(NUM_CASES)]
+CASES = [
+    pytest.param(family, case, marks=pytest.mark.full if case else ())
+    for family in FAMILIES
+    for case in range(NUM_CASES)
+]
 
 
 @pytest.mark.parametrize(("family", "case"), CASES)
@@ -85,7 +90,7 @@ SCANNED = {
 }
 
 
-@pytest.mark.parametrize("family", list(SCANNED))
+@pytest.mark.parametrize("family", some_by_default(SCANNED, "llama", "gpt_neo", "gemma3"))
 def test_scanned_layers_match_unrolled(tmp_path, family):
     sizes, period = SCANNED[family]
     write_checkpoint(tmp_path, family, **sizes)

@@ -16,6 +16,7 @@ from jaxserve.quant.int8 import QuantizedMatrix
 from jaxserve.quant.packed import NativeMatrix
 from tests.checkpoints import FAMILIES, hf_dict, random_configs, write_checkpoint
 from tests.models.test_parity import load_logits, run
+from tests.parameters import some_by_default
 
 # In standard deviations of the logits. A block's largest weight is near 2.5 deviations of its weights, so that rounding
 # adds 2.5 / 127 / sqrt(12) = 0.6% of noise to a product, 2.4% over the 17 of four layers and the head.
@@ -36,7 +37,7 @@ def round_trip(specs):
 
 
 @pytest.mark.parametrize("case", [0, pytest.param(1, marks=pytest.mark.full)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, "llama", "gemma3", "gpt2"))
 def test_logits_track_float32(tmp_path, family, case):
     """Logits are near those of the float32 model, and exact products of the quantised weights."""
     write_checkpoint(tmp_path, family, case, **list(random_configs(family, 2, seed=1))[case])

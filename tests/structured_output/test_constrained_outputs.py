@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "max_model_len": 256,
     "page_size": 16,
     "num_pages": 40,
+    "compile_ahead": "minimal",
 }
 
 
@@ -253,6 +254,6 @@ def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
 
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
     log = tmp_path / "events"
-    with LLM(str(MODEL), **SIZES, event_log=str(log)) as llm:
+    with LLM(str(MODEL), **SIZES, multi_step=8, event_log=str(log)) as llm:
         generate(llm, [params(seed, regex="[a-z]{5}[0-9]{20}") for seed in range(3)] + [params(9), params(10)])
     assert replay_log(log) > 10

@@ -17,6 +17,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.speculation_config import SpeculationConfig
 from tests.checkpoints import write_checkpoint
 from tests.e2e.workloads import assert_same, generate, tokens
+from tests.parameters import some_by_default
 from tests.sharded.devices.sizes import SIZES
 
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -58,9 +59,7 @@ def start(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Start:
     return start
 
 
-@pytest.mark.parametrize(
-    "draft", ["same", "odd", "tree", *(pytest.param(heads, marks=pytest.mark.full) for heads in ("medusa", "eagle3"))]
-)
+@pytest.mark.parametrize("draft", some_by_default(("same", "odd", "tree", "medusa", "eagle3"), "tree"))
 def test_tokens_are_those_of_one_device(start: Start, draft: str) -> None:
     sampled = replace(GREEDY, temperature=1, top_k=5, seed=3)
     penalised = replace(GREEDY, repetition_penalty=1.3, logprobs=2)
