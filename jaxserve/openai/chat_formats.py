@@ -230,6 +230,8 @@ def chat_format(templates: Iterable[str], tool_call_parser: str = AUTO, reasonin
         reasoning_parser = _thoughts_of(text)
     calls = _named("tool_call_parser", tool_call_parser, CALLS)
     thought = _named("reasoning_parser", reasoning_parser, THOUGHTS)
+    if calls.calls == _MISTRAL and "[ARGS]" in text:  # the layout of newer models
+        calls = dataclasses.replace(calls, calls=_MISTRAL[::-1])
     return dataclasses.replace(calls, thought=thought.thought, messages=calls.messages or thought.messages)
 
 

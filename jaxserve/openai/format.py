@@ -7,6 +7,7 @@ Any other field is an error. A null means "not given": then the checkpoint's rec
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,19 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import EngineDiedError, RequestError, brief
 from jaxserve.openai.chat_formats import ChatFormat
-from jaxserve.openai.tools import MessageForm, detected_format, message_form, read_tools, template_messages
+from jaxserve.openai.tool_grammar import tool_grammar
+from jaxserve.openai.tools import (
+    MessageForm,
+    Tools,
+    detected_format,
+    message_form,
+    read_tools,
+    template_messages,
+    token_id_of,
+)
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -348,8 +359,27 @@ def _read_chat(
     form = message_form(chat_format, tools, text, tokenizer, shows_reasoning=shows_reasoning)
     if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
         params = dataclasses.replace(params, shown_special_ids=sorted(form.hidden.values()))
+    params, form = _constrained(params, form, tools, tokenizer)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     return _Chat(prompt, params, form, {"reasoning_effort"} if used else set())
+
+
+def _constrained(
+    params: SamplingParams, form: MessageForm, tools: Tools, tokenizer: Tokenizer
+) -> tuple[SamplingParams, MessageForm]:
+    """Return both for a message whose calls are bound by their schemas, where they are."""
+    if form.chat_format is None:
+        return params, form
+    token_id = functools.partial(token_id_of, tokenizer=tokenizer)
+    grammar = tool_grammar(form.chat_format, tools, in_thought=form.in_thought, token_id=token_id)
+    if params.structured_outputs is not None:
+        if grammar is not None and (tools.are_forced or any(function.is_strict for function in tools.functions)):
+            message = "tool_choice must be auto, with tools that are not strict, where the output has a form of its own"
+            raise BadRequestError(message, "tool_choice")
+        return params, dataclasses.replace(form, in_thought=False)  # the output has its form from the first token on
+    if grammar is None:
+        return params, form
+    return dataclasses.replace(params, structured_outputs=StructuredOutputsParams(grammar=grammar)), form
 
 
 def check_messages(messages: Any) -> list[Json]:

@@ -6,11 +6,11 @@ import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.errors import RequestError, brief
-from jaxserve.openai.chat_formats import ChatFormat, chat_format
+from jaxserve.openai.chat_formats import PLAIN_CALLS, ChatFormat, chat_format
 from jaxserve.openai.deltas import DeltaReader
 from jaxserve.openai.scanner import Scanner
 
@@ -149,28 +149,27 @@ def message_form(
         RequestError: tools may be called, and nothing is known of how the model writes calls.
     """
     has_calls = tools.choice != "none"
-    if tools.are_forced:
-        raise RequestError('tool_choice must be "none" or "auto": others are not supported')
     if has_calls and not tools.are_forced and not chat_format.has_calls:
         raise RequestError(
             'tool_choice "auto" needs a model whose way to write calls is known; name it with --tool-call-parser, or '
             'ask for tool_choice "required"'
         )
+    if has_calls and not chat_format.has_calls:
+        chat_format = replace(chat_format, calls=(PLAIN_CALLS,))
     thought = chat_format.thought
     if not (thought or chat_format.messages or has_calls):
         return MessageForm()
-    hidden = {
-        mark: token_id for mark in sorted(chat_format.marks) if (token_id := special_id(mark, tokenizer)) is not None
-    }
+    ids = {mark: token_id_of(mark, tokenizer) for mark in sorted(chat_format.marks)}
+    hidden = {mark: i for mark, i in ids.items() if i is not None and i in tokenizer.special_ids}
     in_thought = thought is not None and prompt.rstrip().endswith(thought.begin)
     return MessageForm(chat_format, tools, in_thought, hidden, shows_reasoning)
 
 
 @functools.lru_cache(maxsize=256)
-def special_id(text: str, tokenizer: Tokenizer) -> int | None:
-    """Return the id of a text that is a special token; None if it is none."""
+def token_id_of(text: str, tokenizer: Tokenizer) -> int | None:
+    """Return the id of a text that is one token; None for other texts."""
     ids = tokenizer.encode(text, add_special_tokens=False)
-    return ids[0] if len(ids) == 1 and ids[0] in tokenizer.special_ids else None
+    return ids[0] if len(ids) == 1 else None
 
 
 @functools.lru_cache(maxsize=8)

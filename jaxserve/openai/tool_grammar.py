@@ -1,0 +1,140 @@
+"""Grammars of tool calls: what a message may be where calls must come, or must obey their schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from jaxserve.openai.chat_formats import CallSyntax, ChatFormat, MessageSyntax
+from jaxserve.openai.tools import Function, Tools
+from jaxserve.structured_output.grammar import WHITESPACE
+
+_ARGUMENTS = "\0"
+
+
+def tool_grammar(
+    chat_format: ChatFormat, tools: Tools, *, in_thought: bool, token_id: Callable[[str], int | None]
+) -> str | None:
+    """Return the grammar of a message in llguidance's variant of Lark; None if the message may be anything.
+
+    Args:
+        chat_format: format of the message.
+        tools: the tools. Those that are forced, and those that are strict, are bound by their schemas.
+        in_thought: True if the message begins within a thought.
+        token_id: function that returns the id of a mark that is a token, and None for other texts.
+    """
+    if not tools.are_forced:
+        is_bound = any(function.is_strict for function in tools.functions) or not tools.is_parallel
+        if tools.choice == "none" or not is_bound:
+            return None
+    grammar = _Grammar(chat_format.marks, token_id)
+    if chat_format.messages is not None:
+        grammar.headed(chat_format.messages, tools)
+    else:
+        grammar.marked(chat_format, tools, in_thought=in_thought)
+    return grammar.text
+
+
+class _Grammar:
+    """Grammar that is being written.
+
+    Args:
+        marks: texts that may be tokens of their own.
+        token_id: function that returns the id of such a token.
+    """
+
+    def __init__(self, marks: frozenset[str], token_id: Callable[[str], int | None]) -> None:
+        self._token_id = token_id
+        self._marks = re.compile("|".join(map(re.escape, sorted(marks))) or r"(?!)")
+        self._rules: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Text of the grammar."""
+        return "\n".join(["%llguidance {}", *self._rules, r"TEXT: /(.|\n)*/", r"SPACE: /[ \n]{0,4}/", ""])
+
+    def marked(self, chat_format: ChatFormat, tools: Tools, *, in_thought: bool) -> None:
+        """Write the rules of a message with marks in its text."""
+        syntax, thought = chat_format.calls[0], ""
+        if chat_format.thought is not None:
+            behind = self._up_to("thought", chat_format.thought.end)
+            thought = behind if in_thought else f"({self._literal(chat_format.thought.begin)} {behind})?"
+        calls = self._calls(syntax, tools)
+        if tools.are_forced:
+            again = "" if syntax.separator or syntax.call_begin or not tools.is_parallel else "(SPACE run)*"
+            self._rules.append(f"start: {thought} SPACE run {again}")
+            self._rules.append(f"run: {self._literal(syntax.begin)} {calls}")
+        elif not syntax.begin:
+            self._rules.append(f"start: {thought} (run | OTHER)")
+            self._rules.append(f"run: {calls}")
+            self._rules.append(r"OTHER: /([^{](.|\n)*)?/")
+        else:
+            self._rules.append(f"start: {thought} {'run* tail' if tools.is_parallel else '(run | tail)'}")
+            self._rules.append(f"run: {self._up_to('before', syntax.begin)} {calls}")
+            self._rules.append("tail: TEXT")
+
+    def headed(self, syntax: MessageSyntax, tools: Tools) -> None:
+        """Write the rules of messages with headers."""
+        channel, head_end = self._literal("<|channel|>"), self._literal(syntax.head_end)
+        again = f'{self._literal(syntax.begin)} "assistant"'
+        bodies = []
+        for number, function in enumerate(tools.functions):
+            arguments = self._arguments(number, function, tools)
+            recipient = json.dumps(f"commentary to={syntax.functions}{function.name} ")
+            constrained = f'{self._literal("<|constrain|>")} "json"'
+            bodies.append(f"{channel} {recipient} {constrained} {head_end} {arguments}")
+        self._rules.append(f"call: {' | '.join(bodies)}")
+        body = self._up_to("body", syntax.ends[0])
+        self._rules.append(f'thought: {channel} "analysis" {head_end} {body} {again}')
+        self._rules.append(f'preamble: {channel} "commentary" {head_end} {body} {again}')
+        self._rules.append(f'answer: {channel} "final" {head_end} TEXT')
+        self._rules.append(f"start: thought* {'call' if tools.are_forced else 'preamble* (call | answer)'}")
+
+    def _calls(self, syntax: CallSyntax, tools: Tools) -> str:
+        """Return what stands behind the mark of a run of calls."""
+        calls = []
+        for number, function in enumerate(tools.functions):
+            arguments = self._arguments(number, function, tools)
+            text = syntax.written.format(name=json.dumps(function.name), bare_name=function.name, arguments=_ARGUMENTS)
+            before, after = text.split(_ARGUMENTS)
+            parts = [syntax.call_begin + before, after + "".join(syntax.call_end[-1:])]
+            calls.append(f"{self._literal(parts[0])} {arguments} {self._literal(parts[1])}")
+        self._rules.append(f"call: {' | '.join(calls)}")
+        space = "SPACE" if syntax.call_begin else ""
+        again = ""
+        if tools.is_parallel and (syntax.separator or syntax.call_begin):
+            between = self._literal(f"{syntax.separator} ") if syntax.separator else space
+            again = f"({between} call)*"
+        return f"{self._literal(syntax.opening)} call {again} {space} {self._literal(syntax.end)}"
+
+    def _arguments(self, number: int, function: Function, tools: Tools) -> str:
+        schema: dict[str, Any] = {"type": "object"}
+        if function.is_strict or tools.are_forced:
+            schema |= function.parameters
+        schema["x-guidance"] = {"whitespace_pattern": WHITESPACE}
+        self._rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+        return f"arguments_{number}"
+
+    def _literal(self, text: str) -> str:
+        """Return a text, with its marks as tokens where they are such."""
+        parts, start = [], 0
+        for found in self._marks.finditer(text):
+            if (token_id := self._token_id(found.group())) is not None:
+                parts += [_quoted(text[start : found.start()]), f"<[{token_id}]>"]
+                start = found.end()
+        parts.append(_quoted(text[start:]))
+        return " ".join(part for part in parts if part != '""')
+
+    def _up_to(self, name: str, mark: str) -> str:
+        """Return any text with a mark behind it, the first that comes."""
+        if self._token_id(mark) is not None:
+            return f"TEXT {self._literal(mark)}"
+        if not any(rule.startswith(f"{name}_text[lazy]") for rule in self._rules):
+            self._rules.append(f"{name}_text[lazy]: TEXT {self._literal(mark)}")
+        return f"{name}_text"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
