@@ -57,8 +57,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Use many random examples unless full tests are left out."""
-    is_full = re.search(r"\bnot full\b", config.option.markexpr) is None
+    """Use many random examples if full tests are selected."""
+    expression = config.option.markexpr
+    is_full = not expression or re.search(r"(?<!not )\bfull\b", expression) is not None
     random_runs.choose(random_runs.FULL if is_full else random_runs.DEFAULT)
 
 
