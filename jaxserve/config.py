@@ -90,6 +90,11 @@ class EngineConfig:
             `priority` first, preempts running ones of a higher where slots or pages are full, and serves those of one
             `priority` in the order in which they come. With both, tenants get equal service where requests name them.
         tenant_weights: shares of tenants in what their class gets, by their names, as a dict or as JSON; 1 for others.
+        target_ttft_ms: time after a request's arrival at which its first token is due: a number, or numbers by
+            `priority`, as a dict or as JSON. It needs target_itl_ms, and counts as 0 where that alone is given.
+        target_itl_ms: time after that at which each further token is due, likewise. Steps compute no more tokens of
+            prompts than rows in decode can wait for, by the measured times of steps, but at least their share;
+            classes without a target have none to wait for. None sets no targets.
         gpu_memory_utilization: share of each accelerator's total memory for weights, temporaries and the pool. On a
             GPU, XLA allocates this share when jax starts; if jax is already running, or XLA_CLIENT_MEM_FRACTION is
             less, the pool gets less, and a warning says so.
@@ -137,6 +142,8 @@ class EngineConfig:
     num_pages: int | None = None
     scheduling_policy: str = "fcfs"
     tenant_weights: str | Mapping[str, float] | None = None
+    target_ttft_ms: str | float | Mapping[int, float] | None = None
+    target_itl_ms: str | float | Mapping[int, float] | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -172,6 +179,7 @@ class EngineConfig:
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _read_weights(self.tenant_weights)
+        _read_targets(self)
         object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
         object.__setattr__(self, "speculative_config", SpeculationConfig.of(self.speculative_config))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
@@ -321,6 +329,7 @@ class ScheduleConfig:
     long_prefill_token_threshold: int = 0
     windows: tuple[int | None, ...] = (None,)  # sliding window of each KV group
     tenant_weights: tuple[tuple[str, float], ...] = ()  # weights of tenants, where these are not 1
+    targets: tuple[tuple[int | None, float, float], ...] = ()  # targets of classes: see `Policy`
     max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
     num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
 
@@ -345,6 +354,7 @@ class ScheduleConfig:
             self.max_long_partial_prefills,
             self.long_prefill_token_threshold,
             self.tenant_weights,
+            self.targets,
         )
 
     @cached_property
@@ -461,6 +471,7 @@ def resolve_schedule(
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         windows=windows,
         tenant_weights=_read_weights(config.tenant_weights),
+        targets=_read_targets(config),
         max_drafts=config.speculation.max_drafts if config.speculation else 0,
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
     )
@@ -501,6 +512,35 @@ def _read_weights(value: Any) -> tuple[tuple[str, float], ...]:
         if not isinstance(tenant, str) or not is_number or not 0 < weight < math.inf:
             raise ConfigError(f"tenant_weights must be positive numbers by tenant, got {value!r}")
     return tuple((tenant, float(weight)) for tenant, weight in sorted(weights.items()))
+
+
+def _read_targets(config: EngineConfig) -> tuple[tuple[int | None, float, float], ...]:
+    """Return the targets of each class in seconds: class (None for any other), first token, further tokens."""
+    first_s, next_s = (_read_target(name, getattr(config, name)) for name in ("target_ttft_ms", "target_itl_ms"))
+    lacking = set() if None in next_s else first_s.keys() - next_s.keys()
+    if lacking:
+        names = sorted(map(str, lacking))
+        raise ConfigError(f"target_ttft_ms needs target_itl_ms of the same classes, got none for {names}")
+    priorities = sorted(first_s.keys() | next_s.keys(), key=lambda priority: (priority is None, priority or 0))
+    return tuple(
+        (priority, first_s.get(priority, first_s.get(None, 0.0)), next_s.get(priority, next_s.get(None, 0.0)))
+        for priority in priorities
+    )
+
+
+def _read_target(name: str, value: Any) -> dict[int | None, float]:
+    """Return times in seconds by class; None is any other class."""
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+        times = {} if given is None else dict(given) if isinstance(given, Mapping) else {None: given}
+        read = {
+            None if priority is None else int(priority): float(time_ms) / 1e3 for priority, time_ms in times.items()
+        }
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} must be milliseconds, or milliseconds by priority, got {value!r}: {error}") from None
+    if not all(0 < time_s < math.inf for time_s in read.values()):
+        raise ConfigError(f"{name} must be positive, got {value!r}")
+    return read
 
 
 def _check_positive(name: str, value: object) -> None:

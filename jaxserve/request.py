@@ -76,6 +76,7 @@ class Request:
     waits_for_tokens: bool = False  # True if each token must be read before the next is computed
     constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens
     arrival: int = 0  # index of the request in order of arrival
+    arrival_s: float = 0.0  # time of arrival, where classes have targets
     priority: int = 0  # class: requests of a lower number go first
     tenant: str = ""  # name of whom it is for: tenants have equal service in a class, and equal shares of the cache
     num_shared_tokens: int = 0  # prompt tokens that the router expects to be cached when the request starts
@@ -89,6 +90,7 @@ class Request:
     review_at: int = 0  # number of output tokens at which the request ends by length or a page is full
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
+    first_due_s: float = 0.0  # time at which its first token was due, or came if that was later; 0 before
     pages: list[int] = field(default_factory=list)  # ids of all KV groups, by column; append-only while running
     num_released_columns: int = 0  # leading columns whose pages in sliding groups were released
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.scheduling.deadlines import Timing
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler
@@ -82,7 +83,8 @@ SUITES: Mapping[str, Sequence[Client]] = {
         Client(4.0, 64, 256, starts_at=1 / 3, is_poisson=True),
     ],
 }
-POLICIES = ("fcfs", "vtc")
+POLICIES = ("fcfs", "vtc", "deadlines", "deadlines+vtc")
+TARGETS = ((None, 2.0, 0.1),)  # seconds to the first token, and between tokens
 
 
 @dataclass
@@ -97,6 +99,7 @@ class Outcome:
         tokens_per_s: prompt and output tokens computed a second.
         ttft_s: mean time to first token of each tenant's requests.
         service: service of each tenant, divided by its weight.
+        p99_itl_ms: time between two tokens, which one in a hundred exceeds.
     """
 
     suite: str
@@ -106,6 +109,7 @@ class Outcome:
     tokens_per_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
     service: list[float] = field(default_factory=list)
+    p99_itl_ms: float = 0.0
 
 
 class Gaps:
@@ -148,7 +152,7 @@ class Run:
         pool_tokens: int = POOL_TOKENS,
     ) -> None:
         self._clients, self._seconds, self._rates = clients, seconds, rates
-        self._is_fair = "vtc" in policy
+        self._is_fair, self._has_targets = "vtc" in policy, "deadlines" in policy
         weights = tuple((str(i), client.weight) for i, client in enumerate(clients))
         most = max(client.prompt + client.output for client in clients)
         self.scheduler = Scheduler(
@@ -157,13 +161,15 @@ class Run:
             groups=KVGroups(PAGE_SIZE, (None,)),
             num_pages=pool_tokens // PAGE_SIZE,
             max_model_len=most,
-            policy=Policy.of(512, weights=weights),
+            policy=Policy.of(512, weights=weights, targets=TARGETS if self._has_targets else ()),
         )
         self._client_of: dict[str, int] = {}
         self._arrived_s: dict[str, float] = {}
         self._num_waiting = [0] * len(clients)
         self.service = [0.0] * len(clients)
         self.first_token_s: list[list[float]] = [[] for _ in clients]
+        self.itl_s: list[float] = []
+        self._last_s: dict[str, float] = {}
         self.num_tokens = 0
         self.now_s = 0.0
         self.gaps = Gaps(len(clients))
@@ -179,7 +185,7 @@ class Run:
             while next_arrival < len(arrivals) and arrivals[next_arrival][0] <= self.now_s:
                 self._add(next_arrival, *arrivals[next_arrival])
                 next_arrival += 1
-            plan = self.scheduler.schedule()
+            plan = self.scheduler.schedule(timing=self._timing())
             if plan is None:
                 if next_arrival == len(arrivals):
                     break
@@ -187,6 +193,12 @@ class Run:
                 continue
             self._serve(plan)
         return self
+
+    def _timing(self) -> Timing | tuple[()]:
+        rates = self._rates
+        if not self._has_targets:
+            return ()
+        return Timing(self.now_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
 
     def _add(self, number: int, at_s: float, index: int) -> None:
         client = self._clients[index]
@@ -199,6 +211,7 @@ class Run:
             salt=str(number).encode(),
             tenant=str(index) if self._is_fair else "",
             arrival=number,
+            arrival_s=at_s,
         )
         self._client_of[request.request_id] = index
         self._arrived_s[request.request_id] = at_s
@@ -221,6 +234,10 @@ class Run:
             self.service[index] += (PROMPT_COST * num_prompt + OUTPUT_COST * most) / weight
             if most and not request.output_token_ids:
                 self.first_token_s[index].append(self.now_s - self._arrived_s[request.request_id])
+            elif most:
+                self.itl_s.append(self.now_s - self._last_s[request.request_id])
+            if most:
+                self._last_s[request.request_id] = self.now_s
         self.gaps.note(self.service, [count > 0 for count in self._num_waiting])
         ended = self.scheduler.update(plan, [[0] * most for most in plan.max_new])
         assert all(request.status is RequestStatus.FINISHED for request in ended)
@@ -244,17 +261,18 @@ def outcome(suite: str, policy: str, seconds: float) -> Outcome:
         round(run.num_tokens / run.now_s, 1),
         [round(sum(times) / max(len(times), 1), 2) for times in run.first_token_s],
         [round(service) for service in run.service],
+        round(1e3 * sorted(run.itl_s)[int(0.99 * len(run.itl_s))], 1),
     )
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
     """Return the gaps and the tokens a second as a Markdown table."""
     policies = list(dict.fromkeys(each.policy for each in outcomes))
-    lines = [f"| suite | bound | {' | '.join(f'{p}: gap, tok/s' for p in policies)} |"]
+    lines = [f"| suite | bound | {' | '.join(f'{p}: gap, tok/s, p99 ITL ms' for p in policies)} |"]
     lines.append("| --- " * (2 + len(policies)) + "|")
     for suite, group in itertools.groupby(outcomes, key=lambda each: each.suite):
         row = list(group)
-        cells = [f"{each.max_gap:,.0f}, {each.tokens_per_s:.0f}" for each in row]
+        cells = [f"{each.max_gap:,.0f}, {each.tokens_per_s:.0f}, {each.p99_itl_ms:.0f}" for each in row]
         lines.append(f"| {suite} | {row[0].bound:,.0f} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -46,6 +46,8 @@ _REQUEST_FIELDS = [
     "bad_sequences",
     "tenant",
     "priority",
+    "arrival_s",
+    "first_due_s",
     "num_preemptions",  # not 0 for one that came from another replica, as are the outputs
     "read_prefix_cache",
     "waits_for_tokens",
@@ -106,9 +108,9 @@ def read_log(path: str | Path) -> tuple[ScheduleConfig, Iterator[ReplicaEvent]]:
     """Return the sizes and the events of a log; one torn line at its end is left out."""
     lines = Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
     sizes = json.loads(lines[0])
-    schedule = ScheduleConfig(
-        **{**sizes, "windows": tuple(sizes["windows"]), "tenant_weights": tuple(map(tuple, sizes["tenant_weights"]))}
-    )
+    for name in ("windows", "tenant_weights", "targets"):
+        sizes[name] = tuple(tuple(each) if isinstance(each, list) else each for each in sizes[name])
+    schedule = ScheduleConfig(**sizes)
     return schedule, (_from_json(*json.loads(line)) for line in lines[1:] if line.endswith("\n"))
 
 

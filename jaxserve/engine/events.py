@@ -68,6 +68,7 @@ class Scheduled(NamedTuple):
     bucket: int | None  # bucket that the plan runs in; None where there was nothing to plan
     digest: int  # digest of all plans up to this one, since the last recovery
     num_drafts: Sequence[int] = ()  # tokens to draft by slot, if all rows are in decode
+    timing: Sequence[float] = ()  # times that it depends on, if there are targets
 
 
 class Updated(NamedTuple):
@@ -119,8 +120,8 @@ def replay(
                 scheduler.withdraw()
             case CacheReset():
                 scheduler.reset_prefix_cache()
-            case Scheduled(max_steps, bucket, wanted, num_drafts):
-                plan = scheduler.schedule(max_steps, num_drafts)
+            case Scheduled(max_steps, bucket, wanted, num_drafts, timing):
+                plan = scheduler.schedule(max_steps, num_drafts, timing)
                 digest = digest if plan is None else plan.digest(digest)
                 if digest != wanted or (plan is None) != (bucket is None):
                     raise RuntimeError(

@@ -382,6 +382,7 @@ class Frontend:
                 salt=namespace.encode(errors="surrogatepass"),
                 tenant=tenant,
                 priority=priority,
+                arrival_s=time.monotonic(),
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
                 waits_for_tokens=params.structured_outputs is not None,
                 constraint=self._constraint(params, stop_ids),

@@ -242,6 +242,7 @@ def _again(request: Request) -> Request:
         salt=request.salt,
         tenant=request.tenant,
         priority=request.priority,
+        arrival_s=request.arrival_s,
         read_prefix_cache=request.read_prefix_cache,
         waits_for_tokens=request.waits_for_tokens,
         constraint=None if request.constraint is None else request.constraint.again(),

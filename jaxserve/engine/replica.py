@@ -179,12 +179,13 @@ class Replica:
             return None
         num_drafts, max_rounds = self._choose_drafts()
         max_steps = max_rounds if num_drafts else self._max_steps(max_rounds)
-        plan = self.scheduler.schedule(max_steps, num_drafts)
+        timing = self._timing(now_s)
+        plan = self.scheduler.schedule(max_steps, num_drafts, timing)
         self._is_stuck = plan is None
         bucket = None if plan is None else self._bucket(plan)
         if plan is not None and self._record is not None:
             self._digest = plan.digest(self._digest)
-        self._note(Scheduled(max_steps, bucket, self._digest, num_drafts))
+        self._note(Scheduled(max_steps, bucket, self._digest, num_drafts, timing))
         if plan is not None and bucket is not None:
             handle = self.executor.launch(plan, bucket)
             self.in_flight.append(InFlight(plan, handle, bucket, now_s))
@@ -295,6 +296,18 @@ class Replica:
     def _has_whole_logprobs(self) -> bool:
         """Return whether a request may want log probabilities of the whole vocabulary: of one step at a time."""
         return self.executor.schedule.max_logprobs < 0 and self.scheduler.wants_logprobs
+
+    def _timing(self, now_s: float) -> Sequence[float]:
+        """Return the fields of the next plan's `Timing`; () without targets, or before steps were measured."""
+        rates = self.step_stats.costs.rates() if self.scheduler.policy.targets else None
+        if rates is None:
+            return ()
+        starts_s = now_s
+        if self.in_flight:
+            plan = self.in_flight[-1].plan
+            step_s = plan.num_steps * rates.step_s(plan.num_prefill_tokens, plan.num_decode_tokens)
+            starts_s = max(now_s, self.in_flight[-1].handle.launched_s + step_s)
+        return (starts_s, rates.prefill_step_s, rates.prefill_token_s, rates.decode_token_s)
 
     def _choose_drafts(self) -> tuple[Sequence[int], int]:
         """Return the tokens to draft by slot and the most rounds, as `DraftPacer.choose` does; () for no tokens."""

@@ -48,7 +48,7 @@ class Admission:
         num_columns = 1 if request is None else ledger.groups.num_columns(request.num_tokens)
         if num_columns * ledger.groups.size <= num_left:  # whatever of it is cached
             return True
-        return request is not None and max(ledger.num_pages_taken(request), 1) <= num_left
+        return request is not None and max(ledger.num_pages_taken(request, request.num_shared_tokens), 1) <= num_left
 
     def must_wait(self, request: Request) -> bool:
         """Return whether the next plan would pass over `request`, because it waits for an unfinished prompt."""

@@ -251,10 +251,15 @@ class Ledger:
         """Pages of the prefix of a waiting request that it need not compute."""
         return self.cache.match(request) if request.read_prefix_cache else []
 
-    def num_pages_taken(self, request: Request) -> int:
-        """Return the free pages that the start of a request takes: new ones, and cached ones without an owner."""
+    def num_pages_taken(self, request: Request, num_expected: int = 0) -> int:
+        """Return the free pages that the start of a request takes: new ones, and cached ones without an owner.
+
+        Args:
+            request: waiting request.
+            num_expected: tokens that will be cached when it starts. Plans must not depend on what a router expects.
+        """
         groups, cached = self.groups, self.cached_pages(request)
-        num_shared = max(len(cached) // groups.size, request.num_shared_tokens // self.page_size)
+        num_shared = max(len(cached) // groups.size, num_expected // self.page_size)
         num_tokens = min(request.num_tokens, num_shared * self.page_size + self.max_num_batched_tokens)
         num_tokens = min(num_tokens, num_shared * self.page_size + self.num_tokens_with_room(cached))
         num_new = groups.num_columns(num_tokens) - num_shared

@@ -41,6 +41,7 @@ class Policy:
         most_passed_over: most waiting requests that a plan skips to start later ones.
         most_looks: most of these whose cached pages the plan looks up; a quarter of it for prompts too long to start.
         weights: tenants and their weights, where these are not 1.
+        targets: class (None for any other), time to first token and time between tokens, in seconds.
     """
 
     prefill_share: int
@@ -51,6 +52,7 @@ class Policy:
     most_passed_over: int = 4096
     most_looks: int = 512
     weights: tuple[tuple[str, float], ...] = ()
+    targets: tuple[tuple[int | None, float, float], ...] = ()
 
     @classmethod
     def of(
@@ -60,6 +62,7 @@ class Policy:
         max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS,
         long_prefill_token_threshold: int = 0,
         weights: tuple[tuple[str, float], ...] = (),
+        targets: tuple[tuple[int | None, float, float], ...] = (),
     ) -> "Policy":
         """Resolve the configured options; a threshold of 0 means the token budget, with chunks of half of it."""
         return cls(
@@ -69,6 +72,7 @@ class Policy:
             long_prefill_token_threshold or max_num_batched_tokens,
             long_prefill_token_threshold or max(max_num_batched_tokens // 2, 1),
             weights=weights,
+            targets=targets,
         )
 
     def victim(self, running: dict[str, Request]) -> Request:

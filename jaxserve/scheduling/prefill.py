@@ -23,6 +23,7 @@ help either, the prompt waits a step. Nobody is admitted in a step in which a ru
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -50,11 +51,18 @@ class Prefills:
         self._unfinished: list[Request] = []
         # Waiting requests that were looked at: the prompt that each waits for, and their common tokens.
         self._seen: dict[Request, tuple[Request, int]] = {}
+        self._limit = ledger.max_num_batched_tokens  # tokens of the plan being made
 
     # Parts of a plan
 
     def schedule(
-        self, plan: StepPlan, in_prefill_before: Sequence[Request], *, beside_decode: bool, num_displaced: int
+        self,
+        plan: StepPlan,
+        in_prefill_before: Sequence[Request],
+        *,
+        beside_decode: bool,
+        num_displaced: int,
+        most_tokens: int = sys.maxsize,
     ) -> None:
         """Add rows to a plan that has those in decode.
 
@@ -64,8 +72,10 @@ class Prefills:
                 preempted.
             beside_decode: True if any row in decode waits for this step.
             num_displaced: rows preempted by `make_room`, for requests of higher classes.
+            most_tokens: most tokens of prompts, so that rows in decode get theirs in time.
         """
         rows = [request for request in in_prefill_before if request.status in RUNS]
+        self._limit = min(plan.num_tokens + most_tokens, self._ledger.max_num_batched_tokens)
         first_row = plan.num_rows
         displaced = min((request.priority for request in plan.preempted[:num_displaced]), default=None)
         self._unfinished = []
@@ -326,7 +336,7 @@ class Prefills:
     # Rows
 
     def _budget_left(self, plan: StepPlan) -> int:
-        return self._ledger.max_num_batched_tokens - plan.num_tokens
+        return self._limit - plan.num_tokens
 
     def _add_row(self, request: Request, plan: StepPlan) -> int:
         """Add a row of no tokens yet; returns its index."""

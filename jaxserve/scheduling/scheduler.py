@@ -60,6 +60,7 @@ from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.classes import make_room
+from jaxserve.scheduling.deadlines import Deadlines, Timing
 from jaxserve.scheduling.decode import Decodes
 from jaxserve.scheduling.ledger import RUNS, Ledger
 from jaxserve.scheduling.plan import StepPlan
@@ -133,6 +134,7 @@ class Scheduler:
         )
         self._decodes = Decodes(self._ledger, self.policy, self.num_spare_tokens)
         self._prefills = Prefills(self._ledger, self.policy)
+        self._deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
         self.admission = Admission(self._ledger, self._prefills)
 
     @classmethod
@@ -270,7 +272,9 @@ class Scheduler:
         """True if a running request wants log probabilities of its samples."""
         return any(request.params.logprobs is not None for request in self._ledger.running.values())
 
-    def schedule(self, max_steps: int = 1, num_drafts: Sequence[int] = ()) -> StepPlan | None:
+    def schedule(
+        self, max_steps: int = 1, num_drafts: Sequence[int] = (), timing: Sequence[float] = ()
+    ) -> StepPlan | None:
         """Plan the next step, or up to `max_steps` at once; None when nothing can run.
 
         None while requests are unfinished means that their next tokens depend on plans not yet updated.
@@ -278,6 +282,7 @@ class Scheduler:
         Args:
             max_steps: most steps, or rounds with drafts.
             num_drafts: tokens to draft by slot, where all rows are in decode; empty for a plan without drafts.
+            timing: the fields of a `Timing`, by which rows in decode get their tokens in time; empty if not known.
         """
         self.num_schedules += 1
         plan = StepPlan(self._next_step_id)
@@ -291,7 +296,15 @@ class Scheduler:
         held_back = self._decodes.rows_to_hold_back()
         in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
         beside_decode = bool(plan.num_rows or held_back) or self._is_any_blocked()
-        self._prefills.schedule(plan, in_prefill_before, beside_decode=beside_decode, num_displaced=num_displaced)
+        times = Timing(*timing) if timing else None
+        self._prefills.schedule(
+            plan,
+            in_prefill_before,
+            beside_decode=beside_decode,
+            num_displaced=num_displaced,
+            most_tokens=self._deadlines.most_prefill_tokens(plan, times),
+        )
+        self._deadlines.note_first_tokens(plan, times)
         if held_back:
             self._decodes.schedule_held_back(plan, held_back)
         self._notify()

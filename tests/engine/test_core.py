@@ -47,7 +47,7 @@ ARCH = ArchConfig(
 )
 SIZES = ScheduleConfig(max_num_seqs=4, max_num_batched_tokens=8, max_model_len=64, page_size=4, num_pages=24)
 LARGER = replace(SIZES, max_num_seqs=6, max_num_batched_tokens=32)  # several prompts start in a step
-DRAFTING = replace(SIZES, max_drafts=3)
+DRAFTING = replace(SIZES, max_drafts=3, targets=((0, 5.0, 1.0), (3, 9.0, 2.0)))
 FAILURE = RuntimeError("the device has failed")
 
 

@@ -1,0 +1,93 @@
+"""Deadlines of tokens, and what they leave of a step for prompts (FairBatching, arXiv 2510.14392).
+
+The first token of a request is due its class's time to first token after its arrival, each further one its class's time
+between tokens after the one before: a row that is ahead of its deadlines has slack. The least slack of the rows in
+decode is the time that a step may take. Measured times of steps turn what its rows leave of that into tokens of
+prompts, at least the share that is reserved for them. Requests of a class without targets have no deadlines; their
+prompts take what those of higher classes leave.
+
+A first token that comes late moves the deadlines behind it: rows that can never be in time again would otherwise slow
+down prompts as long as they run. All is a function of the request and of times that come with the event of the plan.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+from jaxserve.request import Request
+from jaxserve.scheduling.plan import StepPlan
+
+Target = tuple[int | None, float, float]  # class (None for any other), time to first token, time between tokens
+
+
+class Timing(NamedTuple):
+    """Times that a plan depends on.
+
+    Attributes:
+        starts_s: time at which the device will begin with it.
+        prefill_step_s: time of a step with prompt tokens, before it computes any.
+        prefill_token_s: time of a prompt token.
+        decode_token_s: time of a row in decode.
+    """
+
+    starts_s: float
+    prefill_step_s: float
+    prefill_token_s: float
+    decode_token_s: float
+
+
+class Deadlines:
+    """Deadlines of requests by their classes.
+
+    Args:
+        targets: targets of classes.
+        prefill_share: tokens of a step that are reserved for prompts.
+    """
+
+    def __init__(self, targets: tuple[Target, ...], prefill_share: int) -> None:
+        self._targets = {priority: (ttft_s, itl_s) for priority, ttft_s, itl_s in targets}
+        self._prefill_share = prefill_share
+
+    def _target(self, request: Request) -> tuple[float, float] | None:
+        return self._targets.get(request.priority) or self._targets.get(None)
+
+    def next_token_s(self, request: Request) -> float | None:
+        """Return when the next token of a request is due; None if its class has no targets."""
+        target = self._target(request)
+        if target is None:
+            return None
+        first_s = request.first_due_s or request.arrival_s + target[0]
+        return first_s + (request.num_tokens - request.num_prompt_tokens) * target[1]
+
+    def most_prefill_tokens(self, plan: StepPlan, timing: Timing | None) -> int:
+        """Return the most tokens of prompts beside rows in decode that have their tokens in the plan already.
+
+        Args:
+            plan: plan of the rows in decode.
+            timing: times of the plan; None where they are not known.
+        """
+        if timing is None or not self._targets:
+            return sys.maxsize
+        due = [due_s for request in plan.requests if (due_s := self.next_due_s(request)) is not None]
+        if not due:
+            return sys.maxsize
+        fixed_s = timing.prefill_step_s + plan.num_rows * timing.decode_token_s
+        left_s = min(due) - timing.starts_s - fixed_s
+        return max(int(left_s / max(timing.prefill_token_s, 1e-9)), self._prefill_share)
+
+    def next_due_s(self, request: Request) -> float | None:
+        """Return when the token that a row of a plan samples is due: it counts as computed already."""
+        target, due_s = self._target(request), self.next_token_s(request)
+        return None if target is None or due_s is None else due_s - target[1]
+
+    def note_first_tokens(self, plan: StepPlan, timing: Timing | None) -> None:
+        """Note when further tokens are due of requests whose first one the plan samples."""
+        if timing is None or not self._targets:
+            return
+        num_rows = plan.num_decode_tokens
+        ends_s = timing.starts_s + timing.prefill_step_s + num_rows * timing.decode_token_s
+        ends_s += plan.num_prefill_tokens * timing.prefill_token_s
+        for request, most in zip(plan.requests, plan.max_new, strict=True):
+            if most and not request.first_due_s and (target := self._target(request)) is not None:
+                request.first_due_s = max(request.arrival_s + target[0], ends_s)
