@@ -5,6 +5,7 @@ from functools import partial
 import anthropic
 from checks import Target, check, refusal, run
 
+GREEDY = {"temperature": 0}  # not among the arguments any more since 2.13
 HELLO = [{"role": "user", "content": "def add(a, b):"}]
 TOOL = {
     "name": "get_weather",
@@ -26,7 +27,7 @@ def client(target: Target) -> anthropic.Anthropic:
 @check
 def message(target: Target) -> None:
     reply = client(target).messages.create(
-        model=target.model, max_tokens=12, messages=HELLO, system="Be brief.", temperature=0
+        model=target.model, max_tokens=12, messages=HELLO, system="Be brief.", extra_body=GREEDY
     )
     assert reply.role == "assistant"
     assert reply.content[0].type == "text"
@@ -36,7 +37,7 @@ def message(target: Target) -> None:
 
 @check
 def stream_is_the_whole(target: Target) -> None:
-    options = {"model": target.model, "max_tokens": 16, "messages": HELLO, "temperature": 0}
+    options = {"model": target.model, "max_tokens": 16, "messages": HELLO, "extra_body": GREEDY}
     whole = client(target).messages.create(**options)
     with client(target).messages.stream(**options) as stream:
         text = "".join(stream.text_stream)
@@ -48,7 +49,7 @@ def stream_is_the_whole(target: Target) -> None:
 
 @check
 def stop_sequences(target: Target) -> None:
-    options = {"model": target.model, "max_tokens": 24, "messages": HELLO, "temperature": 0}
+    options = {"model": target.model, "max_tokens": 24, "messages": HELLO, "extra_body": GREEDY}
     text = client(target).messages.create(**options).content[0].text
     stop = text.strip()[3:6]
     reply = client(target).messages.create(stop_sequences=[stop], **options)
@@ -84,7 +85,7 @@ def count_of_tokens(target: Target) -> None:
 @check
 def errors_have_their_types(target: Target) -> None:
     for wrong, error in (
-        ({"temperature": 9}, anthropic.BadRequestError),
+        ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError),
         ({"model": "other"}, anthropic.NotFoundError),
         ({"max_tokens": 0}, anthropic.BadRequestError),
     ):
