@@ -228,9 +228,9 @@ def responses(target: Target) -> None:
 @check
 def responses_stream_helper_with_a_tool(target: Target) -> None:
     tool = {"type": "function", "strict": True, **WEATHER["function"]}
-    with client(target).responses.stream(
-        model=target.model, input="weather", tools=[tool], tool_choice="required", max_output_tokens=150
-    ) as stream:
+    options = {"model": target.model, "input": "weather", "tools": [tool], "tool_choice": "required"}
+    options |= {"parallel_tool_calls": False, "max_output_tokens": 150}
+    with client(target).responses.stream(**options) as stream:
         list(stream)
         final = stream.get_final_response()
     calls = [item for item in final.output if item.type == "function_call"]
