@@ -115,9 +115,8 @@ def chat_streamed_is_the_whole(target: Target) -> None:
 
 @check
 def chat_stream_helper(target: Target) -> None:
-    with client(target).chat.completions.stream(
-        model=target.model, messages=HELLO, n=2, seed=1, max_tokens=12
-    ) as stream:
+    options = {"model": target.model, "messages": HELLO, "n": 2, "seed": 1, "stop": ["e", "t", " ", "\n"]}
+    with client(target).chat.completions.stream(**options) as stream:
         deltas = {0: "", 1: ""}
         for event in stream:
             if event.type == "chunk":
