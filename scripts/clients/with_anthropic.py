@@ -85,7 +85,7 @@ def count_of_tokens(target: Target) -> None:
 @check
 def errors_have_their_types(target: Target) -> None:
     for wrong, error in (
-        ({"extra_body": {"temperature": 9}}, anthropic.BadRequestError),
+        ({"extra_body": {"temperature": -1}}, anthropic.BadRequestError),
         ({"model": "other"}, anthropic.NotFoundError),
         ({"max_tokens": 0}, anthropic.BadRequestError),
     ):

@@ -5,12 +5,13 @@ from typing import Literal
 import instructor
 import openai
 from checks import Target, check, run
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Switch(BaseModel):
     """Switch something."""
 
+    model_config = ConfigDict(extra="forbid")  # a model that has not learnt to stop would add others
     on: bool
     level: Literal[1, 2, 3]
 

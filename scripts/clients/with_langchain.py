@@ -4,16 +4,17 @@ from checks import Target, check, run
 from langchain_core.messages import ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 
 class Switch(BaseModel):
     """Switch something."""
 
+    model_config = ConfigDict(extra="forbid")  # a model that has not learnt to stop would add others
     on: bool
 
 
-@tool
+@tool(args_schema=Switch)
 def switch(on: bool) -> str:
     """Switch something."""
     return "done"
