@@ -92,18 +92,16 @@ class Generation:
         stream = Stream(groups, self._engine.frontend.lock, is_whole=not request.stream)
         gone = asyncio.ensure_future(call.wait_until_gone())
         gone.add_done_callback(lambda _: stream.end())
-        timers = stream.expire_at(timeouts.total_s, timeouts.first_token_s)
         try:
-            await self._service.admission.turn(priority, stream.through)
-            with self._service.streams.opened(stream):
-                if request.stream:
-                    await self._stream(call, stream, reply, headers)
-                else:
-                    await self._reply(call, stream, reply, headers)
+            with stream.expiring(timeouts.total_s, timeouts.first_token_s):
+                await self._service.admission.turn(priority, stream.through)
+                with self._service.streams.opened(stream):
+                    if request.stream:
+                        await self._stream(call, stream, reply, headers)
+                    else:
+                        await self._reply(call, stream, reply, headers)
         finally:
             gone.cancel()
-            for timer in timers:
-                timer.cancel()
 
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return a request and what the engine makes of it. On any thread."""

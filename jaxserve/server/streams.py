@@ -81,8 +81,9 @@ class Stream:
         """Future that is done when `run` returns."""
         return self._through
 
-    def expire_at(self, total_s: float, first_token_s: float) -> list[asyncio.TimerHandle]:
-        """Let `run` return when the client's timeouts have passed; returns the timers.
+    @contextmanager
+    def expiring(self, total_s: float, first_token_s: float) -> Iterator[None]:
+        """Let `run` return when the client's timeouts have passed, within the context.
 
         Args:
             total_s: time that is left until the last token; may be infinite.
@@ -93,7 +94,11 @@ class Stream:
             timers.append(loop.call_later(total_s, self._expire, False))
         if first_token_s < total_s:
             timers.append(loop.call_later(first_token_s, self._expire, True))
-        return timers
+        try:
+            yield
+        finally:
+            for timer in timers:
+                timer.cancel()
 
     def _expire(self, may_have_tokens: bool) -> None:
         if not (may_have_tokens and any(group.output.metrics.num_output_tokens for group in self.groups)):
