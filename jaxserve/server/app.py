@@ -19,6 +19,8 @@ from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
 from jaxserve.server import http
 from jaxserve.server.admission import RefusedError
 from jaxserve.server.call import Call
+from jaxserve.server.connection import MAX_HEAD_BYTES, MAX_HEADERS
+from jaxserve.server.cors import Origins
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import ClientGoneError
 from jaxserve.server.info import Info
@@ -51,6 +53,7 @@ class App:
     def __init__(self, engine: Engine, config: ServerConfig) -> None:
         self.service = Service(engine, config)
         self._keys = self.service.keys
+        self._origins = Origins(config.allowed_origins)
         self._calls: set[Call] = set()
         self._watch: asyncio.Task[None] | None = None
         generation, info = Generation(self.service), Info(self.service)
@@ -98,6 +101,14 @@ class App:
             self._calls.discard(call)
 
     async def _serve(self, call: Call) -> None:
+        num_bytes = sum(len(name) + len(value) for name, value in call.headers)
+        if len(call.headers) > MAX_HEADERS or num_bytes > MAX_HEAD_BYTES:
+            message = f"a request must have at most {MAX_HEADERS} headers of {MAX_HEAD_BYTES} bytes in all"
+            raise BadRequestError(message, None, "headers_too_large", 431)
+        if allowed := self._origins.preflight(call.method, call.headers):
+            await http.send_bytes(call.send, 204, b"", headers=allowed)
+            return
+        call.header_makers.append(partial(self._origins.headers, call.headers))
         is_open = call.path in _OPEN_PATHS or (self.service.config.public_metrics and call.path == "/metrics")
         if self._keys and not is_open:  # checked first, so that paths cannot be told apart
             tenant = self._keys.tenant(call.headers)

@@ -6,11 +6,13 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxserve.server import http
 from jaxserve.server.connection import Connection
 from jaxserve.server.http import ClientGoneError
+from jaxserve.server.json_body import SHORT_BODY_BYTES, parse_json
 
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from jaxserve.server.http import Json, Receive, Scope, Send
 
 
-SHORT_BODY_BYTES = 16384  # bodies up to this size are read on the loop
 Result = TypeVar("Result")
 
 
@@ -60,7 +61,7 @@ class Call:
         config = self._config
         body = await http.read_body(self._receive, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
         self._num_body_bytes = len(body)
-        return http.parse_json(body, config.max_json_depth)
+        return await self.beside_the_loop(partial(parse_json, body, config.max_json_depth))
 
     async def beside_the_loop(self, work: Callable[[], Result], *, needs_time: bool = False) -> Result:
         """Return the result of reading the body, on another thread if that takes time.

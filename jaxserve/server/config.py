@@ -51,6 +51,10 @@ class ServerConfig:
         reasoning_parser: format in which the model writes thoughts: deepseek_r1, qwen3, mistral, openai_gptoss or none;
             "auto" reads it from the chat template.
         enable_auto_tool_choice: True to start only if the format of calls is known. Tools may be called in any case.
+        allowed_origins: origins whose pages may call from a browser (CORS), such as `https://chat.example.org`; `*` for
+            all.
+        otlp_traces_endpoint: URL of a collector of OpenTelemetry, to which a span of each request is sent by OTLP over
+            HTTP, such as `http://localhost:4318/v1/traces`.
         public_metrics: True to serve /metrics without a key.
     """
 
@@ -77,6 +81,8 @@ class ServerConfig:
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     enable_auto_tool_choice: bool = False
+    allowed_origins: Sequence[str] = ()
+    otlp_traces_endpoint: str | None = None
     public_metrics: bool = False
 
     def __post_init__(self) -> None:

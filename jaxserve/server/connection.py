@@ -14,7 +14,13 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 if TYPE_CHECKING:
     from jaxserve.server.http import Scope
 
-HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection to the end of its first headers
+HEADERS_TIMEOUT_S = 30.0  # time from the start of a connection or of a further request to the end of its headers
+MAX_HEAD_BYTES, MAX_HEADERS = 65536, 256
+
+_TOO_LARGE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: text/plain\r\ncontent-length: 37\r\n"
+    b"connection: close\r\n\r\nheaders must have at most 65536 bytes"
+)
 
 _KEY = "jaxserve.connection"
 
@@ -37,7 +43,25 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for the headers of a request."""
         super().connection_made(transport)
+        self._is_in_head, self._num_head_bytes = True, 0
         self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Take a part of a request, unless its headers are too large."""
+        super().data_received(data)
+        if self._is_in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+                self.transport.write(_TOO_LARGE)
+                self.transport.close()
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for the headers of a further request on the connection."""
+        super().on_message_begin()
+        self._num_head_bytes = 0
+        if not self._is_in_head:
+            self._is_in_head = True
+            self._deadline = self.loop.call_later(HEADERS_TIMEOUT_S, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -47,6 +71,7 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Begin with a request, whose headers are there."""
         self._deadline.cancel()
+        self._is_in_head = False
         self.scope["state"][_KEY] = self
         super().on_headers_complete()
 

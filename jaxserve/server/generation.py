@@ -102,6 +102,8 @@ class Generation:
                         await self._reply(call, stream, reply, headers)
         finally:
             gone.cancel()
+            if self._service.traces is not None:
+                self._service.traces.note(call.headers, groups)
 
     def _read(self, call: Call, interface: Interface, body: Json) -> tuple[ParsedRequest, list[RequestGroup]]:
         """Return a request and what the engine makes of it. On any thread."""

@@ -51,34 +51,6 @@ async def read_body(receive: Receive, *, max_bytes: int, timeout_s: float) -> by
         raise BadRequestError(f"a body must arrive within {timeout_s:g} s", None, "timeout", 408) from None
 
 
-def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
-    """Return the object in a body; BadRequestError if there is none, or if it is nested too deeply."""
-    try:
-        content = json.loads(body, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise BadRequestError(f"a body must be JSON, but: {error}", None, "invalid_json") from None
-    if not isinstance(content, dict):
-        raise BadRequestError(f"a body must be a JSON object, got {type(content).__name__}", None, "invalid_json")
-    if body.count(b"[") + body.count(b"{") > max_depth and not _is_shallow(content, max_depth):
-        raise BadRequestError(f"a body must be nested at most {max_depth} deep", None, "invalid_json")
-    return content
-
-
-def _is_shallow(content: dict[str, Any], max_depth: int) -> bool:
-    """Return whether lists and objects are nested at most so deep."""
-    level: list[Any] = [content]
-    for _ in range(max_depth):
-        values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
-        level = [value for value in values if isinstance(value, dict | list)]
-        if not level:
-            return True
-    return False
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
-
-
 async def send_bytes(
     send: Send, status: int, body: bytes, content_type: bytes = JSON_TYPE, headers: Headers = ()
 ) -> None:

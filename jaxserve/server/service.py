@@ -13,6 +13,7 @@ from jaxserve.server.auth import Keys
 from jaxserve.server.health import Health
 from jaxserve.server.observer import Observer
 from jaxserve.server.streams import Streams
+from jaxserve.server.traces import Traces
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
@@ -32,6 +33,7 @@ class Service:
         config: options of the server.
         model_names: names of the model; replies have the first.
         observer: times and counts.
+        traces: spans of requests; None if nobody wants them.
         health: watch over the engine.
         chat_format: format of the model's messages in chats.
         keys: who may send requests.
@@ -44,6 +46,7 @@ class Service:
         own = Path(engine.config.model or engine.config.model_path).name
         self.model_names = tuple(config.served_model_name) or (own,)
         self.observer = Observer(engine, self.model_names[0])
+        self.traces = Traces.of(self.model_names[0], config.otlp_traces_endpoint)
         self.health = Health(engine, config.stuck_after_s)
         self.keys = Keys.of(config.api_key, config.api_key_file)
         self.admission = Admission(engine, config, self.observer, self.keys.limits)
@@ -65,6 +68,8 @@ class Service:
         """Stop what `start` has begun."""
         self.health.close()
         self.admission.close()
+        if self.traces is not None:
+            self.traces.close()
         self.streams.close()
 
     def parse(self, url: str, body: Json) -> ParsedRequest:

@@ -2,12 +2,15 @@
 
 import datetime as dt
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxserve.errors import RequestError, brief
 
 Message = Mapping[str, Any]
+
+RENDER_TIMEOUT_S = 5.0  # a template of a model can loop for ever
 
 
 class ChatTemplate:
@@ -33,18 +36,39 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals |= {"raise_exception": _raise_template_error, "strftime_now": _strftime_now}
         try:
-            self._template = environment.from_string(source)
-            names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            tree = environment.parse(source)
+            names = jinja2.meta.find_undeclared_variables(tree)
+            _check_time_in_loops(tree)
+            self._template = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template must be valid Jinja, but: {error}") from error
         self.variables = frozenset(names - environment.globals.keys())
 
     def render(self, variables: dict[str, Any]) -> str:
         """Return the prompt; RequestError if the template fails on these variables."""
+        end_s = time.monotonic() + RENDER_TIMEOUT_S
+
+        def check_time() -> None:
+            if time.monotonic() > end_s:
+                raise RequestError(f"the chat template must render within {RENDER_TIMEOUT_S:g} s, and takes longer")
+
         try:
-            return self._template.render(variables)
+            return self._template.render(variables | {_CHECK: check_time})
         except self._errors as error:
             raise RequestError(f"the chat template refused the messages: {error}") from error
+
+
+_CHECK = "jaxserve_check_time"
+
+
+def _check_time_in_loops(tree: Any) -> None:
+    """Have a template check the time in every turn of a loop and in every call of a macro."""
+    import jinja2.nodes as nodes  # noqa: PLC0415, PLR0402
+
+    for node in list(tree.find_all((nodes.For, nodes.Macro))):
+        call = nodes.Call(nodes.Name(_CHECK, "load"), [], [], None, None)
+        statement = nodes.ExprStmt(call).set_lineno(node.lineno, override=True)
+        node.body.insert(0, statement.set_environment(tree.environment))
 
 
 def _generation_tag() -> Any:

@@ -1,0 +1,55 @@
+"""CORS: pages of other origins that may call the server from a browser. Without the option there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jaxserve.server.http import Headers
+
+_EXPOSED = b"retry-after, x-ignored-params"
+_MAX_AGE_S = b"600"
+
+
+class Origins:
+    """Origins whose pages may read replies.
+
+    Args:
+        allowed: origins such as `https://chat.example.org`; "*" allows all.
+    """
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        self._allowed = {origin.rstrip("/").encode() for origin in allowed}
+
+    def headers(self, request: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers of a reply by which a browser lets a page read it; none to an origin that may not."""
+        origin = _value(request, b"origin")
+        if not self._allowed or not (origin in self._allowed or b"*" in self._allowed):
+            return []
+        shown = b"*" if b"*" in self._allowed else origin
+        return [
+            (b"access-control-allow-origin", shown),
+            (b"access-control-expose-headers", _EXPOSED),
+            (b"vary", b"origin"),
+        ]
+
+    def preflight(self, method: str, request: Headers) -> list[tuple[bytes, bytes]]:
+        """Return the headers of the reply to a browser that asks whether a page may call; none if it may not.
+
+        It asks without a key. The call that follows has one.
+        """
+        headers = self.headers(request)
+        if method != "OPTIONS" or not headers or not _value(request, b"access-control-request-method"):
+            return []
+        wanted = _value(request, b"access-control-request-headers")
+        return [
+            *headers,
+            (b"access-control-allow-methods", b"GET, POST"),
+            (b"access-control-allow-headers", wanted or b"authorization, content-type"),
+            (b"access-control-max-age", _MAX_AGE_S),
+        ]
+
+
+def _value(headers: Headers, name: bytes) -> bytes:
+    return next((value for key, value in headers if key == name), b"")

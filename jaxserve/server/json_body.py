@@ -1,0 +1,124 @@
+"""JSON of bodies, within limits, and without a halt of other threads.
+
+Python's parser in C holds the interpreter's lock from the first byte to the last: 8 MB of small lists take seconds, in
+which no thread goes on. So a long body is read by the parser in Python, on another thread; what it leaves to C is
+short, but for texts, which are fast. It counts, and gives up on a body that is nested too deeply or has too much.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from json import decoder
+from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # the same in all versions since 2.7
+from typing import Any
+
+from jaxserve.openai.format import BadRequestError
+
+SHORT_BODY_BYTES = 16384  # a body up to this size is parsed at once
+MAX_ITEMS = 2**18  # lists, objects, and what is in them but for numbers in lists
+
+# Numbers of a list, each with its comma, as many as C reads in a fraction of a millisecond.
+_NUMBERS = re.compile(r"(?:[ \t\n\r]*-?\d{1,18}[ \t\n\r]*,){1,4096}+")
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def parse_json(body: bytes, max_depth: int) -> dict[str, Any]:
+    """Return the object in a body; BadRequestError if there is none, or if it has too much or is nested too deeply."""
+    try:
+        if len(body) <= SHORT_BODY_BYTES:
+            content = json.loads(body, parse_constant=_refuse_constant)
+        else:
+            content = _Decoder(max_depth).decode(body.decode())
+    except BadRequestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise BadRequestError(f"a body must be JSON, but: {error}", None, "invalid_json") from None
+    if not isinstance(content, dict):
+        raise BadRequestError(f"a body must be a JSON object, got {type(content).__name__}", None, "invalid_json")
+    if body.count(b"[") + body.count(b"{") > max_depth and not _is_shallow(content, max_depth):
+        raise _too_deep(max_depth)
+    return content
+
+
+class _Decoder(json.JSONDecoder):
+    """Parser in Python, which lets other threads go on.
+
+    Args:
+        max_depth: nesting of lists and objects.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        super().__init__(parse_constant=_refuse_constant)
+        self._max_depth, self._depth, self._num_items = max_depth, 0, 0
+        self._object: Callable[..., Any] = decoder.JSONObject  # type: ignore[attr-defined]
+        self.parse_object = self._parse_object
+        self.parse_array = self._parse_array
+        self._scan = py_make_scanner(self)
+        self.scan_once = self._scan_once
+
+    def _scan_once(self, text: str, start: int) -> Any:
+        self._num_items += 1
+        if self._num_items > MAX_ITEMS:
+            raise BadRequestError(
+                f"a body must have at most {MAX_ITEMS} values; send less at once", None, "too_large", 413
+            )
+        return self._scan(text, start)
+
+    def _enter(self) -> None:
+        self._depth += 1
+        if self._depth > self._max_depth:
+            raise _too_deep(self._max_depth)
+
+    def _parse_object(self, start: tuple[str, int], strict: bool, scan_once: Any, *rest: Any) -> Any:
+        self._enter()
+        result = self._object(start, strict, self._scan_once, *rest)
+        self._depth -= 1
+        return result
+
+    def _parse_array(self, start: tuple[str, int], scan_once: Any) -> Any:
+        self._enter()
+        text, position = start
+        values: list[Any] = []
+        position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+        if text[position : position + 1] == "]":
+            self._depth -= 1
+            return values, position + 1
+        while True:
+            if (numbers := _NUMBERS.match(text, position)) is not None:
+                values += json.loads(f"[{text[position : numbers.end() - 1]}]")
+                position = _SPACE.match(text, numbers.end()).end()  # type: ignore[union-attr]
+            try:
+                value, position = self._scan_once(text, position)
+            except StopIteration as error:
+                raise json.JSONDecodeError("Expecting value", text, error.value) from None
+            values.append(value)
+            position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+            following = text[position : position + 1]
+            position += 1
+            if following == "]":
+                self._depth -= 1
+                return values, position
+            if following != ",":
+                raise json.JSONDecodeError("Expecting ',' delimiter", text, position - 1)
+            position = _SPACE.match(text, position).end()  # type: ignore[union-attr]
+
+
+def _is_shallow(content: dict[str, Any], max_depth: int) -> bool:
+    """Return whether lists and objects are nested at most so deep."""
+    level: list[Any] = [content]
+    for _ in range(max_depth):
+        values = (value for each in level for value in (each.values() if isinstance(each, dict) else each))
+        level = [value for value in values if isinstance(value, dict | list)]
+        if not level:
+            return True
+    return False
+
+
+def _too_deep(max_depth: int) -> BadRequestError:
+    return BadRequestError(f"a body must be nested at most {max_depth} deep", None, "invalid_json")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
