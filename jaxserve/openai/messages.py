@@ -74,7 +74,7 @@ def _translated(body: Json, *, has_output: bool) -> Translation:
     config.end()
     names = {}
     if (thinking := fields.take("thinking", dict)) is not None and _is_disabled(thinking, ignored):
-        chat |= {"reasoning_effort": "none"}
+        chat |= {"reasoning_effort": "none", "include_reasoning": False}
         names["reasoning_effort"] = "thinking"
     fields.end()
     return Translation(chat, frozenset(ignored), names)

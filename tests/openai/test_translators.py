@@ -2,7 +2,7 @@
 
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 
 from jaxserve.increments import Increment, OutputReader
+from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
 from jaxserve.openai.format import BadRequestError, ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES, AnyReply
@@ -29,6 +30,7 @@ from jaxserve.openai.responses import RESPONSES
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.tokenizer import load_tokenizer
+from tests.openai.chat_samples import TEMPLATES, Call, Message, written
 from tests.random_runs import examples
 
 with tempfile.TemporaryDirectory() as directory:
@@ -45,6 +47,17 @@ VALUES = st.recursive(
     max_leaves=8,
 )
 OBJECTS = st.dictionaries(st.text(max_size=4), VALUES, max_size=3)
+
+
+PROMPT = "{% for m in messages %}{{ m.content }}{% endfor %}{# {{ tools }} #}{% if tools %}{% endif %}"
+with tempfile.TemporaryDirectory() as directory:
+    files = tiny_tokenizers.write(Path(directory), tiny_tokenizers.byte_level(), chat_template=PROMPT)
+    tool_tokenizer = load_tokenizer(files)
+TOOLS: dict[str, list[dict[str, Any]]] = {
+    RESPONSES: [{"type": "function", "name": name, "parameters": None, "strict": False} for name in "fg"],
+    MESSAGES: [{"name": name, "input_schema": {"type": "object"}} for name in "fg"],
+}
+SAMPLE = Message("Hello, 東京 <b>", "so\n<hm>", [Call("f", {"a": '"}]\\', "é": [{}, {"x": 1}]}), Call("g", {})])
 
 
 class CutReader:
@@ -114,27 +127,33 @@ def sent(path: str, script: tuple[list[Delta], str], cuts: Iterable[int]) -> tup
     interface, body = INTERFACES[path], BODIES[path] | {"stream": True}
     request = read(path, body)
 
-    def new_reply() -> tuple[CutReader, AnyReply]:
+    def new_reply() -> AnyReply:
         reader, chat = CutReader(deltas), Reply(request, None, response_id="x", created_s=1)
         chat.reader = lambda _: reader
-        return reader, interface.reply(request, body, chat, "x", 1)
+        return interface.reply(request, body, chat, "x", 1)
 
-    reader, reply = new_reply()
+    return streamed(new_reply, CutReader(deltas).text, reason, cuts)
+
+
+def streamed(
+    new_reply: Callable[[], AnyReply], text: str, reason: str, cuts: Iterable[int]
+) -> tuple[bytes, dict[str, Any]]:
+    """Return the stream and the whole reply of a text."""
+    reply = new_reply()
     completion = CompletionOutput(0)
     output = RequestOutput("0", "p", [7, 8], [completion])
     increments = OutputReader(output)
     events = list(reply.first_events())
     for cut in cuts:
-        text = reader.text[len(completion.text) :][:cut]
-        completion.text += text
+        completion.text = text[: len(completion.text) + cut]
         completion.token_ids.append(5)
         events += reply.events(0, output, increments.read())
-    completion.text = reader.text
+    completion.text = text
     completion.token_ids.append(5)
     completion.finish_reason = reason
     events += reply.events(0, output, increments.read())
     events += reply.last_events([output])
-    return b"".join(events), new_reply()[1].body([output])
+    return b"".join(events), new_reply().body([output])
 
 
 STREAM: list[bytes] = []  # the last is what servers answer
@@ -318,3 +337,51 @@ def test_no_field_is_dropped(path: str, params: Any) -> None:
             assert error.param == name  # noqa: PT017 - all else is looked at below
             continue
         assert found.chat != plain.chat or name in found.ignored, name
+
+
+@pytest.mark.parametrize("name", ["hermes", "openai", "deepseek_v31"])
+@settings(max_examples=examples(4), deadline=None)
+@given(cuts=st.lists(st.integers(0, 30), max_size=12), num_lost=st.just(0) | st.integers(0, 60))
+def test_calls_and_thoughts_arrive(name: str, cuts: list[int], num_lost: int) -> None:
+    """The text of a model, as its scanner reads it, is the same message for the clients of both interfaces."""
+    text, form = written(name, SAMPLE), chat_format([TEMPLATES[name]])
+    text = text[: len(text) - num_lost]
+    reason = "length" if num_lost else "stop"
+
+    def new_reply(path: str) -> AnyReply:
+        body = BODIES[path] | {"stream": True, "tools": TOOLS[path]}
+        defaults = SamplingParams()
+        request = INTERFACES[path].read(
+            body,
+            lambda url, chat: parse_body(
+                url, chat, "m", (), tool_tokenizer, defaults, may_stream=True, chat_format=form
+            ),
+        )
+        return INTERFACES[path].new_reply(request, body, None, response_id="x", created_s=1)
+
+    stream, whole = streamed(lambda: new_reply(MESSAGES), text, reason, cuts)
+    STREAM[:] = [stream]
+    with ANTHROPIC.messages.stream(**BODIES[MESSAGES]) as events:
+        message: Any = events.get_final_message()
+    assert [(block.type, getattr(block, "input", None)) for block in message.content] == [
+        (block["type"], block.get("input")) for block in whole["content"]
+    ]
+    assert message.stop_reason == whole["stop_reason"] == ("max_tokens" if num_lost else "tool_use")
+    stream, response = streamed(lambda: new_reply(RESPONSES), text, reason, cuts)
+    STREAM[:] = [stream]
+    with OPENAI.responses.stream(**BODIES[RESPONSES]) as parsed:
+        done = [event.item for event in parsed if event.type == "response.output_item.done"]
+    Response.model_validate(response)
+    assert [item.id for item in done] == [item["id"] for item in response["output"]]
+    if num_lost:
+        return
+    thought, answer, *calls = whole["content"]
+    assert (thought["thinking"].strip(), answer["text"].strip()) == (SAMPLE.reasoning, SAMPLE.content)
+    assert [(call["name"], call["input"]) for call in calls] == [(call.name, call.arguments) for call in SAMPLE.calls]
+    thought, answer, *calls = response["output"]
+    assert thought["content"][0]["text"].strip() == SAMPLE.reasoning
+    assert answer["content"][0]["text"].strip() == SAMPLE.content
+    assert [(call["name"], json.loads(call["arguments"])) for call in calls] == [
+        (call.name, call.arguments) for call in SAMPLE.calls
+    ]
+    assert all(call["call_id"].startswith("call_") for call in calls)
