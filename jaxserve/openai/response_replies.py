@@ -44,7 +44,7 @@ class ResponseReply:
         self._items = _Items(response_id)
         self._num_events = 0
         self._is_cut = False  # by the limit on its tokens
-        self._response = _response(request, body) | {"id": f"resp_{response_id}", "created_at": created_s}
+        self._response = {"id": f"resp_{response_id}", "created_at": created_s} | _response(request, body)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:
         """Return the whole reply; the output has ended."""
@@ -229,6 +229,10 @@ def _usage(usage: Json) -> Json:
     }
 
 
+def _without_nulls(content: Json | None) -> Json:
+    return {name: value for name, value in (content or {}).items() if value is not None}
+
+
 def _response(request: ParsedRequest, body: Json) -> Json:
     """Return the fields of a response that repeat its request, and those that have not come yet."""
     params = request.params
@@ -250,7 +254,7 @@ def _response(request: ParsedRequest, body: Json) -> Json:
         "tools": [unset | tool for tool in body.get("tools") or []],
         "tool_choice": given("tool_choice", "auto"),
         "parallel_tool_calls": given("parallel_tool_calls", True),
-        "text": {"format": {"type": "text"}} | (body.get("text") or {}),
+        "text": {"format": {"type": "text"}} | _without_nulls(body.get("text")),
         "reasoning": {"effort": None, "summary": None} | (body.get("reasoning") or {}),
         "temperature": params.temperature,
         "top_p": params.top_p,

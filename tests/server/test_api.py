@@ -28,7 +28,9 @@ def offline(llm: LLM, prompt: Any, **params: Any) -> Any:
     return llm.generate(prompt, SamplingParams(**params), use_tqdm=False)[0]
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_models(client: openai.OpenAI, server: Running) -> None:
+    for card in server.client.get("/v1/models").json()["data"]:
+        jsonschema.validate(card, openai.types.Model.model_json_schema())
     assert [model.id for model in client.models.list()] == ["tiny", "alias"]
     assert client.models.retrieve("alias").id == "alias"
     with pytest.raises(openai.NotFoundError):
