@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from jaxserve.request import FinishReason, Request, RequestStatus
-from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router
 
 if TYPE_CHECKING:
     from jaxserve.engine.replica import Replica
@@ -33,10 +33,14 @@ class LoadBalancer:
 
     Args:
         replicas: replicas of one model and one configuration.
+
+    Attributes:
+        is_lone: True if there is but one replica.
     """
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
+        self.is_lone = len(replicas) == 1
         self._router = Router(len(replicas))
         self._queue: OrderedDict[str, Request] = OrderedDict()  # no replica has room for them yet
         self._replica_of: dict[str, Replica] = {}  # keyed by request id
@@ -51,11 +55,6 @@ class LoadBalancer:
         if not self.is_lone:
             for index, replica in enumerate(replicas):
                 replica.scheduler.watcher = partial(self._changed.add, index)
-
-    @property
-    def is_lone(self) -> bool:
-        """True if there is but one replica."""
-        return len(self._replicas) == 1
 
     @property
     def num_queued(self) -> int:
@@ -177,12 +176,12 @@ class LoadBalancer:
         if prefix is None:
             scheduler = self._replicas[0].scheduler
             hashes, page_size = scheduler.admission.prefix_hashes(request), scheduler.page_size
-            prefix = [(depth * page_size, hashes[depth - 1]) for depth in sample_depths(len(hashes))]
+            prefix = Prefix.of(hashes, page_size)
             self._prefixes[request.request_id] = prefix
         return prefix
 
     def _usable_prefix(self, request: Request) -> Prefix:
-        return self._prefix(request) if request.read_prefix_cache else ()
+        return self._prefix(request) if request.read_prefix_cache else NO_PREFIX
 
     def _take_back(self) -> list[Request]:
         """Take back requests that replicas did not start, or all waiting ones if a replica is idle; return them."""

@@ -27,7 +27,7 @@ from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
+from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 from jaxserve.text.tokenizer import load_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -170,14 +170,17 @@ class _Job:
             is_text = isinstance(prompt, str)
             data = prompt.encode(errors="surrogatepass") if isinstance(prompt, str) else array("i", prompt).tobytes()
         except (TypeError, OverflowError):  # the engine will refuse the prompt
-            return ()
+            return NO_PREFIX
         salt = (self.request.cache_salt or "").encode(errors="surrogatepass")
-        state, start, prefix = blake2b(salt, digest_size=16, person=b"text" if is_text else b"ids"), 0, []
+        state, start = blake2b(salt, digest_size=16, person=b"text" if is_text else b"ids"), 0
+        lengths: list[int] = []
+        hashes: list[bytes] = []
         for depth in sample_depths(len(data) // _BLOCK_BYTES):
             state.update(data[start : depth * _BLOCK_BYTES])
             start = depth * _BLOCK_BYTES
-            prefix.append((start // _TOKEN_BYTES, state.digest()))
-        return prefix
+            lengths.append(start // _TOKEN_BYTES)
+            hashes.append(state.digest())
+        return Prefix(lengths, hashes)
 
 
 @dataclass(slots=True, eq=False)

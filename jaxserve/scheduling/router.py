@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple, TypeVar
 
 ROW_CHARGE_TOKENS = 16  # tokens of a prompt that slow other rows as much as one running row
@@ -24,7 +25,6 @@ _MAX_PREFIXES = 2**16
 _CLOSED = sys.maxsize
 
 Job = TypeVar("Job")
-Prefix = Sequence[tuple[int, bytes]]  # number of tokens and hash of prefixes of a prompt, shortest first
 
 
 def _geometric_depths() -> list[int]:
@@ -45,6 +45,37 @@ def sample_depths(num_blocks: int) -> Sequence[int]:
     """
     depths = _DEPTHS[: bisect_right(_DEPTHS, num_blocks)]
     return depths if not num_blocks or depths[-1] == num_blocks else [*depths, num_blocks]
+
+
+class Prefix(NamedTuple):
+    """Sampled prefixes of a prompt, shortest first.
+
+    Attributes:
+        lengths: tokens of each.
+        hashes: hash of each.
+    """
+
+    lengths: Sequence[int]
+    hashes: Sequence[bytes]
+
+    @classmethod
+    def of(cls, hashes: Sequence[bytes], block_size: int) -> "Prefix":
+        """Return the samples of a prompt, given the hash of each block and all before it."""
+        lengths, pick = _sampler(len(hashes), block_size)
+        return cls(lengths, pick(hashes))
+
+
+NO_PREFIX = Prefix((), ())
+
+
+@lru_cache(maxsize=2**16)
+def _sampler(num_blocks: int, block_size: int) -> tuple[Sequence[int], Callable[[Sequence[bytes]], Sequence[bytes]]]:
+    """Return the lengths of the samples, and the function that picks their hashes out of those of all blocks."""
+    depths = sample_depths(num_blocks)
+    lengths = tuple(depth * block_size for depth in depths)
+    if len(depths) < 2:  # `itemgetter` of one index returns no tuple
+        return lengths, tuple
+    return lengths, itemgetter(*[depth - 1 for depth in depths])
 
 
 class Route(NamedTuple):
@@ -84,7 +115,7 @@ class Router:
     def set_load(self, replica: int, load: int, *, is_open: bool) -> None:
         """Set the load of a replica, in tokens, and whether it takes requests."""
         self._loads[replica], self._is_open[replica] = load, is_open
-        self._set_open_load(replica)
+        self._open_loads[replica] = load + self._waiting_loads[replica] if is_open else _CLOSED
 
     def close(self, replica: int) -> None:
         """Assign nothing to the replica until `set_load` opens it."""
@@ -95,7 +126,7 @@ class Router:
         """Return the replica of least cost for a request; None if no replica is open.
 
         Args:
-            prefix: lengths and hashes of prefixes of the prompt.
+            prefix: sampled prefixes of the prompt.
             only_open: True to consider only open replicas; else a closed one is chosen if waiting for it costs less.
         """
         best = self._least_loaded()
@@ -128,7 +159,7 @@ class Router:
 
         Args:
             queue: jobs in order; must not change during the iteration.
-            prefix_of: function that returns lengths and hashes of prefixes of a job's prompt.
+            prefix_of: function that returns the sampled prefixes of a job's prompt.
             fits: predicate, True if an open replica has room for a job; else it is closed until its next `set_load`.
             load_of: function that returns the load, in tokens, that a job adds to a replica.
             must_wait: predicate, True if an open replica would start other jobs first; the job's route is then closed.
@@ -163,12 +194,17 @@ class Router:
 
     def note(self, replica: int, prefix: Prefix) -> None:
         """Record that a replica has computed these prefixes, or will before it starts another request."""
-        all_holders, alone = self._holders, {replica: self._epochs[replica]}
-        for _, prefix_hash in reversed(prefix):  # longest first, so that the shortest is evicted last
-            holders = all_holders.setdefault(prefix_hash, alone)
-            if holders is alone:
-                continue
-            del all_holders[prefix_hash]  # it becomes the last
+        all_holders, alone, hashes = self._holders, {replica: self._epochs[replica]}, prefix.hashes
+        num_held = 0
+        for prefix_hash in hashes:
+            if prefix_hash not in all_holders:
+                break
+            num_held += 1
+        # Longest first, so that the shortest is evicted last. Of those behind one that is not held, none is looked up.
+        for prefix_hash in reversed(hashes[num_held:]):
+            all_holders[prefix_hash] = alone
+        for prefix_hash in reversed(hashes[:num_held]):
+            holders = all_holders.pop(prefix_hash)  # it becomes the last
             others = [entry for entry in holders.items() if entry[0] != replica]
             all_holders[prefix_hash] = dict(others[-(_MAX_HOLDERS - 1) :]) | alone if others else alone
         if len(all_holders) > _MAX_PREFIXES:  # many at once: a dict steps over all that was deleted to find its first
@@ -190,13 +226,13 @@ class Router:
     def _find_holders(self, prefix: Prefix) -> dict[int, int]:
         """Return the replicas that hold a part of the prompt, with the number of tokens of the longest such part."""
         found: dict[int, int] = {}
-        held: list[tuple[int, dict[int, int]]] = []
-        for num_tokens, prefix_hash in prefix:
+        held: list[dict[int, int]] = []
+        for prefix_hash in prefix.hashes:
             holders = self._holders.get(prefix_hash)
             if holders is None:  # no replica holds a longer one either
                 break
-            held.append((num_tokens, holders))
-        for num_tokens, holders in reversed(held):
+            held.append(holders)
+        for num_tokens, holders in zip(reversed(prefix.lengths[: len(held)]), reversed(held), strict=True):
             for replica, epoch in holders.items():
                 if epoch == self._epochs[replica]:
                     found.setdefault(replica, num_tokens)

@@ -9,12 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.scheduling import router as module
-from jaxserve.scheduling.router import CLOSED_CHARGE_TOKENS, MAX_PASSED_OVER, ROW_CHARGE_TOKENS, Router, sample_depths
+from jaxserve.scheduling.router import (
+    CLOSED_CHARGE_TOKENS,
+    MAX_PASSED_OVER,
+    NO_PREFIX,
+    ROW_CHARGE_TOKENS,
+    Prefix,
+    Router,
+    sample_depths,
+)
 
 
-def prefix_of(*blocks: int) -> list[tuple[int, bytes]]:
+def prefix_of(*blocks: int) -> Prefix:
     """Return the leading parts of a prompt in blocks of 16 tokens."""
-    return [(16 * depth, repr(blocks[:depth]).encode()) for depth in sample_depths(len(blocks))]
+    return Prefix.of([repr(blocks[: depth + 1]).encode() for depth in range(len(blocks))], 16)
 
 
 def new_router(*loads: int) -> Router:
@@ -27,6 +35,10 @@ def new_router(*loads: int) -> Router:
 def test_depths_are_few_and_dense() -> None:
     assert sample_depths(0) == []
     assert sample_depths(5) == [1, 2, 3, 4, 5]
+    for num_blocks in range(40):
+        depths = sample_depths(num_blocks)
+        expected = [16 * depth for depth in depths], [bytes([depth - 1]) for depth in depths]
+        assert tuple(map(list, Prefix.of([bytes([block]) for block in range(num_blocks)], 16))) == expected
     for num_blocks in range(1, 5000):
         depths = sample_depths(num_blocks)
         assert depths[-1] == num_blocks
@@ -51,7 +63,7 @@ def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) 
             case "note":
                 prefix = prefix_of(*data.draw(blocks))
                 router.note(replica, prefix)
-                held[replica] |= {prefix_hash: tokens for tokens, prefix_hash in prefix}
+                held[replica] |= {prefix_hash: tokens for tokens, prefix_hash in zip(*prefix, strict=True)}
             case "forget":
                 router.forget(replica)
                 held[replica].clear()
@@ -59,7 +71,7 @@ def test_the_cheapest_replica_is_chosen(data: st.DataObject, num_replicas: int) 
                 is_open[replica] = False
                 router.close(replica)
     prefix = prefix_of(*data.draw(blocks))
-    shared = [max((tokens for tokens, key in prefix if key in table), default=0) for table in held]
+    shared = [max((tokens for tokens, key in zip(*prefix, strict=True) if key in table), default=0) for table in held]
     costs = [
         load - 2 * tokens + (0 if opened else CLOSED_CHARGE_TOKENS)
         for load, tokens, opened in zip(loads, shared, is_open, strict=True)
@@ -118,7 +130,7 @@ def test_a_queue_is_assigned_in_its_order(data: st.DataObject, num_replicas: int
     assert [load for load, opened in zip(loads, router._is_open, strict=True) if opened] == [
         load for load in router._open_loads if load != module._CLOSED
     ]
-    assert len(seen) == num_jobs or router.choose((), only_open=True) is None
+    assert len(seen) == num_jobs or router.choose(NO_PREFIX, only_open=True) is None
 
 
 def test_siblings_go_together_until_the_load_exceeds_what_they_save() -> None:
@@ -144,7 +156,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         router.note(index % 20, prefix_of(index, *range(9)))
         router.note(index % 20, prefix_of(-1))
     assert 90 < len(router._holders) <= 100
-    assert len(router._holders[prefix_of(-1)[0][1]]) == 8
+    assert len(router._holders[prefix_of(-1).hashes[0]]) == 8
 
 
 @pytest.mark.parametrize("num_replicas", [2, 64, 1024])
