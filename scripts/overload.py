@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import random
 import statistics
+import sys
 import threading
 import time
 from bisect import bisect_left
@@ -141,6 +142,7 @@ def phase(
             pipe.send((sock.getsockname()[1], bodies, times_s))
             results = pipe.recv()
             took_s = time.time() - began_s
+        print(f"{len(times_s)} requests in {took_s:.1f} s", file=sys.stderr)
         climbs = dict(app.service.admission.ladder.num_climbs)
         server.handle_exit(15, None)
         thread.join()
@@ -181,11 +183,12 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=32)
     parser.add_argument("--max-num-seqs", type=int, default=16)
     parser.add_argument("--target-ttft-ms", type=float, help="target under overload; measured by default")
+    parser.add_argument("--compile-ahead", default="all", help="programs to compile first: all or minimal")
     args = parser.parse_args()
     ours, theirs = multiprocessing.get_context("spawn").Pipe()
     process = multiprocessing.get_context("spawn").Process(target=client, args=(theirs,), daemon=True)
     process.start()
-    engine = Engine(EngineConfig(args.model, max_num_seqs=args.max_num_seqs, compile_ahead="all"))
+    engine = Engine(EngineConfig(args.model, max_num_seqs=args.max_num_seqs, compile_ahead=args.compile_ahead))
     engine.wait_until_warm()
     burst = [0.0] * (8 * args.max_num_seqs)
     phase(engine, ours, args, burst, None)
