@@ -43,7 +43,7 @@ class RefusedError(BadRequestError):
         retry_after_s: the while; infinite where it never may.
     """
 
-    retry_after_s: float = 1.0
+    retry_after_s: int | float = 1.0
 
 
 def is_over_share(num_open: Mapping[str, int], tenant: str) -> bool:
@@ -103,13 +103,13 @@ class Admission:
                 self.update(time.monotonic())
                 await asyncio.sleep(LOOK_S)
 
-    def _find_longest_token(self) -> float:
+    def _find_longest_token(self) -> int | float:
         tokenizer = self._engine.tokenizer
         if tokenizer is None:
             return math.inf
         return max((len(tokenizer.token_text(index)) for index in range(tokenizer.vocab_size)), default=1) or 1
 
-    def update(self, now_s: float) -> None:
+    def update(self, now_s: int | float) -> None:
         """Take the load, and put it into effect."""
         self.ladder.update(self.load(), now_s)
         for replica in self._engine.replicas:
@@ -122,7 +122,7 @@ class Admission:
             while self._held:
                 _settle(self._held.popleft()[1], None)
 
-    def load(self) -> float:
+    def load(self) -> int | float:
         """Return the load, which is 1 where requests are refused: for their number, their tokens or their wait."""
         core, config = self._engine.core, self._config
         loads = [(core.num_waiting + len(core.inbox)) / config.max_queued_requests]
@@ -155,7 +155,7 @@ class Admission:
             raise RefusedError(message, None, "rate_limit_exceeded", 429, self._retry_s())
         self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
 
-    def check_body(self, tenant: str, priority: int, body: Mapping[str, Any], timeout_s: float) -> None:
+    def check_body(self, tenant: str, priority: int, body: Mapping[str, Any], timeout_s: int | float) -> None:
         """Refuse a request by its class and the fewest tokens that its prompt can have."""
         if self.ladder.has("extras"):
             for name in ("n", "best_of"):
@@ -192,7 +192,7 @@ class Admission:
                 del self.num_open[tenant]
 
     @contextmanager
-    def admitted(self, tenant: str, priority: int, requests: list[Request], timeout_s: float) -> Iterator[None]:
+    def admitted(self, tenant: str, priority: int, requests: list[Request], timeout_s: int | float) -> Iterator[None]:
         """Count the samples of a request, which begin now, as unfinished; refuse them by their exact length."""
         num_tokens = sum(request.num_prompt_tokens for request in requests)
         self._check_wait(tenant, priority, num_tokens, timeout_s)
@@ -231,7 +231,7 @@ class Admission:
 
     # Estimates
 
-    def target_s(self, priority: int) -> float | None:
+    def target_s(self, priority: int) -> int | float | None:
         """Return the time to the first token beyond which a request of a class is refused; None if there is none."""
         return self._targets_s.get(priority, self._targets_s.get(None))
 
@@ -244,7 +244,7 @@ class Admission:
             self._waits[priority] = now_s, wait
         return wait
 
-    def _check_wait(self, tenant: str, priority: int, num_tokens: int, timeout_s: float) -> None:
+    def _check_wait(self, tenant: str, priority: int, num_tokens: int, timeout_s: int | float) -> None:
         backlog, most = self._observer.backlog, self._config.max_queued_tokens
         num_waiting = backlog.num_waiting_tokens()
         if num_waiting and num_waiting + num_tokens > most:
@@ -258,7 +258,7 @@ class Admission:
             message = f"the first token would be there in {first_s:.1f} s, and must be within {most_s:.1f} s"
             raise self._full(tenant, "wait", message, wait.start_s)
 
-    def _retry_s(self) -> float:
+    def _retry_s(self) -> int | float:
         wait = self.wait(0)
         return 1.0 if wait is None else wait.start_s
 
@@ -270,14 +270,14 @@ class Admission:
         message += "wait" if excess.wait_s < math.inf else "send less at once"
         raise RefusedError(message, None, "rate_limit_exceeded", 429, excess.wait_s)
 
-    def _full(self, tenant: str, reason: str, message: str, retry_s: float) -> RefusedError:
+    def _full(self, tenant: str, reason: str, message: str, retry_s: int | float) -> RefusedError:
         """Return the refusal of a full server: the tenant's fault where it has more than its share."""
         refused = self._refused(reason, message, retry_s)
         if is_over_share(self.num_open, tenant):
             refused.status_code = 429
         return refused
 
-    def _refused(self, reason: str, message: str, retry_s: float) -> RefusedError:
+    def _refused(self, reason: str, message: str, retry_s: int | float) -> RefusedError:
         self._observer.reject(reason)
         return RefusedError(f"{message}; try again later", None, "overloaded", 503, retry_s)
 

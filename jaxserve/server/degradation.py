@@ -29,7 +29,7 @@ class Ladder:
         self.num_climbs = dict.fromkeys(RUNGS, 0)
         self._calm_since_s: float | None = None
 
-    def update(self, load: float, now_s: float) -> None:
+    def update(self, load: int | float, now_s: int | float) -> None:
         """Take the load."""
         wanted = sum(load >= threshold(index) for index in range(len(RUNGS)))
         if wanted > self.height:
@@ -54,6 +54,6 @@ class Ladder:
         return [rung for rung in RUNGS[: self.height] if rung in self._enabled]
 
 
-def threshold(index: int) -> float:
+def threshold(index: int) -> int | float:
     """Return the load at which a rung comes on."""
     return FIRST_AT + index * STEP

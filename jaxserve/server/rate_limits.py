@@ -19,36 +19,36 @@ class TokenBucket:
         now_s: the time; it is full.
     """
 
-    def __init__(self, per_minute: float, now_s: float) -> None:
+    def __init__(self, per_minute: int | float, now_s: int | float) -> None:
         self.size = float(per_minute)
         self._content, self._at_s = self.size, now_s
 
-    def content(self, now_s: float) -> float:
+    def content(self, now_s: int | float) -> int | float:
         """Return what it holds; negative where it owes."""
         if now_s > self._at_s:
             self._content = min(self._content + (now_s - self._at_s) * self.size / MINUTE_S, self.size)
             self._at_s = now_s
         return self._content
 
-    def take(self, amount: float, now_s: float) -> float:
+    def take(self, amount: int | float, now_s: int | float) -> int | float:
         """Take an amount if it is there; return 0, or the time until it will be, and infinity if it never fits."""
         wait_s = self.wait_s(amount, now_s)
         if not wait_s:
             self._content -= amount
         return wait_s
 
-    def wait_s(self, amount: float, now_s: float) -> float:
+    def wait_s(self, amount: int | float, now_s: int | float) -> int | float:
         """Return the time until an amount can be taken."""
         content = self.content(now_s)
         if amount <= content + 1e-9:
             return 0.0
         return math.inf if amount > self.size else (amount - content) * MINUTE_S / self.size
 
-    def settle(self, taken: float, used: float, now_s: float) -> None:
+    def settle(self, taken: int | float, used: int | float, now_s: int | float) -> None:
         """Give back what was taken and not used, or take what was used beyond it."""
         self._content = min(self.content(now_s) + taken - used, self.size)
 
-    def full_in_s(self, now_s: float) -> float:
+    def full_in_s(self, now_s: int | float) -> int | float:
         """Return the time until it is full."""
         return (self.size - self.content(now_s)) * MINUTE_S / self.size
 
@@ -80,7 +80,7 @@ class Excess:
 
     kind: str
     most: int
-    wait_s: float
+    wait_s: int | float
 
 
 class RateLimits:
@@ -107,7 +107,7 @@ class RateLimits:
             own.max_open_requests or common.max_open_requests,
         )
 
-    def excess(self, tenant: str, num_tokens: int, now_s: float) -> Excess | None:
+    def excess(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
         """Return the limit that one more request of so many tokens would exceed; nothing is taken."""
         amounts = {"requests": 1, "tokens": num_tokens}
         for kind, bucket in self._of(tenant, now_s).items():
@@ -115,7 +115,7 @@ class RateLimits:
                 return Excess(kind, int(bucket.size), wait_s)
         return None
 
-    def take(self, tenant: str, num_tokens: int, now_s: float) -> Excess | None:
+    def take(self, tenant: str, num_tokens: int, now_s: int | float) -> Excess | None:
         """Count a request of so many tokens; return the limit that it would exceed, and nothing is taken."""
         found = self.excess(tenant, num_tokens, now_s)
         if found is None:
@@ -123,12 +123,12 @@ class RateLimits:
                 bucket.take(1 if kind == "requests" else num_tokens, now_s)
         return found
 
-    def settle(self, tenant: str, taken: int, used: int, now_s: float) -> None:
+    def settle(self, tenant: str, taken: int, used: int, now_s: int | float) -> None:
         """Count the tokens that a request has used in place of those that were taken."""
         if (bucket := self._of(tenant, now_s).get("tokens")) is not None:
             bucket.settle(taken, used, now_s)
 
-    def headers(self, tenant: str, now_s: float) -> list[tuple[bytes, bytes]]:
+    def headers(self, tenant: str, now_s: int | float) -> list[tuple[bytes, bytes]]:
         """Return OpenAI's headers of what is left."""
         headers = []
         for kind, bucket in self._of(tenant, now_s).items():
@@ -137,7 +137,7 @@ class RateLimits:
             headers += [(f"x-ratelimit-{name}-{kind}".encode(), str(value).encode()) for name, value in values.items()]
         return headers
 
-    def _of(self, tenant: str, now_s: float) -> dict[str, TokenBucket]:
+    def _of(self, tenant: str, now_s: int | float) -> dict[str, TokenBucket]:
         if now_s - self._swept_s > MINUTE_S:
             self._swept_s = now_s
             for name, buckets in list(self._buckets.items()):
@@ -153,7 +153,7 @@ class RateLimits:
         return found
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: int | float) -> str:
     """Return a time as OpenAI's headers have it, such as 6m0s, 1.5s or 20ms."""
     if seconds < 1:
         return f"{math.ceil(seconds * 1000)}ms"

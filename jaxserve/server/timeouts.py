@@ -25,7 +25,7 @@ class Timeouts(NamedTuple):
     total_s: float = math.inf
     first_token_s: float = math.inf
 
-    def since(self, came_s: float, now_s: float) -> Timeouts:
+    def since(self, came_s: int | float, now_s: int | float) -> Timeouts:
         """Return what is left of the times."""
         passed_s = now_s - came_s
         return Timeouts(max(self.total_s - passed_s, 0.0), max(self.first_token_s - passed_s, 0.0))
@@ -60,7 +60,7 @@ def read_timeouts(headers: Sequence[tuple[bytes, bytes]], body: dict[str, Any], 
     return Timeouts(total_s, min(first_s, total_s))
 
 
-def _number(value: bytes) -> float:
+def _number(value: bytes) -> int | float:
     try:
         number = float(value)
     except ValueError:

@@ -363,14 +363,16 @@ def test_slow_headers_end_a_connection(server: Running, monkeypatch: pytest.Monk
                 assert sock.recv(4096) == b""
 
 
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    SCALARS | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=20,
 )
 
 
 @settings(max_examples=examples(15))
-@given(content=st.dictionaries(st.text(), JSON), indent=st.sampled_from([None, 1]))
+@given(content=st.dictionaries(st.text(max_size=5), JSON, max_size=4), indent=st.sampled_from([None, 1]))
 def test_long_bodies_are_read_as_short_ones(content: dict[str, Any], indent: int | None) -> None:
     text = json.dumps(content, indent=indent)
     assert json_body._Decoder(64).decode(text) == content
