@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from jaxserve.engine.events import Submitted
-from jaxserve.scheduling.wait import OutputLengths, Sizes, Wait, Work, estimate_wait, works_of
+from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Wait, Work, estimate_wait, works_of
 
 if TYPE_CHECKING:
     from jaxserve.engine.core import EngineCore

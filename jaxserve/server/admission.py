@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.openai.format import BadRequestError
-from jaxserve.scheduling.wait import Wait
+from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server.degradation import Ladder
 from jaxserve.server.rate_limits import Excess, Limits, RateLimits
 

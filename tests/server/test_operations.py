@@ -18,7 +18,7 @@ import pytest
 from jaxserve.engine.engine import Engine
 from jaxserve.openai.replies import Reply
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.scheduling.wait import Wait
+from jaxserve.scheduling.wait_estimate import Wait
 from tests.server.conftest import Running, running
 
 LONG: dict[str, Any] = {"prompt": "a b", "max_tokens": 100, "ignore_eos": True, "temperature": 0}

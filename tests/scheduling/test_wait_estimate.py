@@ -17,7 +17,7 @@ from jaxserve.metrics import EngineStats
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.step_costs import Rates, StepCosts
-from jaxserve.scheduling.wait import OutputLengths, Sizes, Work, estimate_wait
+from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Work, estimate_wait
 from simulate import modelled
 
 END = 1  # token that ends an output
