@@ -27,8 +27,9 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.config import DEFAULT_MODEL, embedded_model
 
 CLIENTS = Path(__file__).parent / "clients"
-QUERIES = ["import os\nimport ", "def add(a, b):\n    return ", "class Queue:\n    def ", "for key, value in "]
-CHOICES = ["sys\n", "a + b\n", "__init__(self):\n", "self.items():\n"]
+# lm-eval moves white space at the end of a query to the answer.
+QUERIES = ["import os\nimport", "def add(a, b):\n    return", "class Queue:\n    def", "for key, value in"]
+CHOICES = [" sys", " a + b", " __init__(self):", " self.items():"]
 TEMPLATE = """\
 {%- if tools %}# tools:
 {%- for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -66,7 +67,7 @@ ALL = {
     "litellm": Client("with_litellm.py", ("litellm",)),
     "langchain-openai": Client("with_langchain.py", ("langchain-openai",)),
     "instructor": Client("with_instructor.py", ("instructor",)),
-    "lm-eval": Client("with_lm_eval.py", ("lm-eval[api]",)),
+    "lm-eval": Client("with_lm_eval.py", ("lm-eval[api]", "transformers")),
     "guidellm": Client("with_guidellm.py", ("torch==2.13.0", "guidellm")),
 }
 
@@ -98,7 +99,9 @@ def write_model(directory: Path) -> None:
         for record in records:
             record["offline"] = [offline(llm, record["query"], choice) for choice in CHOICES]
             greedy = SamplingParams(temperature=0, max_tokens=16, stop=["\n\n\n"])
-            record["text"] = llm.generate(record["query"], greedy, use_tqdm=False)[0].outputs[0].text
+            assert llm.engine.tokenizer is not None
+            ids = llm.engine.tokenizer.encode(record["query"], False)  # as lm-eval encodes it
+            record["text"] = llm.generate([ids], greedy, use_tqdm=False)[0].outputs[0].text
             record["transformers"] = by_transformers(directory, record["query"])
     (directory / "task.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from hashlib import blake2b
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush
 from struct import Struct
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from jaxserve.request import Request, TokenIds
 
 DIGEST_SIZE = 16
 _NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # to copy one takes half as long as to make one
+
+_SPARE_ENTRIES = 256  # outdated entries of a heap beyond which it is made anew
 
 
 class PrefixCache:
@@ -40,6 +42,8 @@ class PrefixCache:
         self._first = (*groups.full, 0)[0]  # the group that is asked for single pages
         self._evictable: dict[str, OrderedDict[int, None]] = {}  # by tenant, the page released first in front
         self._num_evictable = 0
+        # Heap of evictable tenants by their cached pages, with outdated entries; None while there is but one.
+        self._by_size: list[tuple[int, str]] | None = None
         self._num_cached: Counter[str] = Counter()  # pages with content by tenant, in use or not
         # The prompt hashed last: the samples of one prompt come one after the other, and need it hashed but once.
         self._last_prompt: TokenIds = []
@@ -144,6 +148,7 @@ class PrefixCache:
         self._page_by_hash[group][page_hash] = page
         self._content[page] = _Content(group, page_hash, tenant)
         self._num_cached[tenant] += 1
+        self._note_size(tenant)
 
     def allocate(self, num_pages: int, tenant: str = "") -> list[int] | None:
         """New pages with one reference each and no content, or None (and no change) when there are too few.
@@ -176,8 +181,12 @@ class PrefixCache:
             if page == RELEASED or not self._pool.release(page):
                 continue
             if page in self._content:
-                self._evictable.setdefault(self._content[page].tenant, OrderedDict())[page] = None
+                tenant = self._content[page].tenant
+                is_new = tenant not in self._evictable
+                self._evictable.setdefault(tenant, OrderedDict())[page] = None
                 self._num_evictable += 1
+                if is_new:
+                    self._note_size(tenant)
             else:
                 self._pool.recycle(page)
 
@@ -189,6 +198,7 @@ class PrefixCache:
         self._evictable.clear()
         self._num_evictable = 0
         self._num_cached.clear()
+        self._by_size = None
         for pages_of in self._page_by_hash:
             pages_of.clear()
         self._content.clear()
@@ -203,6 +213,7 @@ class PrefixCache:
         assert all(self._content[page].tenant == tenant for page, tenant in evictable.items()), "a page changed hands"
         assert self._num_evictable == len(evictable) == sum(map(len, self._evictable.values()))
         assert all(self._evictable.values()), "a tenant without evictable pages is remembered"
+        assert all(self._num_cached.values()), "a tenant without cached pages is remembered"
         assert self._num_cached == Counter(content.tenant for content in self._content.values())
 
     def _evict(self, num_pages: int, tenant: str) -> None:
@@ -212,20 +223,32 @@ class PrefixCache:
             num_pages: number of pages.
             tenant: tenant that they are for, which is taken first among equals.
         """
-        if len(self._evictable) == 1:
-            (only,) = self._evictable
-            for _ in range(num_pages):
-                self._evict_oldest(only)
-            return
-        order = [(-self._num_cached[name], name != tenant, name) for name in self._evictable]
-        heapify(order)
         for _ in range(num_pages):
-            count, is_other, name = order[0]
-            self._evict_oldest(name)
-            if name in self._evictable:
-                heapreplace(order, (count + 1, is_other, name))
+            if len(self._evictable) == 1:
+                (largest,) = self._evictable
+                self._by_size = None
             else:
-                heappop(order)
+                largest = self._largest_tenant()
+                if tenant in self._evictable and self._num_cached[tenant] == self._num_cached[largest]:
+                    largest = tenant
+            self._evict_oldest(largest)
+
+    def _largest_tenant(self) -> str:
+        """Return the tenant with evictable pages that has the most cached ones; of equal ones the first by name."""
+        heap = self._by_size
+        if heap is None or len(heap) > 2 * len(self._evictable) + _SPARE_ENTRIES:
+            heap = self._by_size = [(-self._num_cached[name], name) for name in self._evictable]
+            heapify(heap)
+        while True:
+            count, name = heap[0]
+            if name in self._evictable and -count == self._num_cached[name]:
+                return name
+            heappop(heap)  # out of date: whenever a count changes, an entry is added
+
+    def _note_size(self, tenant: str) -> None:
+        """Add an entry for a tenant to the heap, if it is needed."""
+        if self._by_size is not None and tenant in self._evictable:
+            heappush(self._by_size, (-self._num_cached[tenant], tenant))
 
     def _evict_oldest(self, tenant: str) -> None:
         """Free the evictable page of a tenant that was released first."""
@@ -234,6 +257,9 @@ class PrefixCache:
         group, page_hash, _ = self._content.pop(page)
         del self._page_by_hash[group][page_hash]
         self._num_cached[tenant] -= 1
+        if not self._num_cached[tenant]:
+            del self._num_cached[tenant]
+        self._note_size(tenant)
         self._pool.recycle(page)
 
     def _forget_evictable(self, page: int) -> None:

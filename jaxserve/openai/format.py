@@ -354,7 +354,15 @@ def _read_chat(
     effort, known = given.get("reasoning_effort"), tokenizer.chat_variables(has_tools=bool(tools.given))
     asked = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
     used = {name: value for name, value in asked.items() if effort is not None and name in known - variables.keys()}
-    text = tokenizer.render_chat(messages, variables | used)
+    if unread := sorted(variables.keys() - known - {"add_generation_prompt"}):
+        if unread == ["tools"]:
+            raise BadRequestError("tools need a model whose chat template has them, and this one's has none", "tools")
+        message = f"chat_template_kwargs must be variables of the chat template, {sorted(known)}, got {brief(unread)}"
+        raise BadRequestError(message, "chat_template_kwargs")
+    try:
+        text = tokenizer.render_chat(messages, variables | used)
+    except RequestError as error:
+        raise BadRequestError(str(error), "messages") from error
     shows_reasoning = given.get("include_reasoning", True)
     form = message_form(chat_format, tools, text, tokenizer, shows_reasoning=shows_reasoning)
     if form.hidden and params.skip_special_tokens:  # the scanner hides them instead

@@ -286,9 +286,11 @@ class WaitingQueue:
 
     def settle(self) -> None:
         """Charge tenants for the output of running requests, where that decides who comes first."""
-        for priority in self._priorities:
-            if self._classes[priority].num_queued > 1:
-                self._settle(self._classes[priority])
+        classes = self._classes
+        for request in self._running.values():
+            group = classes[request.priority]
+            if group.num_queued > 1:
+                self._charge(request, group.tenants[request.tenant])
 
     def counter(self, request: Request) -> float:
         """Return the counter of the tenant of an unfinished request, with all that it has got."""

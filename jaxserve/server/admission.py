@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from jaxserve.openai.format import BadRequestError
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server.degradation import Ladder
+from jaxserve.server.observer import FRESH_S
 from jaxserve.server.rate_limits import Excess, Limits, RateLimits
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from jaxserve.server.streams import Streams
 
 LOOK_S = 0.1  # time between two looks at the load
-FRESH_S = 0.02  # time for which an estimate is used again
+MAX_CLASSES = 64  # classes whose estimates are kept
 COALESCED_S = 0.05  # time between two events of a stream under load
 
 
@@ -81,6 +82,7 @@ class Admission:
         self._longest_token = math.inf  # characters
         self._waits: dict[int, tuple[float, Wait | None]] = {}  # estimates by class, and their times
         self._held: deque[tuple[int, asyncio.Future[None]]] = deque()  # requests below class 0, in order of arrival
+        self._is_draining = False
         self._task: asyncio.Task[None] | None = None
         self._streams: Streams | None = None
 
@@ -141,6 +143,13 @@ class Admission:
             del self._held[newest]
             _settle(future, self._refused("shed", "the server sheds requests of low priority", self._retry_s()))
 
+    def drain(self) -> None:
+        """Refuse the requests that are held, and hold none any more."""
+        self._is_draining = True
+        while self._held:
+            error = BadRequestError("the server stops; try another one", None, "stopping", 503)
+            _settle(self._held.popleft()[1], error)
+
     # The gates
 
     def check_early(self, tenant: str) -> None:
@@ -148,12 +157,15 @@ class Admission:
         core, config = self._engine.core, self._config
         if core.num_waiting + len(core.inbox) >= config.max_queued_requests:
             raise self._full(tenant, "queue_full", "the queue of the server is full", self._retry_s())
+        self._check_open(tenant, 1)
+        self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
+
+    def _check_open(self, tenant: str, num_more: int) -> None:
         most = self.limits.of(tenant).max_open_requests
-        if most is not None and self.num_open.get(tenant, 0) >= most:
-            message = f"a key must have fewer than {most} unfinished requests; wait for one"
+        if most is not None and self.num_open.get(tenant, 0) + num_more > most:
+            message = f"a key must have at most {most} unfinished requests, samples counted one by one; wait for some"
             self._observer.reject("key_limit")
             raise RefusedError(message, None, "rate_limit_exceeded", 429, self._retry_s())
-        self._check_rate(self.limits.excess(tenant, 0, time.monotonic()))
 
     def check_body(self, tenant: str, priority: int, body: Mapping[str, Any], timeout_s: int | float) -> None:
         """Refuse a request by its class and the fewest tokens that its prompt can have."""
@@ -196,12 +208,12 @@ class Admission:
         """Count the samples of a request, which begin now, as unfinished; refuse them by their exact length."""
         num_tokens = sum(request.num_prompt_tokens for request in requests)
         self._check_wait(tenant, priority, num_tokens, timeout_s)
+        self._check_open(tenant, len(requests) - 1)
         num_reserved = num_tokens
         for request in requests:
             num_reserved += request.params.max_tokens or 0
         self._check_rate(self.limits.take(tenant, num_reserved, time.monotonic()))
         self.num_open[tenant] += len(requests) - 1
-        self._waits.clear()
         try:
             yield
         finally:
@@ -211,7 +223,7 @@ class Admission:
 
     async def turn(self, priority: int, through: asyncio.Future[None]) -> None:
         """Hold a request below class 0 while the load says so, or until nobody waits for it: `through` is done."""
-        if priority > 0 and self.ladder.has("batch") and not through.done():
+        if priority > 0 and self.ladder.has("batch") and not (through.done() or self._is_draining):
             held = asyncio.get_running_loop().create_future()
             self._held.append((priority, held))
             try:
@@ -241,6 +253,8 @@ class Admission:
         at_s, wait = self._waits.get(priority, (-math.inf, None))
         if now_s - at_s > FRESH_S:
             wait = self._observer.backlog.wait(1, lambda other: other.priority <= priority)
+            if len(self._waits) >= MAX_CLASSES:  # clients may choose any number
+                self._waits.clear()
             self._waits[priority] = now_s, wait
         return wait
 
@@ -250,8 +264,8 @@ class Admission:
         if num_waiting and num_waiting + num_tokens > most:
             raise self._full(tenant, "queue_tokens", "the queue of the server is full of tokens", self._retry_s())
         target_s = self.target_s(priority)
-        wait, most_s = self.wait(priority), min(timeout_s, math.inf if target_s is None else target_s)
-        if wait is None or most_s == math.inf:
+        most_s = min(timeout_s, math.inf if target_s is None else target_s)
+        if most_s == math.inf or (wait := self.wait(priority)) is None:
             return
         first_s = wait.first_token_s + backlog.prefill_s(num_tokens)
         if wait.start_s and first_s > most_s:

@@ -108,6 +108,9 @@ class App:
         if allowed := self._origins.preflight(call.method, call.headers):
             await http.send_bytes(call.send, 204, b"", headers=allowed)
             return
+        if self._origins.refuses(call.method, call.headers):
+            message = "pages of other sites may not call the server unless --allowed-origins names theirs"
+            raise BadRequestError(message, None, "origin_not_allowed", 403)
         call.header_makers.append(partial(self._origins.headers, call.headers))
         is_open = call.path in _OPEN_PATHS or (self.service.config.public_metrics and call.path == "/metrics")
         if self._keys and not is_open:  # checked first, so that paths cannot be told apart
@@ -194,6 +197,7 @@ class App:
     async def drain(self) -> None:
         """Serve nothing new; wait for open replies, and end those that last too long."""
         self.service.is_draining = True
+        self.service.admission.drain()
         until_s = time.monotonic() + self.service.config.shutdown_timeout_s
         while len(self.service.streams) and time.monotonic() < until_s:
             await asyncio.sleep(0.05)

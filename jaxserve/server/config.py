@@ -30,7 +30,8 @@ class ServerConfig:
         api_key_file: file with a key per line, which may have a tenant's name and a colon in front.
         objectives: names of objectives and their classes, as NAME=PRIORITY: the `priority` of requests whose header
             x-llm-d-inference-objective names one; they need scheduling_policy "priority".
-        max_queued_requests: requests that may wait; later ones are refused with 503.
+        max_queued_requests: requests that may wait; later ones are refused with 503, or with 429 where their tenant has
+            more than its share.
         max_queued_tokens: prompt tokens of requests that wait; a request that would exceed them is refused with 503.
         admission_ttft_ms: time to the first token beyond which a request is refused, as estimated when it comes: MS for
             all, or PRIORITY=MS for one class.

@@ -49,6 +49,11 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Take a part of a request, unless its headers are too large."""
         super().data_received(data)
+        if not self._is_in_head and self.timeout_keep_alive_task is None and self.cycle.response_complete:
+            # Bytes that begin no request, such as an empty line, have ended the wait for one: begin it again.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
         if self._is_in_head:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from jaxserve.server.http import Headers
 
-_EXPOSED = b"retry-after, x-ignored-params"
+_EXPOSED = b"retry-after, retry-after-ms, x-ignored-params, x-degraded, endpoint-load-metrics"
 _MAX_AGE_S = b"600"
 
 
@@ -33,6 +33,14 @@ class Origins:
             (b"access-control-expose-headers", _EXPOSED),
             (b"vary", b"origin"),
         ]
+
+    def refuses(self, method: str, request: Headers) -> bool:
+        """Return whether a browser says that a page of another site calls, which may not.
+
+        A page can send some requests without asking first. It cannot read the reply, but the server would do the work.
+        """
+        is_foreign = method == "POST" and _value(request, b"sec-fetch-site") == b"cross-site"
+        return is_foreign and not self.headers(request)
 
     def preflight(self, method: str, request: Headers) -> list[tuple[bytes, bytes]]:
         """Return the headers of the reply to a browser that asks whether a page may call; none if it may not.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CONSTRAINING = {  # fields whose grammars take time to read
-    *("response_format", "structured_outputs", "text", "output_config"),
+    *("response_format", "structured_outputs", "text", "output_config", "tools"),
 }
 
 
@@ -55,9 +55,9 @@ class Generation:
         call.header_makers.append(lambda: admission.headers(call.tenant))
         self._check_draining("draining")
         admission.check_early(call.tenant)
-        body, interface = await call.json(), INTERFACES[call.path]
-        timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
         with admission.opened(call.tenant):
+            body, interface = await call.json(), INTERFACES[call.path]
+            timeouts = read_timeouts(call.headers, body, streams=bool(body.get("stream")))
             priority = early_priority(body, call.headers, self._objectives)
             admission.check_body(call.tenant, priority, body, timeouts.first_token_s)
             request, groups = await call.beside_the_loop(
@@ -95,6 +95,8 @@ class Generation:
         try:
             with stream.expiring(timeouts.total_s, timeouts.first_token_s):
                 await self._service.admission.turn(priority, stream.through)
+                if stream.through.done():
+                    self._check_whole(stream)
                 with self._service.streams.opened(stream):
                     if request.stream:
                         await self._stream(call, stream, reply, headers)

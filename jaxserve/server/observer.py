@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -31,6 +33,9 @@ _FINISH_REASONS = ("stop", "length", "abort", "error", "repetition")
 _REJECTIONS = ("queue_full", "queue_tokens", "wait", "extras", "shed", "key_limit", "rate_limit", "draining")
 
 
+FRESH_S = 0.02  # time for which an estimate is used again
+
+
 class Observer(Collector):
     """Metrics of an engine and of its requests.
 
@@ -49,6 +54,7 @@ class Observer(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
         self.degradations: Mapping[str, int] = {}
         self.backlog = Backlog(engine.core)
+        self._estimated_at_s, self._estimate_s = -math.inf, 0.0
         self.rejections = dict.fromkeys(_REJECTIONS, 0)
         self._finished = dict.fromkeys(_FINISH_REASONS, 0)
         self._last_s: dict[str, tuple[int, float]] = {}  # tokens and time of the last news, by request id
@@ -135,8 +141,11 @@ class Observer(Collector):
 
     def estimated_wait_s(self) -> float:
         """Return the time until a request that came now would start."""
-        wait = self.backlog.wait()
-        return 0.0 if wait is None else wait.start_s
+        now_s = time.monotonic()
+        if now_s - self._estimated_at_s > FRESH_S:  # each reply may ask, and an estimate takes milliseconds
+            wait = self.backlog.wait()
+            self._estimated_at_s, self._estimate_s = now_s, 0.0 if wait is None else float(wait.start_s)
+        return self._estimate_s
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics."""

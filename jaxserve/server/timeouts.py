@@ -47,7 +47,10 @@ def read_timeouts(headers: Sequence[tuple[bytes, bytes]], body: dict[str, Any], 
     if given is not None:
         if isinstance(given, bool) or not isinstance(given, int | float) or not given > 0:
             raise BadRequestError(f"timeout must be a positive number of seconds, got {brief(given)}", "timeout")
-        total_s = float(given)
+        try:
+            total_s = float(given)
+        except OverflowError:  # an integer of hundreds of digits
+            total_s = math.inf
     for name, value in headers:
         if name in _TOTAL:
             total_s = min(total_s, _number(value) * _TOTAL[name])

@@ -14,13 +14,15 @@ def benchmark(target: Target, profile: str) -> dict[str, Any]:
     """Return the report of a small benchmark."""
     with tempfile.TemporaryDirectory() as directory:
         command = [
-            *(str(Path(sys.executable).with_name("guidellm")), "benchmark", "run"),
+            *(str(Path(sys.executable).with_name("guidellm")), "run"),
             *("--backend", f"kind=openai_http,target={target.url},model={target.model}"),
             *("--tokenizer", f"kind=hf_auto,model={target.directory}"),
             *("--profile", profile, "--constraint", "kind=max_requests,count=8"),
-            *("--data", "prompt_tokens=24,output_tokens=8", "--output-path", f"{directory}/report.json"),
+            *("--data", "kind=synthetic_text,prompt_tokens=24,output_tokens=8"),
+            *("--output", f"kind=json,path={directory}/report.json", "--disable-console"),
         ]
-        subprocess.run(command, check=True, timeout=240, capture_output=True, text=True)
+        done = subprocess.run(command, timeout=240, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
         (report,) = Path(directory).glob("*.json")
         return json.loads(report.read_text())
 

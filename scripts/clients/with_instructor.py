@@ -20,7 +20,7 @@ def ask(target: Target, mode: instructor.Mode, **options: object) -> object:
     client = openai.OpenAI(base_url=f"{target.url}/v1", api_key="none", max_retries=0, timeout=120)
     messages = [{"role": "user", "content": "switch it on"}]
     create = instructor.from_openai(client, mode=mode).chat.completions.create
-    return create(model=target.model, messages=messages, max_tokens=200, max_retries=0, seed=3, **options)
+    return create(model=target.model, messages=messages, max_tokens=500, max_retries=0, seed=3, **options)
 
 
 @check

@@ -286,10 +286,10 @@ def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_pa
         (chat("a", logprobs=3), "invalid_request", "logprobs must be a bool"),
         (chat("a", top_logprobs=3), "invalid_request", "top_logprobs needs"),
         (chat("a", max_completion_tokens=6), "invalid_request", "must agree"),
-        (chat("a", chat_template_kwargs={"thinking": True}), "invalid_request", "no variables ['thinking']"),
+        (chat("a", chat_template_kwargs={"thinking": True}), "invalid_request", "got ['thinking']"),
         (chat("a", chat_template_kwargs={"messages": []}), "invalid_request", "cannot set"),
         (chat("a", chat_template_kwargs={"tokenize": True}), "invalid_request", "cannot set"),
-        (chat("a", chat_template_kwargs={"self": 1}), "invalid_request", "no variables ['self']"),
+        (chat("a", chat_template_kwargs={"self": 1}), "invalid_request", "got ['self']"),
     ],
 )
 def test_bad_lines_get_error_records(engine: FakeEngine, tmp_path: Path, line: object, code: str, message: str) -> None:
