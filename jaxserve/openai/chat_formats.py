@@ -68,6 +68,7 @@ class CallSyntax:
         call_end: marks behind the arguments of each call, any of which may be missing.
         separator: text between the calls of a run.
         end: mark behind a run, which may be missing.
+        head_marks: marks that a head may have besides those of `written`.
         written: head, `{name}` (in JSON; else `{bare_name}`) and `{arguments}` of a call, as models are trained to.
     """
 
@@ -78,6 +79,7 @@ class CallSyntax:
     call_end: tuple[str, ...] = ()
     separator: str = ""
     end: str = ""
+    head_marks: tuple[str, ...] = ()
     written: str = '{{"name": {name}, "arguments": {arguments}}}'
 
 
@@ -142,7 +144,8 @@ class ChatFormat:
         if self.thought is not None:
             found |= {self.thought.begin, self.thought.end}
         for call in self.calls:
-            found |= {call.begin, call.call_begin, *call.call_end, call.end, *_MARK.findall(call.written)}
+            found |= {call.begin, call.call_begin, *call.call_end, call.end, *call.head_marks}
+            found |= {*_MARK.findall(call.written)}
         if self.messages is not None:
             found |= {self.messages.begin, self.messages.head_end, *self.messages.ends, "<|channel|>", "<|constrain|>"}
         return frozenset(mark for mark in found if len(mark) > 2)
@@ -171,6 +174,7 @@ _MISTRAL = (
     CallSyntax(
         "[TOOL_CALLS]",
         head=re.compile(r"\s*(?P<name>[^\s\[\]{}]+)\s*(?:\[CALL_ID\]\w+)?\s*(?:\[ARGS\])?\s*"),
+        head_marks=("[CALL_ID]",),
         written="{bare_name}[ARGS]{arguments}",
     ),
 )

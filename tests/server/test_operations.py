@@ -1,5 +1,6 @@
 """Keys, limits, health, metrics and the end of a server."""
 
+import asyncio
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import httpx
 import pytest
 
 from jaxserve.engine.engine import Engine
+from jaxserve.openai.format import BadRequestError
 from jaxserve.openai.replies import Reply
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.wait_estimate import Wait
@@ -266,3 +268,34 @@ def test_signals_end_a_server(num_signals: int, tmp_path: Path) -> None:
                 assert text[-1] == "data: [DONE]"
                 assert json.loads(text[-2][6:]).get("error", {"code": "stopping"})["code"] == "stopping"
         assert process.wait(30) == 0
+
+
+def test_samples_count_as_open_requests_one_by_one(engine: Engine) -> None:
+    with running(engine, max_open_requests_per_key=2) as server:
+        body = {"prompt": "a", "max_tokens": 2}
+        assert server.client.post("/v1/completions", json=body | {"n": 2}).status_code == 200
+        reply = server.client.post("/v1/completions", json=body | {"n": 3})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert not server.app.service.admission.num_open
+
+
+def test_a_timeout_beyond_all_numbers_is_none(engine: Engine) -> None:
+    with running(engine) as server:
+        content = b'{"prompt": "a", "max_tokens": 2, "timeout": 1' + 400 * b"0" + b"}"
+        assert server.client.post("/v1/completions", content=content).status_code == 200
+
+
+def test_requests_that_are_held_end_when_the_server_stops(engine: Engine) -> None:
+    with running(engine) as server:
+        admission, loop = server.app.service.admission, server.app.service.streams._loop
+        admission.ladder.has = lambda rung: rung == "batch"  # type: ignore[method-assign]
+
+        async def hold() -> None:
+            await admission.turn(1, loop.create_future())
+
+        held = asyncio.run_coroutine_threadsafe(hold(), loop)
+        until(lambda: admission._held)
+        loop.call_soon_threadsafe(admission.drain)
+        with pytest.raises(BadRequestError, match="the server stops"):
+            held.result(10)
+        asyncio.run_coroutine_threadsafe(hold(), loop).result(10)  # nobody is held from now on
