@@ -169,8 +169,9 @@ def test_a_request_can_be_aborted_while_no_replica_has_room(start: Start) -> Non
 def test_a_load_has_the_steps_of_all_replicas(start: Start, replicas: int) -> None:
     engine = start(replicas)
     trace = run_load(engine, [TimedRequest(tokens(9, n), 12) for n in range(12)])
-    assert sum(step.num_tokens for step in trace.steps) == trace.stats.num_tokens
-    assert max(step.num_rows for step in trace.steps) <= engine.schedule.max_num_seqs
+    assert trace.engine is not None
+    assert sum(step.num_tokens for step in trace.engine.steps) == trace.engine.stats.num_tokens
+    assert max(step.num_rows for step in trace.engine.steps) <= engine.schedule.max_num_seqs
 
 
 def test_replicas_hold_weights_and_pool_on_devices_of_their_own(start: Start) -> None:
