@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.random_runs import FACTOR
+
 
 def some_by_default(values: Iterable[str], *chosen: str) -> list[Any]:
     """Return a parameter for each value; tests of those that are not chosen are full ones.
@@ -16,3 +18,13 @@ def some_by_default(values: Iterable[str], *chosen: str) -> list[Any]:
     if missing := {*chosen} - {*values}:
         raise ValueError(f"each chosen value must be one of {values}, got {sorted(missing)}")
     return [pytest.param(each, id=each, marks=() if each in chosen else pytest.mark.full) for each in values]
+
+
+def seeds(few: int) -> list[Any]:
+    """Return seeds of which the default run takes `few`, and the full run others."""
+    return mainly(range(few), *range(few, few * FACTOR))
+
+
+def mainly(chosen: Iterable[Any], *others: Any) -> list[Any]:
+    """Return parameters of which the default run takes the chosen ones, and the full run the others."""
+    return [*chosen, *(pytest.param(other, marks=pytest.mark.full) for other in others)]

@@ -38,10 +38,11 @@ def check_exchanges(arch, num_tokens, text, num_copies):
 @pytest.mark.parametrize(
     ("name", "target", "num_layers", "decode_megabytes", "largest_megabytes"),
     [
-        ("llama-3.1-8b", "h200", None, 800, 850),
+        ("llama-3.1-8b", "h200", 6, 800, 850),
+        pytest.param("llama-3.1-8b", "h200", None, 800, 850, marks=pytest.mark.full),
         pytest.param("llama-3.1-70b", "h200x4", None, 300, 350, marks=pytest.mark.full),
         ("llama-3.1-8b", "v6e:1x1", None, 131 + 64, 131 + 64),
-        ("llama-3.1-70b", "v6e:2x4", None, 16 + 64, 16 + 64),
+        pytest.param("llama-3.1-70b", "v6e:2x4", None, 16 + 64, 16 + 64, marks=pytest.mark.full),
         ("gemma-2-9b", "h200", 6, 800, 850),
         pytest.param("gemma-2-9b", "h200", None, 800, 850, marks=pytest.mark.full),
         pytest.param("gemma-2-9b", "v6e:1x1", None, 340, 360, marks=pytest.mark.full),

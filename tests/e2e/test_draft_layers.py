@@ -65,7 +65,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("num_tokens", [pytest.param(1, marks=pytest.mark.full), 3])
-@pytest.mark.parametrize("kind", some_by_default(HEADS, "eagle3", "mtp"))
+@pytest.mark.parametrize("kind", some_by_default(HEADS, "eagle3"))
 def test_what_is_accepted_is_what_torch_drafts(
     start: Start, model: transformers.LlamaForCausalLM, target: Path, tmp_path: Path, kind: str, num_tokens: int
 ) -> None:

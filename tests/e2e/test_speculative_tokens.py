@@ -225,7 +225,7 @@ def test_plain_rows_beside_speculating_ones_are_bit_identical(
         assert_same(output, wanted)
 
 
-@pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral", marks=pytest.mark.full)])
+@pytest.mark.parametrize("family", ["mistral", pytest.param("gemma3", marks=pytest.mark.full)])
 def test_models_with_windows_release_pages_and_draft(family: str, tmp_path: Path) -> None:
     """The draft model keeps to the pages of the widest window."""
     checkpoints.write_checkpoint(tmp_path, family)

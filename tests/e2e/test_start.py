@@ -19,6 +19,7 @@ from jaxserve.engine.engine import Engine
 from jaxserve.sampling_params import SamplingParams
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, tokens
+from tests.parameters import mainly
 from tests.soon_compiled import soon_compiled
 
 Start = Callable[..., Engine]
@@ -106,7 +107,7 @@ def test_a_compile_while_serving_is_noticed(start: Start, monkeypatch: pytest.Mo
 ONE_ROW = {**SIZES, "max_num_seqs": 1, "max_num_batched_tokens": 1, "num_pages": 16}
 
 
-@pytest.mark.parametrize("options", [{"dtype": "bfloat16"}, {"kv_cache_dtype": "bfloat16"}])
+@pytest.mark.parametrize("options", mainly([{"dtype": "bfloat16"}], {"kv_cache_dtype": "bfloat16"}))
 def test_narrow_dtypes(start: Start, options: dict[str, str]) -> None:
     """Half-precision programs run, and the log probabilities of their first token are within 0.1."""
     params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True, logprobs=1)

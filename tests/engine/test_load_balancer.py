@@ -9,6 +9,7 @@ from simulation import Loop, generate_alone, make_request, make_scheduler
 from jaxserve.engine.load_balancer import LoadBalancer
 from jaxserve.request import RequestStatus
 from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
+from tests.parameters import seeds
 
 
 def random_request(rng, index, prefixes=2):
@@ -17,7 +18,7 @@ def random_request(rng, index, prefixes=2):
     return make_request(f"{index}", prompt, rng.randint(1, 20))
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", seeds(25))
 def test_what_has_room_is_started_by_the_next_plan(seed):
     """Unless rows that run need more pages by then."""
     rng = random.Random(seed)
@@ -70,7 +71,7 @@ def test_load_is_what_there_is_to_compute_and_a_charge_for_each_request():
     assert loop.scheduler.admission.load == 0
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.parametrize("depth", [0, 1])
 def test_requests_go_on_elsewhere_as_if_they_had_been_there(seed, depth):
     """Preempted ones among them. None is lost, and none is taken while tokens of it are on the device."""
@@ -169,7 +170,7 @@ def test_samples_of_a_prompt_compute_it_once(num_prompts, sizes):
     assert max(loads) < 2 * min(loads), "the prompts are spread"
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", seeds(4))
 @pytest.mark.parametrize("depth", [0, 1])
 def test_no_replica_idles_while_a_request_waits_that_it_could_start(seed, depth):
     """Whatever arrives when, in small pools: each request ends as if alone, and the counters stay right."""

@@ -32,7 +32,7 @@ R, K = 8, 4
 def test_verification_reads_the_weights_once() -> None:
     """XLA counts the bytes of a plain step of 8 rows, and of the pass over 8 rows with 4 drafted tokens each."""
     arch = registry.from_hf_config(
-        hf_dict("llama", vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=4)
+        hf_dict("llama", vocab_size=4096, hidden_size=1024, intermediate_size=2816, num_hidden_layers=1)
     )
     schedule = ScheduleConfig(R, 64, 64, 4, 160)
     params = abstract_params(arch, jnp.dtype("float32"))

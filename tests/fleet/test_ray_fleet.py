@@ -124,6 +124,7 @@ def test_engines_killed_in_the_midst_lose_nothing(
     assert records_by_id(out) == expected(os.curdir, source)
 
 
+@pytest.mark.full
 def test_what_kills_engines_becomes_an_error_and_the_rest_is_served(
     cluster: None, model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,6 +164,7 @@ def test_configuration_errors_of_actors_are_one_line(
     assert not out.exists()
 
 
+@pytest.mark.full
 def test_ray_address_names_the_cluster(cluster: None, model: str, tmp_path: Path) -> None:
     import ray
 

@@ -224,7 +224,7 @@ def compiled_plans(call, rows):
     return [plan for _, plan in mosaic_gpu._plans(call, rows)]
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(20))
 @given(steps())
 def test_plan_does_all_work_once(step):
     call, q_lens, past, garbage = step

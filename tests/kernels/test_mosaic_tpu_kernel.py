@@ -46,8 +46,8 @@ RUN = [
     *(case.name for case in TPU_CASES),
 ]
 """Distinctive cases: other backends run all cases, which are slow here."""
-QUICK = ["no_live_rows", "stale_nan_window"]
-"""Cases of the default run, which shows if a kernel does not run at all."""
+QUICK = ["stale_nan_window"]
+"""Case of the default run, which shows if the kernel does not run at all."""
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def table_of(flat, num_columns):
     return np.asarray(flat).reshape(-1, num_columns)
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(20))
 @given(steps())
 def test_plan_does_all_work_once(step):
     call, q_lens, past, garbage = step

@@ -141,7 +141,7 @@ def test_a_prompt_that_is_mostly_cached_is_not_long():
     assert starts(steps.step())["again"] == (10_000, 100)
 
 
-@pytest.mark.parametrize("num_siblings", [129, 1000])
+@pytest.mark.parametrize("num_siblings", [129, pytest.param(1000, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     ("sizes", "num_tokens"),
     [({}, 8000), ({}, 6000), ({"max_num_batched_tokens": 256, "long_threshold": 3000}, 2500)],

@@ -27,6 +27,7 @@ from jaxserve.speculation_config import SpeculationConfig
 from jaxserve.weights import save
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import generate
+from tests.parameters import some_by_default
 
 KINDS = ("medusa", "eagle3")
 CYCLE = 7
@@ -57,7 +58,7 @@ def target(cycles: Sequence[NDArray[np.int32]], tmp_path_factory: pytest.TempPat
     return path
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_by_default(KINDS, "medusa"))
 def test_trained_heads_draft_what_the_model_goes_on_with(
     cycles: Sequence[NDArray[np.int32]], target: Path, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,14 +17,14 @@ DEVICES = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
 
 @pytest.mark.parametrize("checks", [ENGINES, SPECULATION, OTHERS], ids=["engines", "speculation", "others"])
 def test_on_eight_devices(checks: list[Path]) -> None:
-    run_checks(checks, "not full")
+    run_checks(checks, "not full and not exhaustive")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["engine", "replicas", "sampling", "speculation"])
+@pytest.mark.parametrize("name", ["engine", "logits", "replicas", "sampling", "speculation", "weights"])
 def test_more_on_eight_devices(name: str) -> None:
     """Run the checks that are marked as full, and more random requests."""
-    run_checks([DEVICES_DIR / f"check_{name}.py"], "full")
+    run_checks([DEVICES_DIR / f"check_{name}.py"], "full and not exhaustive")
 
 
 def run_checks(checks: list[Path], selection: str) -> None:

@@ -23,6 +23,7 @@ from jaxserve.sampling_params import SamplingParams
 from jaxserve.sharding import named_sharding, tensor_mesh
 from tests.checkpoints import FAMILIES, write_checkpoint
 from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, run, tokens
+from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import LAYERS, MODEL, SIZES
 
@@ -59,7 +60,11 @@ class TestAnyWorkload:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=pytest.mark.full) for name in FAMILIES if name != "llama"],
+    params=[
+        pytest.param(name, marks=pytest.mark.full if name in ("gemma3", "gpt2") else pytest.mark.exhaustive)
+        for name in FAMILIES
+        if name != "llama"
+    ],
 )
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Engine, Engine]:
     """Start engines of another family over one device and over four, which hold two KV heads twice each."""
@@ -83,7 +88,7 @@ class TestAnyWorkloadOfOtherFamilies:
             assert_same(output, wanted, job)
 
 
-@pytest.mark.parametrize("num_devices", [2, 8])
+@pytest.mark.parametrize("num_devices", mainly([8], 2))
 def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, num_devices: int) -> None:
     prompts, params = [tokens(20, n) for n in range(4)], SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
     expected = generate(start(1), prompts, params)
