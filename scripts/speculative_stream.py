@@ -1,13 +1,15 @@
 """Measure adaptive drafting on a stream that alternates between easy and hard text, and between 1 and 64 rows.
 
-    python scripts/speculative_stream.py --out stream.json            # the embedded model and its draft
+    python scripts/speculative_stream.py --out stream.json            # the embedded model and its draft, 4 minutes
+    python scripts/speculative_stream.py --out s.json --seconds 30    # longer phases, as of the simulated clock's tests
     python scripts/speculative_stream.py --out s.json --multi-step 1  # each plain step in a dispatch of its own
 
 Engines for plain decoding, fixed numbers of drafted tokens and adaptive ones take turns in each phase and keep what
 they have learned from one phase to the next. Easy text is greedy and repeats itself; hard text is sampled and follows
-random letters. A request follows where another one ends, so that the number of rows stays, until the phase has its
-tokens; then all are aborted. Speeds are of a whole phase and of its second half, when the choice has settled: medians
-over the visits during which other processes took little of the processor, or over all where there are none.
+random letters. A request follows where another one ends, so that the number of rows stays, until the phase has lasted
+for its time; then all are aborted. Speeds are of a whole phase and of its second half, when the choice has settled:
+medians over the visits during which other processes took little of the processor, or over all where there are none. All
+engines, phases and repeats take 20 times the seconds of a phase and of its repeats, beside starting and waiting.
 """
 
 import argparse
@@ -35,6 +37,7 @@ DEPTHS = (1, 2, 4)
 ADAPTIVE = "adaptive"
 QUIET = 0.1  # most of the processor that other processes may take
 MAX_TOKENS = 400  # tokens of a request: prompts are short, and the embedded model's context ends at 1,024
+SPEEDS = ("tokens_per_s", "settled_tokens_per_s", "tokens_per_processor_s")
 EASY = ["0, 0, 0, 0, " * 12, "None, None, None, " * 10, "import os\n" * 16, "a, b = b, a\n" * 12]
 
 
@@ -45,14 +48,14 @@ class Phase:
     Attributes:
         name: name in the results.
         num_rows: requests that run at a time.
-        num_tokens: tokens of all requests together.
+        seconds: time that it lasts.
         temperature: temperature of sampling.
         prompts: prompts, which take turns.
     """
 
     name: str
     num_rows: int
-    num_tokens: int
+    seconds: float
     temperature: float
     prompts: list[str]
 
@@ -64,6 +67,7 @@ class Visits:
     Attributes:
         whole: tokens per second.
         settled: tokens per second of the second half.
+        by_processor: tokens per second of processor time of this process, which others' work changes less.
         others: share of the processor that other processes took.
         counts: drafted tokens and those that were accepted, of all visits.
         depths: tokens sampled in rounds and steps by the number of tokens drafted for a row.
@@ -71,6 +75,7 @@ class Visits:
 
     whole: list[float] = field(default_factory=list)
     settled: list[float] = field(default_factory=list)
+    by_processor: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
     counts: collections.Counter[str] = field(default_factory=collections.Counter)
     depths: collections.Counter[int] = field(default_factory=collections.Counter)
@@ -80,13 +85,13 @@ class Visits:
         total = sum(self.depths.values())
         quiet = [index for index, share in enumerate(self.others) if share < QUIET]
         kept = quiet or range(len(self.others))
+        speeds = dict(zip(SPEEDS, (self.whole, self.settled, self.by_processor), strict=True))
         return {
-            "tokens_per_s": float(np.median([self.whole[index] for index in kept])),
-            "settled_tokens_per_s": float(np.median([self.settled[index] for index in kept])),
+            **{name: float(np.median([visits[index] for index in kept])) for name, visits in speeds.items()},
             "acceptance": self.counts["accepted"] / max(self.counts["drafted"], 1),
             "share_of_tokens_by_depth": {k: round(n / total, 3) for k, n in sorted(self.depths.items())},
             "num_quiet_visits": len(quiet),
-            "visits": {"tokens_per_s": self.whole, "settled_tokens_per_s": self.settled, "others": self.others},
+            "visits": {**speeds, "others": self.others},
         }
 
 
@@ -118,8 +123,9 @@ def visit(engine: Engine, phase: Phase, visits: Visits) -> None:
     all_before_s, own_before_s = busy_s()
     stats = engine.replicas[0].step_stats.stats
     before = stats.num_sampled_tokens
-    marks = [(0, time.perf_counter())]  # tokens so far, and when
-    while marks[-1][0] < phase.num_tokens:
+    began_s = time.perf_counter()
+    marks = [(0, began_s)]  # tokens so far, and when
+    while marks[-1][1] < began_s + phase.seconds:
         while len(running) < phase.num_rows:
             index = next(indices)
             params = SamplingParams(temperature=phase.temperature, max_tokens=MAX_TOKENS, ignore_eos=True, seed=index)
@@ -138,19 +144,21 @@ def visit(engine: Engine, phase: Phase, visits: Visits) -> None:
         engine.abort(request_id)
     while engine.has_unfinished():
         engine.step()
-    (_, began), (total, ended) = marks[0], marks[-1]
+    total, ended_s = marks[-1]
     all_s, own_s = busy_s()
-    others_s = (all_s - all_before_s) - (own_s - own_before_s)
-    visits.others.append(others_s / (time.perf_counter() - began) / (psutil.cpu_count() or 1))
-    half, half_s = next(mark for mark in marks if mark[0] >= phase.num_tokens / 2)
-    visits.whole.append(total / (ended - began))
-    visits.settled.append((total - half) / (ended - half_s))
+    own_busy_s = own_s - own_before_s
+    others_s = all_s - all_before_s - own_busy_s
+    visits.others.append(others_s / (time.perf_counter() - began_s) / (psutil.cpu_count() or 1))
+    half, half_s = [mark for mark in marks if mark[1] <= (began_s + ended_s) / 2][-1]
+    visits.by_processor.append(total / own_busy_s)
+    visits.whole.append(total / (ended_s - began_s))
+    visits.settled.append((total - half) / (ended_s - half_s))
 
 
 def compare(by_engine: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the adaptive speed over that of plain decoding and of the best fixed number, of all and settled."""
+    """Return the adaptive speed over that of plain decoding and of the best fixed number, by each kind of speed."""
     found: dict[str, Any] = {}
-    for name in ("tokens_per_s", "settled_tokens_per_s"):
+    for name in SPEEDS:
         speeds = {engine: summary[name] for engine, summary in by_engine.items()}
         adaptive, plain = speeds.pop(ADAPTIVE), speeds["plain"]
         best = max(speeds, key=speeds.__getitem__)
@@ -172,17 +180,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file to write, after each time through the stream")
     parser.add_argument("--rows", type=int, default=64, help="rows of the phases with many")
-    parser.add_argument("--tokens", type=int, default=4000, help="tokens of a phase of one row")
-    parser.add_argument("--tokens-of-many", type=int, default=16_000, help="tokens of a phase of many rows")
+    parser.add_argument("--seconds", type=float, default=3, help="time of a phase")
     parser.add_argument("--temperature", type=float, default=0.5, help="temperature of hard text")
     parser.add_argument("--multi-step", default="auto", help="most plain steps of a dispatch")
     parser.add_argument("--repeats", type=int, default=4, help="times that the stream goes through all phases")
-    parser.add_argument("--wait", type=float, default=20, help="most seconds to wait for other processes per visit")
+    parser.add_argument("--wait", type=float, default=2, help="most seconds to wait for other processes per visit")
     args = parser.parse_args()
     hard = hard_prompts(args.rows)
     phases = [
-        Phase(f"{name}, {rows} rows", rows, tokens, temperature, prompts)
-        for rows, tokens in ((1, args.tokens), (args.rows, args.tokens_of_many))
+        Phase(f"{name}, {rows} rows", rows, args.seconds, temperature, prompts)
+        for rows in (1, args.rows)
         for name, temperature, prompts in (("easy", 0.0, EASY), ("hard", args.temperature, hard))
     ]
     draft = str(embedded_model(DEFAULT_DRAFTS["draft_model"]))

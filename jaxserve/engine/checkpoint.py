@@ -20,13 +20,14 @@ _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
 
 
 def build_arch(config: EngineConfig) -> ArchConfig:
-    """Read config.json and generation_config.json."""
+    """Read config.json and generation_config.json, for sequences as long as `max_model_len`."""
     try:
         raw = weights.read_config(config.model_path)
         generation = weights.read_generation_config(config.model_path)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     arch = registry.from_hf_config(raw)
+    arch = arch.within(config.max_model_len or arch.max_position)
     # generation_config.json adds the ids that end a chat turn.
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
 

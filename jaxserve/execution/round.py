@@ -235,8 +235,7 @@ def run_model(
     tree_mask: Int[Array, " T"] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], Pages]:
     """Return the hidden states of all tokens, what a proposer observes of them, and the pool with keys and values."""
-    page_table = state.sequences.page_table.at[rows.slot].get(mode="clip")
-    page_tables = jnp.split(page_table, len(model.arch.kv_windows), axis=1)
+    page_tables = state.sequences.page_tables(rows.slot, len(model.arch.kv_windows))
     groups = tuple(RaggedRows(rows.kv_lens, table, rows.cu_q_lens, num_rows) for table in page_tables)
     attend = partial(paged_attend, backend=model.backend)
     carry = AttentionCarry(state.kv_pages, groups, tree_mask)

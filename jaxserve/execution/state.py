@@ -56,6 +56,15 @@ class Sequences:
     page_table: Int[Array, "S GM"]
     records: Int[Array, "S words"]
 
+    def page_tables(self, slot: Int[Array, " R"], num_groups: int) -> list[Int[Array, "R M"]]:
+        """Return the pages of some sequences in each KV group.
+
+        Each group's are looked up for themselves: slices of those of all groups would be read and written once more.
+        """
+        S, num_columns = self.page_table.shape
+        table = self.page_table.reshape(S * num_groups, num_columns // num_groups)
+        return [table.at[slot * num_groups + group].get(mode="clip") for group in range(num_groups)]
+
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass

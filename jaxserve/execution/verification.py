@@ -313,9 +313,8 @@ def _verify(
 
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:
     """Return the pool in which the tokens of each row's path follow each other."""
-    page_table = state.sequences.page_table.at[rows.slot].get(mode="clip")
     kv_pages = state.kv_pages
-    for table in jnp.split(page_table, len(model.arch.kv_windows), axis=1):
+    for table in state.sequences.page_tables(rows.slot, len(model.arch.kv_windows)):
         kv_pages = move_tokens(model.backend, kv_pages, table, rows.start, path)
     return kv_pages
 

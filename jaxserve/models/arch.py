@@ -110,6 +110,11 @@ class ArchConfig:
             tensor_axis=TENSOR,
         )
 
+    def within(self, max_len: int) -> "ArchConfig":
+        """Return the config for sequences of at most `max_len` tokens: a window that holds all of them is none."""
+        windows = tuple(window if window is not None and window < max_len else None for window in self.windows)
+        return dataclasses.replace(self, windows=windows)
+
     def times(self, factor: int) -> "ArchConfig":
         """Return the config with heads and vocabulary multiplied by `factor`."""
         return dataclasses.replace(

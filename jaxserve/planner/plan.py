@@ -217,6 +217,7 @@ def make_plan(
         ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
     """
     name, arch = read_model(config.model)
+    arch = arch.within(config.max_model_len or arch.max_position)
     sheet, local = target.sheet, arch.local(target.num_devices)
     dtype = compute_dtype(config, arch, on_cpu=sheet is None)
     kv_dtype = pool_dtype(config, dtype)

@@ -242,14 +242,8 @@ class DraftLayer:
         table, axis = (own["embed"], None) if "embed" in own else (target["embed"], self.target.tensor_axis)
         embedding = embed(token_ids, table, LinearContext(dtype=feature.dtype, axis=axis))
         attend = partial(paged_attend, backend=self.backend)
-        M = self.schedule.max_pages_per_row
-        page_table = state.sequences.page_table[:, self.kv_group * M : (self.kv_group + 1) * M]
-        group = RaggedRows(
-            rows.kv_lens,
-            page_table.at[rows.slot].get(mode="clip"),
-            rows.cu_q_lens,
-            jnp.int32(rows.slot.shape[0]),
-        )
+        page_table = state.sequences.page_tables(rows.slot, self.schedule.kv_groups.size)[self.kv_group]
+        group = RaggedRows(rows.kv_lens, page_table, rows.cu_q_lens, jnp.int32(rows.slot.shape[0]))
         carry: Any = AttentionCarry(kv_pages, (group,))
         x, carry = apply_layer(own, self.head, embedding, feature, position, attend, carry)
         return x, carry.kv_pages

@@ -243,9 +243,7 @@ class DraftModel:
 
     def _page_table(self, state: ServeState, rows: Rows) -> Int[Array, "R M"]:
         """Return the pages of rows."""
-        M = self.schedule.max_pages_per_row
-        columns = slice(self.kv_group * M, (self.kv_group + 1) * M)
-        return state.sequences.page_table[:, columns].at[rows.slot].get(mode="clip")
+        return state.sequences.page_tables(rows.slot, self.schedule.kv_groups.size)[self.kv_group]
 
     def _forward(
         self,

@@ -17,7 +17,9 @@ from jaxserve.execution.verification import BothParams, Drafts
 class NGram:
     """Proposer that looks up the longest match of a sequence's last tokens within it, on the device (Saxena 2023).
 
-    Of several matches of equal length the latest counts. It has neither parameters nor state.
+    Of several matches of equal length the latest with enough tokens behind it counts. In a run that repeats itself the
+    latest of all ends a period before the sequence does, and would yield no more tokens than that. It has neither
+    parameters nor state.
 
     Attributes:
         max_drafts: most tokens that it proposes for a row, K.
@@ -62,7 +64,10 @@ class NGram:
 def find_continuation(
     history: Int[Array, "R C"], last: Int[Array, " R"], num_tokens: int, max_ngram: int, min_ngram: int
 ) -> tuple[Int[Array, "R K"], Int[Array, " R"]]:
-    """Return the tokens behind the latest of the longest matches of each sequence's end, and how many there are.
+    """Return the tokens behind the longest match of each sequence's end, and how many there are.
+
+    Of equally long matches it is the one with most tokens behind it, of which `num_tokens` are enough, and of these the
+    latest.
 
     Args:
         history: tokens of each sequence.
@@ -80,7 +85,9 @@ def find_continuation(
         shifted = jnp.pad(history, ((0, 0), (back, 0)))[:, :C]
         matches &= (shifted == token) & (end >= back)
         length += matches
-    best = jnp.argmax(jnp.where(length >= min_ngram, length * C + end, -1), axis=1)
+    behind = last[:, None] - end
+    order = jnp.where(behind >= num_tokens, num_tokens + end, behind)  # fewer than K behind: below all with K
+    best = jnp.argmax(jnp.where(length >= min_ngram, length * (C + num_tokens) + order, -1), axis=1)
     is_found = jnp.take_along_axis(length, best[:, None], axis=1)[:, 0] >= min_ngram
     place = best[:, None] + 1 + jnp.arange(num_tokens)[None]
     token_ids = jnp.take_along_axis(history, jnp.minimum(place, C - 1), axis=1)

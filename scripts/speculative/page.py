@@ -139,9 +139,11 @@ def _of_step(step: dict[str, Any], name: str) -> float:
 
 def table(cases: Sequence[Case]) -> list[tuple[str, ...]]:
     """Return the rows of the table of all cases, the header first."""
-    rows = [("", "tokens/s", "of plain", "acceptance", "tokens per pass", "E[n]", "ratio", "share of tokens")]
+    header = ("", "tokens/s", "of plain", "ms per pass", "pays from", "acceptance", "tokens per pass", "E[n]", "ratio")
+    rows = [(*header, "share of tokens")]
     for case in cases:
         speeds = (f"{case.tokens_per_s:.0f}", f"{case.tokens_per_s / cases[0].tokens_per_s:.2f}")
+        speeds = (*speeds, f"{case.pass_ms:.2f}", f"{case.pass_ms / cases[0].pass_ms:.2f}" if case.drafts else "")
         drafted = ("",) * 5
         if case.drafts:
             theory = case.summary()["theory"]
@@ -168,6 +170,8 @@ def write_page(cases: Sequence[Case], facts: dict[str, Any], directory: Path) ->
     header, *rows = table(cases)
     parts.append("<table>" + _row("th", header) + "".join(_row("td", row) for row in rows) + "</table>")
     parts.append(
+        "<p>A pass is a round with drafts, or for plain decoding a step, in dispatches of several. Drafts pay where "
+        "a pass yields more tokens than plain steps in its time, the number in &ldquo;pays from&rdquo;.</p>"
         "<p>Tokens per pass, their theory E[n] and the ratio of the two are of passes over drafted tokens, which yield "
         "the given share of all tokens; the others come from plain passes. A random draft must not be accepted.</p>"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -70,6 +71,17 @@ class Case:
         """Share of the tokens that come from passes over drafted tokens; the others are of plain passes."""
         return sum(sampled for _, _, sampled in self.drafts) / (len(self.seconds) * sum(map(len, self.tokens)))
 
+    @property
+    def pass_ms(self) -> float:
+        """Time of a pass of the model in the last round: a round with drafts, or for plain decoding a step.
+
+        The median counts passes, not dispatches: a dispatch has several, and a start and an end.
+        """
+        drafts = bool(self.drafts)
+        decoding = [s for s in self.steps if not s["num_prefill_tokens"] and (s["num_draft_rounds"] > 0) == drafts]
+        times = [s["wall_ms"] / s["num_steps"] for s in decoding for _ in range(s["num_steps"])]
+        return float(np.median(times)) if times else math.nan
+
     def by_prompt(self) -> list[dict[str, float]]:
         """Return speed, the median over the rounds, and acceptance in the last round for each prompt."""
         found = []
@@ -81,7 +93,7 @@ class Case:
 
     def summary(self) -> dict[str, Any]:
         """Return the figures of the case."""
-        names = ("tokens_per_s", "acceptance", "tokens_per_pass", "drafted_share")
+        names = ("tokens_per_s", "acceptance", "tokens_per_pass", "drafted_share", "pass_ms")
         return {name: getattr(self, name) for name in names} | {
             "name": self.name,
             "num_rounds": len(self.drafts),

@@ -101,6 +101,15 @@ def test_window_fields_are_checked(field):
         registry.from_hf_config({**hf_dict("qwen3"), field: "x"})
 
 
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2", "gemma3", "gpt_neo"])
+def test_windows_that_hold_every_sequence_need_no_groups_of_their_own(family):
+    arch = registry.from_hf_config(hf_dict(family))
+    [window] = {window for window in arch.windows if window is not None}
+    assert arch.within(window + 1) == arch
+    assert arch.within(window).windows == (None, None)
+    assert arch.within(window).kv_windows == (None,)
+
+
 def without(options, name):
     return {key: value for key, value in options.items() if key != name}
 

@@ -30,6 +30,7 @@ def test_report_shows_every_proposer_and_that_a_random_draft_fails(tmp_path: Pat
     for name, num_ranks in (("tree of 3 levels", 3), ("Medusa heads, wide tree", 6)):
         assert 0.7 < cases[name]["theory"]["ratio"] < 1.4
         assert [len(level) for level in cases[name]["theory"]["node_acceptance"]] == [num_ranks] * 3
+    assert all(case["pass_ms"] > 0 for case in cases.values())
     steps = [json.loads(line) for line in (out / "steps-draft-model--k---2.jsonl").read_text().splitlines()]
     assert sum(step["num_accepted_tokens"] for step in steps) > 0
     assert {"wall_ms", "kv_bytes", "kv_memory_bytes", "num_pages_used"} <= steps[0].keys()
