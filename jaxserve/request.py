@@ -38,10 +38,12 @@ class Constraint(Protocol):
     """Tokens that an output may go on with, which depend on the output alone.
 
     Attributes:
+        forced: tokens by which the last call of `advance` has gone on beyond the output; they belong to it.
         error: reason why the output cannot go on, although it is unfinished; empty unless that is so.
         has_ended: True if no further token may follow.
     """
 
+    forced: list[int]
     error: str
     has_ended: bool
 

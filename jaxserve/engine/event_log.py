@@ -1,7 +1,7 @@
 """Event logs: the events of a replica in a file of JSON lines, from which its plans can be made again.
 
 The first line has the sizes of the schedule, each other one an event: its name and its fields. Prompts are in
-it; constraints are not, as plans do not depend on them.
+it; constraints are not, but the tokens that they append are.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jaxserve.config import ScheduleConfig
 from jaxserve.engine.events import (
     Added,
     CacheReset,
+    Extended,
     Finished,
     Recovered,
     ReplicaEvent,
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**30
 _KINDS = {
-    kind.__name__: kind for kind in (Added, Finished, Withdrawn, CacheReset, Scheduled, Updated, Recovered, WeightsRead)
+    kind.__name__: kind
+    for kind in (Added, Finished, Withdrawn, CacheReset, Scheduled, Updated, Extended, Recovered, WeightsRead)
 }
 _REQUEST_FIELDS = [
     "request_id",

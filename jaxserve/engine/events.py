@@ -77,6 +77,13 @@ class Updated(NamedTuple):
     token_ids: Sequence[list[int]]
 
 
+class Extended(NamedTuple):
+    """A request goes on by tokens that no plan has sampled."""
+
+    request_id: str
+    token_ids: Sequence[int]
+
+
 class Recovered(NamedTuple):
     """A step broke off, and its requests have been ended: steps in flight, and all that was cached, are forgotten."""
 
@@ -87,7 +94,7 @@ class WeightsRead(NamedTuple):
     path: str
 
 
-ReplicaEvent = Added | Finished | Withdrawn | CacheReset | Scheduled | Updated | Recovered | WeightsRead
+ReplicaEvent = Added | Finished | Withdrawn | CacheReset | Scheduled | Updated | Extended | Recovered | WeightsRead
 Record = Callable[[ReplicaEvent], None]
 
 
@@ -134,6 +141,8 @@ def replay(
                     launch(plan, bucket)
             case Updated(token_ids):
                 scheduler.update(in_flight.popleft(), token_ids)
+            case Extended(request_id, token_ids):
+                scheduler.extend(request_id, token_ids)
             case Recovered():
                 in_flight.clear()
                 scheduler.restart()

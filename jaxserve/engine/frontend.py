@@ -393,13 +393,17 @@ class Frontend:
 
     def _constraint(self, params: SamplingParams, stop_ids: frozenset[int]) -> TokenConstraint | None:
         """Return the constraint of a sample; RequestError where its form is refused."""
-        if params.structured_outputs is None:
+        form = params.structured_outputs
+        if form is None:
             return None
+        if form.append_forced_tokens and (params.logprobs is not None or params.has_penalties or params.bad_words):
+            message = "append_forced_tokens cannot be combined with logprobs, penalties or bad_words; drop one"
+            raise RequestError(message)
         with self._grammars_lock:
             if self._grammars is None:
                 self._grammars = self._new_grammars()
         return self._grammars.constraint(
-            params.structured_outputs,
+            form,
             allowed_token_ids=params.allowed_token_ids,
             stop_ids=stop_ids,
             min_tokens=params.min_tokens,

@@ -13,6 +13,7 @@ import numpy as np
 from jaxserve.engine.events import (
     Added,
     CacheReset,
+    Extended,
     Finished,
     Record,
     Recovered,
@@ -222,9 +223,15 @@ class Replica:
         self._note(Updated(sampled))
         plan = self.in_flight.popleft().plan
         ended = self.scheduler.update(plan, sampled)
-        for request in plan.requests if self._constrained else ():
+        for row, request in enumerate(plan.requests) if self._constrained else ():
             if request.constraint is not None and request.status is not RequestStatus.FINISHED:
                 request.constraint.advance(request.output_token_ids)
+                if forced := request.constraint.forced:
+                    self._note(Extended(request.request_id, forced))
+                    sampled[row] = [*sampled[row], *self.scheduler.extend(request.request_id, forced)]
+                    if request.finish_reason is not None:
+                        ended.append(request)
+                        continue
                 if request.constraint.has_ended:  # no token may follow
                     if error := request.constraint.error:
                         logger.warning("request %s is ended, it cannot go on: %s", request.request_id, error)

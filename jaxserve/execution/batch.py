@@ -359,7 +359,10 @@ class BatchPacker:
             to["num_rounds"][...] = plan.num_steps
             to["num_drafts"][:num_rows] = plan.num_drafts
         to["token_ids"][: plan.num_tokens] = -1
-        for row in np.flatnonzero(~self._has_sampled[slots]).tolist():
+        sent = ~self._has_sampled[slots]
+        if not is_decode:
+            sent |= counts > 1  # tokens that were not sampled follow the one that was
+        for row in np.flatnonzero(sent).tolist():
             start, count, end = plan.starts[row], plan.counts[row], to["cu_q_lens"][row + 1]
             to["token_ids"][end - count : end] = plan.requests[row].tokens(start, start + count)
         self._has_sampled[slots] = max_new > 0

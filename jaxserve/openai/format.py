@@ -66,6 +66,10 @@ _TYPES = {
     "structured_outputs": dict,
     "add_generation_prompt": bool,
     "include_reasoning": bool,
+    "continue_final_message": bool,
+    "documents": list,
+    "request_id": str,
+    "return_tokens_as_token_ids": bool,
     "stop": str | list,
     "stop_token_ids": list,
     "allowed_token_ids": list,
@@ -75,7 +79,7 @@ _NEUTRAL_SHARED = {"store": ["false"], "service_tier": ['"auto"', '"default"']}
 _NEUTRAL_SHARED |= {"detokenize": ["true"], "spaces_between_special_tokens": ["true"], "use_beam_search": ["false"]}
 _NEUTRAL = {  # values, as JSON, that switch off unsupported features
     COMPLETIONS: _NEUTRAL_SHARED | {"suffix": ['""'], "best_of": ["1", "n"]},
-    CHAT: _NEUTRAL_SHARED | {"modalities": ['["text"]'], "continue_final_message": ["false"]},
+    CHAT: _NEUTRAL_SHARED | {"modalities": ['["text"]']},
 }
 _SHARED_FIELDS = {
     "priority",
@@ -83,7 +87,9 @@ _SHARED_FIELDS = {
     "max_tokens",
     "logprobs",
     "cache_salt",
+    "request_id",
     "return_token_ids",
+    "return_tokens_as_token_ids",
     "stream",
     "stream_options",
 }
@@ -94,7 +100,7 @@ _FIELDS = {
     | _NEUTRAL[CHAT].keys()
     | _PREFERENCES.keys()
     | {"messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
-    | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning"},
+    | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "documents", "continue_final_message"},
 }
 _IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
@@ -103,7 +109,7 @@ _SUCCESSORS = {  # names here of fields of earlier or other interfaces
     "function_call": "tool_choice",
     **{f"guided_{kind}": "structured_outputs" for kind in ("json", "regex", "choice", "grammar")},
 }
-_RESERVED = {"messages", "chat_template", "tokenize", "tools"}  # names not allowed in chat_template_kwargs
+_RESERVED = {"messages", "chat_template", "tokenize", "tools", "documents"}  # names not allowed in chat_template_kwargs
 
 
 @dataclass(eq=False)
@@ -129,12 +135,15 @@ class ParsedRequest:
         echo: True if the text of a completion begins with its prompt.
         has_output: False if only the prompt is wanted, with its log probabilities.
         return_token_ids: True if token ids are wanted beside the text.
+        tokens_as_ids: True if log probabilities name tokens by their ids.
+        request_id: name that the reply is to have; empty if the body does not say.
         stream: True if increments are wanted as they come.
         include_usage: True if the counts of tokens are wanted at the end of a stream.
         continuous_usage: True if they are wanted with every increment.
         tenant: name of whoever has sent it; empty if nobody says.
         priority: class, of which lower numbers go first; None if the body does not say.
         form: form of a chat's message.
+        form_field: field that says which form the output must have.
         ignored: fields that were accepted and changed nothing.
     """
 
@@ -147,12 +156,15 @@ class ParsedRequest:
     echo: bool = False
     has_output: bool = True
     return_token_ids: bool = False
+    tokens_as_ids: bool = False
+    request_id: str = ""
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     tenant: str = ""
     priority: int | None = None
     form: MessageForm = field(default_factory=MessageForm)
+    form_field: str = "structured_outputs"
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -197,6 +209,9 @@ def parse_body(
     if given.get("priority") and not may_stream:
         message = "a line of a batch file must have priority 0, as all lines are of one batch"
         raise BadRequestError(message, "priority", "unsupported_value")
+    if "request_id" in given and not (may_stream and re.fullmatch(r"[\w.-]{1,128}", given["request_id"], re.ASCII)):
+        message = "request_id must be up to 128 letters, digits, dots and dashes; a line of a batch file has custom_id"
+        raise BadRequestError(message, "request_id", "unsupported_value")
     model = given.get("model", own_name)
     if model_names and model not in model_names:
         message = f"model must be one of {list(model_names)}, got {brief(model)}"
@@ -216,11 +231,14 @@ def parse_body(
         echo=given.get("echo", False),
         has_output=given.get("max_tokens") != 0,
         return_token_ids=given.get("return_token_ids", False),
+        tokens_as_ids=given.get("return_tokens_as_token_ids", False),
+        request_id=given.get("request_id", ""),
         stream=given.get("stream", False),
         include_usage=options.get("include_usage", False),
         continuous_usage=options.get("continuous_usage_stats", False),
         priority=given.get("priority"),
         form=chat.form if chat else MessageForm(),
+        form_field=_form_field(given),
         ignored=tuple(sorted((_IGNORED & given.keys()) - (chat.honoured if chat else set()))),
     )
 
@@ -235,6 +253,13 @@ def naming_fields(url: str) -> Iterator[None]:
     except RequestError as error:
         words = ["messages" if word == "prompt" and url == CHAT else word for word in re.findall(r"\w+", str(error))]
         raise BadRequestError(str(error), next((word for word in words if word in _FIELDS[url]), None)) from error
+
+
+def _form_field(given: Json) -> str:
+    """Return the field that says which form the output must have, if one does."""
+    if given.get("response_format", {}).get("type") in ("json_object", "json_schema"):
+        return "response_format"
+    return "tools" if "tools" in given and "structured_outputs" not in given else "structured_outputs"
 
 
 def _stream_options(given: Json, *, may_stream: bool) -> Json:
@@ -351,18 +376,28 @@ def _read_chat(
         raise BadRequestError(f"chat_template_kwargs cannot set {reserved}", "chat_template_kwargs")
     if tools.given:
         variables["tools"] = list(tools.given)
+    if "documents" in given:
+        variables["documents"] = given["documents"]
+    continues = given.get("continue_final_message", False)
+    if continues:
+        _check_continued(messages, wants_another=variables.setdefault("add_generation_prompt", False))
     effort, known = given.get("reasoning_effort"), tokenizer.chat_variables(has_tools=bool(tools.given))
     asked = {"reasoning_effort": effort} | ({"enable_thinking": False} if effort == "none" else {})
     used = {name: value for name, value in asked.items() if effort is not None and name in known - variables.keys()}
     if unread := sorted(variables.keys() - known - {"add_generation_prompt"}):
         if unread == ["tools"]:
             raise BadRequestError("tools need a model whose chat template has them, and this one's has none", "tools")
+        if unread == ["documents"]:
+            message = "documents need a model whose chat template has them, and this one's has none"
+            raise BadRequestError(message, "documents")
         message = f"chat_template_kwargs must be variables of the chat template, {sorted(known)}, got {brief(unread)}"
         raise BadRequestError(message, "chat_template_kwargs")
     try:
         text = tokenizer.render_chat(messages, variables | used)
     except RequestError as error:
         raise BadRequestError(str(error), "messages") from error
+    if continues:
+        text = _up_to_the_last(text, messages[-1]["content"])
     shows_reasoning = given.get("include_reasoning", True)
     form = message_form(chat_format, tools, text, tokenizer, shows_reasoning=shows_reasoning)
     if form.hidden and params.skip_special_tokens:  # the scanner hides them instead
@@ -370,6 +405,24 @@ def _read_chat(
     params, form = _constrained(params, form, tools, tokenizer)
     prompt = tokenizer.encode(text, add_special_tokens=False)
     return _Chat(prompt, params, form, {"reasoning_effort"} if used else set())
+
+
+def _check_continued(messages: list[Json], *, wants_another: object) -> None:
+    """Raise BadRequestError unless the last message can be continued."""
+    last = messages[-1] if messages else {}
+    content = last.get("content")
+    if wants_another or last.get("role") != "assistant" or not isinstance(content, str) or not content.strip():
+        message = "continue_final_message needs a last message of the assistant with text, and no add_generation_prompt"
+        raise BadRequestError(message, "continue_final_message")
+
+
+def _up_to_the_last(text: str, content: str) -> str:
+    """Return a rendered chat up to the end of the content of its last message."""
+    for wanted in (content, content.strip()):  # templates may strip it
+        if (start := text.rfind(wanted)) >= 0:
+            return text[: start + len(wanted)]
+    message = "continue_final_message needs a chat template that writes the last message as it is"
+    raise BadRequestError(message, "continue_final_message")
 
 
 def _constrained(

@@ -201,7 +201,10 @@ class Reply:
         rows = list(zip(token_ids, tables, strict=True))
         tokens = [self._text(token_id, None if table is None else table[token_id]) for token_id, table in rows]
         hidden = self._tokenizer.special_ids if hides_special and self._tokenizer is not None else frozenset()
-        lengths = [0 if token_id in hidden else len(token) for token_id, token in zip(token_ids, tokens, strict=True)]
+        lengths = [
+            0 if token_id in hidden else len(_token_text(token_id, table[token_id] if table else None, self._tokenizer))
+            for token_id, table in rows
+        ]
         offsets = list(itertools.accumulate(lengths, initial=self._num_chars.get(index, 0)))
         self._num_chars[index] = offsets[-1]
         return {
@@ -232,11 +235,13 @@ class Reply:
         return {"content": content, "refusal": None}
 
     def _chat_token(self, token_id: int, entry: Logprob) -> Json:
-        text, tokenizer = self._text(token_id, entry), self._tokenizer
+        text, tokenizer = _token_text(token_id, entry, self._tokenizer), self._tokenizer
         data = tokenizer.byte_table[token_id] if tokenizer is not None and tokenizer.byte_table else text.encode()
-        return {"token": text, "logprob": entry.logprob, "bytes": list(data)}
+        return {"token": self._text(token_id, entry), "logprob": entry.logprob, "bytes": list(data)}
 
     def _text(self, token_id: int, entry: Logprob | None) -> str:
+        if self._request.tokens_as_ids:
+            return f"token_id:{token_id}"
         return _token_text(token_id, entry, self._tokenizer)
 
 

@@ -354,6 +354,28 @@ class Scheduler:
         self._notify()
         return ended
 
+    def extend(self, request_id: str, token_ids: Sequence[int]) -> list[int]:
+        """Append tokens that no plan has sampled to a request all of whose samples were read.
+
+        They are computed like those of a prompt. Returns them up to the one that ended the request.
+        """
+        request, ledger = self._requests[request_id], self._ledger
+        assert not request.num_pending_tokens, "samples in flight come first"
+        output = request.output_token_ids
+        for num_taken, token_id in enumerate(token_ids, start=1):
+            if request.status in RUNS:
+                output.append(token_id)
+                ledger.num_prefill_tokens += 1
+            else:
+                ledger.uncount(request)
+                output.append(token_id)
+                ledger.count(request)
+            if token_id in request.stop_ids or len(output) >= request.review_at:
+                self._review(request)
+                if request.status is RequestStatus.FINISHED:
+                    return list(token_ids[:num_taken])
+        return list(token_ids)
+
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved and that every request is where its status says."""
         self._ledger.check_integrity()

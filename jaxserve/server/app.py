@@ -23,7 +23,7 @@ from jaxserve.server.connection import MAX_HEAD_BYTES, MAX_HEADERS
 from jaxserve.server.cors import Origins
 from jaxserve.server.generation import Generation
 from jaxserve.server.http import ClientGoneError
-from jaxserve.server.info import Info
+from jaxserve.server.info import POOLING, Info
 from jaxserve.server.orca import REQUEST_HEADER, load_header
 from jaxserve.server.service import Service
 
@@ -67,6 +67,7 @@ class App:
             ("POST", COUNT_TOKENS): info.count,
             ("POST", "/tokenize"): info.tokenize,
             ("POST", "/detokenize"): info.detokenize,
+            **{("POST", path): info.pool for path in POOLING},
             ("GET", "/"): info.page,
             ("GET", "/v1/models"): info.models,
             ("GET", "/health"): info.health,

@@ -12,8 +12,9 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxserve.openai.format import BadRequestError, ParsedRequest
+from jaxserve.openai.format import BadRequestError, ParsedRequest, naming_fields
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
+from jaxserve.openai.translation import naming
 from jaxserve.server import http
 from jaxserve.server.classes import early_priority, in_class, read_objectives
 from jaxserve.server.http import ClientGoneError
@@ -66,8 +67,9 @@ class Generation:
             self._check_draining()
             samples = [sample for group in groups for sample in group.requests]
             priority = samples[0].priority
+            response_id = request.request_id or uuid.uuid4().hex
             reply = interface.new_reply(
-                request, body, self._engine.tokenizer, response_id=uuid.uuid4().hex, created_s=int(time.time())
+                request, body, self._engine.tokenizer, response_id=response_id, created_s=int(time.time())
             )
             with admission.admitted(call.tenant, priority, samples, timeouts.first_token_s):
                 try:
@@ -135,7 +137,8 @@ class Generation:
             params = request.params
             if params.seed is not None and groups:  # prompts of one request differ in their samples
                 params = replace(params, seed=params.seed + len(groups))
-            with interface.naming():
+            # The field of the request, not the parameter of the engine.
+            with interface.naming(), naming({"structured_outputs": request.form_field}), naming_fields(request.url):
                 groups.append(prepare(f"{name}-{next(self._ids)}", prompt, params, request.cache_salt, *whose))
         return groups
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 PAGE = Path(__file__).parent / "page.html"
+POOLING = ("/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank", "/score", "/pooling", "/classify")
 
 
 class Info:
@@ -52,6 +53,11 @@ class Info:
         (prompt,) = request.prompts
         kind = {"object": "response.input_tokens"} if call.path == INPUT_TOKENS else {}
         await http.send_json(call.send, kind | {"input_tokens": len(prompt)})
+
+    async def pool(self, call: Call) -> None:
+        """Refuse what only a model that pools could answer."""
+        message = f"{call.path} needs a model that pools, and {self._service.model_names[0]} generates text"
+        raise BadRequestError(message, "model", "model_does_not_pool")
 
     def _tokenizer(self) -> Tokenizer:
         if self._engine.tokenizer is None:

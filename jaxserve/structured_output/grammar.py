@@ -30,8 +30,10 @@ class TokenConstraint:
         allowed: mask of the tokens that are allowed anyway; None allows all.
         stop_ids: ids that end the output.
         min_tokens: tokens before which none of them can be sampled.
+        takes_forced: True to go on at once by tokens that alone are possible.
 
     Attributes:
+        forced: tokens by which the last call of `advance` has gone on beyond the output; they belong to it.
         error: reason why the output cannot go on, although it is unfinished; empty unless that is so.
         has_ended: True if no further token may follow.
     """
@@ -44,11 +46,13 @@ class TokenConstraint:
         allowed: NDArray[np.int32] | None,
         stop_ids: frozenset[int],
         min_tokens: int,
+        takes_forced: bool = False,
     ) -> None:
         self._first, self._matcher = matcher, matcher.deep_copy()
         self._first_words, self._words = first_words, first_words
         self._allowed, self._stop_ids, self._min_tokens = allowed, sorted(stop_ids), min_tokens
-        self._num_accepted = 0
+        self._takes_forced, self._num_accepted = takes_forced, 0
+        self.forced: list[int] = []
         self.error = ""
         self.has_ended = False
         self._restrict()
@@ -61,6 +65,7 @@ class TokenConstraint:
             allowed=self._allowed,
             stop_ids=frozenset(self._stop_ids),
             min_tokens=self._min_tokens,
+            takes_forced=self._takes_forced,
         )
 
     @property
@@ -70,16 +75,27 @@ class TokenConstraint:
 
     def advance(self, output_token_ids: Sequence[int]) -> None:
         """Take the tokens of the output that are new to it."""
-        new = output_token_ids[self._num_accepted :]
+        new, self.forced = output_token_ids[self._num_accepted :], []
         if not new or self.has_ended:
             return
         self._num_accepted += len(new)
         if self._matcher.consume_tokens(new):
+            if self._takes_forced:
+                self._force()
             self._words = mask_of(self._matcher, len(self._first_words))
         if self._matcher.is_error():
             self.error, self.has_ended = self._matcher.get_error(), True
         else:
             self._restrict()
+
+    def _force(self) -> None:
+        """Go on by tokens that alone are possible, up to one that may not be sampled or ends the output."""
+        for token_id in self._matcher.compute_ff_tokens():
+            is_allowed = self._allowed is None or self._allowed[token_id // _WORD_BITS] >> token_id % _WORD_BITS & 1
+            if not is_allowed or token_id in self._stop_ids or not self._matcher.consume_tokens([token_id]):
+                break
+            self.forced.append(token_id)
+        self._num_accepted += len(self.forced)
 
     def _restrict(self) -> None:
         """Leave out what sampling forbids; where that is all, the output ends."""
@@ -158,7 +174,13 @@ class GrammarCompiler:
             bits[list(allowed_token_ids)] = True
             allowed = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
         with self._lock:
-            constraint = TokenConstraint(*found, allowed=allowed, stop_ids=stop_ids, min_tokens=min_tokens)
+            constraint = TokenConstraint(
+                *found,
+                allowed=allowed,
+                stop_ids=stop_ids,
+                min_tokens=min_tokens,
+                takes_forced=form.append_forced_tokens,
+            )
         if constraint.has_ended:
             raise RequestError(
                 f"structured_outputs must allow a first token: {constraint.error or 'the grammar is empty'}"

@@ -29,6 +29,9 @@ class StructuredOutputsParams:
         disable_any_whitespace: leave out white space between the tokens of JSON.
         whitespace_pattern: regular expression of the white space that JSON may have between its tokens; by default
             up to 32 characters.
+        append_forced_tokens: append text that the form leaves no choice about at once, without a step for each of its
+            tokens. The text may then consist of other tokens than the model would have sampled. It cannot be combined
+            with logprobs, penalties and bad_words.
 
     Raises:
         RequestError: not exactly one form is given, or it has another type or is too large.
@@ -41,6 +44,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    append_forced_tokens: bool = False
 
     def __post_init__(self) -> None:
         given = [name for name in _FORMS if getattr(self, name) not in (None, False)]
@@ -48,8 +52,9 @@ class StructuredOutputsParams:
             raise RequestError(f"structured_outputs must have exactly one of {list(_FORMS)}, got {given}")
         if self.json_object not in (None, False, True):
             raise RequestError(f"json_object must be a bool, got {brief(self.json_object)}")
-        if not isinstance(self.disable_any_whitespace, bool):
-            raise RequestError(f"disable_any_whitespace must be a bool, got {brief(self.disable_any_whitespace)}")
+        for name in ("disable_any_whitespace", "append_forced_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
         for name in ("regex", "grammar", "whitespace_pattern"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

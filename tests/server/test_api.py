@@ -169,9 +169,62 @@ def test_outputs_follow_their_schema(client: openai.OpenAI, server: Running) -> 
     choice = server.client.post("/v1/completions", json=body).json()["choices"][0]
     assert re.fullmatch("[0-9]{3}", choice["text"])
     assert choice["finish_reason"] == "stop"
-    refused = server.client.post("/v1/completions", json=body | {"structured_outputs": {"json": {"not": {}}}})
-    assert refused.status_code == 400
-    assert "not" in refused.json()["error"]["message"]
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    ("not", {"not": {"type": "string"}}),
+    ("uniqueItems", {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
+    ("if", {"type": "object", "if": {"required": ["a"]}, "then": {"required": ["b"]}}),
+    ("contains", {"type": "array", "contains": {"type": "integer"}}),
+    ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
+    ("propertyNames", {"type": "object", "propertyNames": {"pattern": "^a"}}),
+]
+
+
+def test_what_cannot_be_followed_is_refused_by_its_keyword(server: Running) -> None:
+    for keyword, schema in REFUSED:
+        form = {"json_schema": {"name": "x", "schema": schema}, "type": "json_schema"}
+        own = {"type": "json_schema", "name": "x", "schema": schema}
+        chat = {"messages": CHAT, "max_tokens": 4}
+        for path, body, param in (
+            ("completions", {"prompt": "a", "structured_outputs": {"json": schema}}, "structured_outputs"),
+            ("chat/completions", chat | {"response_format": form}, "response_format"),
+            ("responses", {"input": "a", "text": {"format": own}}, "text"),
+        ):
+            reply = server.client.post(f"/v1/{path}", json=body)
+            assert reply.status_code == 400
+            error = reply.json()["error"]
+            assert error["param"] == param
+            assert keyword in re.findall(r"\w+", error["message"]), error
+
+
+def test_a_model_that_generates_does_not_pool(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="needs a model that pools") as refused:
+        client.embeddings.create(model="tiny", input="a")
+    assert (refused.value.param, refused.value.code) == ("model", "model_does_not_pool")
+
+
+def test_further_fields_of_vllm(server: Running) -> None:
+    post = server.client.post
+    body = {"prompt": "a", "max_tokens": 3, "logprobs": 1, "temperature": 0, "return_token_ids": True}
+    plain = post("/v1/completions", json=body).json()["choices"][0]
+    named = post("/v1/completions", json=body | {"return_tokens_as_token_ids": True, "request_id": "mine-1"}).json()
+    choice = named["choices"][0]
+    assert named["id"] == "cmpl-mine-1"
+    assert choice["logprobs"]["tokens"] == [f"token_id:{token}" for token in plain["token_ids"]]
+    assert choice["logprobs"]["text_offset"] == plain["logprobs"]["text_offset"]
+    assert choice["logprobs"]["token_logprobs"] == plain["logprobs"]["token_logprobs"]
+    messages = [*CHAT, {"role": "assistant", "content": "It was"}]
+    chat = {"messages": messages, "max_tokens": 1, "echo": None, "return_token_ids": True}
+    for extra in ({"continue_final_message": True}, {"documents": [{"text": "a"}]}):
+        reply = post("/v1/chat/completions", json=chat | extra)
+        assert reply.status_code == (200 if "continue_final_message" in extra else 400), reply.text
+    assert reply.json()["error"]["param"] == "documents"
+    refused: list[dict[str, Any]] = [{"continue_final_message": True, "add_generation_prompt": True}]
+    refused += [{"continue_final_message": True, "messages": CHAT}, {"request_id": "a b"}, {"chat_template": "x"}]
+    for extra in refused:
+        reply = post("/v1/chat/completions", json=chat | extra)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, next(iter(extra)))
 
 
 def test_tokens_there_and_back(server: Running) -> None:

@@ -103,13 +103,68 @@ def test_white_space_does_not_fill_an_output(llm: LLM) -> None:
     assert max(map(len, re.findall(r"\s+", completion.text))) > 8, "white space is what it prefers"
 
 
+@pytest.fixture(scope="module")
+def busy() -> Iterator[LLM]:
+    """Return an engine that preempts, drafts, and goes several steps at once."""
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+    with LLM(str(MODEL), **SIZES | {"num_pages": 34}, speculative_config=speculation, multi_step=4) as llm:
+        llm.engine.wait_until_warm()
+        yield llm
+        llm.engine.check_integrity()
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
-def test_outputs_follow_random_forms(llm: LLM, seed: int) -> None:
+def test_outputs_follow_random_forms(busy: LLM, seed: int) -> None:
+    """In all, 200 schemas and 50 regular expressions, among rows that are free."""
     rng = random.Random(seed)
-    forms = [StructuredOutputsParams(json=random_schema(rng), disable_any_whitespace=True) for _ in range(40)]
-    forms += [StructuredOutputsParams(regex=random_regex(rng)) for _ in range(10)]
-    check_all(llm, forms)
+    forms = [
+        StructuredOutputsParams(
+            json=random_schema(rng), disable_any_whitespace=True, append_forced_tokens=rng.random() < 0.5
+        )
+        for _ in range(40)
+    ]
+    forms += [
+        StructuredOutputsParams(regex=random_regex(rng), append_forced_tokens=rng.random() < 0.5) for _ in range(10)
+    ]
+    free = [SamplingParams(temperature=0, max_tokens=150, ignore_eos=True) for _ in range(16)]
+    with_free = [SamplingParams(seed=i, max_tokens=100, structured_outputs=form) for i, form in enumerate(forms)] + free
+    order = rng.sample(range(len(with_free)), len(with_free))
+    found = generate(busy, [with_free[index] for index in order])
+    outputs = dict(zip(order, found, strict=True))
+    complete = [check(busy, outputs[index], form) for index, form in enumerate(forms)]
+    assert sum(complete) > 0.7 * len(forms)
+    metrics = [outputs[index].outputs[0].metrics for index in order]
+    assert sum(each.num_preemptions for each in metrics) > 0
+    assert sum(outputs[len(forms) + i].outputs[0].metrics.num_drafted_tokens for i in range(len(free))) > 0
+
+
+def test_forced_tokens_take_no_steps(llm: LLM) -> None:
+    names = [f"a_property_with_a_long_name_{number}" for number in range(4)]
+    schema = {
+        "type": "object",
+        "properties": {name: {"type": "boolean"} for name in names},
+        "required": names,
+        "additionalProperties": False,
+    }
+    steps, texts = [], []
+    for forced in (False, True):
+        form = StructuredOutputsParams(json=schema, disable_any_whitespace=True, append_forced_tokens=forced)
+        own = [SamplingParams(seed=seed, max_tokens=150, structured_outputs=form) for seed in range(6)]
+        before = llm.engine.stats.num_steps
+        outputs = [output.outputs[0] for output in generate(llm, own)]
+        steps.append(llm.engine.stats.num_steps - before)
+        assert all(list(json.loads(output.text)) == names for output in outputs)
+        assert all(llm.engine.tokenizer.decode(output.token_ids) == output.text for output in outputs)  # type: ignore[union-attr]
+        texts.append({output.text for output in outputs})
+    assert steps[1] < steps[0] / 3, steps
+    assert min(map(len, texts)) > 1, "what is free is sampled"
+    cut = SamplingParams(max_tokens=5, structured_outputs={"regex": "a{40}", "append_forced_tokens": True})
+    (output,) = generate(llm, [cut])
+    assert (output.outputs[0].finish_reason, len(output.outputs[0].token_ids)) == ("length", 5)
+    for other in ({"logprobs": 1}, {"presence_penalty": 1.0}, {"bad_words": ["x"]}):
+        with pytest.raises(RequestError, match="append_forced_tokens cannot be combined"):
+            generate(llm, [SamplingParams(structured_outputs={"regex": "a", "append_forced_tokens": True}, **other)])
 
 
 def test_choice_object_and_grammar(llm: LLM) -> None:
@@ -255,5 +310,6 @@ def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
     log = tmp_path / "events"
     with LLM(str(MODEL), **SIZES, multi_step=8, event_log=str(log)) as llm:
-        generate(llm, [params(seed, regex="[a-z]{5}[0-9]{20}") for seed in range(3)] + [params(9), params(10)])
+        forms = [{"regex": "[a-z]{5}[0-9]{20}"}, {"regex": "[a-z]then this text[0-9]", "append_forced_tokens": True}]
+        generate(llm, [params(seed, **form) for seed in range(3) for form in forms] + [params(9), params(10)])
     assert replay_log(log) > 10
