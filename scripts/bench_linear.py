@@ -4,7 +4,8 @@
 
 All sides of a row of the table take turns, so that whatever else the machine does meets each. A side runs one program
 of several products, one after the other, and the figure is the median over the rounds. The products of a program have
-matrices of their own, more bytes than caches hold for one token, so that weights stream from memory.
+matrices of their own, more bytes than caches hold for one token, so that weights stream from memory. With `--threads 1`
+all sides have one core, and their CPU time is measured: what else the machine does takes none of it.
 
 numpy's BLAS runs the kernels of the same instruction set, in a process of its own for each. Columns are GB/s of weights
 and GFLOP/s, the bytes per second over those of float32, and the rate over that of numpy's `x @ w.T`.
@@ -46,29 +47,32 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     parser.add_argument("--isa", nargs="+", default=native.instruction_sets()[:-1] or native.instruction_sets())
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="cores of each side; all by default")
     parser.add_argument("--json", type=Path, help="file for all figures, one JSON object per line")
     parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         (instruction_set,) = args.isa
+        os.sched_setaffinity(0, range(args.threads))  # before jax starts its threads
+        clock = time.process_time if args.threads == 1 else time.perf_counter
         print(json.dumps({"blas": blas_core(), "isa": instruction_set}), flush=True)
         for shape in args.shapes:
             rows, columns = map(int, shape.split("x"))
             for num_tokens in args.tokens:
-                for row in compare(rows, columns, num_tokens, args.dtypes, instruction_set, args.rounds):
+                for row in compare(rows, columns, num_tokens, args.dtypes, instruction_set, args.rounds, clock):
                     print(json.dumps(row), flush=True)
         return
     print(json.dumps({"jax": jax.__version__, "numpy": np.__version__, "cores": os.cpu_count()}))
-    lines = [line for name in args.isa for line in measured_apart(name)]
+    lines = [line for name in args.isa for line in measured_apart(name, args.threads)]
     if args.json:
         args.json.write_text("".join(lines))
 
 
-def measured_apart(instruction_set: str) -> list[str]:
+def measured_apart(instruction_set: str, num_threads: int) -> list[str]:
     """Run this script for one instruction set, with the BLAS kernels of the same, and print the table as it comes."""
     hidden = ("OPENBLAS_L2_SIZE",)
     env = {name: value for name, value in os.environ.items() if name not in hidden}
-    env["OPENBLAS_CORETYPE"] = BLAS_CORES.get(instruction_set, "")
+    env |= {"OPENBLAS_CORETYPE": BLAS_CORES.get(instruction_set, ""), "OPENBLAS_NUM_THREADS": str(num_threads)}
     command = [sys.executable, __file__, *sys.argv[1:], "--measure", "--isa", instruction_set]
     lines = []
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
@@ -84,7 +88,7 @@ def measured_apart(instruction_set: str) -> list[str]:
 def print_row(row: dict[str, Any]) -> None:
     if "blas" in row:
         print(f"\n{row['isa']}, numpy's BLAS: {row['blas']}")
-        print(f"{'shape':>10} {'tokens':>6} {'weights':>9} {'ms':>8} {'GB/s':>6} {'GFLOP/s':>8} {'/float32':>8} {'/numpy':>6}")
+        print("     shape tokens   weights       ms   GB/s  GFLOP/s /float32 /numpy")
         return
     print(
         f"{row['shape']:>10} {row['tokens']:>6} {row['dtype']:>9} {row['ms']:>8.3f} {row['gb_per_s']:>6.1f}"
@@ -94,7 +98,13 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def compare(
-    rows: int, columns: int, num_tokens: int, dtypes: list[str], instruction_set: str, rounds: int
+    rows: int,
+    columns: int,
+    num_tokens: int,
+    dtypes: list[str],
+    instruction_set: str,
+    rounds: int,
+    clock: Callable[[], float],
 ) -> list[dict[str, Any]]:
     """Return one row of the table per dtype, and one for numpy."""
     rng = np.random.default_rng(0)
@@ -111,13 +121,13 @@ def compare(
         sides[dtype] = ((lambda c=chain, m=copies: c(m, x).block_until_ready()), len(copies), num_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with native.using(instruction_set):
-        repeats = {name: repeats_of(run) for name, (run, _, _) in sides.items()}
+        repeats = {name: repeats_of(run, clock) for name, (run, _, _) in sides.items()}
         for _ in range(rounds):
             for name, (run, products_per_run, _) in sides.items():
-                began = time.perf_counter()
+                began = clock()
                 for _ in range(repeats[name]):
                     run()
-                seconds[name].append((time.perf_counter() - began) / repeats[name] / products_per_run)
+                seconds[name].append((clock() - began) / repeats[name] / products_per_run)
     median = {name: statistics.median(times) for name, times in seconds.items()}
     rate = {name: num_bytes / median[name] for name, (_, _, num_bytes) in sides.items()}
     return [
@@ -143,11 +153,12 @@ def num_products(num_bytes: int, num_tokens: int) -> int:
 
 
 def packed(weight: np.ndarray, dtype: str) -> PackedMatrix:
-    if dtype == "int8":
-        blocks = weight.reshape(len(weight), -1, GROUP_SIZE)
-        scales = np.abs(blocks).max(axis=-1) / 127
-        elements = np.rint(blocks / scales[..., None]).astype(np.int8).reshape(weight.shape)
-        return packed_linear.pack(jnp.asarray(elements), jnp.asarray(scales))
+    if dtype in ("int8", "int4"):
+        groups = weight.reshape(len(weight), -1, GROUP_SIZE)
+        scales = np.abs(groups).max(axis=-1) / {"int8": 127, "int4": 7}[dtype]
+        elements = np.rint(groups / scales[..., None]).astype(np.int8).reshape(weight.shape)
+        elements = elements.astype(jnp.dtype(dtype))
+        return packed_linear.pack(elements, scales)
     return packed_linear.pack(jnp.asarray(weight, dtype))
 
 
@@ -159,11 +170,11 @@ def products(matrices: list[PackedMatrix], x: jax.Array) -> jax.Array:
     return y
 
 
-def repeats_of(run: Callable[[], Any]) -> int:
+def repeats_of(run: Callable[[], Any], clock: Callable[[], float]) -> int:
     run()
-    began = time.perf_counter()
+    began = clock()
     run()
-    return max(1, round(MIN_SECONDS / (time.perf_counter() - began)))
+    return max(1, round(MIN_SECONDS / (clock() - began)))
 
 
 def blas_core() -> str:

@@ -31,29 +31,47 @@ constexpr int kMaxTileTokens = NATIVE_WIDTH == 16 ? 12 : NATIVE_WIDTH == 8 ? 6 :
 constexpr int64_t kBlockColumns = 256 / kPanels;  // columns of panels that stay in a core's first-level cache
 constexpr int64_t kGroupPanels = 8;  // panels that pass the same columns of tokens, which stay in the second-level cache
 constexpr int64_t kTaskTokens = 264;  // tokens whose columns and sums stay there
+constexpr int64_t kLineBytes = 64, kPrefetchBytes = 2048;
 constexpr int64_t kSerialProducts = 32 << 10;  // below, waking a thread costs more than it saves
 constexpr int64_t kTasksPerThread = 6;
 
 #define NATIVE_INLINE __attribute__((always_inline))
 
+// Fetch the lines of V vectors' panels that are needed some time later. A core's own prefetcher stops at each page.
+template <int V, typename Element>
+inline NATIVE_INLINE void prefetch(const Element* from, int64_t stride) {
+  for (int v = 0; v < V; v += kVectors) {
+    __builtin_prefetch(reinterpret_cast<const char*>(from + v / kVectors * stride) + kPrefetchBytes);
+  }
+}
+
 // A weight format has
 //   Weight, kElementColumns: an element of memory, and the columns in one
 //   kGrouped, kHasZeros: whether groups of columns have scales, and zero points
-//   each<V>(from, stride, size, use): call use(k, weights) for `size` columns of V vectors, `stride` elements per panel
+//   each<V, FromMemory>(from, stride, size, use): call use(k, weights) for `size` columns of V vectors, with `stride`
+//     elements per panel; FromMemory if they are in no cache yet
 template <typename Number>
 struct Floats {
   using Weight = Number;
   static constexpr int kElementColumns = 1;
   static constexpr bool kGrouped = false, kHasZeros = false;
 
-  template <int V, typename Use>
+  static constexpr int64_t kLineColumns = std::max<int64_t>(1, kLineBytes / (kPanelRows * sizeof(Number)));
+
+  template <int V, bool FromMemory, typename Use>
   static inline NATIVE_INLINE void each(const Number* from, int64_t stride, int64_t size, const Use& use) {
     constexpr int W = NATIVE_WIDTH;
-    for (int64_t k = 0; k < size; ++k, from += kPanelRows) {
+    const auto use_one = [&](int64_t k) NATIVE_INLINE {
       F<W> w[V];
-      for (int v = 0; v < V; ++v) w[v] = load<W>(from + v / kVectors * stride + v % kVectors * W);
+      for (int v = 0; v < V; ++v) w[v] = load<W>(from + v / kVectors * stride + k * kPanelRows + v % kVectors * W);
       use(k, w);
+    };
+    int64_t k = 0;
+    for (; k + kLineColumns <= size; k += kLineColumns) {
+      if constexpr (FromMemory) prefetch<V>(from + k * kPanelRows, stride);
+      for (int i = 0; i < kLineColumns; ++i) use_one(k + i);
     }
+    for (; k < size; ++k) use_one(k);
   }
 };
 
@@ -69,12 +87,13 @@ struct Int4 {
   static constexpr bool kGrouped = true, kHasZeros = true;
   static constexpr std::array<float, 4> kFactors = {1.0f, 1.0f / 16, 1.0f / 256, 1.0f / 4096};
 
-  template <int V, typename Use>
+  template <int V, bool FromMemory, typename Use>
   static inline NATIVE_INLINE void each(const uint32_t* from, int64_t stride, int64_t size, const Use& use) {
     constexpr int W = NATIVE_WIDTH;
     I<W> words[V];
     const auto read = [&]() NATIVE_INLINE {
       for (int v = 0; v < V; ++v) words[v] = load_words<W>(from + v / kVectors * stride + v % kVectors * W);
+      if constexpr (FromMemory) prefetch<V>(from, stride);
       from += kPanelRows;
     };
     const auto use_one = [&](int64_t k, int32_t mask) NATIVE_INLINE {
@@ -128,11 +147,11 @@ inline void write_gated(const LinearProblem& p, int64_t token, int64_t panel, co
 }
 
 // Add the products of `size` columns to the sums.
-template <typename Format, int Tokens, int V>
+template <typename Format, bool FromMemory, int Tokens, int V>
 inline NATIVE_INLINE void accumulate(F<NATIVE_WIDTH> (&sums)[Tokens][V], const typename Format::Weight* from,
                                      int64_t stride, int64_t size, const float* x) {
   constexpr int W = NATIVE_WIDTH;
-  Format::template each<V>(from, stride, size, [&](int64_t k, const F<W>(&w)[V]) NATIVE_INLINE {
+  Format::template each<V, FromMemory>(from, stride, size, [&](int64_t k, const F<W>(&w)[V]) NATIVE_INLINE {
     for (int t = 0; t < Tokens; ++t) {
       const F<W> input = all<W>(x[k * Tokens + t]);
       for (int v = 0; v < V; ++v) sums[t][v] = fma<W>(input, w[v], sums[t][v]);
@@ -204,12 +223,12 @@ void multiply(const LinearProblem& p, const Tile& tile, int64_t panel) {
   if constexpr (Format::kGrouped) {
     for (int64_t group = 0; group < num_groups; ++group) {
       F<NATIVE_WIDTH> part[Tokens][V] = {};
-      accumulate<Format>(part, from + group * group_stride, stride, group_size, tile.x + group * group_size * Tokens);
+      accumulate<Format, true>(part, from + group * group_stride, stride, group_size, tile.x + group * group_size * Tokens);
       const float* group_sums = tile.group_sums ? tile.group_sums + group * Tokens : nullptr;
       add_group(sums, part, GroupScales<V>(p, Format::kHasZeros, panel, group), group_sums);
     }
   } else {
-    accumulate<Format>(sums, from, stride, p.num_inputs, tile.x);
+    accumulate<Format, true>(sums, from, stride, p.num_inputs, tile.x);
   }
   finish<Tokens, Panels>(p, tile.first_token, panel, sums);
 }
@@ -235,13 +254,13 @@ void multiply_block(const LinearProblem& p, const Tile& tile, const ColumnBlock&
   if constexpr (Grouped) {
     for (int64_t k = 0; k < block.num_columns; k += p.group_size) {
       F<W> part[Tokens][V] = {};
-      accumulate<Floats<float>>(part, block.weights + k * kPanelRows, block.stride, p.group_size, x + k * Tokens);
+      accumulate<Floats<float>, false>(part, block.weights + k * kPanelRows, block.stride, p.group_size, x + k * Tokens);
       const int64_t group = (block.first_column + k) / p.group_size;
       const float* group_sums = tile.group_sums ? tile.group_sums + group * Tokens : nullptr;
       add_group(sums, part, GroupScales<V>(p, group_sums != nullptr, block.panel, group), group_sums);
     }
   } else {
-    accumulate<Floats<float>>(sums, block.weights, block.stride, block.num_columns, x);
+    accumulate<Floats<float>, false>(sums, block.weights, block.stride, block.num_columns, x);
   }
   if (block.first_column + block.num_columns == p.num_inputs) {
     finish<Tokens, Panels>(p, tile.first_token, block.panel, sums);
@@ -258,7 +277,7 @@ void convert(const typename Format::Weight* from, int64_t num_columns, int64_t g
   constexpr int W = NATIVE_WIDTH;
   const int64_t step = Format::kGrouped ? group_size : num_columns;
   for (int64_t column = 0; column < num_columns; column += step, to += step * kPanelRows) {
-    Format::template each<kVectors>(from, 0, step, [&](int64_t k, const F<W>(&w)[kVectors]) NATIVE_INLINE {
+    Format::template each<kVectors, true>(from, 0, step, [&](int64_t k, const F<W>(&w)[kVectors]) NATIVE_INLINE {
       for (int v = 0; v < kVectors; ++v) store<W>(to + k * kPanelRows + v * W, w[v]);
     });
     from += group_elements<Format>(step) * kPanelRows;

@@ -132,7 +132,7 @@ inline void store_some(float* to, const F<W>& from, int64_t size) {
 
 template <int W>
 inline F<W> all(float value) {
-  return F<W>{} + value;
+  return value - F<W>{};  // not a sum, for which compilers add, as 0 + -0 is 0
 }
 
 // Return a * b + c, rounded once where the processor can.

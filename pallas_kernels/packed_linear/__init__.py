@@ -109,7 +109,7 @@ class Packer:
     ) -> None:
         name = jnp.dtype(dtype).name
         if (name in _GROUPED) != (num_groups > 0):
-            raise ValueError(f"weights of {_GROUPED}, and they alone, must have scales, got {dtype} in {num_groups} groups")
+            raise ValueError(f"{_GROUPED}, and they alone, must have scales, got {name} in {num_groups} groups")
         if num_groups and K % num_groups:
             raise ValueError(f"each row's {K} weights must divide into {num_groups} groups")
         if has_zeros and name not in _LOWEST:
@@ -157,8 +157,9 @@ class Packer:
 
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
         """Return the packed matrix, which takes over the memory, on the default or another sharding."""
-        panels = (jax.device_put(array, sharding) for array in (self._weights, self._scales, self._zeros))
-        return PackedMatrix(*panels, self._num_outputs, self._num_inputs)
+        panels = (self._weights, self._scales, self._zeros)
+        weights, scales, zeros = (jax.device_put(array, sharding) for array in panels)
+        return PackedMatrix(weights, scales, zeros, self._num_outputs, self._num_inputs)
 
 
 class Unpacked(NamedTuple):
