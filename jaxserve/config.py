@@ -25,7 +25,11 @@ from jaxserve.speculation_config import SpeculationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Module of each weight format by its name in `quantization`; not imported here, as host files never import jax.
-WEIGHT_FORMATS: dict[str | None, str] = {None: "jaxserve.quant.plain", "int8": "jaxserve.quant.int8"}
+WEIGHT_FORMATS: dict[str | None, str] = {
+    None: "jaxserve.quant.plain",
+    "int8": "jaxserve.quant.int8",
+    "int4": "jaxserve.quant.int4",
+}
 KV_DTYPES = (*DTYPES, "int8", "float8_e4m3fn")
 _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
@@ -57,12 +61,12 @@ class EngineConfig:
         model: directory of a Hugging Face checkpoint; None loads the embedded default.
         tokenizer: directory of the tokenizer; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
-        dtype: dtype of weights and activations; "auto" is float32 on CPU and the checkpoint's on accelerators, where a
-            float32 checkpoint is served in bfloat16.
-        quantization: "int8" stores matrices as int8 with a float32 scale per block of about 64 elements, a quarter of
-            the float32 memory; None stores them in `dtype`.
-        kv_cache_dtype: dtype of keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32
-            scale per token and head.
+        dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
+            is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
+        quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
+            elements, 0.27 and 0.14 of the float32 memory; None stores them in `dtype`.
+        kv_cache_dtype: dtype of keys and values in the pool; "auto" is that of activations. "int8" and "fp8" (e4m3)
+            have a float32 scale per token and head.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
             the heads and the width of the feed-forward layers.
         data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its

@@ -178,8 +178,8 @@ def test_served_model_names(model: str, tmp_path: Path) -> None:
         (["generate", "x", "--top-p", "7"], "top_p must be a number in (0, 1], got 7.0"),
         (["generate", "x", "--page-size", "0"], "page_size must be a positive integer, got 0"),
         (
-            ["generate", "x", "--quantization", "int4"],
-            "quantization must be one of [None, 'int8'], got 'int4'",
+            ["generate", "x", "--quantization", "int3"],
+            "quantization must be one of [None, 'int8', 'int4'], got 'int3'",
         ),
         (["generate", "x", "--model", "/no/such"], "the tokenizer must be a local directory"),
         (["batch", "/no/such", "out.jsonl"], "cannot read the batch input /no/such: No such file or directory"),

@@ -79,10 +79,10 @@ def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
 
 def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Params]) -> Params:
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
-    form = weight_format(config.quantization)
-    if (reason := packed.unsupported(form, dtype)) is not None:
+    form, matrices = weight_format(config.quantization), matrix_dtype(config, arch)
+    if (reason := packed.unsupported(form, matrices)) is not None:
         logger.info("matrices are multiplied by XLA: %s", reason)
-    transform = matrix_transform(specs, form, native=reason is None)
+    transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
     try:
         with scope_of(config)():  # quantising is compiled too
             params = make(specs, dtype, _shardings(meshes_of(config)[0], specs), transform)
@@ -104,7 +104,7 @@ def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | Non
 
 
 def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
-    """Return the dtype of weights and activations.
+    """Return the dtype of activations, and of all weights but those of `matrix_dtype`.
 
     The dtype is the one asked for, else float32 on a CPU and the checkpoint's on accelerators. There a float32 one
     is served in bfloat16, as by vLLM: it would take twice the memory and a fraction of the speed.
@@ -118,6 +118,25 @@ def compute_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None
         return jnp.dtype(config.dtype)
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
     return jnp.dtype("float32" if on_cpu else "bfloat16" if arch.dtype == "float32" else arch.dtype)
+
+
+def matrix_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None = None) -> jnp.dtype:
+    """Return the dtype of matrices that are not quantised.
+
+    It is that of activations, but by default a CPU keeps the checkpoint's 16-bit matrices, which its native kernels
+    convert as they stream: the same values in half the bytes.
+
+    Args:
+        config: options of the engine.
+        arch: the model.
+        on_cpu: as of `compute_dtype`.
+    """
+    dtype = compute_dtype(config, arch, on_cpu=on_cpu)
+    on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
+    if config.dtype != "auto" or not on_cpu:
+        return dtype
+    reason = packed.unsupported(weight_format(config.quantization), arch.dtype)
+    return jnp.dtype(arch.dtype) if reason is None else dtype  # XLA would convert whole matrices at every step
 
 
 def meshes_of(config: EngineConfig) -> list[Mesh | None]:

@@ -1,5 +1,6 @@
 """ParamSpec: one spec per tensor, which determines shape, sharding, random init, Hugging Face names and storage."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,7 +80,11 @@ class ParamSpec:
 
 
 def matrix_transform(
-    specs: Sequence[ParamSpec], form: WeightFormat = plain.FORMAT, *, native: bool = False
+    specs: Sequence[ParamSpec],
+    form: WeightFormat = plain.FORMAT,
+    *,
+    native: bool = False,
+    matrix_dtype: jax.typing.DTypeLike | None = None,
 ) -> Callable[[ParamSpec, StoredTensor], Any]:
     """Return the function by which `weights.load` converts each tensor to a weight format.
 
@@ -90,11 +95,14 @@ def matrix_transform(
         specs: specs of all tensors; an embedding table that is not also the head is not packed.
         form: format of the tensors that it applies to; norms and biases, among others, are plain.
         native: True to pack matrices for the native CPU kernels.
+        matrix_dtype: dtype of matrices that stay floats; None for that of all tensors.
     """
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
         own = form if form.applies_to(spec) else plain.FORMAT
+        if spec.is_matrix and matrix_dtype is not None:
+            tensor = dataclasses.replace(tensor, dtype=jnp.dtype(matrix_dtype))
         is_packed = native and spec.is_matrix and (tied or spec.path != ("embed",))
         convert = partial(packed.pack, own) if is_packed else own.convert
         sharding = tensor.sharding
@@ -102,8 +110,8 @@ def matrix_transform(
             return convert(spec, tensor)
         shards = list(_shards(spec, tensor, sharding))
         axes = [leaf.axes for leaf in own.leaves(spec, shards[0].shape, tensor.dtype)]
-        if is_packed and len(axes) == 1:
-            axes *= 2  # panels without scales have an empty array of them
+        if is_packed:
+            axes += axes[-1:] * (3 - len(axes))  # panels without scales or zero points have empty arrays of them
         return _join([convert(spec, shard) for shard in shards], axes, sharding.mesh)
 
     return transform

@@ -23,7 +23,7 @@ from jaxserve.engine.memory import (
     select_backend,
     tree_bytes,
 )
-from jaxserve.engine.parameters import compute_dtype
+from jaxserve.engine.parameters import compute_dtype, matrix_dtype
 from jaxserve.errors import ConfigError
 from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates
@@ -233,7 +233,8 @@ def make_plan(
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
     batch = _predicted("batch", batch, "max_num_seqs", schedule.max_num_seqs)
-    params = abstract_params(arch, dtype, config.quantization, target.num_devices)
+    matrices = matrix_dtype(config, arch, on_cpu=sheet is None)
+    params = abstract_params(arch, dtype, config.quantization, target.num_devices, matrix_dtype=matrices)
     memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
     request_pages = schedule.kv_groups.num_pages(schedule.max_model_len)
     schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or request_pages)

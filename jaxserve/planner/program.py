@@ -191,13 +191,17 @@ def abstract_params(
     mesh: Mesh | None = None,
     *,
     is_stacked: bool = False,
+    matrix_dtype: jnp.dtype | None = None,
 ) -> Params:
-    """Return the shapes of the weights: of one device's share, or, given a mesh, of the whole with shardings."""
+    """Return the shapes of the weights: of one device's share, or, given a mesh, of the whole with shardings.
+
+    Matrices that are not quantised have `matrix_dtype`, by default `dtype`.
+    """
     form, whole = weight_format(quantization), {spec.path: spec for spec in registry.param_specs(arch)}
 
     def tensor(spec: ParamSpec) -> Any:
         own = form if form.applies_to(spec) else plain.FORMAT
-        leaves = own.leaves(whole[spec.path], spec.shape, dtype)
+        leaves = own.leaves(whole[spec.path], spec.shape, matrix_dtype if spec.is_matrix and matrix_dtype else dtype)
         return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)

@@ -4,26 +4,21 @@ The format is llama.cpp's Q8_0 with longer blocks: at B = 64 a matrix takes 0.26
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.quant import slabs
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
-_FEW_TOKENS = 16  # up to this many tokens XLA:CPU computes W·x faster than x·W
-# Elements upcast at once on a CPU. For few tokens they stay in the L2 cache, below the size at which XLA:CPU hands a
-# product to its thread pool; for many tokens the product is threaded, and large enough for that to pay.
-_SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -46,7 +41,7 @@ class QuantizedMatrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
         """Multiply in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
-        return lax.platform_dependent(self.q, self.scale, x, cpu=_multiply_by_slabs, default=_multiply_whole)
+        return slabs.multiply(_dequantize, x, self.q, self.scale)
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
@@ -66,10 +61,7 @@ class Int8Blocks(WeightFormat):
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
         """Return q and scale, in the blocks of the whole matrix if none of them is cut in two."""
         num_rows, in_size = shape
-        block = block_size(row.shape[1])
-        if in_size % block:
-            block = block_size(in_size)
-        scale = Leaf((num_rows, in_size // block), np.dtype(np.float32), row.axes)
+        scale = Leaf((num_rows, num_blocks(row, in_size)), np.dtype(np.float32), row.axes)
         return Leaf(shape, np.dtype(np.int8), row.axes), scale
 
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
@@ -91,65 +83,29 @@ def block_size(in_size: int) -> int:
     return min(divisors, key=lambda size: (size % 8 != 0, abs(size - _BLOCK_SIZE)), default=in_size)
 
 
+def num_blocks(row: Row, in_size: int) -> int:
+    """Return the blocks in `in_size` columns of a tensor: those of its rows, or smaller ones if one would be cut."""
+    block = block_size(row.shape[1])
+    return in_size // (block_size(in_size) if in_size % block else block)
+
+
 @np.errstate(invalid="ignore")  # non-finite weights have no int8; their scale is not finite either
 def quantize(
-    matrix: Float[np.ndarray, "out in"], block: int | None = None
+    matrix: Float[np.ndarray, "out in"], block: int | None = None, largest: int = _INT8_MAX
 ) -> tuple[Int8[np.ndarray, "out in"], Float32[np.ndarray, "out blocks"]]:
     """Round each weight to the nearest multiple of its block's scale: off by at most half a scale. Zeros stay zero.
 
     `block` weights of a row share a scale, by default `block_size` of them. Parts of rows need the block of the whole
-    row.
+    row. Elements are at most `largest`.
     """
     block = block or block_size(matrix.shape[1])
     blocks = matrix.astype(np.float32, copy=False).reshape(len(matrix), -1, block)
     q = np.abs(blocks)  # [out, blocks, B], updated in place
-    scale = q.max(axis=-1) / _INT8_MAX  # [out, blocks]
+    scale = q.max(axis=-1) / largest  # [out, blocks]
     np.divide(blocks, np.where(scale == 0, 1, scale)[..., None], out=q)
-    np.clip(np.round(q, out=q), -_INT8_MAX, _INT8_MAX, out=q)  # the smallest scales are rounded coarsely
+    np.clip(np.round(q, out=q), -largest, largest, out=q)  # the smallest scales are rounded coarsely
     return q.astype(np.int8).reshape(matrix.shape), scale
-
-
-def _multiply_whole(
-    q: Int8[Array, "out in"], scale: Float32[Array, "out blocks"], x: Float[Array, "T in"]
-) -> Float32[Array, "T out"]:
-    """Multiply on accelerators, where XLA may fuse upcast and scaling into the product's operand."""
-    return _dot(x, _dequantize(q, scale).astype(x.dtype))
-
-
-def _multiply_by_slabs(
-    q: Int8[Array, "out in"], scale: Float32[Array, "out blocks"], x: Float[Array, "T in"]
-) -> Float32[Array, "T out"]:
-    """Multiply on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
-
-    The last slab overlaps the previous one if their size does not divide `out`.
-    """
-    num_out, in_size = q.shape
-    few, x = x.shape[0] <= _FEW_TOKENS, x.astype(jnp.float32)
-    rows = _slab_rows(num_out, in_size, _SMALL_SLAB if few else _LARGE_SLAB)
-
-    def add_slab(index: Array, y: Array) -> Array:
-        start = jnp.minimum(index * rows, num_out - rows)
-        w = _dequantize(*(lax.dynamic_slice_in_dim(array, start, rows) for array in (q, scale)))
-        part = _dot(w, x) if few else _dot(x, w)
-        return lax.dynamic_update_slice_in_dim(y, part, start, axis=0 if few else 1)
-
-    shape = (num_out, x.shape[0]) if few else (x.shape[0], num_out)
-    y = lax.fori_loop(0, -(-num_out // rows), add_slab, jnp.zeros(shape, jnp.float32))
-    return y.T if few else y
-
-
-def _slab_rows(num_out: int, in_size: int, slab_size: int) -> int:
-    """Return the rows of a slab: the largest power of two that it holds, at least 8, or all rows if there are fewer."""
-    return min(num_out, 1 << max(8, slab_size // in_size).bit_length() - 1)
 
 
 def _dequantize(q: Int8[Array, "rows in"], scale: Float32[Array, "rows blocks"]) -> Float32[Array, "rows in"]:
     return q.astype(jnp.float32) * jnp.repeat(scale, q.shape[-1] // scale.shape[-1], axis=-1)
-
-
-_dot = partial(
-    lax.dot_general,
-    dimension_numbers=(((1,), (1,)), ((), ())),
-    precision=lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-)

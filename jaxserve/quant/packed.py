@@ -59,14 +59,15 @@ def unsupported(form: WeightFormat, dtype: DTypeLike) -> str | None:
 
 
 def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
-    """Read a device's part of a matrix into panels of a format's elements and scales; see `WeightFormat.convert`."""
+    """Read a device's part of a matrix into panels of what native kernels take; see `WeightFormat.elements`."""
     N, K = tensor.shape
-    leaves = form.leaves(row, tensor.shape, tensor.dtype)
-    num_blocks = leaves[1].shape[1] if len(leaves) > 1 else 0
-    packer = Packer(N, K, leaves[0].dtype, num_blocks, gated=row.gated)
+    leaves, dtype = form.leaves(row, tensor.shape, tensor.dtype), form.native_dtype(tensor.dtype)
+    assert dtype is not None, "see `unsupported`"
+    num_groups = leaves[1].shape[1] if len(leaves) > 1 else 0
+    packer = Packer(N, K, dtype, num_groups, gated=row.gated, has_zeros=len(leaves) > 2)
 
     def add(start: int, rows: NDArray[Any]) -> None:
-        packer.write(start, *form.encode(rows, leaves))
+        packer.write(start, *form.elements(rows, leaves))
 
     tensor.each_slab(slab_rows(K), add)
     return NativeMatrix(packer.matrix(tensor.sharding))

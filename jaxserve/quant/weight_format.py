@@ -66,7 +66,10 @@ class WeightFormat(ABC):
         return row.is_matrix
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
-        """Return the dtype of the elements if native CPU kernels multiply them, with at most one scale array, or None.
+        """Return the dtype of the elements if native CPU kernels multiply them, else None.
+
+        They take floats alone, int8 with scales, and int4 or uint4 with scales and perhaps zero points: the leaves of
+        a matrix, in this order.
 
         Args:
             dtype: dtype of activations, and of plain weights.
@@ -86,6 +89,15 @@ class WeightFormat(ABC):
     @abstractmethod
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
         """Return some rows of each leaf from the same rows of the tensor."""
+
+    def elements(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Return some rows of what native kernels take, see `native_dtype`; by default what `encode` returns.
+
+        Args:
+            rows: the same rows of the tensor.
+            leaves: leaves of the whole matrix.
+        """
+        return self.encode(rows, leaves)
 
     @abstractmethod
     def weight(self, *leaves: Any) -> Any:

@@ -18,7 +18,7 @@ import jax
 
 ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
-ABI = 4  # version of the calls' signatures; ffi.cc has the same number
+ABI = 5  # version of the calls' signatures; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"

@@ -16,7 +16,7 @@ FAILURE_NOTE = "build_failure.txt"
 # The source is compiled once per instruction set; the best one is chosen when the library is loaded.
 INSTRUCTION_SETS = {
     "generic": (4, []),
-    "avx2": (8, ["-mavx2", "-mfma"]),
+    "avx2": (8, ["-mavx2", "-mfma", "-mf16c"]),
     "avx512": (16, ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"]),
 }
 X86 = ("x86_64", "AMD64")

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <optional>
 #include <vector>
 
 #include "kernels.h"
@@ -37,7 +38,7 @@ const std::vector<InstructionSet>& instruction_sets() {
         __builtin_cpu_supports("avx512dq")) {
       found.push_back({"avx512", &native::avx512::kernels});
     }
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
       found.push_back({"avx2", &native::avx2::kernels});
     }
 #endif
@@ -63,24 +64,46 @@ const float* data_or_null(const ffi::Buffer<ffi::F32>& optional) {
   return optional.element_count() > 0 ? optional.typed_data() : nullptr;
 }
 
-// `norm`, `bias` and `residual` are empty if left out.
+// Return the format of packed weights by the dtype of their array, or kInt4 for words.
+std::optional<native::WeightFormat> weight_format(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F32: return native::WeightFormat::kFloat32;
+    case ffi::BF16: return native::WeightFormat::kBFloat16;
+    case ffi::F16: return native::WeightFormat::kFloat16;
+    case ffi::S8: return native::WeightFormat::kInt8;
+    case ffi::U32: return native::WeightFormat::kInt4;
+    default: return std::nullopt;
+  }
+}
+
+// `scales`, `zeros`, `norm`, `bias` and `residual` are empty if left out.
 ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
-                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> norm, ffi::Buffer<ffi::F32> bias,
-                      ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
-  const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, parts, rows], [panels, blocks, ...]
+                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros, ffi::Buffer<ffi::F32> norm,
+                      ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
+  const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, parts, rows], [panels, groups, ...]
   const auto dims = x.dimensions(), out = y->dimensions();
   if (w.size() != 4 || s.size() != 4 || dims.size() != 2 || out.size() != 2 || w[2] < 1 || w[2] > 2 ||
-      w[2] * w[3] != native::kPanelRows || out[1] > w[0] * w[3] || out[1] <= (w[0] - 1) * w[3] || out[0] != dims[0] ||
-      dims[1] != w[1]) {
+      w[2] * w[3] != native::kPanelRows || out[1] > w[0] * w[3] || out[1] <= (w[0] - 1) * w[3] || out[0] != dims[0]) {
     return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, K, 1, 16] or [N / 8, K, 2, 8] must give y [T, N]");
   }
-  const int64_t T = dims[0], K = w[1], N = out[1], num_scales = weight.element_type() == ffi::S8 ? s[1] : 0;
+  const auto format = weight_format(weight.element_type());
+  if (!format) {
+    return ffi::Error::InvalidArgument("weights must be float32, bfloat16, float16, int8, or int4 in words of uint32");
+  }
+  const bool is_int4 = format == native::WeightFormat::kInt4, is_grouped = is_int4 || weight.element_type() == ffi::S8;
+  const int64_t T = dims[0], K = dims[1], N = out[1], num_groups = is_grouped ? s[1] : 1;
   if (misfits(norm, K) || misfits(bias, w[2] * N) || misfits(residual, T * N)) {
     return ffi::Error::InvalidArgument("a norm must be [K], a bias [N] or gated [2N], a residual [T, N]");
   }
-  if (weight.element_type() == ffi::S8 &&
-      (s[0] != w[0] || s[2] != w[2] || s[3] != w[3] || num_scales < 1 || K % num_scales != 0)) {
-    return ffi::Error::InvalidArgument("int8 weights need scales as they are packed, of blocks dividing K");
+  if (is_grouped && (s[0] != w[0] || s[2] != w[2] || s[3] != w[3] || num_groups < 1 || K % num_groups != 0)) {
+    return ffi::Error::InvalidArgument("int8 and int4 weights need scales as they are packed, of groups dividing K");
+  }
+  const int64_t group_size = K / num_groups;
+  if (w[1] != (is_int4 ? num_groups * ((group_size + 7) / 8) : K)) {
+    return ffi::Error::InvalidArgument("packed weights must have K columns as x has, or the words of int4 for each group");
+  }
+  if (misfits(zeros, is_int4 ? static_cast<int64_t>(scales.element_count()) : 0)) {
+    return ffi::Error::InvalidArgument("zero points must be shaped as scales, for int4 weights");
   }
   native::LinearProblem p{};
   p.x = x.typed_data();
@@ -94,14 +117,10 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
   p.bias = data_or_null(bias);
   p.residual = data_or_null(residual);
   p.gated = w[2] == 2;
-  switch (weight.element_type()) {
-    case ffi::F32: p.format = native::WeightFormat::kFloat32; break;
-    case ffi::BF16: p.format = native::WeightFormat::kBFloat16; break;
-    case ffi::S8: p.format = native::WeightFormat::kInt8; break;
-    default: return ffi::Error::InvalidArgument("weights must be float32, bfloat16 or int8");
-  }
-  p.scales = scales.typed_data();
-  p.scale_block = K / std::max<int64_t>(1, num_scales);
+  p.format = *format;
+  p.scales = data_or_null(scales);
+  p.zeros = data_or_null(zeros);
+  p.group_size = group_size;
   XlaThreads threads(pool);
   kernels().linear(threads, p);
   return ffi::Error::Success();
@@ -165,7 +184,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 4; }
+extern "C" int jaxserve_native_abi() { return 5; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -201,6 +220,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                                   .Attr<float>("eps")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()

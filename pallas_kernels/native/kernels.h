@@ -10,11 +10,13 @@ namespace native {
 
 constexpr int64_t kPanelRows = 16;  // rows of a packed matrix stored side by side
 
-enum class WeightFormat { kFloat32, kBFloat16, kInt8 };
+enum class WeightFormat { kFloat32, kBFloat16, kFloat16, kInt8, kInt4 };
 
 // y[T, N] = x[T, K] * weight^T + bias[N] + residual[T, N], with weight packed as [N / 16, K, 16] (last panel padded).
 // A gated matrix stores each 8 rows of the gate beside the 8 rows that they gate, [N / 8, K, 2, 8], and has a bias
 // [2, N]: y = silu(x * gate^T + bias[0]) * (x * up^T + bias[1]) + residual.
+// In int8 and int4 each `group_size` columns have a scale per row, and in int4 a zero point: a weight stands for
+// (element - zero) * scale. 8 elements of int4, unsigned, are a word, the first in its lowest bits; groups begin words.
 struct LinearProblem {
   const float* x;
   const float* norm;  // [K]: x is replaced by x / sqrt(mean(x^2) + eps) * norm; null for no norm
@@ -24,8 +26,9 @@ struct LinearProblem {
   const void* weight;
   WeightFormat format;
   bool gated;
-  const float* scales;  // shaped as weight, with K / scale_block in place of K; read for int8 only
-  int64_t scale_block;  // K without scales
+  const float* scales;  // shaped as weight, with K / group_size in place of K; null for floats
+  const float* zeros;   // shaped as scales, for int4; null for zero points of 8
+  int64_t group_size;   // K without scales
   float* y;
   int64_t num_tokens, num_outputs, num_inputs;
 };

@@ -70,13 +70,34 @@ inline F<W> load(const int8_t* from) {
   return __builtin_convertvector(widen<W>(from), F<W>);
 }
 
+// Element types that C++ has no names for.
 struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
   uint16_t bits;
 };
 
 template <int W>
 inline F<W> load(const BFloat16* from) {
   return bits_of<F<W>>(widen<W>(&from->bits) << 16);
+}
+
+template <int W>
+inline F<W> load(const Float16* from) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (F<W>)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#endif
+#ifdef __F16C__
+  if constexpr (W == 8) return (F<W>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+#endif
+  // Exponent and mantissa in a float's places, then its bias, which also makes denormals normal; infinities and NaNs
+  // have an exponent of their own.
+  const I<W> bits = widen<W>(&from->bits);
+  const I<W> magnitude = (bits & 0x7fff) << 13;
+  const I<W> rebiased = bits_of<I<W>>(bits_of<F<W>>(magnitude) * bits_of<float>(uint32_t{0x77800000}));
+  const I<W> finite_or_not = magnitude >= 0x0f800000 ? (magnitude | 0x7f800000) : rebiased;
+  return bits_of<F<W>>(finite_or_not | (bits & 0x8000) << 16);
 }
 
 template <int W>
@@ -111,7 +132,53 @@ inline void store_some(float* to, const F<W>& from, int64_t size) {
 
 template <int W>
 inline F<W> all(float value) {
-  return F<W>{} + value;
+  return value - F<W>{};  // not a sum, for which compilers add, as 0 + -0 is 0
+}
+
+// Return a * b + c, rounded once where the processor can.
+template <int W>
+inline F<W> fma(const F<W>& a, const F<W>& b, const F<W>& c) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (F<W>)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#ifdef __FMA__
+  if constexpr (W == 8) return (F<W>)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+  return a * b + c;
+}
+
+template <int W>
+inline I<W> load_words(const uint32_t* from) {
+  I<W> to;
+  std::memcpy(&to, from, sizeof(to));
+  return to;
+}
+
+// Convert integers to floats.
+template <int W>
+inline F<W> to_floats(const I<W>& from) {
+  return __builtin_convertvector(from, F<W>);
+}
+
+// Return lanes of two vectors of 4: lanes 0 to 3 are those of `a`, 4 to 7 those of `b`.
+template <int I0, int I1, int I2, int I3>
+inline F<4> shuffle(const F<4>& a, const F<4>& b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, I0, I1, I2, I3);
+#else
+  return __builtin_shuffle(a, b, I<4>{I0, I1, I2, I3});
+#endif
+}
+
+// Write the transpose of 4 rows of 4 floats, as rows `to_stride` floats apart.
+inline void transpose4(float* to, int64_t to_stride, const float* a, const float* b, const float* c, const float* d) {
+  const F<4> rows[] = {load<4>(a), load<4>(b), load<4>(c), load<4>(d)};
+  const F<4> low[] = {shuffle<0, 4, 1, 5>(rows[0], rows[1]), shuffle<0, 4, 1, 5>(rows[2], rows[3])};
+  const F<4> high[] = {shuffle<2, 6, 3, 7>(rows[0], rows[1]), shuffle<2, 6, 3, 7>(rows[2], rows[3])};
+  store<4>(to, shuffle<0, 1, 4, 5>(low[0], low[1]));
+  store<4>(to + to_stride, shuffle<2, 3, 6, 7>(low[0], low[1]));
+  store<4>(to + 2 * to_stride, shuffle<0, 1, 4, 5>(high[0], high[1]));
+  store<4>(to + 3 * to_stride, shuffle<2, 3, 6, 7>(high[0], high[1]));
 }
 
 template <int W>

@@ -1,9 +1,13 @@
-"""Products with matrices packed for the native CPU kernels: any number of tokens, float32, bfloat16 or int8 weights.
+"""Products with matrices packed for the native CPU kernels: any number of tokens, weights of 32, 16, 8 or 4 bits.
 
 A packed matrix stores 16 rows side by side, `[ceil(N / 16), K, 1, 16]`, so that weights stream through the processor in
 order and are converted on the way. A gated matrix, the rows of a gate followed by as many rows that it gates, stores 8
 of each side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its product is SwiGLU (Shazeer 2020), applied as soon as the sums
 are done. A token's result is bit-identical whatever other tokens there are.
+
+In int8 and int4 each group of consecutive columns has a scale per row. int4 may have zero points too: an element q
+stands for `(q - zero) * scale`. 8 elements of a row, shifted to 0 to 15, are a word of uint32, the first in its lowest
+bits; each group begins a word.
 """
 
 from __future__ import annotations
@@ -11,14 +15,14 @@ from __future__ import annotations
 import mmap
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped, UInt8
 from numpy.typing import NDArray
 
 from jaxserve.pallas_kernels import native
@@ -26,7 +30,10 @@ from jaxserve.pallas_kernels import native
 __all__ = ["PANEL_ROWS", "PackedMatrix", "Packer", "multiply", "pack", "rows", "unpack", "unsupported"]
 
 PANEL_ROWS = 16
-WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
+WEIGHT_DTYPES = ("float32", "bfloat16", "float16", "int8", "int4", "uint4")
+_GROUPED = ("int8", "int4", "uint4")  # dtypes with scales
+_LOWEST = {"int4": -8, "uint4": 0}  # elements that are stored as 0 in words
+_WORD_COLUMNS = 8  # elements of 4 bits in a word
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -35,20 +42,26 @@ WEIGHT_DTYPES = ("float32", "bfloat16", "int8")
 class PackedMatrix:
     """A packed matrix `[N, K]`, see `pack`."""
 
-    weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one
-    scales: Float[Array, "panels blocks parts rows"]  # no blocks unless weights are int8
+    weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one; int4 has words in place of K
+    scales: Float[Array, "panels groups parts rows"]  # no groups unless weights are int8 or int4
+    zeros: Float[Array, "panels zeros parts rows"]  # as scales, or none: zero points of elements from 0 to 15
     num_outputs: int = field(metadata={"static": True})  # outputs of the product: N, or N / 2 if it is gated
+    num_inputs: int = field(metadata={"static": True})  # K
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape `[N, K]`."""
-        _, K, parts, _ = self.weights.shape
-        return (parts * self.num_outputs, K)
+        return (self.weights.shape[2] * self.num_outputs, self.num_inputs)
 
     @property
     def gated(self) -> bool:
         """Return whether the product is `silu(x @ gate.T) * (x @ up.T)`; the rows are those of gate, then of up."""
         return bool(self.weights.shape[2] == 2)
+
+    @property
+    def is_int4(self) -> bool:
+        """Return whether the weights are words of 4-bit elements."""
+        return bool(self.weights.dtype == jnp.uint32)
 
 
 def unsupported(dtype: DTypeLike, platform: str) -> str | None:
@@ -61,12 +74,21 @@ def unsupported(dtype: DTypeLike, platform: str) -> str | None:
 
 
 def pack(
-    weight: Shaped[Array, "N K"], scales: Float[Array, "N blocks"] | None = None, *, gated: bool = False
+    weight: Shaped[ArrayLike, "N K"],
+    scales: Float[ArrayLike, "N groups"] | None = None,
+    zeros: Shaped[ArrayLike, "N groups"] | None = None,
+    *,
+    gated: bool = False,
 ) -> PackedMatrix:
-    """Pack a matrix stored [out, in]; with `scales` it stands for `weight[n, k] * scales[n, k // (K / blocks)]`."""
-    N, K = weight.shape
-    packer = Packer(N, K, weight.dtype, 0 if scales is None else scales.shape[1], gated=gated)
-    packer.write(0, weight, scales)
+    """Pack a matrix stored [out, in].
+
+    With `scales` it stands for `(weight[n, k] - zeros[n, g]) * scales[n, g]`, where `g = k // (K / groups)`.
+    """
+    N, K = np.shape(weight)
+    num_groups = 0 if scales is None else np.shape(scales)[1]
+    dtype = jnp.result_type(weight)
+    packer = Packer(N, K, dtype, num_groups, gated=gated, has_zeros=zeros is not None)
+    packer.write(0, weight, scales, zeros)
     return packer.matrix()
 
 
@@ -77,27 +99,54 @@ class Packer:
       N: number of rows, the outputs of the product.
       K: number of columns.
       dtype: dtype of the weights.
-      num_blocks: scales per row; none by default.
+      num_groups: scales per row; none by default.
       gated: True if the product is to be SwiGLU, see `PackedMatrix.gated`.
+      has_zeros: True if groups of int4 or uint4 have zero points; without, they are 0.
     """
 
-    def __init__(self, N: int, K: int, dtype: DTypeLike, num_blocks: int = 0, *, gated: bool = False) -> None:
-        if (jnp.dtype(dtype) == jnp.int8) != (num_blocks > 0):
-            raise ValueError(f"int8 weights, and they alone, must have scales, got {dtype} and {num_blocks} blocks")
-        if num_blocks and K % num_blocks:
-            raise ValueError(f"each row's {K} weights must divide into {num_blocks} blocks")
+    def __init__(
+        self, N: int, K: int, dtype: DTypeLike, num_groups: int = 0, *, gated: bool = False, has_zeros: bool = False
+    ) -> None:
+        name = jnp.dtype(dtype).name
+        if (name in _GROUPED) != (num_groups > 0):
+            raise ValueError(f"{_GROUPED}, and they alone, must have scales, got {name} in {num_groups} groups")
+        if num_groups and K % num_groups:
+            raise ValueError(f"each row's {K} weights must divide into {num_groups} groups")
+        if has_zeros and name not in _LOWEST:
+            raise ValueError(f"only weights of {tuple(_LOWEST)} can have zero points, got {dtype}")
         num_parts = 2 if gated else 1
         if N % num_parts:
             raise ValueError(f"a gated matrix must have an even number of rows, got {N}")
-        self._num_outputs = N // num_parts
-        self._weights = _empty_panels(self._num_outputs, num_parts, K, dtype)
-        self._scales = _empty_panels(self._num_outputs, num_parts, num_blocks, jnp.float32)
+        self._num_inputs, self._num_outputs, self._num_groups = K, N // num_parts, num_groups
+        self._lowest = _LOWEST.get(name)
+        columns, stored = K, jnp.dtype(dtype)
+        if self._lowest is not None:
+            columns, stored = num_groups * -(-K // num_groups // _WORD_COLUMNS), jnp.dtype(jnp.uint32)
+        has_zeros = has_zeros or name == "uint4"  # the kernel's own zero point is that of int4
+        self._weights = _empty_panels(self._num_outputs, num_parts, columns, stored)
+        self._scales = _empty_panels(self._num_outputs, num_parts, num_groups, jnp.float32)
+        self._zeros = _empty_panels(self._num_outputs, num_parts, num_groups if has_zeros else 0, jnp.float32)
 
-    def write(self, start: int, weight: ArrayLike, scales: ArrayLike | None = None) -> None:
+    def write(
+        self, start: int, weight: ArrayLike, scales: ArrayLike | None = None, zeros: ArrayLike | None = None
+    ) -> None:
         """Write rows from `start` on, best whole panels. Threads may write different rows."""
-        self._write(self._weights, start, np.asarray(weight))
+        elements = np.asarray(weight)
+        self._write(self._weights, start, elements if self._lowest is None else self._words(elements))
         if scales is not None:
             self._write(self._scales, start, np.asarray(scales))
+        if zeros is not None and self._lowest is not None:
+            self._write(self._zeros, start, np.asarray(zeros, np.float32) - self._lowest)
+
+    def _words(self, elements: NDArray[Any]) -> NDArray[np.uint32]:
+        """Return rows of elements as words, each group padded to whole ones."""
+        shifted = (elements.astype(np.int8) - np.int8(self._lowest or 0)).view(np.uint8)
+        groups = shifted.reshape(len(elements), self._num_groups, -1)
+        padding = -groups.shape[2] % _WORD_COLUMNS
+        padded = np.pad(groups, ((0, 0), (0, 0), (0, padding))) if padding else groups
+        pairs = padded[..., ::2] | padded[..., 1::2] << 4
+        words: NDArray[np.uint32] = np.ascontiguousarray(pairs).view("<u4").reshape(len(elements), -1)
+        return words
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
         for part in range(panels.shape[2]):
@@ -108,13 +157,31 @@ class Packer:
 
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
         """Return the packed matrix, which takes over the memory, on the default or another sharding."""
-        weights, scales = (jax.device_put(panels, sharding) for panels in (self._weights, self._scales))
-        return PackedMatrix(weights, scales, self._num_outputs)
+        panels = (self._weights, self._scales, self._zeros)
+        weights, scales, zeros = (jax.device_put(array, sharding) for array in panels)
+        return PackedMatrix(weights, scales, zeros, self._num_outputs, self._num_inputs)
 
 
-def unpack(matrix: PackedMatrix) -> tuple[Shaped[Array, "N K"], Float[Array, "N blocks"]]:
-    """Invert `pack`; without scales, `blocks` is 0."""
-    return _from_panels(matrix.weights, matrix.num_outputs), _from_panels(matrix.scales, matrix.num_outputs)
+class Unpacked(NamedTuple):
+    """Rows of a matrix, as `pack` takes them; scales and zeros have no groups where there are none.
+
+    Elements of int4 are uint8, from 0 to 15. Zero points are theirs, 8 where the matrix has none of its own.
+    """
+
+    weight: Shaped[Array, "N K"]
+    scales: Float[Array, "N groups"]
+    zeros: Float[Array, "N groups"]
+
+
+def unpack(matrix: PackedMatrix) -> Unpacked:
+    """Invert `pack`."""
+    weight, scales, zeros = (
+        _from_panels(panels, matrix.num_outputs) for panels in (matrix.weights, matrix.scales, matrix.zeros)
+    )
+    if not matrix.is_int4:
+        return Unpacked(weight, scales, zeros)
+    zeros = zeros if zeros.size else jnp.full_like(scales, -_LOWEST["int4"])
+    return Unpacked(_from_words(weight, scales.shape[1], matrix.num_inputs), scales, zeros)
 
 
 def multiply(
@@ -150,6 +217,7 @@ def multiply(
         x.astype(jnp.float32),
         matrix.weights,
         matrix.scales,
+        matrix.zeros.reshape(-1),
         _operand("norm", norm, (K,)),
         _operand("bias", bias, (N,)),
         _operand("residual", residual, out),
@@ -175,9 +243,26 @@ def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]
     found = matrix.weights[panel, :, 0, lane]  # [T, K]
     if not matrix.scales.size:
         return found
-    scales = matrix.scales[panel, :, 0, lane]  # [T, blocks]
-    blocks = found.reshape(*scales.shape, -1) * scales[:, :, None]
-    return blocks.reshape(found.shape)
+    scales = matrix.scales[panel, :, 0, lane]  # [T, groups]
+    if matrix.is_int4:
+        elements = _from_words(found, scales.shape[1], matrix.num_inputs)
+        zeros = matrix.zeros[panel, :, 0, lane] if matrix.zeros.size else jnp.full_like(scales, -_LOWEST["int4"])
+        return _scaled(elements, scales, zeros)
+    return _scaled(found, scales, jnp.zeros_like(scales))
+
+
+def _scaled(
+    elements: Shaped[Array, "T K"], scales: Float[Array, "T groups"], zeros: Float[Array, "T groups"]
+) -> Float[Array, "T K"]:
+    groups = elements.astype(jnp.float32).reshape(*scales.shape, -1)
+    return ((groups - zeros[:, :, None]) * scales[:, :, None]).reshape(elements.shape)
+
+
+def _from_words(words: Shaped[Array, "T words"], num_groups: int, K: int) -> UInt8[Array, "T K"]:
+    """Return the elements of words without the padding of groups."""
+    shifts = jnp.arange(0, 32, 4, dtype=jnp.uint32)
+    elements = (words[:, :, None] >> shifts[None, None, :] & 15).astype(jnp.uint8)
+    return elements.reshape(len(words), num_groups, -1)[:, :, : K // num_groups].reshape(len(words), K)
 
 
 def _empty_panels(num_outputs: int, num_parts: int, K: int, dtype: DTypeLike) -> NDArray[Any]:

@@ -13,10 +13,14 @@ import jax
 import pytest
 from hypothesis import given
 
+from jaxserve import LLM
 from jaxserve.config import EngineConfig
 from jaxserve.engine import build, checkpoint, memory, parameters
 from jaxserve.engine.engine import Engine
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.quant import packed
 from jaxserve.sampling_params import SamplingParams
+from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, tokens
 from tests.parameters import mainly
@@ -60,6 +64,29 @@ def test_dtype_of_weights_and_activations(llama: Path, asked: str, stored: str, 
     config = EngineConfig(str(llama), dtype=asked)
     arch = replace(checkpoint.build_arch(config), dtype=stored)
     assert parameters.compute_dtype(config, arch, on_cpu=on_cpu).name == served
+
+
+@pytest.mark.skipif(packed_linear.unsupported("float32", "cpu") is not None, reason="needs the native kernels")
+@pytest.mark.parametrize("stored", ["bfloat16", "float16"])
+def test_a_cpu_keeps_16_bit_matrices(tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are those of the same weights in float32, to the last bit of their log probabilities."""
+    write_checkpoint(tmp_path, "llama", dtype=stored)
+    sampling = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=2)
+    prompts = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (1, 20)]
+    found = []
+    for dtype in ("auto", "float32"):
+        with LLM(str(tmp_path), skip_tokenizer_init=True, dtype=dtype, **SIZES) as llm:
+            outputs = [output.outputs[0] for output in llm.generate(prompts, sampling)]
+            logprobs = [{i: x.logprob for i, x in step.items()} for o in outputs for step in o.logprobs or []]
+            found.append(([o.token_ids for o in outputs], logprobs))
+            dtypes = {x.dtype.name for x in jax.tree.leaves(llm.params) if x.ndim > 1 and x.size}
+            assert dtypes == {stored if dtype == "auto" else "float32"}
+    assert found[0] == found[1]
+    config = EngineConfig(str(tmp_path))
+    arch = checkpoint.build_arch(config)
+    assert parameters.matrix_dtype(config, arch).name == stored
+    monkeypatch.setattr(packed, "unsupported", lambda *_: "as without a compiler")
+    assert parameters.matrix_dtype(config, arch).name == "float32"
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

@@ -1,0 +1,102 @@
+"""int4 by blocks against numpy in float64, and against the same elements in the native kernels."""
+
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import EngineConfig, weights
+from jaxserve.layers.linear import LinearContext, embed, linear
+from jaxserve.models import registry
+from jaxserve.models.params import device_bytes, matrix_transform
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.planner.plan import make_plan
+from jaxserve.planner.program import abstract_params
+from jaxserve.planner.targets import parse_target
+from jaxserve.quant import int4, slabs, weight_format
+from jaxserve.quant.int4 import Int4Matrix, paired
+from jaxserve.quant.int8 import block_size, quantize
+from tests.checkpoints import write_checkpoint
+from tests.models.test_parity import run
+
+SHAPES = [(1, 8), (3, 31), (7, 131), (200, 1536), (40, 96)]
+
+
+def random_matrix(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def quantized(matrix) -> Int4Matrix:
+    q, scale = quantize(matrix, largest=7)
+    is_paired = block_size(matrix.shape[1]) % 2 == 0
+    return Int4Matrix(jnp.asarray(paired(q) if is_paired else q), jnp.asarray(scale))
+
+
+def dequantized(matrix):
+    q, scale = (np.asarray(x, np.float64) for x in quantize(matrix, largest=7))
+    return (q.reshape(*scale.shape, -1) * scale[..., None]).reshape(matrix.shape)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_number_is_within_half_a_scale(shape):
+    matrix = random_matrix(*shape)
+    q, scale = quantize(matrix, largest=7)
+    assert np.abs(q).max() == 7
+    error = np.abs(matrix - dequantized(matrix)).reshape(*scale.shape, -1)
+    assert (error <= scale[..., None] * (0.5 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize("form", ["multiply_by_slabs", "multiply_whole"])
+def test_products(shape, num_tokens, form):
+    weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
+    expected = x.astype(np.float64) @ dequantized(random_matrix(*shape)).T
+    y = jax.jit(partial(getattr(slabs, form), int4._dequantize))(x, weight.q, weight.scale)
+    assert weight.shape == shape
+    np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
+    np.testing.assert_array_equal(linear(jnp.asarray(x), weight), jax.jit(linear)(x, weight))
+
+
+@pytest.mark.parametrize("shape", [(10, 96), (10, 31)])
+def test_embedded_rows_are_those_of_the_matrix(shape):
+    matrix = random_matrix(*shape)
+    rows = embed(jnp.array([3, 9, 0, 12, -1]), quantized(matrix), LinearContext(dtype=jnp.float32))
+    np.testing.assert_allclose(rows, dequantized(matrix)[[3, 9, 0, 9, 9]], rtol=1e-6)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_checkpoint(tmp_path, "llama", dtype="bfloat16")
+    return tmp_path
+
+
+@pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the native kernels")
+def test_native_kernels_compute_what_xla_computes(checkpoint: Path) -> None:
+    arch = registry.from_hf_config(weights.read_config(checkpoint))
+    specs, form = registry.param_specs(arch), weight_format("int4")
+    ids, logits = jnp.arange(3, 30, dtype=jnp.int32), []
+    for native in (False, True):
+        transform = matrix_transform(specs, form, native=native)
+        params = weights.load(checkpoint, specs, jnp.float32, transform=transform)
+        logits.append(np.asarray(run(params, arch, ids)[0]))
+    np.testing.assert_allclose(*logits, rtol=0, atol=2e-5 * np.abs(logits[0]).max())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_plans_count_the_bytes_that_are_loaded(checkpoint: Path, num_devices: int) -> None:
+    arch = registry.from_hf_config(weights.read_config(checkpoint))
+    specs = registry.param_specs(arch)
+    transform = matrix_transform(specs, weight_format("int4"))
+    loaded = weights.load(checkpoint, specs, jnp.float32, transform=transform)
+    planned = abstract_params(arch, jnp.dtype("float32"), "int4", num_devices)
+    assert jax.tree.structure(planned) == jax.tree.structure(loaded)
+    held, plain = device_bytes(loaded), 4 * sum(np.prod(spec.shape) for spec in specs)
+    assert held < 0.2 * plain
+    sizes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(planned))
+    assert sizes == held if num_devices == 1 else held / 2 < sizes < held
+    config = EngineConfig(str(checkpoint), quantization="int4", dtype="float32", tensor_parallel_size=num_devices)
+    assert make_plan(config, parse_target("cpu")).memory.weights == held
