@@ -193,10 +193,10 @@ def abstract_params(
     is_stacked: bool = False,
 ) -> Params:
     """Return the shapes of the weights: of one device's share, or, given a mesh, of the whole with shardings."""
-    form, whole = weight_format(quantization), {spec.path: spec for spec in registry.param_specs(arch)}
+    form, whole = weight_format(quantization, arch.schemes), {spec.path: spec for spec in registry.param_specs(arch)}
 
     def tensor(spec: ParamSpec) -> Any:
-        own = form if form.applies_to(spec) else plain.FORMAT
+        own = form.at(whole[spec.path]) or plain.FORMAT
         leaves = own.leaves(whole[spec.path], spec.shape, dtype)
         return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
 

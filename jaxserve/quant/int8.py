@@ -4,26 +4,21 @@ The format is llama.cpp's Q8_0 with longer blocks: at B = 64 a matrix takes 0.26
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, no_type_check
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32, Int, Int8
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.quant import products
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 
 _INT8_MAX = 127  # symmetric: -128 is not used
 _BLOCK_SIZE = 64
-_FEW_TOKENS = 16  # up to this many tokens XLA:CPU computes W·x faster than x·W
-# Elements upcast at once on a CPU. For few tokens they stay in the L2 cache, below the size at which XLA:CPU hands a
-# product to its thread pool; for many tokens the product is threaded, and large enough for that to pay.
-_SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
 
 
 @no_type_check  # pytrees are also rebuilt around shapes and placeholders
@@ -46,12 +41,12 @@ class QuantizedMatrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
         """Multiply in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
-        return lax.platform_dependent(self.q, self.scale, x, cpu=_multiply_by_slabs, default=_multiply_whole)
+        return products.multiply(dequantize, (self.q, self.scale), x)
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
         q, scale = (x.at[ids].get(mode="clip") for x in (self.q, self.scale))
-        return _dequantize(q, scale)
+        return dequantize(q, scale)
 
 
 class Int8Blocks(WeightFormat):
@@ -109,47 +104,6 @@ def quantize(
     return q.astype(np.int8).reshape(matrix.shape), scale
 
 
-def _multiply_whole(
-    q: Int8[Array, "out in"], scale: Float32[Array, "out blocks"], x: Float[Array, "T in"]
-) -> Float32[Array, "T out"]:
-    """Multiply on accelerators, where XLA may fuse upcast and scaling into the product's operand."""
-    return _dot(x, _dequantize(q, scale).astype(x.dtype))
-
-
-def _multiply_by_slabs(
-    q: Int8[Array, "out in"], scale: Float32[Array, "out blocks"], x: Float[Array, "T in"]
-) -> Float32[Array, "T out"]:
-    """Multiply on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
-
-    The last slab overlaps the previous one if their size does not divide `out`.
-    """
-    num_out, in_size = q.shape
-    few, x = x.shape[0] <= _FEW_TOKENS, x.astype(jnp.float32)
-    rows = _slab_rows(num_out, in_size, _SMALL_SLAB if few else _LARGE_SLAB)
-
-    def add_slab(index: Array, y: Array) -> Array:
-        start = jnp.minimum(index * rows, num_out - rows)
-        w = _dequantize(*(lax.dynamic_slice_in_dim(array, start, rows) for array in (q, scale)))
-        part = _dot(w, x) if few else _dot(x, w)
-        return lax.dynamic_update_slice_in_dim(y, part, start, axis=0 if few else 1)
-
-    shape = (num_out, x.shape[0]) if few else (x.shape[0], num_out)
-    y = lax.fori_loop(0, -(-num_out // rows), add_slab, jnp.zeros(shape, jnp.float32))
-    return y.T if few else y
-
-
-def _slab_rows(num_out: int, in_size: int, slab_size: int) -> int:
-    """Return the rows of a slab: the largest power of two that it holds, at least 8, or all rows if there are fewer."""
-    return min(num_out, 1 << max(8, slab_size // in_size).bit_length() - 1)
-
-
-def _dequantize(q: Int8[Array, "rows in"], scale: Float32[Array, "rows blocks"]) -> Float32[Array, "rows in"]:
+def dequantize(q: Int8[Array, "rows in"], scale: Float32[Array, "rows blocks"]) -> Float32[Array, "rows in"]:
+    """Return rows in float32."""
     return q.astype(jnp.float32) * jnp.repeat(scale, q.shape[-1] // scale.shape[-1], axis=-1)
-
-
-_dot = partial(
-    lax.dot_general,
-    dimension_numbers=(((1,), (1,)), ((), ())),
-    precision=lax.Precision.HIGHEST,
-    preferred_element_type=jnp.float32,
-)
