@@ -53,14 +53,16 @@ def words(codes: np.ndarray, bits: int) -> np.ndarray:
     return shifted.sum(axis=-1, dtype=np.uint64).astype(np.uint32).view(np.int32)
 
 
-def write_fp8(by: str, scale_name: str = "weight_scale", *, static: bool = False) -> Writer:
+def write_fp8(by: str, scale_name: str = "weight_scale", *, static: tuple[int, ...] | None = None) -> Writer:
+    """Return a writer; `static` is the shape of the scales of a tensor and of its activations."""
+
     def write(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
         group, rows = {"tensor": (w.shape[1], w.shape[0]), "channel": (w.shape[1], 1), "block": (128, 128)}[by]
         scale = (largest(w, group, rows) / 448).astype(np.float32)
         wide = spread(scale, w, group, rows)
         q = (w / wide).astype(E4M3)
-        tensors = {"weight": q, scale_name: scale.reshape(()) if by == "tensor" and static else scale}
-        tensors |= {"input_scale": np.float32(0.011).reshape(())} if static else {}
+        tensors = {"weight": q, scale_name: scale if static is None else scale.reshape(static)}
+        tensors |= {} if static is None else {"input_scale": np.full(static, 0.011, np.float32)}
         return tensors, q.astype(np.float32) * wide
 
     return write
@@ -239,7 +241,7 @@ GROUP: dict[str, Any] = {"strategy": "group", "group_size": 32}
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 CASES: dict[str, Case] = {
     "ct-fp8-tensor": Case(
-        compressed("float-quantized", fp8("tensor"), fp8("tensor")), write_fp8("tensor", static=True), fake_fp8_static
+        compressed("float-quantized", fp8("tensor"), fp8("tensor")), write_fp8("tensor", static=(1,)), fake_fp8_static
     ),
     "ct-fp8-channel": Case(
         compressed("float-quantized", fp8("channel"), fp8("token", **DYNAMIC)), write_fp8("channel"), fake_fp8
@@ -253,7 +255,7 @@ CASES: dict[str, Case] = {
     ),
     "modelopt-fp8": Case(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]},
-        write_fp8("tensor", static=True),
+        write_fp8("tensor", static=()),
         fake_fp8_static,
     ),
     "ct-nvfp4": Case(compressed("nvfp4-pack-quantized", FP4, {**FP4, "dynamic": "local"}), write_fp4("ct"), fake_fp4),
