@@ -377,9 +377,9 @@ def _convert(args: argparse.Namespace) -> int:
 
     jax.config.update("jax_platforms", "cpu")  # leave accelerators to processes that serve
     try:
-        specs = registry.param_specs(registry.from_hf_config(weights.read_config(args.source)))
+        arch = registry.from_hf_config(weights.read_config(args.source))
         with interrupts.unwinding():
-            weights.convert(args.source, args.target, specs, use_tqdm=True)
+            weights.convert(args.source, args.target, registry.param_specs(arch), schemes=arch.schemes, use_tqdm=True)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     return 0

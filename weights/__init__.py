@@ -7,6 +7,7 @@ from jaxserve.weights.convert import convert
 from jaxserve.weights.dummy import dummy
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.load import assemble, check, load
+from jaxserve.weights.quantized import QuantizedPart, Scheme, Schemes, read_schemes
 from jaxserve.weights.rows import TensorRow
 from jaxserve.weights.safetensors_store import read_config, read_generation_config
 from jaxserve.weights.save import save, save_orbax
@@ -14,6 +15,9 @@ from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
 
 __all__ = [
     "CheckpointError",
+    "QuantizedPart",
+    "Scheme",
+    "Schemes",
     "StoredTensor",
     "TensorRow",
     "assemble",
@@ -24,6 +28,7 @@ __all__ = [
     "load",
     "read_config",
     "read_generation_config",
+    "read_schemes",
     "save",
     "save_orbax",
 ]

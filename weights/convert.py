@@ -7,9 +7,10 @@ from pathlib import Path as FilePath
 
 from jaxserve.weights import orbax_store, safetensors_store
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.load import is_orbax, open_tensors
+from jaxserve.weights.load import check, is_orbax, stored_tensors
 from jaxserve.weights.new_directory import new_directory, require_free
 from jaxserve.weights.progress import progress_bar
+from jaxserve.weights.quantized import Schemes
 from jaxserve.weights.rows import TensorRow
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
@@ -21,6 +22,7 @@ def convert(
     target: str | os.PathLike[str],
     specs: Sequence[TensorRow],
     *,
+    schemes: Schemes | None = None,
     use_tqdm: bool = False,
 ) -> None:
     """Write the checkpoint in `source` to `target`: as Orbax if it is safetensors, as safetensors if it is Orbax.
@@ -33,6 +35,7 @@ def convert(
         source: checkpoint directory of either form.
         target: directory that is absent or empty.
         specs: one row per tensor of the model.
+        schemes: schemes of a quantised checkpoint.
         use_tqdm: show progress in bytes where stderr is a terminal.
 
     Raises:
@@ -43,7 +46,8 @@ def convert(
     require_free(target)
     if source.absolute().resolve() in target.absolute().resolve().parents:
         raise CheckpointError(f"{target} must not be inside {source}; choose another place")
-    tensors = open_tensors(source, specs)
+    check(source, specs, schemes)
+    tensors = stored_tensors(source)
     store = safetensors_store if is_orbax(source) else orbax_store
     with (
         new_directory(target) as scratch,

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from jaxserve.weights import orbax_store, safetensors_store
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.progress import progress_bar
+from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
 from jaxserve.weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
 from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.tree import tensors_of
@@ -34,6 +35,7 @@ def load(
     shardings: Shardings | None = None,
     transform: Transform | None = None,
     *,
+    schemes: Schemes | None = None,
     use_tqdm: bool = False,
 ) -> Params:
     """Read a checkpoint directory into the parameter tree that `specs` describe.
@@ -49,13 +51,14 @@ def load(
         dtype: dtype of the result; None keeps that of the files (float32, float16 or bfloat16).
         shardings: function of a row's path, or tree of shardings; each device reads only its own slices.
         transform: function of a row and its tensor that returns the leaf of the tree; by default it places the tensor.
+        schemes: schemes of a quantised checkpoint; without a transform, its matrices are dequantised.
         use_tqdm: show progress in bytes where stderr is a terminal.
 
     Raises:
         CheckpointError: files are absent or damaged; tensors are missing, unexpected, of another shape or dtype (all
             named).
     """
-    tensors = _with_full_names(specs, open_tensors(FilePath(path), specs))
+    tensors = _with_full_names(specs, open_tensors(FilePath(path), specs, schemes))
     return _build(specs, tensors.__getitem__, dtype, shardings, transform, use_tqdm=use_tqdm)
 
 
@@ -65,6 +68,8 @@ def assemble(
     dtype: jax.typing.DTypeLike | None = None,
     shardings: Shardings | None = None,
     transform: Transform | None = None,
+    *,
+    schemes: Schemes | None = None,
 ) -> Params:
     """Return what `load` makes of a checkpoint, from tensors in memory; each passes through host memory.
 
@@ -74,6 +79,7 @@ def assemble(
         dtype: see `load`.
         shardings: see `load`.
         transform: see `load`.
+        schemes: see `load`; tensors by name are then those of a quantised checkpoint.
 
     Raises:
         CheckpointError: tensors are missing, unexpected, of another shape or dtype (all named).
@@ -82,11 +88,13 @@ def assemble(
     if any(isinstance(value, Mapping | Sequence) for value in tree.values()):
         tensors: Mapping[str, Tensor] = tensors_of(specs, dict(tree), advice)
     else:
-        _check("the weights", specs, tree, advice)
         tensors = _with_full_names(specs, tree)
+        tensors = quantized_view(schemes, tensors, _all_hf_shapes(specs), "the weights")
+        _check("the weights", specs, tensors, advice)
 
-    def read(name: str) -> HeldTensor:
-        return HeldTensor(_on_host(tensors[name]))
+    def read(name: str) -> Part:
+        tensor = tensors[name]
+        return tensor.on_host(_on_host) if isinstance(tensor, QuantizedPart) else HeldTensor(_on_host(tensor))
 
     return _build(specs, read, dtype, shardings, transform)
 
@@ -134,17 +142,31 @@ def _on_host(tensor: Tensor) -> NDArray[Any]:
     return host_rows(tensor, slice(None)) if isinstance(tensor, jax.Array) else np.asarray(tensor)
 
 
-def check(path: str | os.PathLike[str], specs: Sequence[TensorRow]) -> None:
+def check(path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Schemes | None = None) -> None:
     """Raise CheckpointError unless a directory has all that `load` would read, as far as names and headers tell."""
-    open_tensors(FilePath(path), specs)
+    open_tensors(FilePath(path), specs, schemes)
 
 
-def open_tensors(directory: FilePath, specs: Sequence[TensorRow]) -> Tensors:
-    """Return every tensor of a checkpoint by name, still unread; CheckpointError unless they are those of `specs`."""
-    tensors = (orbax_store if is_orbax(directory) else safetensors_store).open_tensors(directory)
-    advice = "check that config.json belongs to these weights, and that they are not quantized"
+def open_tensors(directory: FilePath, specs: Sequence[TensorRow], schemes: Schemes | None = None) -> Tensors:
+    """Return every tensor of a checkpoint by name, still unread; CheckpointError unless they are those of `specs`.
+
+    Quantised matrices come under the names that they have unquantised.
+    """
+    tensors = quantized_view(
+        schemes, _with_full_names(specs, stored_tensors(directory)), _all_hf_shapes(specs), directory
+    )
+    advice = "check that config.json belongs to these weights, and has their quantization_config if they are quantised"
     _check(directory, specs, tensors, advice)
     return tensors
+
+
+def stored_tensors(directory: FilePath) -> Tensors:
+    """Return every tensor of a checkpoint by the name that it has there, still unread."""
+    return (orbax_store if is_orbax(directory) else safetensors_store).open_tensors(directory)
+
+
+def _all_hf_shapes(specs: Sequence[TensorRow]) -> dict[str, tuple[int, ...]]:
+    return {name: shape for row in specs for name, shape in hf_shapes(row).items()}
 
 
 def is_orbax(directory: FilePath) -> bool:
@@ -160,7 +182,7 @@ def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT])
 
 def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tensor], advice: str) -> None:
     tensors = _with_full_names(specs, tensors)
-    expected = {name: shape for row in specs for name, shape in hf_shapes(row).items()}
+    expected = _all_hf_shapes(specs)
     shared = [name for name in expected if name in tensors]
     Mismatch(
         missing=[name for name in expected if name not in tensors],

@@ -15,6 +15,7 @@ from jaxserve.weights.safetensors_file import map_file, num_bytes, write_file
 from jaxserve.weights.stored_tensor import Tensor, Tensors
 
 _CONFIG, _GENERATION_CONFIG = "config.json", "generation_config.json"
+_MODELOPT_CONFIG = "hf_quant_config.json"  # holds the quantisation of ModelOpt where config.json lacks it
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 
@@ -25,7 +26,10 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     _require_directory(directory)
     if not (directory / _CONFIG).is_file():
         raise CheckpointError(f"{directory} must contain {_CONFIG}, got {_listing(directory)}")
-    return _read_json(directory / _CONFIG)
+    config = _read_json(directory / _CONFIG)
+    if (directory / _MODELOPT_CONFIG).is_file() and not config.get("quantization_config"):
+        config["quantization_config"] = {"quant_method": "modelopt", **_read_json(directory / _MODELOPT_CONFIG)}
+    return config
 
 
 def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
@@ -137,6 +138,16 @@ class StoredTensor:
             use(start, slab)
 
         list(self.readers.map(read, range(0, self.shape[0], num_rows)))
+
+    def each_slice(self, num_rows: int, use: Callable[[int, Part], None]) -> None:
+        """Call `use(start, part)` for each `num_rows` rows of each part, unread, from several threads at once."""
+        starts = [0, *accumulate(map(len, self.parts))]
+        slices = [
+            (start + row, part[row : row + num_rows])
+            for start, part in zip(starts, self.parts, strict=False)
+            for row in range(0, len(part), num_rows)
+        ]
+        list(self.readers.map(lambda pair: use(*pair), slices))
 
     def _read(self, index: Index | None) -> NDArray[Any]:
         index = index or (slice(None),)

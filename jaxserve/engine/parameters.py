@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, ParamSpec, matrix_transform, stack_layers
 from jaxserve.quant import packed, weight_format
+from jaxserve.quant.stored import StoredFormat
 from jaxserve.sharding import named_sharding, replica_meshes, replicated
 from jaxserve.weights.rows import Shardings
 
@@ -34,7 +36,25 @@ def build_params(config: EngineConfig, arch: ArchConfig) -> Params:
     dtype = compute_dtype(config, arch).name
     if config.dtype == "auto" and arch.dtype == "float32" != dtype:
         logger.warning('the float32 checkpoint is served in %s; pass dtype="float32" to keep its precision', dtype)
+    if arch.schemes is not None:
+        logger.info(_description(config, arch, arch.schemes))
     return _make_params(config, arch, partial(weights.load, config.model_path, use_tqdm=True))
+
+
+def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Schemes) -> str:
+    """Return what a quantised checkpoint holds, and what multiplies it."""
+    form = StoredFormat(schemes)
+    matrices = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
+    counts = Counter(None if (own := form.at(spec)) is None else str(own.scheme) for spec in matrices)
+    plain = counts.pop(None, 0)
+    found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items())
+    path = "dequantised in products by XLA"
+    if config.quantization is not None:
+        path = f"quantised again to {config.quantization}"
+    kv = ""
+    if schemes.kv_cache:
+        kv = "; its scales of keys and values are not used, as the pool has a scale for every token and head"
+    return f"{schemes.method} checkpoint: {found}; {plain} matrices are not quantised; {path}{kv}"
 
 
 def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:
@@ -53,7 +73,7 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
     """
     if isinstance(given, str | os.PathLike):
         try:
-            weights.check(given, registry.param_specs(arch))
+            weights.check(given, registry.param_specs(arch), arch.schemes)
         except weights.CheckpointError as error:
             raise ConfigError(str(error)) from error
         return partial(_make_params, config, arch, partial(weights.load, given))
@@ -79,13 +99,13 @@ def _placed_as(given: Mapping[str, Any], current: Params) -> Params:
 
 def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Params]) -> Params:
     specs, dtype = registry.param_specs(arch), compute_dtype(config, arch)
-    form, matrices = weight_format(config.quantization), matrix_dtype(config, arch)
+    form, matrices = weight_format(config.quantization, arch.schemes), matrix_dtype(config, arch)
     if (reason := packed.unsupported(form, matrices)) is not None:
         logger.info("matrices are multiplied by XLA: %s", reason)
     transform = matrix_transform(specs, form, native=reason is None, matrix_dtype=matrices)
     try:
         with scope_of(config)():  # quantising is compiled too
-            params = make(specs, dtype, _shardings(meshes_of(config)[0], specs), transform)
+            params = make(specs, dtype, _shardings(meshes_of(config)[0], specs), transform, schemes=arch.schemes)
             return stacked_if_scanned(params, arch)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error

@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.sharding import TENSOR, held_heads
+from jaxserve.weights import Schemes
 
 MAX_KV_GROUPS = 8  # most groups of layers whose kinds do not repeat
 
@@ -73,6 +74,7 @@ class ArchConfig:
     embed_scale: float = 1.0  # factor on embeddings
     residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
     tensor_axis: str | None = None  # mesh axis of the split, where these are the sizes of one device
+    schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
 from jaxserve.quant import packed, plain
-from jaxserve.quant.weight_format import WeightFormat
+from jaxserve.quant.weight_format import FormatChoice
 from jaxserve.sharding import TENSOR, held_heads, named_sharding, split_dimension
 from jaxserve.weights import StoredTensor
 from jaxserve.weights.rows import Params, build_tree, leaf_at
@@ -81,7 +81,7 @@ class ParamSpec:
 
 def matrix_transform(
     specs: Sequence[ParamSpec],
-    form: WeightFormat = plain.FORMAT,
+    form: FormatChoice = plain.FORMAT,
     *,
     native: bool = False,
     matrix_dtype: jax.typing.DTypeLike | None = None,
@@ -93,17 +93,18 @@ def matrix_transform(
 
     Args:
         specs: specs of all tensors; an embedding table that is not also the head is not packed.
-        form: format of the tensors that it applies to; norms and biases, among others, are plain.
+        form: format, or choice of formats, of the tensors; norms and biases, among others, are plain.
         native: True to pack matrices for the native CPU kernels.
         matrix_dtype: dtype of matrices that stay floats; None for that of all tensors.
     """
     tied = all(spec.path != ("lm_head",) for spec in specs)
 
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
-        own = form if form.applies_to(spec) else plain.FORMAT
+        own = form.at(spec) or plain.FORMAT
         if spec.is_matrix and matrix_dtype is not None:
             tensor = dataclasses.replace(tensor, dtype=jnp.dtype(matrix_dtype))
-        is_packed = native and spec.is_matrix and (tied or spec.path != ("embed",))
+        has_kernel = own.native_dtype(tensor.dtype) is not None
+        is_packed = native and has_kernel and spec.is_matrix and (tied or spec.path != ("embed",))
         convert = partial(packed.pack, own) if is_packed else own.convert
         sharding = tensor.sharding
         if not isinstance(sharding, NamedSharding) or spec.split_dimension is None:

@@ -1,5 +1,6 @@
 """Registry of model families by Hugging Face architecture name."""
 
+import dataclasses
 from collections.abc import Mapping
 from functools import cache
 from math import prod
@@ -9,8 +10,9 @@ from jaxserve.errors import ConfigError
 from jaxserve.models import gemma, gpt, granite, llama, mistral, qwen
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
-from jaxserve.models.hf_config import STRINGS, TABLE, read_fields
+from jaxserve.models.hf_config import STRINGS
 from jaxserve.models.params import ParamSpec
+from jaxserve.weights import CheckpointError, read_schemes
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
@@ -31,13 +33,11 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
     names = config.get("architectures")
     if not STRINGS.holds(names) or not names or names[0] not in FAMILIES:
         raise ConfigError(f"architectures must name one of {sorted(FAMILIES)}, got {names}")
-    quantization = read_fields(config, {"quantization_config": TABLE.or_null()})["quantization_config"]
-    if quantization:
-        method = quantization.get("quant_method", "?")
-        raise ConfigError(
-            f"quantized checkpoints are not supported, got quant_method {method!r}; use an unquantized one"
-        )
-    return FAMILIES[names[0]].read_arch(config)
+    try:
+        schemes = read_schemes(config)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)
 
 
 def family(arch: ArchConfig) -> ModelFamily:

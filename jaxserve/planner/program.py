@@ -197,10 +197,10 @@ def abstract_params(
 
     Matrices that are not quantised have `matrix_dtype`, by default `dtype`.
     """
-    form, whole = weight_format(quantization), {spec.path: spec for spec in registry.param_specs(arch)}
+    form, whole = weight_format(quantization, arch.schemes), {spec.path: spec for spec in registry.param_specs(arch)}
 
     def tensor(spec: ParamSpec) -> Any:
-        own = form if form.applies_to(spec) else plain.FORMAT
+        own = form.at(whole[spec.path]) or plain.FORMAT
         leaves = own.leaves(whole[spec.path], spec.shape, matrix_dtype if spec.is_matrix and matrix_dtype else dtype)
         return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
 

@@ -3,10 +3,19 @@
 from importlib import import_module
 
 from jaxserve.config import WEIGHT_FORMATS
-from jaxserve.quant.weight_format import WeightFormat
+from jaxserve.quant.stored import StoredFormat
+from jaxserve.quant.weight_format import FormatChoice
+from jaxserve.weights.quantized import Schemes
 
 
-def weight_format(name: str | None) -> WeightFormat:
-    """Return the format that `quantization` calls `name`."""
-    found: WeightFormat = import_module(WEIGHT_FORMATS[name]).FORMAT
+def weight_format(name: str | None, schemes: Schemes | None = None) -> FormatChoice:
+    """Return the format that `quantization` calls `name`; without a name, that of a quantised checkpoint.
+
+    Args:
+        name: value of `quantization`; with a name, a quantised checkpoint is dequantised and quantised again.
+        schemes: schemes of a quantised checkpoint.
+    """
+    if name is None and schemes is not None:
+        return StoredFormat(schemes)
+    found: FormatChoice = import_module(WEIGHT_FORMATS[name]).FORMAT
     return found

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, Int8, Shaped
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext, Matrix
-from jaxserve.quant import slabs
+from jaxserve.quant import products
 from jaxserve.quant.int8 import num_blocks, quantize
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 
@@ -41,7 +41,7 @@ class Int4Matrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
         """Multiply in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
-        return slabs.multiply(_dequantize, x, self.q, self.scale)
+        return products.multiply(_dequantize, (self.q, self.scale), x)
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""

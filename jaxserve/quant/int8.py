@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Float32, Int, Int8
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext, Matrix
-from jaxserve.quant import slabs
+from jaxserve.quant import products
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 
 _INT8_MAX = 127  # symmetric: -128 is not used
@@ -41,12 +41,12 @@ class QuantizedMatrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
         """Multiply in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
-        return slabs.multiply(_dequantize, x, self.q, self.scale)
+        return products.multiply(dequantize, (self.q, self.scale), x)
 
     def rows(self, ids: Int[Array, " T"]) -> Float32[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
         q, scale = (x.at[ids].get(mode="clip") for x in (self.q, self.scale))
-        return _dequantize(q, scale)
+        return dequantize(q, scale)
 
 
 class Int8Blocks(WeightFormat):
@@ -107,5 +107,6 @@ def quantize(
     return q.astype(np.int8).reshape(matrix.shape), scale
 
 
-def _dequantize(q: Int8[Array, "rows in"], scale: Float32[Array, "rows blocks"]) -> Float32[Array, "rows in"]:
+def dequantize(q: Int8[Array, "rows in"], scale: Float32[Array, "rows blocks"]) -> Float32[Array, "rows in"]:
+    """Return rows in float32."""
     return q.astype(jnp.float32) * jnp.repeat(scale, q.shape[-1] // scale.shape[-1], axis=-1)

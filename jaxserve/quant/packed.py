@@ -12,7 +12,7 @@ from jaxserve.layers.linear import LinearContext, Matrix, Operands
 from jaxserve.layers.mlp import swiglu
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix, Packer
-from jaxserve.quant.weight_format import Row, WeightFormat, slab_rows
+from jaxserve.quant.weight_format import FormatChoice, Row, WeightFormat, slab_rows
 from jaxserve.weights import StoredTensor
 
 
@@ -46,7 +46,7 @@ class NativeMatrix(Matrix):
         return y.astype(context.dtype)
 
 
-def unsupported(form: WeightFormat, dtype: DTypeLike) -> str | None:
+def unsupported(form: FormatChoice, dtype: DTypeLike) -> str | None:
     """Return the reason why matrices of a format cannot be packed here, or None if they can.
 
     Args:

@@ -47,6 +47,19 @@ class Leaf(NamedTuple):
     axes: tuple[str | None, ...]
 
 
+@runtime_checkable
+class FormatChoice(Protocol):
+    """Choice of a format for each tensor; a WeightFormat chooses itself."""
+
+    name: str
+
+    def at(self, row: Row) -> "WeightFormat | None":
+        """Return the format of a tensor; None if it is plain."""
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
+        """Return the dtype of elements that native CPU kernels multiply; see `WeightFormat.native_dtype`."""
+
+
 class WeightFormat(ABC):
     """Storage of matrices: the arrays that a tensor becomes, their computation, and the pytree that multiplies.
 
@@ -61,9 +74,9 @@ class WeightFormat(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    def applies_to(self, row: Row) -> bool:
-        """Return whether a tensor is stored in this format; the others are plain."""
-        return row.is_matrix
+    def at(self, row: Row) -> "WeightFormat | None":
+        """Return the format of a tensor: this one, or None if the tensor is plain."""
+        return self if row.is_matrix else None
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return the dtype of the elements if native CPU kernels multiply them, else None.

@@ -36,8 +36,8 @@ def joined(high: Array, low: Array) -> Array:
 class PlanesFormat(WeightFormat):
     name = "planes"
 
-    def applies_to(self, row: Row) -> bool:
-        return row.is_matrix and row.path[-1] != "o_proj"  # formats leave out what they want
+    def at(self, row: Row) -> WeightFormat | None:
+        return self if row.is_matrix and row.path[-1] != "o_proj" else None  # formats leave out what they want
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
         return (Leaf(shape, np.dtype(np.uint8), row.axes),) * 2

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from jaxserve.layers.linear import LinearContext, embed, linear
-from jaxserve.quant import int8, slabs
-from jaxserve.quant.int8 import QuantizedMatrix, block_size, quantize
+from jaxserve.quant import products
+from jaxserve.quant.int8 import QuantizedMatrix, block_size, dequantize, quantize
 
 
 def random_matrix(*shape, seed=0):
@@ -82,11 +82,11 @@ CPU_SHAPES = [(1, 8), (7, 131), (200, 1536), (300, 1536), (512, 256), (3, 120_00
 
 @pytest.mark.parametrize("shape", CPU_SHAPES)
 @pytest.mark.parametrize("num_tokens", [1, 2, 16, 17, 40])
-@pytest.mark.parametrize("form", ["multiply_by_slabs", "multiply_whole"])
+@pytest.mark.parametrize("form", ["by_slabs", "whole"])
 def test_products(shape, num_tokens, form):
     weight, x = quantized(random_matrix(*shape)), random_matrix(num_tokens, shape[1], seed=1)
     expected = x.astype(np.float64) @ dequantized(weight).T
-    y = jax.jit(partial(getattr(slabs, form), int8._dequantize))(x, weight.q, weight.scale)
+    y = jax.jit(partial(getattr(products, form), dequantize))((weight.q, weight.scale), x)
     assert y.dtype == "float32"
     np.testing.assert_allclose(y, expected, rtol=0, atol=3e-6 * shape[1] ** 0.5 * np.abs(x).max())
 

@@ -1,39 +1,38 @@
-"""Products of quantised matrices by XLA, which sees floats; on a CPU a slab of rows at a time."""
+"""Products of matrices that XLA dequantises as it multiplies: by slabs on CPUs, in the product elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32, Shaped
+from jaxtyping import Array, Float, Float32
+
+Dequantize = Callable[..., Array]  # function of some rows of each array that returns these rows in float32
 
 _FEW_TOKENS = 16  # up to this many tokens XLA:CPU computes W·x faster than x·W
 # Elements upcast at once on a CPU. For few tokens they stay in the L2 cache, below the size at which XLA:CPU hands a
 # product to its thread pool; for many tokens the product is threaded, and large enough for that to pay.
 _SMALL_SLAB, _LARGE_SLAB = 96 << 10, 512 << 10
 
-Dequantize = Callable[..., Float32[Array, "rows in"]]  # function of the same rows of each array of a matrix
+
+def multiply(dequantize: Dequantize, arrays: Sequence[Array], x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
+    """Multiply x with a matrix; in float32 on a CPU, elsewhere in the dtype of x with float32 sums.
+
+    Args:
+        dequantize: function of some rows of each array.
+        arrays: arrays of the matrix, each with as many rows as it has.
+        x: activations.
+    """
+    cpu, default = (partial(form, dequantize) for form in (by_slabs, whole))
+    return lax.platform_dependent(tuple(arrays), x, cpu=cpu, default=default)
 
 
-def multiply(
-    dequantize: Dequantize, x: Float[Array, "T in"], *arrays: Shaped[Array, "out ..."]
-) -> Float32[Array, "T out"]:
-    """Multiply in float32 on a CPU, elsewhere in the dtype of x with float32 sums."""
-    on_cpu, elsewhere = (partial(form, dequantize) for form in (multiply_by_slabs, multiply_whole))
-    y: Array = lax.platform_dependent(x, *arrays, cpu=on_cpu, default=elsewhere)
-    return y
-
-
-def multiply_whole(
-    dequantize: Dequantize, x: Float[Array, "T in"], *arrays: Shaped[Array, "out ..."]
-) -> Float32[Array, "T out"]:
+def whole(dequantize: Dequantize, arrays: tuple[Array, ...], x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
     """Multiply on accelerators, where XLA may fuse upcast and scaling into the product's operand."""
     return _dot(x, dequantize(*arrays).astype(x.dtype))
 
 
-def multiply_by_slabs(
-    dequantize: Dequantize, x: Float[Array, "T in"], *arrays: Shaped[Array, "out ..."]
-) -> Float32[Array, "T out"]:
+def by_slabs(dequantize: Dequantize, arrays: tuple[Array, ...], x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
     """Multiply on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
 
     The last slab overlaps the previous one if their size does not divide `out`.

@@ -1,0 +1,286 @@
+"""Matrices as a quantised checkpoint has them: elements, scales by rows and groups of columns, zero points.
+
+All schemes have this form on devices. Scales of tensors and of blocks are repeated for each row, so that devices take
+any rows; a group of columns that a device has only a part of becomes several of a size that divides the part.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, no_type_check
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
+from numpy.typing import NDArray
+
+from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.quant import activations, products
+from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
+from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, StoredTensor, host_buffer
+
+_INT4_ZERO = 8
+_SLAB_SIZE = 1 << 20  # elements that each thread reads at once: GPTQ's files have a row in as many pages as columns
+
+
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class StoredMatrix(Matrix):
+    """A matrix [out, in] of any scheme, or a stack of them.
+
+    Attributes:
+        elements: elements of one byte, or pairs of elements of four bits, the first in the low bits.
+        scale: scales of each row's groups of columns.
+        row_scale: further scale of each row, of schemes with a scale of the whole tensor.
+        zero: zero points of the groups.
+        order: group of each column, where groups are not consecutive columns.
+        input_scale: scale of activations.
+        scheme: scheme of the checkpoint.
+    """
+
+    elements: Shaped[Array, "*stack out in_bytes"]
+    scale: Shaped[Array, "*stack out groups"]
+    row_scale: Float32[Array, "*stack out 1"] | None
+    zero: Shaped[Array, "*stack out groups"] | None
+    order: Int[Array, "*stack in"] | None
+    input_scale: Float32[Array, "*stack"] | None
+    scheme: Scheme = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        *outer, in_bytes = self.elements.shape
+        return (*outer, in_bytes * (2 if self.scheme.is_packed else 1))
+
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
+        """Multiply as `products.multiply` does, with x quantised if the scheme says so."""
+        factor = None
+        if self.scheme.activation is not None:
+            x, factor = activations.quantize(x, self.scheme.activation, self.input_scale, context.axis)
+        y = products.multiply(partial(_dequantize, self.scheme, self.order), self._rows_arrays(), x)
+        return y if factor is None else y * factor
+
+    def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        taken = (x.at[ids].get(mode="clip") for x in self._rows_arrays())
+        return _dequantize(self.scheme, self.order, *taken)
+
+    def _rows_arrays(self) -> tuple[Array, ...]:
+        optional = (self.row_scale, self.zero)
+        return (self.elements, self.scale, *(x for x in optional if x is not None))
+
+
+class StoredFormat:
+    """Choice of the format of each tensor of a quantised checkpoint: that of its scheme.
+
+    Attributes:
+        name: name in messages.
+        schemes: schemes of the checkpoint.
+    """
+
+    name = "checkpoint"
+
+    def __init__(self, schemes: Schemes) -> None:
+        self.schemes = schemes
+
+    def at(self, row: Row) -> "SchemeFormat | None":
+        """Return the format of a tensor; None if it is plain.
+
+        A tensor whose parts are not of one scheme is plain too: those that are quantised are dequantised.
+        """
+        found = {self.schemes.of_tensor(name) for name in row.hf_names} if row.is_matrix else {None}
+        (scheme,) = found if len(found) == 1 else (None,)
+        return None if scheme is None else SchemeFormat(scheme)
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
+        """Return the dtype of the matrices that are not quantised."""
+        return dtype
+
+
+class SchemeFormat(WeightFormat):
+    """`StoredMatrix` of one scheme.
+
+    Attributes:
+        scheme: scheme of the matrices.
+    """
+
+    def __init__(self, scheme: Scheme) -> None:
+        self.scheme, self.name = scheme, scheme.name
+
+    def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
+        """Return the arrays of `StoredMatrix` that the scheme has."""
+        scheme, (num_rows, in_size), (out_axis, in_axis) = self.scheme, shape, row.axes
+        if scheme.is_packed and in_size % 2:
+            raise CheckpointError(
+                f"each device must have an even number of columns of {row.hf_names[0]} ({scheme.name}), got {in_size} "
+                f"of {row.shape[1]}; choose another tensor_parallel_size"
+            )
+        num_groups = len(_first_columns(scheme, row.shape[1], in_size))
+        grid = (num_rows, num_groups)
+        group_axis = None if num_groups == 1 or scheme.has("order") else in_axis
+        elements = _ELEMENT_DTYPES[scheme.elements]
+        leaves = [
+            Leaf((num_rows, in_size // 2 if scheme.is_packed else in_size), elements, row.axes),
+            Leaf(grid, np.dtype(scheme.scale_dtype), (out_axis, group_axis)),
+        ]
+        if scheme.has("global_scale"):
+            leaves.append(Leaf((num_rows, 1), np.dtype(np.float32), (out_axis, None)))
+        if scheme.has("zero"):
+            leaves.append(Leaf(grid, elements, (out_axis, group_axis)))
+        if scheme.has("order"):
+            leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
+        if scheme.has("input_scale"):
+            leaves.append(Leaf((), np.dtype(np.float32), ()))
+        return tuple(leaves)
+
+    def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
+        """Refuse floats: these matrices are read as a tool has quantised them."""
+        raise CheckpointError(f"weights must be quantised as the checkpoint's are ({self.scheme}), got floats")
+
+    def weight(self, *leaves: Any) -> StoredMatrix:
+        """Return the pytree of the leaves."""
+        rest = iter(leaves)
+        has = self.scheme.has
+        return StoredMatrix(
+            next(rest),
+            next(rest),
+            next(rest) if has("global_scale") else None,
+            next(rest) if has("zero") else None,
+            next(rest) if has("order") else None,
+            next(rest) if has("input_scale") else None,
+            self.scheme,
+        )
+
+    def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
+        """Read a device's part as it is stored, some rows of each of its tensors at a time."""
+        parts = [part for part in tensor.parts if isinstance(part, QuantizedPart)]
+        if len(parts) < len(tensor.parts):
+            raise CheckpointError(
+                f"{row.hf_names[0]} must be quantised as the checkpoint's is ({self.scheme}), got floats; "
+                f"give tensors by their names in such a checkpoint"
+            )
+        leaves = self.leaves(row, tensor.shape, tensor.dtype)
+        buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
+        matrix = self.weight(*buffers)
+        columns = _first_columns(self.scheme, row.shape[1], tensor.shape[1])
+
+        def add(start: int, part: Any) -> None:
+            rows = slice(start, start + len(part))
+            groups = (part.columns[0] + columns) // (self.scheme.group or row.shape[1])
+            groups = columns if self.scheme.has("order") else groups
+            matrix.elements[rows] = part.elements()
+            matrix.scale[rows] = _columns(part.scale(), groups)
+            if matrix.zero is not None:
+                matrix.zero[rows] = _columns(part.zero(), groups)
+            if matrix.row_scale is not None:
+                matrix.row_scale[rows] = part.global_scale()
+
+        tensor.each_slice(max(1, _SLAB_SIZE // tensor.shape[1]), add)
+        if matrix.order is not None:
+            matrix.order[:] = _common_order(row, parts, -(-row.shape[1] // (self.scheme.group or row.shape[1])))
+        if matrix.input_scale is not None:
+            matrix.input_scale[...] = self._input_scale(parts)
+        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+
+    def _input_scale(self, parts: Sequence[QuantizedPart]) -> np.float32:
+        """Return the scale of activations for all parts: the one that holds the largest values, as in vLLM."""
+        scales = [part.input_scale() for part in parts]
+        is_e2m1 = self.scheme.activation is not None and self.scheme.activation.elements == "e2m1"
+        if is_e2m1 and not self.scheme.divides:  # a scale of scales, whose reciprocal multiplies
+            return np.float32(1) / max(scales)
+        return min(scales) if is_e2m1 else max(scales)
+
+
+_ELEMENT_DTYPES = {
+    "int4": np.dtype(np.uint8),
+    "e2m1": np.dtype(np.uint8),
+    "int8": np.dtype(np.int8),
+    "e4m3": np.dtype(jnp.float8_e4m3fn),
+}
+
+
+def _group_size(scheme: Scheme, whole_size: int, in_size: int) -> int:
+    """Return the number of consecutive columns of a device that share a scale, the last of a row excepted."""
+    group = scheme.group or whole_size
+    if group >= whole_size:
+        return in_size
+    return group if in_size == whole_size or in_size % group == 0 else math.gcd(in_size, group)
+
+
+def _first_columns(scheme: Scheme, whole_size: int, in_size: int) -> NDArray[np.int64]:
+    """Return the first column of each of a device's groups; the number of each where the order is another one."""
+    if scheme.has("order"):
+        return np.arange(-(-whole_size // (scheme.group or whole_size)))
+    return np.arange(0, in_size, _group_size(scheme, whole_size, in_size))
+
+
+def _columns(array: NDArray[Any], groups: NDArray[np.int64]) -> NDArray[Any]:
+    return array if array.shape[1] == 1 else array[:, groups]
+
+
+def _common_order(row: Row, parts: Sequence[QuantizedPart], num_groups: int) -> NDArray[np.int32]:
+    orders = [part.group_of() for part in parts]
+    if any(not np.array_equal(order, orders[0]) for order in orders):
+        raise CheckpointError(
+            f"{', '.join(dict.fromkeys(row.hf_names))} must have the same order of columns (g_idx), as they are one "
+            f"product, got different ones; quantise the model without desc_act"
+        )
+    if orders[0].size and not 0 <= orders[0].min() <= orders[0].max() < num_groups:
+        raise CheckpointError(
+            f"g_idx of {row.hf_names[0]} must name {num_groups} groups, got {orders[0].min()} to {orders[0].max()}"
+        )
+    return orders[0]
+
+
+def _dequantize(
+    scheme: Scheme,
+    order: Int[Array, " in"] | None,
+    elements: Shaped[Array, "rows in_bytes"],
+    scale: Shaped[Array, "rows groups"],
+    *optional: Shaped[Array, "rows _"],
+) -> Float32[Array, "rows in"]:
+    """Return rows in float32."""
+    q, rest = _floats(scheme, elements), iter(optional)
+    wide = scale.astype(jnp.float32)
+    if scheme.has("global_scale"):
+        further = next(rest)
+        wide = activations.divide(wide, further) if scheme.divides else wide * further
+    spread = partial(_spread, scheme, order, q.shape[-1])
+    if scheme.has("zero"):
+        q = q - spread(next(rest).astype(jnp.float32))
+    elif scheme.elements == "int4":
+        q = q - _INT4_ZERO
+    return q * spread(wide)
+
+
+def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32[Array, "rows in"]:
+    """Return the elements as floats, integers of four bits from 0 to 15."""
+    if not scheme.is_packed:
+        return elements.astype(jnp.float32)
+    codes = jnp.stack([elements & 15, elements >> 4], axis=-1).reshape(*elements.shape[:-1], -1)
+    return _e2m1_floats(codes) if scheme.elements == "e2m1" else codes.astype(jnp.float32)
+
+
+def _e2m1_floats(codes: UInt8[Array, "rows in"]) -> Float32[Array, "rows in"]:
+    """Return the value of each code: sign, two bits of exponent, one of mantissa."""
+    exponent, mantissa = codes >> 1 & 3, codes & 1
+    halves = jnp.where(exponent == 0, mantissa, (2 | mantissa) << jnp.maximum(exponent, 1) - 1)
+    size = halves.astype(jnp.float32) * 0.5
+    return jnp.where(codes & 8, -size, size)
+
+
+def _spread(
+    scheme: Scheme, order: Int[Array, " in"] | None, in_size: int, grid: Float32[Array, "rows groups"]
+) -> Float32[Array, "rows _"]:
+    """Return the value of each column's group; a single group is broadcast."""
+    num_groups = grid.shape[-1]
+    if num_groups == 1:
+        return grid
+    if order is not None:
+        return jnp.take(grid, order, axis=-1)
+    # Groups have the size of the scheme, the last one less; or an even share of a device's columns.
+    size = scheme.group if scheme.group and -(-in_size // scheme.group) == num_groups else in_size // num_groups
+    return jnp.repeat(grid, size, axis=-1)[:, :in_size]

@@ -1,0 +1,63 @@
+"""Quantised checkpoints over several devices: blocks and groups that a device has only a part of."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxserve import weights
+from jaxserve.models import decoder, registry
+from jaxserve.models.params import matrix_transform
+from jaxserve.quant import weight_format
+from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
+from jaxserve.weights import CheckpointError
+from tests.checkpoints import reference_logits
+from tests.models.test_parity import attend
+from tests.parameters import some_by_default
+from tests.quant.quantized_checkpoints import CASES, fake_int8, write_quantized
+
+
+def split_logits(path: Path, token_ids: np.ndarray, n: int) -> np.ndarray:
+    """Return logits [T, V] of one sequence over n devices."""
+    arch, mesh = registry.from_hf_config(weights.read_config(path)), tensor_mesh(n)
+    assert mesh is not None
+    specs = registry.param_specs(arch)
+    shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
+    transform = matrix_transform(specs, weight_format(None, arch.schemes))
+    params = weights.load(path, specs, jnp.float32, shardings, transform, schemes=arch.schemes)
+
+    def run(params: dict, token_ids: jax.Array) -> jax.Array:
+        positions = jnp.arange(len(token_ids))
+        hidden, _ = decoder.forward(params, arch.local(n), token_ids, positions, attend, jnp.int32(0))
+        return decoder.compute_logits(params, arch.local(n), hidden)
+
+    ids = jax.device_put(token_ids, named_sharding(mesh, ()))
+    program = over_devices(run, mesh, (params, ids), PartitionSpec(None, TENSOR))
+    logits = jax.jit(program, compiler_options={"xla_backend_optimization_level": 0})(params, ids)
+    return np.asarray(logits)[:, : arch.vocab_size]
+
+
+# Each device has 80 or 40 columns of the output projection, and 112 or 56 of the down projection.
+SOME = ("ct-int4-zeros over 2", "gptq-order over 2", "ct-nvfp4 over 4", "fp8-block over 4")
+
+
+@pytest.mark.parametrize("case", some_by_default([f"{name} over {n}" for name in CASES for n in (2, 4)], *SOME))
+def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
+    name, n = case.split(" over ")
+    model = write_quantized(tmp_path, CASES[name], num_hidden_layers=1)
+    token_ids = np.random.default_rng(0).integers(0, 131, 20).astype(np.int32)
+    expected = reference_logits(model, token_ids)
+    found = split_logits(tmp_path, token_ids, int(n))
+    if CASES[name].fake is fake_int8:  # the last bit of an input may decide on a whole step: see test_stored.py
+        assert np.abs(found - expected).mean() < 0.01 * np.abs(expected).max()
+    else:
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+def test_odd_parts_of_packed_rows_are_refused(tmp_path: Path) -> None:
+    write_quantized(tmp_path, CASES["ct-int4-channel"], num_hidden_layers=1, intermediate_size=72)
+    with pytest.raises(CheckpointError, match=r"even number of columns of .*down_proj.* got 9 of 72"):
+        split_logits(tmp_path, np.arange(5, dtype=np.int32), 8)

@@ -1,0 +1,145 @@
+"""Elements, scales and zero points of a file, in the form that all formats have on devices.
+
+Elements of four bits are two to a byte, the one of the lower column in the low bits: integers from 0 to 15, or e2m1.
+Elements of eight bits are signed integers or e4m3.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.weights.quantized.scheme import Role, Scheme
+from jaxserve.weights.safetensors_file import release
+
+Bounds = tuple[int, int]
+
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+_INT32 = (np.dtype(np.int32), np.dtype(np.uint32))
+_AWQ_ORDER = np.array([0, 2, 4, 6, 1, 3, 5, 7])  # column, within a word, of each nibble
+_WORD_BYTES = 4
+
+
+def element_bytes(scheme: Scheme) -> tuple[np.dtype, ...]:
+    """Return the dtypes that the elements of a scheme may have in a file."""
+    if scheme.packing == "plain":
+        return (E4M3,) if scheme.elements == "e4m3" else (np.dtype(np.int8),)
+    return (np.dtype(np.uint8),) if scheme.packing == "nibbles" else _INT32
+
+
+def matrix_shape(scheme: Scheme, tensors: Mapping[Role, Any]) -> tuple[int, int]:
+    """Return the shape [O, I] of the matrix that a module's tensors store."""
+    rows, columns = tensors["elements"].shape
+    per_word = 8 * _WORD_BYTES // _bits(scheme)
+    if scheme.packing == "plain":
+        return rows, columns
+    if scheme.packing == "nibbles":
+        return rows, 2 * columns
+    if scheme.packing == "words":
+        return rows, per_word * columns
+    if scheme.packing == "gptq":
+        return columns, per_word * rows
+    return per_word * columns, rows
+
+
+def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
+    """Return the elements of some rows and columns."""
+    if scheme.packing == "plain":
+        elements = _read(tensor, rows, columns)
+        return _packed_pairs(elements.view(np.uint8) + np.uint8(8)) if scheme.is_packed else elements
+    per_byte, per_word = 8 // _bits(scheme), 8 * _WORD_BYTES // _bits(scheme)
+    if scheme.packing == "nibbles":
+        return _read(tensor, rows, _covering(columns, per_byte))
+    words = _covering(columns, per_word)
+    if scheme.packing == "awq":
+        return _packed_pairs(_awq_nibbles(tensor, rows, columns).T)
+    stored = _read(tensor, words, rows).T if scheme.packing == "gptq" else _read(tensor, rows, words)
+    all_bytes = np.ascontiguousarray(stored).view(np.uint8)
+    first = (columns[0] - words[0] * per_word) // per_byte
+    taken = all_bytes[:, first : first + -(-(columns[1] - columns[0]) // per_byte)]
+    return _signed(taken) if scheme.elements == "int8" else taken
+
+
+def read_scale(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
+    """Return the scales of some rows, [rows, groups], whether they are stored by tensor, row, group or block."""
+    num_rows, shape = rows[1] - rows[0], tuple(tensor.shape)
+    if scheme.packing in ("gptq", "awq"):
+        scale = _read(tensor, (0, shape[0]), rows).T
+    elif np.prod(shape, dtype=int) == 1:
+        scale = np.broadcast_to(np.asarray(tensor).reshape(1, 1), (num_rows, 1))
+    elif len(shape) == 2:
+        blocks = (rows[0] // scheme.block_rows, -(-rows[1] // scheme.block_rows))
+        scale = _read(tensor, blocks, (0, shape[1]))[np.arange(*rows) // scheme.block_rows - blocks[0]]
+    else:  # a vector of rows, or blocks [rows, 1, columns, 1]
+        whole = np.asarray(tensor)
+        whole = whole.reshape(shape[0], -1)
+        scale = whole[np.arange(*rows) // scheme.block_rows]
+    if scheme.scale_dtype == "float8_e8m0fnu" and scale.dtype == np.uint8:
+        return scale.view(ml_dtypes.float8_e8m0fnu)
+    return scale.astype(np.dtype(scheme.scale_dtype), copy=False)
+
+
+def read_zero(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
+    """Return the zero points of some rows, [rows, groups]."""
+    per_word = 8 * _WORD_BYTES // _bits(scheme)
+    if scheme.packing == "plain":
+        zero: NDArray[Any] = np.asarray(tensor)[slice(*rows)].astype(np.int8)
+        return zero.view(np.uint8) + np.uint8(8) if scheme.is_packed else zero
+    words = _covering(rows, per_word)
+    if scheme.packing == "awq":
+        return _awq_nibbles(tensor, rows, (0, tensor.shape[0])).T
+    # One word holds consecutive rows of a group; it lies along the rows of the file in one format, else the columns.
+    is_row = scheme.packing == "words"
+    stored = _read(tensor, words, (0, tensor.shape[1])).T if is_row else _read(tensor, (0, tensor.shape[0]), words)
+    stored = np.ascontiguousarray(stored).view(np.uint32)
+    # A zero point of 0 has borrowed from its neighbours when 1 was subtracted from each of a word.
+    one_each = np.uint32(sum(scheme.zero_offset << (_bits(scheme) * place) for place in range(per_word)))
+    all_bytes = (stored + one_each).view(np.uint8)
+    zero = nibbles(all_bytes) if scheme.is_packed else _signed(all_bytes)
+    first = rows[0] - words[0] * per_word
+    return zero.T[first : first + rows[1] - rows[0]]
+
+
+def nibbles(packed: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return the two numbers of each byte, the low one first."""
+    pairs: NDArray[np.uint8] = np.stack([packed & np.uint8(15), packed >> np.uint8(4)], axis=-1)
+    return pairs.reshape(*packed.shape[:-1], -1)
+
+
+def _packed_pairs(values: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    pairs: NDArray[np.uint8] = values[:, ::2] | values[:, 1::2] << np.uint8(4)
+    return pairs
+
+
+def _awq_nibbles(tensor: Any, packed: Bounds, other: Bounds) -> NDArray[np.uint8]:
+    """Return numbers of a tensor that is packed along its columns in AWQ's order, [other, packed]."""
+    words = _covering(packed, 8)
+    all_bytes = np.ascontiguousarray(_read(tensor, other, words)).view(np.uint8)
+    mixed = nibbles(all_bytes).reshape(len(all_bytes), -1, 8)
+    found = np.empty_like(mixed)
+    found[..., _AWQ_ORDER] = mixed
+    first = packed[0] - words[0] * 8
+    return found.reshape(len(all_bytes), -1)[:, first : first + packed[1] - packed[0]]
+
+
+def _signed(unsigned: NDArray[np.uint8]) -> NDArray[np.int8]:
+    return (unsigned ^ 0x80).view(np.int8)
+
+
+def _bits(scheme: Scheme) -> int:
+    return 4 if scheme.is_packed else 8
+
+
+def _covering(bounds: Bounds, size: int) -> Bounds:
+    """Return the bounds of the words that hold some numbers."""
+    return bounds[0] // size, -(-bounds[1] // size)
+
+
+def _read(tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
+    source = tensor[slice(*rows), slice(*columns)]
+    array = np.array(np.asarray(source))
+    if isinstance(source, np.ndarray) and source.size:
+        release(source)
+    return array

@@ -1,0 +1,195 @@
+"""QuantizedPart: a quantised matrix of a checkpoint, still unread, of which devices take rows and columns."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.quantized.packing import (
+    element_bytes,
+    matrix_shape,
+    nibbles,
+    read_elements,
+    read_scale,
+    read_zero,
+)
+from jaxserve.weights.quantized.scheme import NIBBLES, Role, Scheme, Schemes
+from jaxserve.weights.stored_tensor import HeldTensor, Tensor
+
+_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FLOATS_OF_NIBBLES = {
+    "e2m1": np.concatenate([_E2M1, -_E2M1]),
+    "int4": np.arange(16, dtype=np.float32),
+}
+INT4_ZERO = 8  # zero point of symmetric int4, whose elements are stored as 0 to 15
+# Scales of attention, and what tools keep for themselves; see `Schemes.kv_cache`.
+_EXTRAS = (
+    *("k_scale", "v_scale", "q_scale", "kv_scale", "prob_scale", "output_scale", "k_zero_point", "v_zero_point"),
+    *("weight_shape", "g_idx", "input_scale", "input_global_scale", "input_zero_point"),
+)
+
+
+@dataclass(frozen=True)
+class QuantizedPart:
+    """Some rows and columns of a quantised matrix [O, I]. As an array it is dequantised, in float32.
+
+    Attributes:
+        name: name of the matrix.
+        scheme: its scheme.
+        tensors: stored tensors by their roles.
+        whole: shape of the whole matrix.
+        rows: first row, and the row after the last.
+        columns: first column, and the column after the last.
+    """
+
+    name: str
+    scheme: Scheme
+    tensors: Mapping[Role, Any]
+    whole: tuple[int, int]
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of these rows and columns."""
+        return (self.rows[1] - self.rows[0], self.columns[1] - self.columns[0])
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Dtype of the dequantised array."""
+        return np.dtype(np.float32)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this part in the file, nearly."""
+        total = sum(prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
+        return total * prod(self.shape) // max(1, prod(self.whole))
+
+    @property
+    def T(self) -> HeldTensor:  # noqa: N802 (numpy's name)
+        """Transpose, dequantised."""
+        return HeldTensor(np.asarray(self).T)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> "QuantizedPart":
+        index = index if isinstance(index, tuple) else (index,)
+        (rows, columns), bounds = (self.rows, self.columns), []
+        for part, (start, stop) in zip((*index, slice(None))[:2], (rows, columns), strict=False):
+            low, high, _ = part.indices(stop - start)
+            bounds.append((start + low, start + max(low, high)))
+        return dataclasses.replace(self, rows=bounds[0], columns=bounds[1])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        size = self.shape[1]
+        elements = self.elements()
+        if self.scheme.elements in NIBBLES:
+            q = FLOATS_OF_NIBBLES[self.scheme.elements][nibbles(elements)[:, :size]]
+        else:
+            q = elements.astype(np.float32)
+        group_of = self.group_of()
+        if self.scheme.has("zero"):
+            q -= self.zero()[:, group_of].astype(np.float32)
+        elif self.scheme.elements == "int4":
+            q -= INT4_ZERO
+        scale = self.scale().astype(np.float32)
+        if self.scheme.has("global_scale"):
+            scale = scale / self.global_scale() if self.scheme.divides else scale * self.global_scale()
+        return (q * scale[:, group_of]).astype(dtype or np.float32, copy=False)
+
+    def elements(self) -> NDArray[Any]:
+        """Return the elements as devices hold them, two to a byte where they have four bits, signed where eight."""
+        return read_elements(self.scheme, self.tensors["elements"], self.rows, self.columns)
+
+    def scale(self) -> NDArray[Any]:
+        """Return the scales of these rows and all groups of columns, [rows, groups]."""
+        return read_scale(self.scheme, self.tensors["scale"], self.rows)
+
+    def zero(self) -> NDArray[Any]:
+        """Return the zero points of these rows and all groups of columns, offset as the elements are."""
+        return read_zero(self.scheme, self.tensors["zero"], self.rows)
+
+    def global_scale(self) -> np.float32:
+        """Return the scale of the whole tensor."""
+        return np.float32(np.asarray(self.tensors["global_scale"]).reshape(-1)[0])
+
+    def input_scale(self) -> np.float32:
+        """Return the scale of activations."""
+        return np.float32(np.asarray(self.tensors["input_scale"]).astype(np.float32).max())
+
+    def group_of(self) -> NDArray[np.int32]:
+        """Return the group of each column."""
+        if self.scheme.has("order"):
+            return np.asarray(self.tensors["order"]).astype(np.int32)[slice(*self.columns)]
+        group = self.scheme.group or self.whole[1]
+        return (np.arange(*self.columns) // group).astype(np.int32)
+
+    def on_host(self, read: Callable[[Tensor], NDArray[Any]]) -> "QuantizedPart":
+        """Return the same part of tensors in host memory."""
+        return dataclasses.replace(self, tensors={role: HeldTensor(read(t)) for role, t in self.tensors.items()})
+
+
+def quantized_view(
+    schemes: Schemes | None, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: object
+) -> dict[str, Any]:
+    """Return the tensors of a checkpoint with a QuantizedPart for each matrix that is quantised.
+
+    Args:
+        schemes: schemes of the checkpoint; None if it is not quantised.
+        tensors: tensors as they are stored, by name.
+        shapes: shapes of the tensors of the model, by the names that they have unquantised.
+        where: place of the checkpoint, for messages.
+
+    Raises:
+        CheckpointError: a quantised module lacks tensors, or has them in a form that is not its scheme's.
+    """
+    if schemes is None:
+        return dict(tensors)
+    view = dict(tensors)
+    parts, missing = {}, []
+    for name, shape in shapes.items():
+        if len(shape) < 2 or (scheme := schemes.of_tensor(name)) is None:
+            continue
+        module = name.removesuffix(".weight")
+        names = {role: f"{module}.{suffix}" for role, suffix in scheme.tensors}
+        if absent := [full for full in names.values() if full not in tensors]:
+            missing.append(f"{', '.join(absent)} ({scheme.name})")
+            continue
+        parts[name] = _part(name, scheme, {role: tensors[full] for role, full in names.items()})
+        for suffix in (*scheme.suffixes.values(), *_EXTRAS):
+            view.pop(f"{module}.{suffix}", None)
+        _drop_zero_bias(view, f"{module}.bias", shapes)
+    if missing:
+        raise CheckpointError(
+            f"{where} must hold the tensors of its quantization_config ({schemes.method}), got {len(missing)} modules "
+            f"without them: {'; '.join(missing[:8])}"
+        )
+    for name in [name for name in view if name.endswith(tuple(f".{extra}" for extra in _EXTRAS))]:
+        del view[name]
+    return view | parts
+
+
+def _part(name: str, scheme: Scheme, tensors: Mapping[Role, Any]) -> QuantizedPart:
+    dtype = np.dtype(tensors["elements"].dtype)
+    if dtype not in element_bytes(scheme):
+        allowed = " or ".join(sorted(str(kind) for kind in element_bytes(scheme)))
+        raise CheckpointError(f"the elements of {name} must be {allowed} ({scheme.name}), got {dtype}")
+    whole = matrix_shape(scheme, tensors)
+    part = QuantizedPart(name, scheme, tensors, whole, (0, whole[0]), (0, whole[1]))
+    if whole[1] % 2 and scheme.is_packed:
+        raise CheckpointError(f"{name} must have an even number of columns for elements of 4 bits, got {whole[1]}")
+    return part
+
+
+def _drop_zero_bias(view: dict[str, Any], name: str, wanted: Collection[str]) -> None:
+    """Drop a bias that the model does not have: some tools write zeros for it."""
+    if name in view and name not in wanted:
+        if np.any(np.asarray(view[name]).astype(np.float32)):
+            raise CheckpointError(f"{name} must be zero, as the model has no such bias, got other values")
+        del view[name]

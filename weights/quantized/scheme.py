@@ -1,0 +1,132 @@
+"""Schemes: how a checkpoint stores the matrix of each module, as values that are the same for all tools.
+
+A matrix [O, I] is stored as elements and a scale for each row or block of rows and each group of columns:
+`w = (q - zero) * scale`, where there may be a further scale of the whole tensor.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Elements = Literal["int4", "int8", "e4m3", "e2m1"]
+# How elements lie in a file: as they are; two in a byte, the low nibble first; in words of 32 bits along the rows of
+# [O, I], or of [I, O] by GPTQ and by AWQ.
+Packing = Literal["plain", "nibbles", "words", "gptq", "awq"]
+Role = Literal["elements", "scale", "zero", "order", "global_scale", "input_scale"]
+NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
+_CLASSES = {"embed_tokens": "Embedding", "wte": "Embedding", "wpe": "Embedding"}  # others are linear
+_FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
+_FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
+
+
+@dataclass(frozen=True)
+class Activation:
+    """Quantisation of the activations that a matrix multiplies.
+
+    Attributes:
+        elements: kind of the quantised values.
+        group: number of consecutive values of a token that share a scale; None for all of them.
+        dynamic: True if the scale is that of the values' maximum; else the checkpoint has one for all tokens. Groups of
+            e2m1 have scales of both kinds, as NVFP4 has.
+    """
+
+    elements: Literal["int8", "e4m3", "e2m1"]
+    group: int | None
+    dynamic: bool
+
+    def __str__(self) -> str:
+        if self.elements == "e2m1":
+            return f"e2m1 activations in groups of {self.group}"
+        kind = "dynamic" if self.dynamic else "static"
+        return f"{self.elements} activations, {kind}, {f'in groups of {self.group}' if self.group else 'per token'}"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """Storage of one matrix.
+
+    Attributes:
+        name: name of the format in messages.
+        elements: kind of the elements.
+        packing: their place in the file.
+        tensors: suffix of each tensor of the module, by its role.
+        group: number of consecutive columns that share a scale; None for all of them.
+        block_rows: number of consecutive rows that share a scale, in the file.
+        scale_dtype: dtype of scales on devices: float32, or that of the file where it has 8 bits.
+        zero_offset: number that a file's zero points lack, added to whole words before they are unpacked.
+        divides: True if `global_scale` divides the other scale.
+        activation: quantisation of the activations; None if they stay as they are.
+    """
+
+    name: str
+    elements: Elements
+    packing: Packing
+    tensors: tuple[tuple[Role, str], ...]
+    group: int | None = None
+    block_rows: int = 1
+    scale_dtype: str = "float32"
+    zero_offset: int = 0
+    divides: bool = False
+    activation: Activation | None = None
+
+    @property
+    def suffixes(self) -> dict[Role, str]:
+        """Suffix of each tensor by its role."""
+        return dict(self.tensors)
+
+    def has(self, role: Role) -> bool:
+        """Return whether a module has a tensor of this role."""
+        return role in self.suffixes
+
+    @property
+    def is_packed(self) -> bool:
+        """True if devices hold two elements in a byte."""
+        return self.elements in NIBBLES
+
+    def __str__(self) -> str:
+        rows = f" of {self.block_rows} rows" if self.block_rows > 1 else ""
+        groups = f"groups of {self.group}{rows}" if self.group else "rows"
+        zeros = " with zero points" if self.has("zero") else ""
+        order = " in activation order" if self.has("order") else ""
+        activation = self.activation or "activations as they are"
+        return f"{self.name}: {self.elements} weights by {groups}{zeros}{order}, {activation}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Scheme of the modules whose name or class a pattern matches; None if they are not quantised."""
+
+    pattern: str
+    scheme: Scheme | None
+
+    def matches(self, name: str) -> bool:
+        """Return whether the pattern matches from the beginning of the name; `$` is part of the pattern."""
+        return re.match(self.pattern, name) is not None
+
+
+@dataclass(frozen=True)
+class Schemes:
+    """Scheme of every module of a checkpoint: that of the first rule that matches.
+
+    Attributes:
+        method: the tool's name of its method, for messages.
+        rules: rules in their order; patterns match names of modules, or `class:` and a class.
+        kv_cache: True if the checkpoint has scales for a quantised KV cache.
+    """
+
+    method: str
+    rules: tuple[Rule, ...]
+    kv_cache: bool = False
+
+    def of_module(self, name: str) -> Scheme | None:
+        """Return the scheme of a module; its name also counts with the parts that other engines fuse as one."""
+        parent, _, last = name.rpartition(".")
+        names = [name, f"class:{_CLASSES.get(last, 'Linear')}"]
+        if last in _FUSED:
+            names.append(f"{parent}.{_FUSED[last]}")
+        return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
+
+    def of_tensor(self, name: str) -> Scheme | None:
+        """Return the scheme of the module whose matrix has this name; None for anything but a matrix of a module."""
+        module, _, last = name.rpartition(".")
+        return self.of_module(module) if last == "weight" else None
