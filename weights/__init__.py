@@ -3,10 +3,10 @@
 Orbax is imported only to write Orbax checkpoints, because its import is slow.
 """
 
-from jaxserve.weights.convert import convert
+from jaxserve.weights.convert import convert, derive
 from jaxserve.weights.dummy import dummy
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.load import assemble, check, load
+from jaxserve.weights.load import OpenCheckpoint, assemble, check, load, open_checkpoint
 from jaxserve.weights.rows import TensorRow
 from jaxserve.weights.safetensors_store import read_config, read_generation_config
 from jaxserve.weights.save import save, save_orbax
@@ -14,14 +14,17 @@ from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
 
 __all__ = [
     "CheckpointError",
+    "OpenCheckpoint",
     "StoredTensor",
     "TensorRow",
     "assemble",
     "check",
     "convert",
+    "derive",
     "dummy",
     "host_buffer",
     "load",
+    "open_checkpoint",
     "read_config",
     "read_generation_config",
     "save",
