@@ -20,8 +20,8 @@ class Fold(NamedTuple):
     Attributes:
         source: name of the norm or matrix whose outputs are the inputs, up to products with other factors.
         target: name of the only matrix that reads them.
-        part: index of the checkpoint tensor of the source matrix whose rows are the channels; None for a norm. Those of a
-            key-value head are read once for each query head of its group.
+        part: index of the checkpoint tensor of the source matrix whose rows are the channels; None for a norm. Those
+            of a key-value head are read once for each query head of its group.
     """
 
     source: str

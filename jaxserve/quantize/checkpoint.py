@@ -184,8 +184,10 @@ class _Run:
         return sum(2 * num_batches + sum(map(_is_quantized, specs)) for specs in self._layers)
 
     def tensors(self) -> dict[str, Any]:
-        """Return all tensors of the new checkpoint, to be read in their order: those of a layer are computed together."""
-        found: dict[str, Any] = {name: self._checkpoint.tensors[name] for spec in self._others for name in spec.hf_names}
+        """Return all tensors of the new checkpoint, to be read in their order: a layer is computed when it is reached."""
+        found: dict[str, Any] = {
+            name: self._checkpoint.tensors[name] for spec in self._others for name in spec.hf_names
+        }
         for layer, specs in enumerate(self._layers):
             for name, struct in self._structs(specs):
                 found[name] = _PendingTensor(struct.shape, struct.dtype, self._reader(layer, name))

@@ -15,7 +15,7 @@ _WORD_BITS = 32
 
 
 def quantization_config(scheme: Scheme, grid: Grid) -> dict[str, Any]:
-    """Return the entry of config.json that describes the matrices of all layers; embedding and head stay as they are."""
+    """Return the entry of config.json that describes the matrices of all layers; embedding and head are left out."""
     weights: dict[str, Any] = {
         "num_bits": scheme.bits,
         "type": "float" if scheme.is_float else "int",
@@ -82,7 +82,7 @@ def encode_tensors(
 
 
 def pack(codes: NDArray[np.int8], bits: int) -> NDArray[np.int32]:
-    """Return codes in words of 32 bits along each row, the first in the lowest bits, with an offset that makes them unsigned."""
+    """Return codes in words of 32 bits along each row, the first in the lowest bits, offset to be unsigned."""
     per_word = _WORD_BITS // bits
     unsigned = (codes.astype(np.int16) + (1 << (bits - 1))).astype(np.uint32)
     unsigned = np.pad(unsigned, ((0, 0), (0, -codes.shape[1] % per_word)))

@@ -19,7 +19,7 @@ _RATIOS = tuple(1.1 - 0.025 * step for step in range(27))  # tried scales, in un
 
 
 def output_error(difference: Float[Array, "out in"], gram: Float[Array, "in in"]) -> Float[Array, ""]:
-    """Return the squared error of the outputs that a difference of weights makes, summed over the inputs of a Gram matrix."""
+    """Return the squared error that a difference of weights makes in the outputs, over the inputs of a Gram matrix."""
     return jnp.sum(jnp.matmul(difference, gram, precision=lax.Precision.HIGHEST) * difference)
 
 
@@ -56,23 +56,21 @@ def search_scales(weight: Float[Array, "out in"], gram: Float[Array, "in in"], g
     return scale
 
 
-@partial(jax.jit, static_argnames=("grid", "act_order"))
-def gptq(
-    weight: Float[Array, "out in"], gram: Float[Array, "in in"], scale: Scales, grid: Grid, *, act_order: bool = True
-) -> Codes:
+@partial(jax.jit, static_argnames="grid")
+def gptq(weight: Float[Array, "out in"], gram: Float[Array, "in in"], scale: Scales, grid: Grid) -> Codes:
     """Round column after column, and let the later columns make up for the error of each (GPTQ, Frantar et al. 2022).
 
-    The scales are given, so that the order of the columns does not matter to the file ("static groups").
+    Columns of the largest inputs come first ("act-order"). The scales are given, so that this order does not matter to
+    the file ("static groups").
 
     Args:
         weight: matrix, computed in its dtype.
         gram: Gram matrix of its inputs, which is the Hessian up to a factor.
         scale: scales of regions of one row.
         grid: grid of the codes.
-        act_order: True to begin with the columns of the largest inputs.
     """
     diagonal = jnp.diagonal(gram)
-    order = jnp.argsort(-diagonal) if act_order else jnp.arange(len(diagonal))
+    order = jnp.argsort(-diagonal)
     ridge = jnp.where(diagonal == 0, 1, _DAMPING * jnp.mean(diagonal))  # inputs that are always zero have no say
     hessian = (gram + jnp.diag(ridge))[order][:, order]
     scales = grid.spread(scale, weight.shape).T[order]

@@ -91,8 +91,8 @@ def search_factors(
 ) -> Float[Array, " channels"]:
     """Return the factors after which rounding changes the outputs least (AWQ, Lin et al. 2023).
 
-    Factors are powers of the mean magnitude of a channel's inputs, scaled to a geometric mean of 1 between the extremes;
-    the power 0 leaves all as it is.
+    Factors are powers of the mean magnitude of a channel's inputs, scaled to a geometric mean of 1 between the
+    extremes; the power 0 leaves all as it is.
     """
     magnitude = channels.split(stats.magnitude).mean(1).reshape(-1)
     magnitude = jnp.maximum(magnitude / jnp.maximum(magnitude.max(), 1e-30), _SMALLEST)
@@ -152,16 +152,18 @@ def fold_factors(
         usable = (weight + norm_offset != 0) & (new + norm_offset != 0)
         new = jnp.where(usable, new, weight)
         factors = jnp.where(usable, (weight + norm_offset) / jnp.where(usable, new + norm_offset, 1), 1)
-        if isinstance(source, Mapping):
-            new = {**source, "weight": new, "bias": _stored(source["bias"] / factors, dtype)}
-        p = {**p, fold.source: new}
+        if not isinstance(source, Mapping):
+            p = {**p, fold.source: new}
+        else:
+            bias = _stored(source["bias"] / factors, dtype)
+            p = {**p, fold.source: {**source, "weight": new, "bias": bias}}
     else:
         rows = specs[fold.source].hf_rows
         start = sum(rows[: fold.part])
         own = slice(start, start + rows[fold.part])
         p = {**p, fold.source: source.at[own].divide(factors[:, None])}
-        if (bias := fold.source.removesuffix("_proj") + "_bias") in p:
-            p[bias] = _stored(p[bias].at[own].divide(factors), dtype)
+        if (name := fold.source.removesuffix("_proj") + "_bias") in p:
+            p[name] = _stored(p[name].at[own].divide(factors), dtype)
     inputs = Channels.of(fold, specs).inputs(factors)
     return {**p, fold.target: p[fold.target] * inputs[None, :]}, inputs
 
