@@ -184,7 +184,7 @@ class _Run:
         return sum(2 * num_batches + sum(map(_is_quantized, specs)) for specs in self._layers)
 
     def tensors(self) -> dict[str, Any]:
-        """Return all tensors of the new checkpoint, to be read in their order: a layer is computed when it is reached."""
+        """Return all tensors of the new checkpoint, to be read in their order, which computes layer by layer."""
         found: dict[str, Any] = {
             name: self._checkpoint.tensors[name] for spec in self._others for name in spec.hf_names
         }

@@ -18,8 +18,8 @@ class Scheme:
         bits: bits of a weight.
         activations: strategy by which activations are quantised in serving: "token" or "group"; None if they are not.
         smoothing: method by which factors are moved between inputs and weights before rounding: "awq", "smoothquant".
-        rounding: "nearest"; "search" for scales chosen by the error of the outputs; "gptq" for that and errors that later
-            columns make up for.
+        rounding: "nearest"; "search" for scales chosen by the error of the outputs; "gptq" for that and for errors
+            that later columns make up for.
         in_groups: True for scales per group of a row, rather than per row or block.
         in_blocks: True for scales per block.
     """
