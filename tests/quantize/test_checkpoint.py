@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from quantization_quality import decode
 
 from jaxserve import cli, weights
 from jaxserve.config import DEFAULT_MODEL, embedded_model
@@ -20,6 +19,7 @@ from jaxserve.quantize.calibration import calibration_sequences
 from jaxserve.quantize.checkpoint import quantize_checkpoint
 from jaxserve.quantize.scheme import SCHEMES, QuantizeOptions
 from jaxserve.weights.safetensors_store import open_tensors
+from quantization_quality import decode
 from tests.checkpoints import reference_logits, write_checkpoint
 from tests.parameters import some_by_default
 

@@ -43,7 +43,7 @@ def textbook_gptq(weight, gram, scale, grid):
     return codes
 
 
-@pytest.mark.parametrize("columns", [32, None])
+@pytest.mark.parametrize("columns", [32, pytest.param(None, marks=pytest.mark.full)])
 def test_gptq_is_the_textbook_formula(columns):
     weight, gram = problem(0, dtype=np.float64)  # more columns than a block
     grid = int4(columns)
@@ -55,7 +55,7 @@ def test_gptq_is_the_textbook_formula(columns):
     assert len(np.unique(codes)) == 16
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.full) for seed in (1, 2))])
 def test_errors_fall_from_nearest_to_searched_scales_to_gptq(seed):
     weight, gram = map(jnp.asarray, problem(seed))
     grid = int4(32)
@@ -97,14 +97,14 @@ def test_grids_round_as_torch_does():
             rows, columns = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
             own = torch.tensor(weight[rows, columns].copy())
             expected_scale = (own.abs().max() / 448).to(torch.bfloat16 if dtype != np.float32 else torch.float32)
-            assert scale[i, j] == expected_scale.float().item()
-            expected = (own / expected_scale.float()).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+            np.testing.assert_allclose(scale[i, j], expected_scale.float().item(), rtol=2**-22)
+            expected = (own / float(scale[i, j])).clamp(-448, 448).to(torch.float8_e4m3fn).float()
             np.testing.assert_array_equal(codes[rows, columns].astype(np.float32), expected.numpy())
     codes, scale = map(np.asarray, round_to_nearest(jnp.asarray(weight), int4(None, bits=8)))
     expected_scale = torch.tensor(weight).abs().amax(1, keepdim=True) / 127.5
     expected_scale[expected_scale == 0] = 1
-    np.testing.assert_array_equal(scale, expected_scale.numpy())
-    expected = (torch.tensor(weight) / expected_scale).round().clamp(-128, 127)
+    np.testing.assert_allclose(scale, expected_scale.numpy(), rtol=2**-22)  # XLA multiplies by the reciprocal
+    expected = (torch.tensor(weight) / torch.tensor(scale)).round().clamp(-128, 127)
     np.testing.assert_array_equal(codes, expected.numpy())
 
 

@@ -25,7 +25,7 @@ def layers_of(arch, checkpoint):
         yield checkpoint.load(specs, jnp.float32), {spec.path[0]: spec for spec in specs if spec.is_matrix}
 
 
-@pytest.mark.parametrize("family", some_by_default(FAMILIES, "llama", "gemma3", "gpt2"))
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, "llama"))
 def test_folded_layers_compute_the_logits_of_transformers(tmp_path, family):
     model = write_checkpoint(tmp_path, family)
     arch = registry.from_hf_config(weights.read_config(tmp_path))
@@ -36,8 +36,8 @@ def test_folded_layers_compute_the_logits_of_transformers(tmp_path, family):
     positions = jnp.tile(jnp.arange(20), 2)
     x = decoder.embed_tokens(others, arch, jnp.asarray(ids).reshape(-1), positions).reshape(2, 20, -1)
     rng, num_folds = np.random.default_rng(1), 0
-    for layer, (p, matrices) in enumerate(layers_of(arch, checkpoint)):
-        plain = layer_outputs(p, arch, layer, x)
+    for layer, (original, matrices) in enumerate(layers_of(arch, checkpoint)):
+        p, plain = original, layer_outputs(original, arch, layer, x)
         for fold in kind.folds:
             channels = Channels.of(fold, matrices)
             factors = jnp.asarray(np.exp(rng.normal(size=channels.heads * channels.size)), jnp.float32)
@@ -96,7 +96,7 @@ def test_rounded_norms_are_made_up_for_by_the_matrix(layer):
 def test_awq_factors_lower_the_error_of_outputs(layer):
     arch, p, matrices, _, stats = layer
     grid = Grid(4, False, 1, 32, np.dtype(np.float32))
-    for fold in registry.family(arch).folds:
+    for fold in registry.family(arch).folds[:2]:
         channels, weight = Channels.of(fold, matrices), p[fold.target]
         inputs = channels.inputs(search_factors(weight, stats[fold.target], channels, grid))[None, :]
 
