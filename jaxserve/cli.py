@@ -1,4 +1,4 @@
-"""Command line: `jaxserve serve`, `generate`, `batch`, `bench`, `convert` and `plan`.
+"""Command line: `jaxserve serve`, `generate`, `batch`, `bench`, `convert`, `quantize` and `plan`.
 
 Exit codes: 0 success, for a batch also if some records are errors; 1 no target of a sweep could be planned; 2 invalid
 command line or configuration, or a file that cannot be read or written, reported in one line; 75 another process of the
@@ -25,6 +25,7 @@ from jaxserve.distributed import peers
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, install_extra
 from jaxserve.live_stats import LiveStats, wait_until_warm
 from jaxserve.planner.flags import PLANNED, add_plan, find_compilers, use_compilers
+from jaxserve.quantize.flags import add_quantize, quantize_options
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig
@@ -143,6 +144,11 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(run=_convert, on_interrupt="; nothing is left of what was written")
     convert.add_argument("source", metavar="SRC", help="directory of a checkpoint of either form")
     convert.add_argument("target", metavar="DST", help="directory to write, absent or empty")
+
+    text = "write a checkpoint with quantised weights, in compressed-tensors' layout"
+    quantize = commands.add_parser("quantize", help=text)
+    quantize.set_defaults(run=_quantize, on_interrupt="; nothing is left of what was written")
+    add_quantize(quantize)
 
     text = "whether a model fits on chips that are not there, and how fast they can be at best"
     plan = commands.add_parser("plan", help=text, description=f"Compile for a target and tell {text}.")
@@ -382,6 +388,27 @@ def _convert(args: argparse.Namespace) -> int:
             weights.convert(args.source, args.target, registry.param_specs(arch), schemes=arch.schemes, use_tqdm=True)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
+    return 0
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    options = quantize_options(args)
+    from jaxserve import weights  # noqa: PLC0415 - imports jax
+    from jaxserve.quantize.checkpoint import quantize_checkpoint  # noqa: PLC0415 - imports jax
+
+    try:
+        with interrupts.unwinding():
+            done = quantize_checkpoint(args.source, args.target, options, use_tqdm=True)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    groups = f" in groups of {done.group_size}" if done.group_size else ""
+    errors = list(done.errors.values())
+    of = "outputs" if options.kind.is_calibrated else "weights"
+    print(
+        f"{args.target}: {options.scheme}{groups}, {done.num_bytes / 1e6:.1f} MB; squared error of {of} "
+        f"{sum(errors) / len(errors):.2e}, at most {max(errors):.2e}",
+        file=sys.stderr,
+    )
     return 0
 
 

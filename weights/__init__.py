@@ -3,10 +3,10 @@
 Orbax is imported only to write Orbax checkpoints, because its import is slow.
 """
 
-from jaxserve.weights.convert import convert
+from jaxserve.weights.convert import convert, derive
 from jaxserve.weights.dummy import dummy
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.load import assemble, check, load
+from jaxserve.weights.load import OpenCheckpoint, assemble, check, load, open_checkpoint
 from jaxserve.weights.quantized import QuantizedPart, Scheme, Schemes, read_schemes
 from jaxserve.weights.rows import TensorRow
 from jaxserve.weights.safetensors_store import read_config, read_generation_config
@@ -15,6 +15,7 @@ from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
 
 __all__ = [
     "CheckpointError",
+    "OpenCheckpoint",
     "QuantizedPart",
     "Scheme",
     "Schemes",
@@ -23,9 +24,11 @@ __all__ = [
     "assemble",
     "check",
     "convert",
+    "derive",
     "dummy",
     "host_buffer",
     "load",
+    "open_checkpoint",
     "read_config",
     "read_generation_config",
     "read_schemes",

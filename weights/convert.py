@@ -1,9 +1,10 @@
-"""Conversion between the two forms of checkpoint directories, Hugging Face's safetensors and Orbax."""
+"""Checkpoint directories made from others: in the other form, safetensors or Orbax, or with other tensors."""
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path as FilePath
+from typing import Any
 
 from jaxserve.weights import orbax_store, safetensors_store
 from jaxserve.weights.errors import CheckpointError
@@ -12,6 +13,7 @@ from jaxserve.weights.new_directory import new_directory, require_free
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import Schemes
 from jaxserve.weights.rows import TensorRow
+from jaxserve.weights.stored_tensor import Tensor
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _TEMPLATES = "additional_chat_templates"
@@ -43,9 +45,7 @@ def convert(
         OSError: `target` cannot be written.
     """
     source, target = FilePath(source), FilePath(target)
-    require_free(target)
-    if source.absolute().resolve() in target.absolute().resolve().parents:
-        raise CheckpointError(f"{target} must not be inside {source}; choose another place")
+    _check_places(source, target)
     check(source, specs, schemes)
     tensors = stored_tensors(source)
     store = safetensors_store if is_orbax(source) else orbax_store
@@ -55,6 +55,43 @@ def convert(
     ):
         _copy_others(source, scratch)
         store.write_tensors(scratch, tensors, bar.update)
+
+
+def derive(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    hf_config: Mapping[str, Any],
+    *,
+    max_shard_bytes: int = safetensors_store.MAX_SHARD_BYTES,
+) -> None:
+    """Write other tensors and another config.json to `target` as safetensors, beside copies of the files of `source`.
+
+    Tensors are read in their order, one at a time, while they are written. `target` appears as in `convert`.
+
+    Args:
+        source: checkpoint directory whose tokenizer, generation config and other files are copied.
+        target: directory that is absent or empty.
+        tensors: tensors by name.
+        hf_config: contents of config.json.
+        max_shard_bytes: size above which weights go to several files.
+
+    Raises:
+        CheckpointError: `target` is taken, inside `source`, or being written by another process.
+        OSError: `target` cannot be written.
+    """
+    source, target = FilePath(source), FilePath(target)
+    _check_places(source, target)
+    with new_directory(target) as scratch:
+        _copy_others(source, scratch)
+        safetensors_store.write_config(scratch, hf_config)
+        safetensors_store.write_tensors(scratch, tensors, max_shard_bytes=max_shard_bytes)
+
+
+def _check_places(source: FilePath, target: FilePath) -> None:
+    require_free(target)
+    if source.absolute().resolve() in target.absolute().resolve().parents:
+        raise CheckpointError(f"{target} must not be inside {source}; choose another place")
 
 
 def _copy_others(source: FilePath, target: FilePath) -> None:

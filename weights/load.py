@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path as FilePath
 from typing import Any, TypeVar
 
@@ -58,8 +59,34 @@ def load(
         CheckpointError: files are absent or damaged; tensors are missing, unexpected, of another shape or dtype (all
             named).
     """
-    tensors = _with_full_names(specs, open_tensors(FilePath(path), specs, schemes))
+    tensors = open_checkpoint(path, specs, schemes).tensors
     return _build(specs, tensors.__getitem__, dtype, shardings, transform, use_tqdm=use_tqdm)
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint of which parts are read as they are needed.
+
+    Attributes:
+        tensors: every tensor by its full name, still unread.
+    """
+
+    tensors: Tensors
+
+    def load(self, rows: Sequence[TensorRow], dtype: jax.typing.DTypeLike | None = None) -> Params:
+        """Return the tree of some rows, whose paths begin at its root, on the default device."""
+        return _build(rows, self.tensors.__getitem__, dtype, None, None)
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str], specs: Sequence[TensorRow], schemes: Schemes | None = None
+) -> OpenCheckpoint:
+    """Open a checkpoint directory that has the tensors of `specs`; those of a quantised one by its `schemes`.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    return OpenCheckpoint(_with_full_names(specs, open_tensors(FilePath(path), specs, schemes)))
 
 
 def assemble(

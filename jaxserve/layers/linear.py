@@ -102,6 +102,33 @@ class FloatMatrix(Matrix):
         return self.array.at[ids].get(mode="clip")
 
 
+@dataclass(frozen=True)
+class ObservedMatrix(Matrix):
+    """A matrix that passes the inputs of its products to a function, as tracers where they are traced.
+
+    Attributes:
+        matrix: matrix that computes.
+        observe: function of the inputs x[T, in].
+    """
+
+    matrix: Matrix
+    observe: Callable[[Float[Array, "T in"]], None]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+        return self.matrix.shape
+
+    def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float[Array, "T out"]:
+        """Pass the inputs on and multiply."""
+        self.observe(x)
+        return self.matrix.multiply(x, context)
+
+    def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
+        """Return the rows `ids`, clipped to valid ones."""
+        return self.matrix.rows(ids)
+
+
 Weight = Float[Array, "out in"] | Matrix
 
 
@@ -116,12 +143,12 @@ def linear(
 ) -> Float[Array, "T outputs"]:
     """Return `activation(norm(x) @ weight.T + bias) + residual`, accumulated in float32; see `LinearContext`."""
     context = replace(context, dtype=context.dtype or x.dtype)
-    return _matrix(weight).linear(x, context, Operands(norm, bias, residual))
+    return as_matrix(weight).linear(x, context, Operands(norm, bias, residual))
 
 
 def embed(token_ids: Int[Array, " T"], table: Weight, context: LinearContext = LinearContext()) -> Float[Array, "T D"]:
     """Return rows of the embedding; ids are clipped to the range, and those beyond a table that is split get zeros."""
-    matrix = _matrix(table)
+    matrix = as_matrix(table)
     if context.axis is None:
         rows = matrix.rows(token_ids)
         return rows.astype(context.dtype or rows.dtype)
@@ -132,6 +159,6 @@ def embed(token_ids: Int[Array, " T"], table: Weight, context: LinearContext = L
     return lax.psum(jnp.where(is_here[:, None], embed(local_ids, table, local), 0), context.axis)
 
 
-def _matrix(weight: Weight) -> Matrix:
+def as_matrix(weight: Weight) -> Matrix:
     """Return a weight as a matrix; those in float are bare arrays in parameter trees, as checkpoints have them."""
     return weight if isinstance(weight, Matrix) else FloatMatrix(weight)

@@ -65,13 +65,7 @@ def forward_with_features(
     """
     family = registry.family(arch)
     with jax.named_scope("embed"):
-        # The dtype is that of the norms, which are never quantised.
-        context = LinearContext(dtype=jax.tree.leaves(params["final_norm"])[0].dtype, axis=arch.tensor_axis)
-        x = embed(token_ids, params["embed"], context)
-        if arch.embed_scale != 1.0:
-            x *= jnp.asarray(arch.embed_scale, x.dtype)
-        if POSITION_EMBED in params:
-            x += embed(positions, params[POSITION_EMBED], dataclasses.replace(context, axis=None))
+        x = embed_tokens(params, arch, token_ids, positions)
         ropes = {
             config: config and rope_table(positions, config, arch.head_dim) for config in dict.fromkeys(arch.ropes)
         }
@@ -115,6 +109,20 @@ def forward_with_features(
     features = keep(features, arch.num_layers, x)
     side_by_side = jnp.moveaxis(features, 0, 1).reshape(x.shape[0], -1)
     return family.final_norm(x, params["final_norm"], arch.norm_eps), side_by_side, carry
+
+
+def embed_tokens(
+    params: Params, arch: ArchConfig, token_ids: Int[Array, " T"], positions: Int[Array, " T"]
+) -> Float[Array, "T D"]:
+    """Return the inputs of the first layer."""
+    # The dtype is that of the norms, which are never quantised.
+    context = LinearContext(dtype=jax.tree.leaves(params["final_norm"])[0].dtype, axis=arch.tensor_axis)
+    x = embed(token_ids, params["embed"], context)
+    if arch.embed_scale != 1.0:
+        x *= jnp.asarray(arch.embed_scale, x.dtype)
+    if POSITION_EMBED in params:
+        x += embed(positions, params[POSITION_EMBED], dataclasses.replace(context, axis=None))
+    return x
 
 
 def can_scan(arch: ArchConfig) -> bool:

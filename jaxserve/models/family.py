@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax import Array
 
@@ -12,6 +12,21 @@ from jaxserve.models.params import ParamSpec
 
 # block(params of the layer, x[T,D], rope[2,T,H/2] or None, carry, layer, arch=, options=, attend=) -> (x[T,D], carry)
 Block = Callable[..., tuple[Array, Any]]
+
+
+class Fold(NamedTuple):
+    """Place in a layer where a factor per channel can move from the inputs of a matrix to what computes them.
+
+    Attributes:
+        source: name of the norm or matrix whose outputs are the inputs, up to products with other factors.
+        target: name of the only matrix that reads them.
+        part: index of the checkpoint tensor of the source matrix whose rows are the channels; None for a norm. Those
+            of a key-value head are read once for each query head of its group.
+    """
+
+    source: str
+    target: str
+    part: int | None = None
 
 
 @dataclass(frozen=True)
@@ -25,12 +40,16 @@ class ModelFamily:
         block: one decoder layer, a pure function. `attend` rotates dimension i of a head with i + H / 2.
         final_norm: last norm, a function of x[T, D], the parameters under `final_norm` (a vector, or a dict of weight
             and bias) and epsilon.
+        folds: places in each layer, for calibrated quantisation.
+        norm_offset: constant that norms add to their weights.
     """
 
     read_arch: Callable[[Mapping[str, Any]], ArchConfig]
     param_specs: Callable[[ArchConfig], list[ParamSpec]]
     block: Block
     final_norm: Callable[[Array, Any, float], Array]
+    folds: tuple[Fold, ...] = ()
+    norm_offset: float = 0.0
 
 
 def widest_output(specs: list[ParamSpec]) -> int:

@@ -139,5 +139,5 @@ def block(
     return x, carry
 
 
-GEMMA2 = ModelFamily(gemma2_arch, param_specs, block, offset_norm)
-GEMMA3 = ModelFamily(gemma3_arch, param_specs, block, offset_norm)
+GEMMA2 = ModelFamily(gemma2_arch, param_specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)
+GEMMA3 = ModelFamily(gemma3_arch, param_specs, block, offset_norm, llama.FOLDS, norm_offset=1.0)

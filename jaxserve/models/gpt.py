@@ -13,7 +13,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.norm import layer_norm
 from jaxserve.models.arch import ArchConfig, LayerOptions, token_id_set
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.family import Fold, ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_dtype, read_fields
 from jaxserve.models.params import POSITION_EMBED, Params, ParamSpec
 
@@ -193,11 +193,13 @@ def block(
     return x, carry
 
 
+FOLDS = (Fold("input_norm", "qkv_proj"), Fold("qkv_proj", "o_proj", part=2), Fold("mlp_norm", "up_proj"))
 GPT2 = ModelFamily(
     gpt2_arch,
     partial(param_specs, qkv=("attn.c_attn",) * 3, out="attn.c_proj", transposed=True),
     block,
     layer_norm,
+    FOLDS,
 )
 _NEO_QKV = ("attn.attention.q_proj", "attn.attention.k_proj", "attn.attention.v_proj")
 GPT_NEO = ModelFamily(
@@ -205,4 +207,5 @@ GPT_NEO = ModelFamily(
     partial(param_specs, qkv=_NEO_QKV, out="attn.attention.out_proj", transposed=False),
     block,
     layer_norm,
+    FOLDS,
 )

@@ -116,5 +116,5 @@ def block(
         return x + scale * linear(inner, p["down_proj"], summed, bias=p.get("down_bias")), carry
 
 
-GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm)
-GRANITE_SWA = ModelFamily(granite_swa_arch, swa_param_specs, block, rms_norm)
+GRANITE = ModelFamily(granite_arch, llama.param_specs, block, rms_norm, llama.FOLDS)
+GRANITE_SWA = ModelFamily(granite_swa_arch, swa_param_specs, block, rms_norm, llama.FOLDS)

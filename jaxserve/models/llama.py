@@ -12,7 +12,7 @@ from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models.arch import ArchConfig, LayerOptions, token_id_set
-from jaxserve.models.family import ModelFamily
+from jaxserve.models.family import Fold, ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
 from jaxserve.models.params import Params, ParamSpec
 
@@ -182,4 +182,10 @@ def mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T 
     return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=x)
 
 
-LLAMA = ModelFamily(arch, param_specs, block, rms_norm)
+FOLDS = (
+    Fold("input_norm", "qkv_proj"),
+    Fold("qkv_proj", "o_proj", part=2),
+    Fold("mlp_norm", "gate_up_proj"),
+    Fold("gate_up_proj", "down_proj", part=1),
+)
+LLAMA = ModelFamily(arch, param_specs, block, rms_norm, FOLDS)

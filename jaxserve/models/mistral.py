@@ -21,4 +21,4 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     return llama.arch(config, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
-MISTRAL = ModelFamily(arch, llama.param_specs, llama.block, rms_norm)
+MISTRAL = ModelFamily(arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)

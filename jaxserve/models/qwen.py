@@ -50,5 +50,5 @@ def _windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     return layer_windows(kinds, layers, window)
 
 
-QWEN2 = ModelFamily(qwen2_arch, llama.param_specs, llama.block, rms_norm)
-QWEN3 = ModelFamily(qwen3_arch, llama.param_specs, llama.block, rms_norm)
+QWEN2 = ModelFamily(qwen2_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
+QWEN3 = ModelFamily(qwen3_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)

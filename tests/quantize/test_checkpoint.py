@@ -1,0 +1,155 @@
+"""Quantised checkpoints against transformers with compressed-tensors, and the command that writes them."""
+
+import json
+import warnings
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxserve import cli, weights
+from jaxserve.config import DEFAULT_MODEL, embedded_model
+from jaxserve.errors import ConfigError
+from jaxserve.quantize import checkpoint
+from jaxserve.quantize.calibration import calibration_sequences
+from jaxserve.quantize.checkpoint import quantize_checkpoint
+from jaxserve.quantize.scheme import SCHEMES, QuantizeOptions
+from jaxserve.weights.safetensors_store import open_tensors
+from quantization_quality import decode
+from tests.checkpoints import reference_logits, write_checkpoint
+from tests.parameters import some_by_default
+
+# Sizes of the default checkpoints are no multiples of a block.
+CASES = {
+    "int4-gptq": ("llama", {"dtype": "bfloat16"}),
+    "int4-awq": ("gemma3", {"dtype": "bfloat16"}),
+    "int4-rtn": ("mistral", {"hidden_size": 32, "intermediate_size": 96, "num_attention_heads": 2}),
+    "int8": ("qwen2", {"intermediate_size": 50}),
+    "w8a8-smoothquant": ("gpt_neo", {"intermediate_size": 50}),
+    "fp8": ("granite", {"intermediate_size": 50}),
+    "fp8-block": ("qwen3", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}),
+}
+
+
+def calibration_file(path: Path, num_tokens: int = 64) -> str:
+    ids = np.random.default_rng(0).integers(0, 131, (4, num_tokens // 4)).tolist()
+    path.write_text("".join(json.dumps({"token_ids": line}) + "\n" for line in ids))
+    return str(path)
+
+
+def quantize(source: Path, target: Path, scheme: str, **options):
+    file = calibration_file(source.with_suffix(".jsonl")) if SCHEMES[scheme].is_calibrated else None
+    return quantize_checkpoint(source, target, QuantizeOptions(scheme, calibration=file, sequence_len=16, **options))
+
+
+@pytest.mark.parametrize("scheme", some_by_default(CASES, "int4-gptq"))
+def test_transformers_computes_what_the_file_says(tmp_path, scheme):
+    pytest.importorskip("compressed_tensors", reason="of the extra `test`; not in every environment")
+    family, sizes = CASES[scheme]
+    model = write_checkpoint(tmp_path / "model", family, **sizes)
+    (tmp_path / "model" / "tokenizer_config.json").write_text('{"kept": true}')
+    done = quantize(tmp_path / "model", tmp_path / "new", scheme, max_shard_bytes=20_000)
+    assert len(list((tmp_path / "new").glob("model-*.safetensors"))) > 2
+    assert json.loads((tmp_path / "new" / "tokenizer_config.json").read_text()) == {"kept": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new", dtype=torch.float32)
+    tensors = open_tensors(tmp_path / "new")
+    assert done.num_bytes == sum(tensor.nbytes for tensor in tensors.values())
+    state = {name: torch.tensor(array) for name, array in decode(tensors).items()}
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
+    ids = np.random.default_rng(1).integers(0, 131, 24)
+    quantized = [module for module in loaded.modules() if hasattr(module, "quantization_scheme")]
+    assert len(quantized) == sum(f.endswith(("_packed", "_proj.weight_scale")) for f in tensors) or quantized
+    for module in quantized:  # activations are rounded only by those that are told to
+        module.quantization_enabled = False
+    np.testing.assert_array_equal(reference_logits(loaded, ids), reference_logits(model, ids))
+    for module in quantized:
+        module.quantization_enabled = True
+    changed = (reference_logits(loaded, ids) != reference_logits(model, ids)).any()
+    assert changed == (SCHEMES[scheme].activations is not None)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama") / "model"
+    write_checkpoint(path, "llama", dtype="bfloat16")
+    return path
+
+
+@pytest.mark.parametrize("scheme", some_by_default([s for s in SCHEMES if s != "fp8-block"], "int4-rtn", "fp8"))
+def test_names_dtypes_and_values(model, tmp_path, scheme):
+    done = quantize(model, tmp_path / "new", scheme)
+    old, new = open_tensors(model), open_tensors(tmp_path / "new")
+    config = weights.read_config(tmp_path / "new")["quantization_config"]
+    name = "model.layers.1.self_attn.k_proj.weight"
+    code = {"pack-quantized": "_packed", "int-quantized": "", "float-quantized": ""}[config["format"]]
+    expected = {"": np.int8, "_packed": np.int32}[code] if not SCHEMES[scheme].is_float else ml_dtypes.float8_e4m3fn
+    assert new[name + code].dtype == expected
+    assert new[name + "_scale"].dtype == ml_dtypes.bfloat16
+    assert new["model.embed_tokens.weight"].tobytes() == old["model.embed_tokens.weight"].tobytes()
+    decoded = decode(new)
+    assert decoded.keys() == old.keys()
+    assert max(done.errors.values()) < (0.05 if SCHEMES[scheme].bits == 4 else 2e-3)
+    if not SCHEMES[scheme].smoothing:
+        for name, array in decoded.items():
+            exact = np.asarray(old[name]).astype(np.float32)
+            assert np.square(array - exact).sum() < 0.05 * np.square(exact).sum()
+
+
+def test_nothing_is_left_of_a_run_that_fails(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "round_to_nearest", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        quantize(model, tmp_path / "new", "int8")
+    assert not [path for path in tmp_path.iterdir() if path.suffix != ".jsonl"]
+
+
+def test_command_and_its_errors(model, tmp_path, capsys):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": 5}\n')
+    for flags, text in [
+        (["--scheme", "int8", "--group-size", "32"], "for schemes with groups"),
+        (["--scheme", "int4-rtn", "--group-size", "48"], "must divide the input sizes of all matrices, [64, 96]"),
+        (["--scheme", "fp8-block"], "multiples of 128"),
+        (["--scheme", "int4-gptq", "--calibration", str(bad)], "bad.jsonl, line 1 must have a `text` or `token_ids`"),
+        (["--scheme", "int4-gptq", "--calibration", str(tmp_path / "none")], "must be readable UTF-8"),
+        (["--scheme", "int4-gptq", "--sequence-len", "0"], "sequence_len must be positive"),
+    ]:
+        assert cli.main(["quantize", str(model), str(tmp_path / "new"), *flags]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert text in line
+        assert not (tmp_path / "new").exists()
+    assert cli.main(["quantize", str(model), str(model), "--scheme", "int8"]) == 2
+    assert "must be absent or an empty directory" in capsys.readouterr().err
+    assert cli.main(["quantize", str(model), str(tmp_path / "new"), "--scheme", "int4-rtn"]) == 0
+    assert "int4-rtn in groups of 32" in capsys.readouterr().err
+    assert cli.main(["quantize", str(tmp_path / "new"), str(tmp_path / "twice"), "--scheme", "int8"]) == 2
+    assert "quantized checkpoints are not supported" in capsys.readouterr().err
+
+
+def test_matrices_that_are_stored_transposed_are_refused(tmp_path):
+    write_checkpoint(tmp_path / "model", "gpt2")
+    with pytest.raises(ConfigError, match=r"must be stored as \[out, in\]"):
+        quantize(tmp_path / "model", tmp_path / "new", "int8")
+
+
+def test_calibration_text_is_cut_into_sequences(tmp_path):
+    model = embedded_model(DEFAULT_MODEL)
+    sizes = {"num_sequences": 3, "sequence_len": 8, "vocab_size": 4096}
+    (tmp_path / "plain.txt").write_text("import os\n" * 20)
+    plain = calibration_sequences(model, str(tmp_path / "plain.txt"), **sizes)
+    (tmp_path / "lines.jsonl").write_text(json.dumps({"text": "import os\n" * 20}))
+    assert plain.shape == (3, 8)
+    np.testing.assert_array_equal(calibration_sequences(model, str(tmp_path / "lines.jsonl"), **sizes), plain)
+    (tmp_path / "ids.jsonl").write_text('{"token_ids": [1, 2, 3]}\n\n{"token_ids": [4, 5]}\n')
+    short = calibration_sequences(model, str(tmp_path / "ids.jsonl"), **sizes)
+    np.testing.assert_array_equal(short, jnp.array([[1, 2, 3, 4, 5]]))
+    shipped = calibration_sequences(model, None, **{**sizes, "num_sequences": 40})
+    assert shipped.shape == (40, 8)
+    assert len(np.unique(shipped)) > 50
+    with pytest.raises(ConfigError, match="below 4"):
+        calibration_sequences(model, str(tmp_path / "ids.jsonl"), **{**sizes, "vocab_size": 4})
