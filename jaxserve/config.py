@@ -35,7 +35,7 @@ _DTYPE_ALIASES = {"float": "float32", "half": "float16"}
 _KV_DTYPE_ALIASES = {**_DTYPE_ALIASES, "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
 LARGEST_MAX_LOGPROBS = 1024  # a TPU selects them one by one; a whole vocabulary needs no selection
 DEFAULT_MODEL = "default"  # the checkpoint shipped in weights/default
-DEFAULT_DRAFTS = {  # what drafts for it, in weights/, by the method of speculative_config
+DEFAULT_DRAFTS = {  # folder of weights/ with its draft, by the method of speculative_config
     "draft_model": "default-draft",
     "medusa": "default-medusa",
     "eagle3": "default-eagle3",
@@ -503,7 +503,7 @@ def _read_multi_step(value: object) -> str | int:
 
 
 def _read_weights(value: Any) -> tuple[tuple[str, float], ...]:
-    if isinstance(value, str):  # from a command line
+    if isinstance(value, str):  # text from a command line
         try:
             value = json.loads(value)
         except ValueError as error:

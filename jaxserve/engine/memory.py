@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 SCRATCH_BYTES = (
     64_000_000  # temporaries of a step that do not grow with the model: partial results of attention above all
 )
-CPU_POOL_SHARE = 1 / 16  # of the machine's memory; never more than max_num_seqs requests of full length need
+CPU_POOL_SHARE = 1 / 16  # share of the machine's memory; never more than max_num_seqs requests of full length need
 _claimed: dict[str, float] = {}  # share of each device's memory that XLA took when an engine started jax, by platform
 
 
@@ -214,7 +214,7 @@ def activation_bytes(config: EngineConfig, arch: ArchConfig) -> int:
     seqs, tokens = default_batch(config, on_cpu=False)
     token_size = widest_output(registry.param_specs(arch)) + 4 * arch.hidden_size
     num_logits = 4 * seqs
-    if config.speculation is not None:  # of all drafted tokens, with the weights of draft and model
+    if config.speculation is not None:  # logits of all drafted tokens, with the weights of draft and model
         nodes = 1 + config.speculation.max_drafts + config.speculation.num_spare_drafts
         num_logits = max(num_logits, 8 * min(seqs, SPECULATIVE_ROWS) * nodes)
     computed = 4 * (num_logits * arch.vocab_size + 2 * tokens * token_size)

@@ -183,7 +183,7 @@ class Replica:
         timing = self._timing(now_s)
         plan = self.scheduler.schedule(max_steps, num_drafts, timing)
         self._is_stuck = plan is None
-        bucket = None if plan is None else self._bucket(plan)
+        bucket = None if plan is None else _bucket(plan, self.executor)
         if plan is not None and self._record is not None:
             self._digest = plan.digest(self._digest)
         self._note(Scheduled(max_steps, bucket, self._digest, num_drafts, timing))
@@ -355,17 +355,6 @@ class Replica:
         num_tokens = float(result.num_tokens[:num_rows].mean())
         self.draft_pacer.ended(bucket, num_drafts, num_rounds, num_tokens, result.ended_s)
 
-    def _bucket(self, plan: StepPlan) -> int:
-        match plan.kind:
-            case PlanKind.STEP:
-                return self.executor.bucket_for(plan.num_tokens)
-            case PlanKind.MULTI_STEP:
-                bucket = self.executor.multi_step_bucket_for(plan.num_rows)
-            case PlanKind.SPECULATIVE:
-                bucket = self.executor.speculative_bucket_for(plan.num_rows)
-        assert bucket is not None, "what is planned has a program"
-        return bucket
-
     def _count_compiles(self, count: int) -> None:
         self._stats.num_compiles += count
         if count and self._forbid_compiles:
@@ -376,3 +365,15 @@ class Replica:
             self._is_stuck = False
         if self._record is not None:
             self._record(event)
+
+
+def _bucket(plan: StepPlan, executor: Executor) -> int:
+    match plan.kind:
+        case PlanKind.STEP:
+            return executor.bucket_for(plan.num_tokens)
+        case PlanKind.MULTI_STEP:
+            bucket = executor.multi_step_bucket_for(plan.num_rows)
+        case PlanKind.SPECULATIVE:
+            bucket = executor.speculative_bucket_for(plan.num_rows)
+    assert bucket is not None, "what is planned has a program"
+    return bucket

@@ -323,7 +323,7 @@ class BatchPacker:
         self._admission = AdmissionLayout.of(config)
         self._masks = MaskLayout.of(config, vocab_size)
         self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
-        self._sent_masks: dict[int, NDArray[np.int32]] = {}  # by slot
+        self._sent_masks: dict[int, NDArray[np.int32]] = {}  # masks by slot
         self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
         self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
 

@@ -15,7 +15,7 @@ from jaxserve.kv_cache.page_pool import PagePool
 from jaxserve.request import Request, TokenIds
 
 DIGEST_SIZE = 16
-_NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # to copy one takes half as long as to make one
+_NEW_HASH = blake2b(digest_size=DIGEST_SIZE, person=b"page")  # a copy takes half the time of a new one
 
 _SPARE_ENTRIES = 256  # outdated entries of a heap beyond which it is made anew
 
@@ -38,9 +38,9 @@ class PrefixCache:
         self._pool = pool
         self._groups = groups
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._content: dict[int, _Content] = {}  # by page
+        self._content: dict[int, _Content] = {}  # content by page
         self._first = (*groups.full, 0)[0]  # the group that is asked for single pages
-        self._evictable: dict[str, OrderedDict[int, None]] = {}  # by tenant, the page released first in front
+        self._evictable: dict[str, OrderedDict[int, None]] = {}  # pages by tenant, the page released first in front
         self._num_evictable = 0
         # Heap of evictable tenants by their cached pages, with outdated entries; None while there is but one.
         self._by_size: list[tuple[int, str]] | None = None

@@ -113,7 +113,7 @@ class Decodes:
     def _rows(self, held_back: list[Request]) -> list[Request]:
         """Return the running rows but for those held back: by class, and by admission inside a class."""
         rows = list(self._ledger.running.values())
-        if len(self._ledger.num_running_of) > 1:  # those of the lowest class last: they may have to give way to others
+        if len(self._ledger.num_running_of) > 1:  # the lowest class last: its rows may have to give way to others
             rows.sort(key=attrgetter("priority"))
         if held_back:
             held = set(held_back)

@@ -295,7 +295,8 @@ class Scheduler:
         plan.num_steps = max(num_steps, 1)
         held_back = self._decodes.rows_to_hold_back()
         in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
-        beside_decode = bool(plan.num_rows or held_back) or self._is_any_blocked()
+        rows = self._ledger.running.values()
+        beside_decode = bool(plan.num_rows or held_back) or any(row.status is RequestStatus.BLOCKED for row in rows)
         times = Timing(*timing) if timing else None
         self._prefills.schedule(
             plan,
@@ -316,9 +317,6 @@ class Scheduler:
         plan.slots = [request.slot for request in plan.requests]
         plan.num_pages_used = self.num_pages_used
         return plan
-
-    def _is_any_blocked(self) -> bool:
-        return any(request.status is RequestStatus.BLOCKED for request in self._ledger.running.values())
 
     def update(self, plan: StepPlan, sampled: Sequence[list[int]]) -> list[Request]:
         """Take the token ids that each row of `plan` has sampled, as many as the device came to.

@@ -57,8 +57,8 @@ class StepCosts:
     """
 
     def __init__(self) -> None:
-        self._products = np.zeros((4, 4))  # of the counts of a step with each other
-        self._times = np.zeros(4)  # of the counts of a step with its time
+        self._products = np.zeros((4, 4))  # products of the counts of a step with each other
+        self._times = np.zeros(4)  # products of the counts of a step with its time
         self._weight = 0.0
         self._totals = np.zeros(4)  # prompt tokens, rows in decode, tokens these sampled, cached tokens
         self._rates: Rates | None = None

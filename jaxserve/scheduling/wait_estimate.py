@@ -191,7 +191,7 @@ class _Course:
         self._long: _Row | None = None  # long prompt that is being computed
         self._prefills: deque[_Row] = deque()  # others
         self._prefill_left = 0.0  # tokens of these
-        self._rows: list[_Row] = []  # in decode, in the order of admission, as far as they have not ended
+        self._rows: list[_Row] = []  # rows in decode, in the order of admission, as far as they have not ended
         self._ends: list[tuple[Number, int]] = []  # heap: end, index in `_rows`
         self._num_decoding = 0
         self._held = 0.0  # tokens of all rows, but for those that rows in decode got since they began to
