@@ -137,8 +137,8 @@ def plot(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     for number, row in enumerate(rows):
-        marker = "osD^vP*X<>"[number % 10]
-        axes.plot(row["megabytes"], row["bits_per_byte"], marker, label=row["name"], markersize=8)
+        style = {"marker": "osD^vP*X<>hd"[number % 12], "color": plt.get_cmap("tab20")(number % 20)}
+        axes.plot(row["megabytes"], row["bits_per_byte"], linestyle="", label=row["name"], markersize=8, **style)
     axes.set_xlabel("weights read per token, MB")
     axes.set_ylabel("bits per byte, held-out modules")
     axes.grid(alpha=0.3)
