@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,8 +118,7 @@ def compare(
         first = packed(weight, dtype)
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(first))
         copies = [jax.tree.map(lambda leaf: leaf.copy(), first) for _ in range(num_products(num_bytes, num_tokens))]
-        chain = jax.jit(products)
-        sides[dtype] = ((lambda c=chain, m=copies: c(m, x).block_until_ready()), len(copies), num_bytes)
+        sides[dtype] = (partial(run_products, copies, x), len(copies), num_bytes)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     with native.using(instruction_set):
         repeats = {name: repeats_of(run, clock) for name, (run, _, _) in sides.items()}
@@ -162,6 +162,11 @@ def packed(weight: np.ndarray, dtype: str) -> PackedMatrix:
     return packed_linear.pack(jnp.asarray(weight, dtype))
 
 
+def run_products(matrices: list[PackedMatrix], x: np.ndarray) -> None:
+    products(matrices, x).block_until_ready()
+
+
+@jax.jit
 def products(matrices: list[PackedMatrix], x: jax.Array) -> jax.Array:
     """Return the sum of all products; each adds to the one before, so that they run one after the other."""
     y = jnp.zeros((len(x), matrices[0].num_outputs), jnp.float32)

@@ -91,13 +91,13 @@ inline F<W> load(const Float16* from) {
 #ifdef __F16C__
   if constexpr (W == 8) return (F<W>)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #endif
-  // Exponent and mantissa in a float's places, then its bias, which also makes denormals normal; infinities and NaNs
-  // have an exponent of their own.
-  const I<W> bits = widen<W>(&from->bits);
-  const I<W> magnitude = (bits & 0x7fff) << 13;
-  const I<W> rebiased = bits_of<I<W>>(bits_of<F<W>>(magnitude) * bits_of<float>(uint32_t{0x77800000}));
-  const I<W> finite_or_not = magnitude >= 0x0f800000 ? (magnitude | 0x7f800000) : rebiased;
-  return bits_of<F<W>>(finite_or_not | (bits & 0x8000) << 16);
+  // Normal numbers get a float's bias, infinities and NaNs a float's largest exponent. Denormals are multiples of 2^-24:
+  // converted as integers, since threads of XLA take denormal floats for zeros.
+  const I<W> bits = widen<W>(&from->bits), magnitude = bits & 0x7fff;
+  const I<W> normal = (magnitude << 13) + 0x38000000, infinite = magnitude << 13 | 0x7f800000;
+  const I<W> denormal = bits_of<I<W>>(__builtin_convertvector(magnitude, F<W>) * 5.9604644775390625e-8f);
+  const I<W> finite = magnitude < 0x400 ? denormal : normal;
+  return bits_of<F<W>>((magnitude < 0x7c00 ? finite : infinite) | (bits & 0x8000) << 16);
 }
 
 template <int W>

@@ -52,6 +52,78 @@ def test_int8_weights_are_scaled_by_block(num_blocks, num_tokens):
     np.testing.assert_allclose(packed_linear.rows(packed, ids), real[ids], rtol=1e-6)
 
 
+def quantized(shape, num_groups, dtype, seed=0):
+    """Return elements, scales, and the matrix that they stand for without zero points, in float64."""
+    rng = np.random.default_rng(seed)
+    low, high = {"int8": (-127, 127), "int4": (-8, 7), "uint4": (0, 15)}[dtype]
+    elements = rng.integers(low, high + 1, shape).astype(np.int8).astype(jnp.dtype(dtype))
+    return elements, rng.uniform(0.5, 2, (shape[0], num_groups)).astype(np.float32) / (high - low)
+
+
+def dequantized(elements, scales, zeros=0.0):
+    groups = elements.astype(np.float64).reshape(*scales.shape, -1)
+    return ((groups - np.asarray(zeros, np.float64)[..., None]) * scales[..., None]).reshape(elements.shape)
+
+
+GROUPED = [((40, 64), 2), ((17, 33), 1), ((33, 66), 2), ((50, 520), 40), ((24, 384), 3)]  # of odd sizes, too
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", ["int8", "int4", "uint4", "zeros"])
+@pytest.mark.parametrize(("shape", "num_groups"), GROUPED)
+def test_quantised_products_match_numpy(shape, num_groups, dtype, instruction_set):
+    """Everything that is fused with them, for a lone tile and for blocks of columns."""
+    has_zeros = dtype == "zeros"
+    elements, scales = quantized(shape, num_groups, "uint4" if has_zeros else dtype)
+    zeros = np.random.default_rng(1).integers(0, 16, scales.shape) if has_zeros else None
+    real = dequantized(elements, scales, zeros if has_zeros else np.zeros(scales.shape))
+    packed = packed_linear.pack(elements, scales, zeros)
+    norm, bias = matrix(shape[1:], 3), matrix(shape[:1], 5)
+    for num_tokens in (1, 3, 20):
+        x, residual = matrix((num_tokens, shape[1]), 2), matrix((num_tokens, shape[0]), 4)
+        expected = rms_normed(x, norm, 1e-5) @ real.T + bias + residual
+        with native.using(instruction_set):
+            operands = {"bias": jnp.asarray(bias), "residual": jnp.asarray(residual)}
+            y = multiply(packed, jnp.asarray(x), rms_norm=(jnp.asarray(norm), 1e-5), **operands)
+        np.testing.assert_allclose(y, expected, rtol=0, atol=4e-6 * shape[1] ** 0.5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", [(17, 1), (40, 33), (31, 1100)])
+def test_blocks_of_columns_match_numpy(shape, dtype, instruction_set):
+    weight, x = jnp.asarray(matrix(shape), dtype), matrix((300, shape[1]), 1)
+    expected = x.astype(np.float64) @ np.asarray(weight, np.float64).T
+    with native.using(instruction_set):
+        y = multiply(packed_linear.pack(weight), jnp.asarray(x))
+    np.testing.assert_allclose(y, expected, rtol=0, atol=2e-6 * shape[1] ** 0.5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_every_float16_is_read_exactly(instruction_set):
+    """Denormals, infinities and NaNs included: one column times 1."""
+    weight = np.arange(1 << 16, dtype=np.uint16).view(np.float16)[:, None]
+    with native.using(instruction_set):
+        (y,) = multiply(packed_linear.pack(weight), jnp.ones((1, 1)))
+    np.testing.assert_array_equal(y, weight[:, 0].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4"])
+@pytest.mark.parametrize(("shape", "num_groups"), GROUPED)
+def test_elements_of_4_bits_are_unpacked_and_looked_up(shape, num_groups, dtype):
+    elements, scales = quantized(shape, num_groups, dtype)
+    zeros = np.random.default_rng(1).integers(0, 8, scales.shape)
+    packed = packed_linear.pack(elements, scales, zeros)
+    unpacked = packed_linear.unpack(packed)
+    lowest = -8 if dtype == "int4" else 0
+    np.testing.assert_array_equal(unpacked.weight, elements.astype(np.int32) - lowest)
+    np.testing.assert_array_equal(unpacked.zeros, zeros - lowest)
+    np.testing.assert_array_equal(unpacked.scales, scales)
+    ids = np.asarray([shape[0] - 1, 0, 7])
+    found = packed_linear.rows(packed, jnp.asarray(ids))
+    np.testing.assert_allclose(found, dequantized(elements, scales, zeros)[ids], rtol=1e-6)
+
+
 def rms_normed(x, weight, eps):
     return x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=1, keepdims=True) + eps) * weight
 
@@ -119,7 +191,13 @@ def test_gated_products_of_narrow_weights(num_tokens, instruction_set):
     int8 = packed_linear.pack(jnp.asarray(weight), jnp.asarray(scales), gated=True)
     half = packed_linear.pack(jnp.asarray(matrix((80, 64), 3), jnp.bfloat16), gated=True)
     x = jnp.asarray(matrix((num_tokens, 64), 2))
-    for packed, wide in [(int8, weight * np.repeat(scales, 32, axis=1)), (half, packed_linear.unpack(half)[0])]:
+    nibbles, nibble_scales = quantized((80, 64), 2, "int4")
+    int4 = packed_linear.pack(nibbles, nibble_scales / 8, gated=True)
+    for packed, wide in [
+        (int8, weight * np.repeat(scales, 32, axis=1)),
+        (half, packed_linear.unpack(half)[0]),
+        (int4, dequantized(nibbles, nibble_scales / 8, np.zeros((80, 2)))),
+    ]:
         with native.using(instruction_set):
             y = multiply(packed, x)
             expected = multiply(packed_linear.pack(jnp.asarray(wide, jnp.float32), gated=True), x)
@@ -132,10 +210,15 @@ def test_x_that_does_not_fit_is_refused():
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4", "uint4"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_token_is_the_same_whatever_its_neighbours(gated, instruction_set):
-    packed = packed_linear.pack(jnp.asarray(matrix((90, 96)) / 10), gated=gated)
-    x, residual = jnp.asarray(matrix((150, 96), 1)), jnp.asarray(matrix((150, packed.num_outputs), 2))
+def test_a_token_is_the_same_whatever_its_neighbours(gated, dtype, instruction_set):
+    scales = None
+    weight = jnp.asarray(matrix((90, 600)) / 10, None if "int" in dtype else dtype)
+    if "int" in dtype:
+        weight, scales = quantized((90, 600), 15, dtype)
+    packed = packed_linear.pack(weight, scales, gated=gated)
+    x, residual = jnp.asarray(matrix((150, 600), 1)), jnp.asarray(matrix((150, packed.num_outputs), 2))
     with native.using(instruction_set):
         together = np.asarray(multiply(packed, x, residual=residual))
         for start, end in [(0, 1), (3, 5), (40, 53), (20, 84)]:
@@ -225,5 +308,10 @@ def test_shapes_that_do_not_fit_are_refused(options, message):
 
 
 def test_int8_needs_scales():
-    with pytest.raises(ValueError, match="must have scales"):
+    with pytest.raises(ValueError, match="must have scales, got int8 in 0 groups"):
         packed_linear.pack(jnp.zeros((16, 8), jnp.int8))
+
+
+def test_only_4_bits_have_zero_points():
+    with pytest.raises(ValueError, match="can have zero points, got int8"):
+        packed_linear.pack(jnp.zeros((16, 8), jnp.int8), jnp.ones((16, 1)), jnp.ones((16, 1)))
