@@ -60,7 +60,7 @@ class EngineConfig:
         dtype: dtype of weights and activations; "auto" is float32 on CPU and the checkpoint's on accelerators, where a
             float32 checkpoint is served in bfloat16.
         quantization: "int8" stores matrices as int8 with a float32 scale per block of about 64 elements, a quarter of
-            the float32 memory; None stores them in `dtype`.
+            the float32 memory; None stores them in `dtype`, those of a quantised checkpoint as it has them.
         kv_cache_dtype: dtype of keys and values in the pool; "auto" is `dtype`. "int8" and "fp8" (e4m3) have a float32
             scale per token and head.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
