@@ -21,6 +21,7 @@ from jaxserve.planner.targets import parse_target
 from jaxserve.quant import weight_format
 from jaxserve.quant.int8 import QuantizedMatrix
 from jaxserve.quant.stored import StoredMatrix
+from jaxserve.weights.quantized import read_schemes
 from jaxserve.weights.rows import leaf_at
 from jaxserve.weights.safetensors_file import map_file, write_file
 from tests.checkpoints import reference_logits
@@ -194,6 +195,25 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quant_method": "fp8", "fmt": "e5m2"}, "'e4m3', got 'e5m2'"),
     ({"quant_method": "fp8", "weight_block_size": 128}, r"quantization_config \(fp8\) has a fault: TypeError"),
 ]
+
+
+def test_other_spellings() -> None:
+    """Nulls, strings and absent fields of old versions mean what their new spellings mean."""
+    block, group = CASES["ct-fp8-block"].config, CASES["ct-int4"].config
+
+    def respelled(config: dict[str, Any], **weights: Any) -> Any:
+        own = config["config_groups"]["group_0"]
+        more = {"output_activations": None, "weights": {**own["weights"], "observer": "minmax", **weights}}
+        nulls = {"kv_cache_scheme": None, "sparsity_config": {}, "config_groups": {"group_0": {**own, **more}}}
+        return read_schemes({"quantization_config": {**config, **nulls}})
+
+    for config, weights_ in (
+        (block, {"block_structure": "128x128"}),
+        (group, {"strategy": None, "actorder": "weight"}),
+    ):
+        assert respelled(config, **weights_) == read_schemes({"quantization_config": config})
+    channel = read_schemes({"quantization_config": CASES["ct-int4-channel"].config})
+    assert respelled(group, group_size=-1) == channel
 
 
 @pytest.mark.parametrize(("config", "message"), REFUSED)
