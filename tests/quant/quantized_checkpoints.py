@@ -102,6 +102,13 @@ def write_mxfp4(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.nd
     return {"weight_packed": packed, "weight_scale": exponent.astype(np.uint8)}, values * scale
 
 
+def write_mxfp8(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+    exponent = np.floor(np.log2(largest(w, 32))) - 8 + 127
+    scale = spread(2.0 ** (exponent - 127), w, 32).astype(np.float32)
+    q = np.clip(w / scale, -448, 448).astype(E4M3)
+    return {"weight": q, "weight_scale": exponent.astype(np.uint8)}, q.astype(np.float32) * scale
+
+
 def integers(
     w: np.ndarray, bits: int, group: int, *, symmetric: bool, low: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -238,6 +245,8 @@ def ints(bits: int, strategy: str, **more: Any) -> dict[str, Any]:
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 DYNAMIC = {"dynamic": True}
 GROUP: dict[str, Any] = {"strategy": "group", "group_size": 32}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32}
+MODULES = [*(f"self_attn.{x}_proj" for x in "qkvo"), *(f"mlp.{x}_proj" for x in ("gate", "up", "down"))]
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}
 CASES: dict[str, Case] = {
     "ct-fp8-tensor": Case(
@@ -269,6 +278,19 @@ CASES: dict[str, Case] = {
         compressed("mxfp4-pack-quantized", {**FP4, **GROUP, "scale_dtype": "torch.uint8"}),
         write_mxfp4,
     ),
+    "ct-mxfp8-weights": Case(compressed("mxfp8-quantized", fp8(**GROUP, scale_dtype="torch.uint8")), write_mxfp8),
+    "modelopt-mixed": Case(
+        {
+            "quant_method": "modelopt",
+            "quant_algo": "MIXED_PRECISION",
+            "quantized_layers": {
+                f"model.layers.{layer}.{name}": {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+                for layer in range(2)
+                for name in MODULES
+            },
+        },
+        write_fp4("modelopt", static=False),
+    ),
     "ct-int4": Case(compressed("pack-quantized", ints(4, **GROUP)), write_ints(4, 32)),
     "ct-int4-channel": Case(compressed("pack-quantized", ints(4, "channel")), write_ints(4, -1)),
     "ct-int4-zeros": Case(
@@ -297,6 +319,14 @@ CASES: dict[str, Case] = {
         {**GPTQ, "checkpoint_format": "gptq_v2", "sym": False}, write_gptq(4, 32, version=2, symmetric=False)
     ),
     "gptq-int8": Case({**GPTQ, "bits": 8, "group_size": -1}, write_gptq(8, -1)),
+    "auto-round-gptq": Case(
+        {**AUTO_ROUND, "packing_format": "auto_round:auto_gptq"},
+        write_gptq(4, 32),
+    ),
+    "auto-round-awq": Case(
+        {**AUTO_ROUND, "packing_format": "auto_round:auto_awq"},
+        write_awq(32),
+    ),
     "awq": Case(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, write_awq(32)
     ),

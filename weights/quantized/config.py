@@ -28,7 +28,7 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
     Raises:
         CheckpointError: a method, or the scheme of some modules, is not supported.
     """
-    quantization = config.get("quantization_config") or config.get("compression_config")
+    quantization = config.get("quantization_config")
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
@@ -95,7 +95,8 @@ def _compressed_scheme(group: Mapping[str, Any], form: str | None) -> Scheme:
     where = f"{', '.join(group['targets'])} (compressed-tensors {form})"
     if group.get("output_activations"):
         raise _refuse("outputs of products must not be quantised", "output_activations", where)
-    bits, kind, strategy = weights["num_bits"], weights["type"], weights["strategy"]
+    bits, kind, group_size = weights["num_bits"], weights["type"], weights.get("group_size") or -1
+    strategy = weights.get("strategy") or ("tensor" if group_size == -1 else "group")
     symmetric = weights.get("symmetric", True)
     if (order := weights.get("actorder")) in ("group", True):
         raise _refuse("compressed-tensors must have actorder 'static' or none", f"actorder {order!r}", where)
@@ -118,9 +119,10 @@ def _compressed_scheme(group: Mapping[str, Any], form: str | None) -> Scheme:
     block_rows = 1
     columns: int | None = None
     if strategy in ("group", "tensor_group"):
-        columns = int(weights["group_size"])
+        columns = None if group_size == -1 else int(group_size)
     elif strategy == "block":
-        block_rows, columns = map(int, weights["block_structure"])
+        sizes = weights["block_structure"]  # old versions write "128x128"
+        block_rows, columns = map(int, sizes.split("x") if isinstance(sizes, str) else sizes)
     elif strategy not in ("tensor", "channel"):
         raise _refuse("weights must have scales by tensor, channel, group or block", f"strategy {strategy!r}", where)
     is_mx, is_nv = str(form).startswith("mxfp"), form == "nvfp4-pack-quantized"
