@@ -64,8 +64,8 @@ class EngineConfig:
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
             is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.
         quantization: "int8" and "int4" round matrices to 8 or 4 bits with a float32 scale per group of about 64
-            elements, 0.27 and 0.14 of the float32 memory; None stores them in `dtype`, those of a
-                quantised checkpoint as it has them.
+            elements, 0.27 and 0.14 of the float32 memory; None stores them in `dtype`, those of a quantised
+            checkpoint as it has them.
         kv_cache_dtype: dtype of keys and values in the pool; "auto" is that of activations. "int8" and "fp8" (e4m3)
             have a float32 scale per token and head.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide

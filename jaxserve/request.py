@@ -89,7 +89,7 @@ class Request:
     num_computed_tokens: int = 0  # tokens in plans made so far; 0 unless running
     num_tokens_when_preempted: int = 0  # includes tokens that were then on the device
     quiet_until: int = 0  # limit of num_computed_tokens below which a decode step changes only that number
-    review_at: int = 0  # number of output tokens at which the request ends by length or a page is full
+    quiet_outputs: int = 0  # limit of output tokens up to which one that does not stop it changes only their list
     num_cached_tokens: int = 0  # prompt tokens found in the prefix cache at first admission
     num_preemptions: int = 0
     first_due_s: float = 0.0  # time at which its first token was due, or came if that was later; 0 before

@@ -55,7 +55,6 @@ _REQUEST_FIELDS = [
     "waits_for_tokens",
     "arrival",
     "output_token_ids",  # not empty for a preempted request that went to another replica
-    "review_at",
 ]
 
 

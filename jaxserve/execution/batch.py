@@ -342,8 +342,8 @@ class BatchPacker:
             if request.constraint is not None:
                 self._constrained[request.slot] = request
         blob, to = layout.blob.new()
-        pages = self._new_pages(plan)
-        self._pack_pages(to, pages[: layout.num_new_pages])
+        new_pages = self._new_pages(plan)
+        self._pack_pages(to, new_pages[:, : layout.num_new_pages])
         slots = np.array(plan.slots, np.int64)  # naming the dtype takes a third of the time that finding it does
         num_rows, is_decode = plan.num_rows, not plan.num_prefill_tokens
         counts = np.ones(num_rows, np.int64) if is_decode else np.array(plan.counts, np.int64)
@@ -370,40 +370,37 @@ class BatchPacker:
             to["wants_prompt_logprobs"][...] = 1
             stops = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
-        admissions = list(self._admissions(plan, pages[layout.num_new_pages :]))
+        admissions = list(self._admissions(plan, new_pages[:, layout.num_new_pages :]))
         masks = list(self._mask_blobs(plan, max_new)) if self._constrained else ()
         return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob)
 
-    def _new_pages(self, plan: StepPlan) -> list[tuple[int, int, int]]:
-        """Return slot, column and page of each page that the device does not know of, those of admissions last."""
-        entries: list[tuple[int, int, int]] = []
+    def _new_pages(self, plan: StepPlan) -> NDArray[np.int64]:
+        """Return slots, columns and pages of those that the device does not know of, those of admissions last."""
+        entries: list[int] = []
         admitted, num_groups = set(plan.admitted), self.config.kv_groups.size
         for request in (*(r for r in plan.grown if r not in admitted), *plan.admitted):
-            slot, need = request.slot, len(request.pages)
+            slot, pages = request.slot, request.pages
             if slot < 0:  # grown, then preempted for an older one
                 continue
-            have, pages = self._num_pages[slot], request.pages
-            self._num_pages[slot] = need
-            if num_groups == 1:
-                entries += [(slot, column, pages[column]) for column in range(have, need) if pages[column] != RELEASED]
-                continue
-            for index in range(have, need):
+            for index in range(self._num_pages[slot], len(pages)):
                 if pages[index] != RELEASED:
-                    column, group = divmod(index, num_groups)
-                    entries.append((slot, group * self.config.max_pages_per_row + column, pages[index]))
-        return entries
+                    entries += slot, index, pages[index]
+            self._num_pages[slot] = len(pages)
+        new_pages = np.array(entries, np.int64).reshape(-1, 3).T
+        if num_groups > 1:
+            columns, groups = np.divmod(new_pages[1], num_groups)
+            new_pages[1] = groups * self.config.max_pages_per_row + columns
+        return new_pages
 
-    def _pack_pages(self, to: dict[str, NDArray[np.int32]], entries: Sequence[tuple[int, int, int]]) -> None:
+    def _pack_pages(self, to: dict[str, NDArray[np.int32]], new_pages: NDArray[np.int64]) -> None:
         to["page_slot"][...] = self.config.max_num_seqs  # out of range
-        if entries:
-            columns = np.array(entries, np.int32).T
-            for name, values in zip(("page_slot", "page_column", "page"), columns, strict=True):
-                to[name][: len(entries)] = values
+        for name, values in zip(("page_slot", "page_column", "page"), new_pages, strict=True):
+            to[name][: len(values)] = values
 
-    def _admissions(self, plan: StepPlan, entries: Sequence[tuple[int, int, int]]) -> Iterator[NDArray[np.int32]]:
+    def _admissions(self, plan: StepPlan, new_pages: NDArray[np.int64]) -> Iterator[NDArray[np.int32]]:
         layout, admitted = self._admission, plan.admitted
         start_of = dict(zip(plan.requests, plan.starts, strict=True)) if admitted else {}
-        while admitted or entries:
+        while admitted or new_pages.size:
             blob, to = layout.blob.new()
             now, admitted = admitted[: layout.num_rows], admitted[layout.num_rows :]
             to["slot"][...] = self.config.max_num_seqs  # out of range
@@ -415,8 +412,8 @@ class BatchPacker:
                 stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
                 to["stop_ids"][row, : len(stop_ids)] = stop_ids
             to["records"][: len(now)] = pack_records(now)
-            self._pack_pages(to, entries[: layout.num_new_pages])
-            entries = entries[layout.num_new_pages :]
+            self._pack_pages(to, new_pages[:, : layout.num_new_pages])
+            new_pages = new_pages[:, layout.num_new_pages :]
             yield blob
 
     def _slot_rows(self, plan: StepPlan) -> Iterator[tuple[int, SlotRow]]:

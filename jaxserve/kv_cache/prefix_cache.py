@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
 from struct import Struct
-from typing import NamedTuple
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
@@ -35,10 +33,12 @@ class PrefixCache:
 
     def __init__(self, pool: PagePool, groups: KVGroups):
         self.page_size = groups.page_size
+        self._pack = Struct(f"{groups.page_size}i").pack
         self._pool = pool
         self._groups = groups
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
-        self._content: dict[int, _Content] = {}  # content by page
+        # KV group, hash, and the tenant whose share it counts for, by page.
+        self._content: dict[int, tuple[int, bytes, str]] = {}
         self._first = (*groups.full, 0)[0]  # the group that is asked for single pages
         self._evictable: dict[str, OrderedDict[int, None]] = {}  # pages by tenant, the page released first in front
         self._num_evictable = 0
@@ -77,7 +77,7 @@ class PrefixCache:
         previous = hashes[-1] if hashes else _root_hash(request.salt)
         size = self.page_size
         for start in range(len(hashes) * size, num_pages * size, size):
-            previous = _page_hash(previous, request.tokens(start, start + size))
+            previous = _page_hash(previous, self._pack(*request.tokens(start, start + size)))
             hashes.append(previous)
 
     def has(self, page_hash: bytes) -> bool:
@@ -142,11 +142,12 @@ class PrefixCache:
             tenant: tenant whose share of the cache it counts for.
         """
         assert self._pool.num_refs(page) > 0, f"page {page} must be owned while it is registered"
-        if page_hash in self._page_by_hash[group]:
+        page_by_hash = self._page_by_hash[group]
+        if page_hash in page_by_hash:
             return
         assert page not in self._content, f"page {page} is registered with other content"
-        self._page_by_hash[group][page_hash] = page
-        self._content[page] = _Content(group, page_hash, tenant)
+        page_by_hash[page_hash] = page
+        self._content[page] = group, page_hash, tenant
         self._num_cached[tenant] += 1
         self._note_size(tenant)
 
@@ -181,7 +182,7 @@ class PrefixCache:
             if page == RELEASED or not self._pool.release(page):
                 continue
             if page in self._content:
-                tenant = self._content[page].tenant
+                tenant = self._content[page][-1]
                 is_new = tenant not in self._evictable
                 self._evictable.setdefault(tenant, OrderedDict())[page] = None
                 self._num_evictable += 1
@@ -208,13 +209,13 @@ class PrefixCache:
         evictable = {page: tenant for tenant, pages in self._evictable.items() for page in pages}
         self._pool.check_integrity(owners, set(evictable))
         by_page = {page: (g, key) for g, pages_of in enumerate(self._page_by_hash) for key, page in pages_of.items()}
-        assert by_page == {page: (content.group, content.page_hash) for page, content in self._content.items()}
+        assert by_page == {page: content[:2] for page, content in self._content.items()}
         assert evictable.keys() <= self._content.keys(), "an evictable page has no content"
-        assert all(self._content[page].tenant == tenant for page, tenant in evictable.items()), "a page changed hands"
+        assert all(self._content[page][-1] == tenant for page, tenant in evictable.items()), "a page changed hands"
         assert self._num_evictable == len(evictable) == sum(map(len, self._evictable.values()))
         assert all(self._evictable.values()), "a tenant without evictable pages is remembered"
         assert all(self._num_cached.values()), "a tenant without cached pages is remembered"
-        assert self._num_cached == Counter(content.tenant for content in self._content.values())
+        assert self._num_cached == Counter(tenant for *_, tenant in self._content.values())
 
     def _evict(self, num_pages: int, tenant: str) -> None:
         """Free evictable pages, each of the tenant that then has the most cached ones, those released first in front.
@@ -264,20 +265,12 @@ class PrefixCache:
 
     def _forget_evictable(self, page: int) -> None:
         """Take a page out of the evictable ones."""
-        tenant = self._content[page].tenant
+        tenant = self._content[page][-1]
         pages = self._evictable[tenant]
         del pages[page]
         if not pages:
             del self._evictable[tenant]
         self._num_evictable -= 1
-
-
-class _Content(NamedTuple):
-    """Content of a page: its KV group, its hash, and the tenant whose share it counts for."""
-
-    group: int
-    page_hash: bytes
-    tenant: str
 
 
 def _num_cached(pages_of: Mapping[bytes, int], hashes: Sequence[bytes]) -> int:
@@ -290,12 +283,7 @@ def _root_hash(salt: bytes) -> bytes:
     return blake2b(salt, digest_size=DIGEST_SIZE, person=b"salt").digest()
 
 
-def _page_hash(previous: bytes, token_ids: TokenIds) -> bytes:
+def _page_hash(previous: bytes, token_ids: bytes) -> bytes:
     page_hash = _NEW_HASH.copy()
-    page_hash.update(previous + _packer(len(token_ids))(*token_ids))
+    page_hash.update(previous + token_ids)
     return page_hash.digest()
-
-
-@cache
-def _packer(num_tokens: int) -> Callable[..., bytes]:
-    return Struct(f"{num_tokens}i").pack

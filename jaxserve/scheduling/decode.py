@@ -79,13 +79,13 @@ class Decodes:
         num_steps, rows_in_prefill = plan.num_steps, []
         num_spare = self._num_spare_tokens if num_drafts else 0
         rows = self._rows(held_back)
-        requests, starts, max_new = plan.requests, plan.starts, plan.max_new
-        limit, is_single = num_steps, num_steps == 1 and not num_drafts
+        requests, starts, limit = plan.requests, plan.starts, num_steps
         for request in rows:
             if num_drafts:
                 limit = num_steps * (1 + num_drafts[request.slot])
-            start, most = request.num_computed_tokens, limit
-            if start + most > request.quiet_until:
+            start = request.num_computed_tokens
+            stop = start + limit
+            if stop > request.quiet_until:
                 if request.status is RequestStatus.BLOCKED:
                     continue
                 num_tokens = request.num_tokens
@@ -97,15 +97,15 @@ class Decodes:
                     most = min(most, 1)
                 if not self._can_decode(request, most, plan, num_spare):
                     continue
-            request.num_computed_tokens = start + most
+                stop = start + most
+            request.num_computed_tokens = stop
             requests.append(request)
             starts.append(start)
-            if not is_single:
-                max_new.append(most)
         plan.num_decode_tokens = plan.num_rows
         plan.counts = [1] * plan.num_rows
-        if is_single:
-            plan.max_new = [1] * plan.num_rows
+        plan.max_new = [1] * plan.num_rows
+        if num_steps > 1 or num_drafts:
+            plan.max_new = [r.num_computed_tokens - start for r, start in zip(requests, starts, strict=True)]
         if num_drafts:
             plan.num_drafts = [num_drafts[request.slot] for request in plan.requests]
         return rows_in_prefill
@@ -133,7 +133,7 @@ class Decodes:
                 break
             num_missing -= 1
             ledger = self._ledger
-            has_page = ledger.num_columns(request) * ledger.page_size > request.num_computed_tokens
+            has_page = ledger.num_tokens_held(request) > request.num_computed_tokens
             has_page |= ledger.num_available >= ledger.groups.size
             most = min(1, request.max_total_tokens - request.num_tokens)
             if request.status is RequestStatus.RUNNING and has_page and self._can_decode(request, most, plan):
@@ -154,29 +154,19 @@ class Decodes:
         most_computed, num_tokens = request.max_total_tokens - 1, most
         if num_spare:
             num_tokens = max(min(most + num_spare, most_computed - request.num_computed_tokens), most)
-        if not self._allocate_or_preempt(request, num_tokens, plan):
-            return False
-        if request.waits_for_tokens:
-            request.status = RequestStatus.BLOCKED
-        elif request.params.logprobs is None:
-            # Spare tokens are allowed for, though only steps with drafts compute them.
-            num_tokens = self._ledger.num_columns(request) * self._ledger.page_size
-            request.quiet_until = min(num_tokens, most_computed) - self._num_spare_tokens
-        if request.params.logprobs is not None:
-            plan.wants_logprobs = True
-        return True
-
-    def _allocate_or_preempt(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Allocate the pages of a row in decode; while too few are free, one of the running requests gives way.
-
-        False when that was `request` itself. It never is the oldest, which alone fits the pool: there is progress.
-        """
         ledger = self._ledger
         if ledger.groups.sliding:
             ledger.release_unseen(request)
-        while not ledger.allocate(request, num_tokens, plan):
+        while not ledger.allocate(request, num_tokens, plan):  # one of the running requests gives way
             victim = self._policy.victim(ledger.running)
             ledger.preempt(victim, plan)
-            if victim is request:
+            if victim is request:  # it never is the oldest, which alone fits the pool: there is progress
                 return False
+        if request.params.logprobs is not None:
+            plan.wants_logprobs = True
+        elif not request.waits_for_tokens:
+            # Spare tokens are allowed for, though only steps with drafts compute them.
+            request.quiet_until = min(ledger.num_tokens_held(request), most_computed) - self._num_spare_tokens
+        if request.waits_for_tokens:
+            request.status = RequestStatus.BLOCKED
         return True

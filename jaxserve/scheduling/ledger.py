@@ -50,7 +50,7 @@ class Ledger:
         weights: Mapping[str, float] | None = None,
     ) -> None:
         self.groups = groups
-        self.page_size = groups.page_size
+        self.page_size, self._group_size = groups.page_size, groups.size
         self.max_num_batched_tokens = max_num_batched_tokens
         self.cache = PrefixCache(PagePool(num_pages), groups)
         self.running: dict[str, Request] = {}
@@ -155,14 +155,14 @@ class Ledger:
 
     # Pages
 
-    def num_columns(self, request: Request) -> int:
-        """Columns of pages that a running request has."""
-        return len(request.pages) // self.groups.size
+    def num_tokens_held(self, request: Request) -> int:
+        """Tokens that the pages of a running request hold, those released included."""
+        return len(request.pages) // self._group_size * self.page_size
 
     def allocate(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Give a running request the pages of its next `num_tokens`; False, and no change, where too few are free."""
-        size, pages = self.groups.size, request.pages
-        num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * size - len(pages)
+        pages = request.pages
+        num_new = -(-(request.num_computed_tokens + num_tokens) // self.page_size) * self._group_size - len(pages)
         if num_new <= 0:
             return True
         new = self.cache.allocate(num_new, request.tenant)
@@ -223,7 +223,7 @@ class Ledger:
 
     def can_grow(self, request: Request) -> bool:
         """Return whether a running request may need a further page."""
-        return len(request.pages) * self.page_size < (request.max_total_tokens - 1) * self.groups.size
+        return len(request.pages) * self.page_size < (request.max_total_tokens - 1) * self._group_size
 
     @property
     def num_pages_to_grow(self) -> int:
@@ -269,7 +269,7 @@ class Ledger:
         """Register the pages of some columns, all of whose tokens are known and certain to be computed."""
         if first >= stop or request in self.unshared:
             return
-        cache, pages, size = self.cache, request.pages, self.groups.size
+        cache, pages, size = self.cache, request.pages, self._group_size
         hashes = cache.hashes(request)
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
@@ -281,7 +281,7 @@ class Ledger:
         for request in self.running.values():
             assert request.status in RUNS, f"{request.request_id} runs as {request.status}"
             # More than that only what a plan of several steps has left.
-            num_columns, groups = self.num_columns(request), self.groups
+            num_columns, groups = self.num_tokens_held(request) // self.page_size, self.groups
             assert num_columns * groups.size == len(request.pages), request
             assert num_columns >= groups.num_columns(request.num_computed_tokens), request
             assert num_columns <= groups.num_columns(request.max_total_tokens - 1), request

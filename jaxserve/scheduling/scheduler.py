@@ -329,14 +329,18 @@ class Scheduler:
         ended: list[Request] = []
         running = RequestStatus.RUNNING
         for request, most, token_ids in zip(plan.requests, plan.max_new, sampled, strict=True):
-            if most == len(token_ids) == 1 and request.status is running:  # nearly always: the shortest way
-                token_id, output = token_ids[0], request.output_token_ids
-                output.append(token_id)
-                if token_id in request.stop_ids or len(output) >= request.review_at:
+            output = request.output_token_ids
+            if most == len(token_ids) == 1:
+                token_id, is_quiet = token_ids[0], len(output) < request.quiet_outputs
+                if is_quiet and token_id not in request.stop_ids:  # nearly always: the shortest way
+                    output.append(token_id)
+                    continue
+                if request.status is running:
+                    output.append(token_id)
                     self._review(request)
                     if request.status is not running:
                         ended.append(request)
-                continue
+                    continue
             assert len(token_ids) <= most, f"a row that may sample {most} tokens cannot have sampled {len(token_ids)}"
             if request.status is RequestStatus.FINISHED:
                 self.num_wasted_tokens += len(token_ids)
@@ -398,7 +402,7 @@ class Scheduler:
         output = request.output_token_ids
         for num_taken, token_id in enumerate(token_ids, start=1):
             output.append(token_id)
-            if token_id in request.stop_ids or len(output) >= request.review_at:
+            if token_id in request.stop_ids or len(output) > request.quiet_outputs:
                 self._review(request)
                 if request.status is RequestStatus.FINISHED:
                     self.num_wasted_tokens += len(token_ids) - num_taken
@@ -412,12 +416,13 @@ class Scheduler:
         num_full = (num_known - 1) // page_size
         if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
             self._ledger.register_columns(request, num_full - 1, num_full)
+        if not request.waits_for_tokens:
+            behind_page = num_full * page_size + page_size + 1
+            request.quiet_outputs = (behind_page if behind_page < max_total else max_total) - num_prompt - 1
         if output[-1] in request.stop_ids and _may_stop(request):
             self._end(request, FinishReason.STOP)
         elif num_known == max_total:
             self._end(request, FinishReason.LENGTH)
-        behind_page = num_full * page_size + page_size + 1
-        request.review_at = (behind_page if behind_page < max_total else max_total) - num_prompt
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         if request.status in RUNS:
@@ -428,7 +433,7 @@ class Scheduler:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-        request.num_tokens_when_preempted = 0
+        request.num_tokens_when_preempted = request.quiet_outputs = 0
 
 
 def _may_stop(request: Request) -> bool:
