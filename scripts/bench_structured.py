@@ -69,6 +69,7 @@ def main() -> None:
         "free": (engines["auto"], None),
         "free_single_step": (engines[1], None),
         "constrained": (engines["auto"], plain),
+        "forced": (engines["auto"], plain | {"append_forced_tokens": True}),
     }
     for llm in engines.values():
         llm.engine.wait_until_warm()
@@ -79,9 +80,10 @@ def main() -> None:
             if index:
                 costs[name].append(cost)
     result: dict[str, Any] = {f"{name}_us_per_token": round(statistics.median(each), 1) for name, each in costs.items()}
-    for base in ("free", "free_single_step"):
-        pairs = zip(costs["constrained"], costs[base], strict=True)
-        result[f"constrained_to_{base}"] = round(statistics.median(a / b for a, b in pairs), 3)
+    for way in ("constrained", "forced"):
+        for base in ("free", "free_single_step"):
+            pairs = zip(costs[way], costs[base], strict=True)
+            result[f"{way}_to_{base}"] = round(statistics.median(a / b for a, b in pairs), 3)
     facts = {"rows": args.rows, "output_tokens": args.output_tokens, "rounds": args.rounds}
     print(json.dumps({"bench": "structured", **facts, **result}))
 

@@ -251,7 +251,8 @@ def test_a_broken_step_is_told_in_the_stream(server: Running, monkeypatch: pytes
 
 @pytest.mark.parametrize("num_signals", [1, 2])
 def test_signals_end_a_server(num_signals: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "jaxserve", "serve", "--port", "0", "--shutdown-timeout-s", "1"]
+    options = ["--port", "0", "--shutdown-timeout-s", "1", "--compile-ahead", "minimal"]
+    command = [sys.executable, "-m", "jaxserve", "serve", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=dict(os.environ), cwd=tmp_path) as process:
         assert process.stderr is not None
         url = next(line for line in process.stderr if "serving at" in line).split()[-1]
