@@ -372,7 +372,7 @@ class Scheduler:
                 ledger.uncount(request)
                 output.append(token_id)
                 ledger.count(request)
-            if token_id in request.stop_ids or len(output) >= request.review_at:
+            if token_id in request.stop_ids or len(output) > request.quiet_outputs:
                 self._review(request)
                 if request.status is RequestStatus.FINISHED:
                     return list(token_ids[:num_taken])
