@@ -53,7 +53,7 @@ def test_peak_is_at_most_1_3_of_the_weights(
     request: pytest.FixtureRequest, form: str, quantization: str, num_devices: int
 ) -> None:
     """Weights on four devices share one memory: it holds all their parts, and no whole tensor beside them."""
-    bytes_per_weight = {"none": 4, "int8": 1 + 4 / 64}[quantization]
+    bytes_per_weight = {"none": 2, "int8": 1 + 4 / 64}[quantization]  # a CPU keeps the bfloat16 of the checkpoint
     directory = request.getfixturevalue(form)
     figures = load_apart(directory, quantization, num_devices)
     num_weights = sum(prod(spec.shape) for spec in param_specs(from_hf_config(CONFIG)))
