@@ -262,6 +262,11 @@ CASES: dict[str, Case] = {
         write_fp8("block", "weight_scale_inv"),
         fake_fp8_groups,
     ),
+    "fp8-tensor": Case(
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        write_fp8("tensor", static=(1,)),
+        fake_fp8_static,
+    ),
     "modelopt-fp8": Case(
         {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head*"]},
         write_fp8("tensor", static=()),
