@@ -269,7 +269,7 @@ def test_plans_count_the_bytes_that_are_loaded(tmp_path: Path, name: str, num_de
         assert make_plan(config, parse_target("cpu")).memory.weights == held
 
 
-@pytest.mark.parametrize("name", some_by_default(list(CASES), "ct-nvfp4", "gptq-order", "ct-fp8-channel"))
+@pytest.mark.parametrize("name", some_by_default(list(CASES), "modelopt-nvfp4", "gptq-order", "ct-fp8-channel"))
 def test_orbax_keeps_every_bit(tmp_path: Path, name: str) -> None:
     write_quantized(tmp_path / "hf", CASES[name], **ONE_LAYER)
     arch, specs, params = loaded(tmp_path / "hf")
