@@ -132,7 +132,7 @@ def _open(folder: FilePath, cache_bytes: int) -> dict[str, ChunkedTensor]:
 
 def _band_bytes(store: Any) -> int:
     """Return the size of all the chunks that hold the first rows of a tensor."""
-    chunk_rows = store.chunk_layout.read_chunk.shape[:1]
+    chunk_rows = (store.chunk_layout.read_chunk.shape or ())[:1]  # a scalar has none
     return prod((*chunk_rows, *store.shape[1:])) * store.dtype.numpy_dtype.itemsize
 
 

@@ -120,7 +120,9 @@ class SchemeFormat(WeightFormat):
             )
         num_groups = len(_first_columns(scheme, row.shape[1], in_size))
         grid = (num_rows, num_groups)
-        group_axis = None if num_groups == 1 or scheme.has("order") else in_axis
+        # A device with one group may still have another one than its neighbour.
+        is_shared = scheme.has("order") or (scheme.group or row.shape[1]) >= row.shape[1]
+        group_axis = None if is_shared else in_axis
         elements = _ELEMENT_DTYPES[scheme.elements]
         leaves = [
             Leaf((num_rows, in_size // 2 if scheme.is_packed else in_size), elements, row.axes),

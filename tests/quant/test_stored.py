@@ -240,6 +240,26 @@ def test_damaged_checkpoints_are_named(tmp_path: Path) -> None:
             loaded(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("gptq", {"group_size": 16}),
+        ("gptq", {"group_size": 64}),
+        ("awq", {"group_size": 16}),
+        ("awq", {"group_size": 64}),
+        ("fp8-block", {"weight_block_size": [64, 64]}),
+        ("fp8-block", {"weight_block_size": [256, 256]}),
+    ],
+)
+def test_scales_must_be_those_of_the_configuration(tmp_path: Path, name: str, change: dict[str, Any]) -> None:
+    write_quantized(tmp_path, CASES[name], **ONE_LAYER)
+    config = weights.read_config(tmp_path)
+    config["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(weights.CheckpointError, match=r"q_proj\..*scale.* must have the shape"):
+        loaded(tmp_path)
+
+
 def test_modelopt_keeps_its_configuration_apart(tmp_path: Path) -> None:
     write_quantized(tmp_path, CASES["modelopt-nvfp4"], **ONE_LAYER)
     config = weights.read_config(tmp_path)
@@ -269,7 +289,7 @@ def test_plans_count_the_bytes_that_are_loaded(tmp_path: Path, name: str, num_de
         assert make_plan(config, parse_target("cpu")).memory.weights == held
 
 
-@pytest.mark.parametrize("name", ["ct-nvfp4", "gptq-order", "ct-fp8-channel"])  # all dtypes of files among them
+@pytest.mark.parametrize("name", some_by_default(list(CASES), "modelopt-nvfp4", "gptq-order", "ct-fp8-channel"))
 def test_orbax_keeps_every_bit(tmp_path: Path, name: str) -> None:
     write_quantized(tmp_path / "hf", CASES[name], **ONE_LAYER)
     arch, specs, params = loaded(tmp_path / "hf")

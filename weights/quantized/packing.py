@@ -44,6 +44,20 @@ def matrix_shape(scheme: Scheme, tensors: Mapping[Role, Any]) -> tuple[int, int]
     return per_word * columns, rows
 
 
+def other_shapes(scheme: Scheme, whole: tuple[int, int]) -> dict[Role, list[tuple[int, ...]]]:
+    """Return the shapes that scales, zero points and orders of columns may have in a file, for a matrix [O, I]."""
+    rows, columns = whole
+    groups = -(-columns // (scheme.group or columns))
+    words = _covering((0, rows), 8 * _WORD_BYTES // _bits(scheme))[1]
+    if scheme.packing in ("gptq", "awq"):
+        return {"scale": [(groups, rows)], "zero": [(groups, words)], "order": [(columns,)]}
+    blocks = -(-rows // scheme.block_rows)
+    scale: list[tuple[int, ...]] = [(blocks, groups), (blocks, 1, groups, 1)]
+    scale += [(blocks,)] if groups == 1 else []
+    scale += [(), (1,), (1, 1)] if scheme.group is None or blocks * groups == 1 else []
+    return {"scale": scale, "zero": [(rows if scheme.packing == "plain" else words, groups)]}
+
+
 def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
     """Return the elements of some rows and columns."""
     if scheme.packing == "plain":

@@ -14,6 +14,7 @@ from jaxserve.weights.quantized.packing import (
     element_bytes,
     matrix_shape,
     nibbles,
+    other_shapes,
     read_elements,
     read_scale,
     read_zero,
@@ -161,7 +162,9 @@ def quantized_view(
         if absent := [full for full in names.values() if full not in tensors]:
             missing.append(f"{', '.join(absent)} ({scheme.name})")
             continue
-        parts[name] = _part(name, scheme, {role: tensors[full] for role, full in names.items()})
+        parts[name] = part = _part(name, scheme, {role: tensors[full] for role, full in names.items()})
+        if part.whole == shape:  # others are named with the tensors of other shapes
+            _check_shapes(part, names)
         for suffix in (*scheme.suffixes.values(), *_EXTRAS):
             view.pop(f"{module}.{suffix}", None)
         _drop_zero_bias(view, f"{module}.bias", shapes)
@@ -185,6 +188,15 @@ def _part(name: str, scheme: Scheme, tensors: Mapping[Role, Any]) -> QuantizedPa
     if whole[1] % 2 and scheme.is_packed:
         raise CheckpointError(f"{name} must have an even number of columns for elements of 4 bits, got {whole[1]}")
     return part
+
+
+def _check_shapes(part: QuantizedPart, names: Mapping[Role, str]) -> None:
+    for role, allowed in other_shapes(part.scheme, part.whole).items():
+        if role in names and (got := tuple(part.tensors[role].shape)) not in allowed:
+            raise CheckpointError(
+                f"{names[role]} must have the shape {list(allowed[0])} ({part.scheme}), got {list(got)}; check that "
+                f"quantization_config belongs to these weights"
+            )
 
 
 def _drop_zero_bias(view: dict[str, Any], name: str, wanted: Collection[str]) -> None:

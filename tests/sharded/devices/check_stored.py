@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve import weights
 from jaxserve.models import decoder, registry
-from jaxserve.models.params import matrix_transform
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, matrix_transform
 from jaxserve.quant import weight_format
 from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
 from jaxserve.weights import CheckpointError
@@ -20,14 +21,19 @@ from tests.parameters import some_by_default
 from tests.quant.quantized_checkpoints import CASES, fake_int8, write_quantized
 
 
-def split_logits(path: Path, token_ids: np.ndarray, n: int) -> np.ndarray:
-    """Return logits [T, V] of one sequence over n devices."""
+def split_params(path: Path, n: int) -> tuple[ArchConfig, Mesh, Params]:
+    """Return the sizes of a model, a mesh of n devices and the weights on it."""
     arch, mesh = registry.from_hf_config(weights.read_config(path)), tensor_mesh(n)
     assert mesh is not None
     specs = registry.param_specs(arch)
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
     transform = matrix_transform(specs, weight_format(None, arch.schemes))
-    params = weights.load(path, specs, jnp.float32, shardings, transform, schemes=arch.schemes)
+    return arch, mesh, weights.load(path, specs, jnp.float32, shardings, transform, schemes=arch.schemes)
+
+
+def split_logits(path: Path, token_ids: np.ndarray, n: int) -> np.ndarray:
+    """Return logits [T, V] of one sequence over n devices."""
+    arch, mesh, params = split_params(path, n)
 
     def run(params: dict, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(len(token_ids))
@@ -57,6 +63,17 @@ def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
         assert np.abs(found - expected).mean() < 0.01 * np.abs(expected).max()
     else:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["fp8-block over 2", "fp8-block over 4", "gptq-order over 8", "awq over 8"])
+def test_arrays_that_are_on_all_devices_are_the_same_there(tmp_path: Path, case: str) -> None:
+    name, n = case.split(" over ")  # each device has one group of the down projection, or a part of one
+    write_quantized(tmp_path, CASES[name], num_hidden_layers=1, intermediate_size=256)
+    _, _, params = split_params(tmp_path, int(n))
+    for array in jax.tree.leaves(params):
+        if array.is_fully_replicated:
+            first, *others = (np.asarray(shard.data) for shard in array.addressable_shards)
+            assert all(np.array_equal(first, other) for other in others), array.shape
 
 
 def test_odd_parts_of_packed_rows_are_refused(tmp_path: Path) -> None:
