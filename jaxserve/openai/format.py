@@ -257,9 +257,9 @@ def naming_fields(url: str) -> Iterator[None]:
 
 def _form_field(given: Json) -> str:
     """Return the field that says which form the output must have, if one does."""
-    if given.get("response_format", {}).get("type") in ("json_object", "json_schema"):
+    if (given.get("response_format") or {}).get("type") in ("json_object", "json_schema"):
         return "response_format"
-    return "tools" if "tools" in given and "structured_outputs" not in given else "structured_outputs"
+    return "tools" if given.get("tools") and "structured_outputs" not in given else "structured_outputs"
 
 
 def _stream_options(given: Json, *, may_stream: bool) -> Json:
