@@ -45,10 +45,16 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     """Return what a quantised checkpoint holds, and what multiplies it."""
     form = StoredFormat(schemes)
     matrices = [spec for spec in registry.param_specs(arch) if spec.is_matrix]
-    counts = Counter(None if (own := form.at(spec)) is None else str(own.scheme) for spec in matrices)
-    plain = counts.pop(None, 0)
+    formats = [own for spec in matrices if (own := form.at(spec)) is not None]
+    counts, plain = Counter(str(own.scheme) for own in formats), len(matrices) - len(formats)
     found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items())
+    dtype = matrix_dtype(config, arch)
+    num_native = sum(packed.unsupported(own, dtype) is None for own in formats)
     path = "dequantised in products by XLA"
+    if num_native == len(formats):
+        path = "multiplied by the native kernels"
+    elif num_native:
+        path = f"{num_native} are multiplied by the native kernels, the others dequantised in products by XLA"
     if config.quantization is not None:
         path = f"quantised again to {config.quantization}"
     kv = ""

@@ -1,18 +1,17 @@
 """Matrices of any format that the native CPU kernels multiply, packed for them."""
 
-from typing import Any, no_type_check
+from typing import no_type_check
 
 import jax
 from flax import struct
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
-from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext, Matrix, Operands
 from jaxserve.layers.mlp import swiglu
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix, Packer
-from jaxserve.quant.weight_format import FormatChoice, Row, WeightFormat, slab_rows
+from jaxserve.quant.weight_format import FormatChoice, Row, WeightFormat
 from jaxserve.weights import StoredTensor
 
 
@@ -59,15 +58,12 @@ def unsupported(form: FormatChoice, dtype: DTypeLike) -> str | None:
 
 
 def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
-    """Read a device's part of a matrix into panels of what native kernels take; see `WeightFormat.elements`."""
+    """Read a device's part of a matrix into panels of what native kernels take; see `WeightFormat.each_slab`."""
     N, K = tensor.shape
     leaves, dtype = form.leaves(row, tensor.shape, tensor.dtype), form.native_dtype(tensor.dtype)
     assert dtype is not None, "see `unsupported`"
     num_groups = leaves[1].shape[1] if len(leaves) > 1 else 0
     packer = Packer(N, K, dtype, num_groups, gated=row.gated, has_zeros=len(leaves) > 2)
 
-    def add(start: int, rows: NDArray[Any]) -> None:
-        packer.write(start, *form.elements(rows, leaves))
-
-    tensor.each_slab(slab_rows(K), add)
+    form.each_slab(row, tensor, leaves, packer.write)
     return NativeMatrix(packer.matrix(tensor.sharding))

@@ -1,11 +1,11 @@
 """Matrices as a quantised checkpoint has them: elements, scales by rows and groups of columns, zero points.
 
 All schemes have this form on devices. Scales of tensors and of blocks are repeated for each row, so that devices take
-any rows; a group of columns that a device has only a part of becomes several of a size that divides the part.
+any rows; where groups do not divide a device's columns, those are in smaller groups that do.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, no_type_check
 
@@ -18,9 +18,11 @@ from jaxtyping import Array, Float, Float32, Int, Shaped, UInt8
 from numpy.typing import NDArray
 
 from jaxserve.layers.linear import LinearContext, Matrix
+from jaxserve.pallas_kernels.packed_linear import PANEL_ROWS
 from jaxserve.quant import activations, products
 from jaxserve.quant.weight_format import Leaf, Row, WeightFormat
 from jaxserve.weights import CheckpointError, QuantizedPart, Scheme, Schemes, StoredTensor, host_buffer
+from jaxserve.weights.quantized.packing import nibbles
 
 _INT4_ZERO = 8
 _SLAB_SIZE = 1 << 20  # elements that each thread reads at once: GPTQ's files have a row in as many pages as columns
@@ -76,6 +78,8 @@ class StoredMatrix(Matrix):
 class StoredFormat:
     """Choice of the format of each tensor of a quantised checkpoint: that of its scheme.
 
+    Native kernels multiply the matrices that are plain, and those whose own format says so.
+
     Attributes:
         name: name in messages.
         schemes: schemes of the checkpoint.
@@ -96,7 +100,7 @@ class StoredFormat:
         return None if scheme is None else SchemeFormat(scheme)
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
-        """Return the dtype of the matrices that are not quantised."""
+        """Return the dtype of the matrices that are not quantised; others have their own, see `SchemeFormat`."""
         return dtype
 
 
@@ -109,6 +113,21 @@ class SchemeFormat(WeightFormat):
 
     def __init__(self, scheme: Scheme) -> None:
         self.scheme, self.name = scheme, scheme.name
+
+    def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
+        """Return that of integers in groups of consecutive columns, if activations stay as they are.
+
+        Kernels have zero points for 4 bits alone.
+        """
+        native = {
+            ("int4", False): jnp.int4,
+            ("int4", True): jnp.uint4,
+            ("int8", False): jnp.int8,
+        }
+        others = set(self.scheme.suffixes) - {"elements", "scale", "zero"}
+        if self.scheme.activation is not None or others:
+            return None
+        return native.get((self.scheme.elements, self.scheme.has("zero")))
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
         """Return the arrays of `StoredMatrix` that the scheme has."""
@@ -158,34 +177,56 @@ class SchemeFormat(WeightFormat):
 
     def convert(self, row: Row, tensor: StoredTensor) -> StoredMatrix:
         """Read a device's part as it is stored, some rows of each of its tensors at a time."""
+        parts = self._parts(row, tensor)
+        leaves = self.leaves(row, tensor.shape, tensor.dtype)
+        buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
+        matrix = self.weight(*buffers)
+
+        def add(start: int, part: Any) -> None:
+            rows = slice(start, start + len(part))
+            matrix.elements[rows] = part.elements()
+            matrix.scale[rows], zero = self._grids(row, part)
+            if matrix.zero is not None:
+                matrix.zero[rows] = zero
+            if matrix.row_scale is not None:
+                matrix.row_scale[rows] = part.global_scale()
+
+        tensor.each_slice(_slab_rows(tensor.shape[1]), add)
+        if matrix.order is not None:
+            matrix.order[:] = _common_order(row, parts, -(-row.shape[1] // (self.scheme.group or row.shape[1])))
+        if matrix.input_scale is not None:
+            matrix.input_scale[...] = self._input_scale(parts)
+        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+
+    def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
+        """Read integers of the file: signed ones, or those from 0 to 15 that have zero points."""
+        self._parts(row, tensor)
+
+        def add(start: int, part: Any) -> None:
+            elements, (scale, zero) = part.elements(), self._grids(row, part)
+            if self.scheme.is_packed:
+                elements = nibbles(elements)
+                elements = elements if zero is not None else elements.view(np.int8) - np.int8(_INT4_ZERO)
+            use(start, elements, scale, zero)
+
+        tensor.each_slice(_slab_rows(tensor.shape[1]), add)
+
+    def _parts(self, row: Row, tensor: StoredTensor) -> list[QuantizedPart]:
         parts = [part for part in tensor.parts if isinstance(part, QuantizedPart)]
         if len(parts) < len(tensor.parts):
             raise CheckpointError(
                 f"{row.hf_names[0]} must be quantised as the checkpoint's is ({self.scheme}), got floats; "
                 f"give tensors by their names in such a checkpoint"
             )
-        leaves = self.leaves(row, tensor.shape, tensor.dtype)
-        buffers = [host_buffer(leaf.shape, leaf.dtype) for leaf in leaves]
-        matrix = self.weight(*buffers)
-        columns = _first_columns(self.scheme, row.shape[1], tensor.shape[1])
+        return parts
 
-        def add(start: int, part: Any) -> None:
-            rows = slice(start, start + len(part))
-            groups = (part.columns[0] + columns) // (self.scheme.group or row.shape[1])
-            groups = columns if self.scheme.has("order") else groups
-            matrix.elements[rows] = part.elements()
-            matrix.scale[rows] = _columns(part.scale(), groups)
-            if matrix.zero is not None:
-                matrix.zero[rows] = _columns(part.zero(), groups)
-            if matrix.row_scale is not None:
-                matrix.row_scale[rows] = part.global_scale()
-
-        tensor.each_slice(max(1, _SLAB_SIZE // tensor.shape[1]), add)
-        if matrix.order is not None:
-            matrix.order[:] = _common_order(row, parts, -(-row.shape[1] // (self.scheme.group or row.shape[1])))
-        if matrix.input_scale is not None:
-            matrix.input_scale[...] = self._input_scale(parts)
-        return self.weight(*(jax.device_put(buffer, tensor.sharding) for buffer in buffers))
+    def _grids(self, row: Row, part: QuantizedPart) -> tuple[NDArray[Any], NDArray[Any] | None]:
+        """Return scales and zero points of a part's rows and of a device's groups."""
+        groups = _first_columns(self.scheme, row.shape[1], part.shape[1])
+        if not self.scheme.has("order"):
+            groups = (part.columns[0] + groups) // (self.scheme.group or row.shape[1])
+        zero = _columns(part.zero(), groups) if self.scheme.has("zero") else None
+        return _columns(part.scale(), groups), zero
 
     def _input_scale(self, parts: Sequence[QuantizedPart]) -> np.float32:
         """Return the scale of activations for all parts: the one that holds the largest values, as in vLLM."""
@@ -205,11 +246,13 @@ _ELEMENT_DTYPES = {
 
 
 def _group_size(scheme: Scheme, whole_size: int, in_size: int) -> int:
-    """Return the number of consecutive columns of a device that share a scale, the last of a row excepted."""
+    """Return the number of consecutive columns of a device that share a scale, which divides the device's columns."""
     group = scheme.group or whole_size
-    if group >= whole_size:
-        return in_size
-    return group if in_size == whole_size or in_size % group == 0 else math.gcd(in_size, group)
+    return in_size if group >= whole_size else math.gcd(in_size, group)
+
+
+def _slab_rows(in_size: int) -> int:
+    return max(PANEL_ROWS, _SLAB_SIZE // in_size // PANEL_ROWS * PANEL_ROWS)
 
 
 def _first_columns(scheme: Scheme, whole_size: int, in_size: int) -> NDArray[np.int64]:
@@ -250,7 +293,7 @@ def _dequantize(
     if scheme.has("global_scale"):
         further = next(rest)
         wide = activations.divide(wide, further) if scheme.divides else wide * further
-    spread = partial(_spread, scheme, order, q.shape[-1])
+    spread = partial(_spread, order, q.shape[-1])
     if scheme.has("zero"):
         q = q - spread(next(rest).astype(jnp.float32))
     elif scheme.elements == "int4":
@@ -275,7 +318,7 @@ def _e2m1_floats(codes: UInt8[Array, "rows in"]) -> Float32[Array, "rows in"]:
 
 
 def _spread(
-    scheme: Scheme, order: Int[Array, " in"] | None, in_size: int, grid: Float32[Array, "rows groups"]
+    order: Int[Array, " in"] | None, in_size: int, grid: Float32[Array, "rows groups"]
 ) -> Float32[Array, "rows _"]:
     """Return the value of each column's group; a single group is broadcast."""
     num_groups = grid.shape[-1]
@@ -283,6 +326,4 @@ def _spread(
         return grid
     if order is not None:
         return jnp.take(grid, order, axis=-1)
-    # Groups have the size of the scheme, the last one less; or an even share of a device's columns.
-    size = scheme.group if scheme.group and -(-in_size // scheme.group) == num_groups else in_size // num_groups
-    return jnp.repeat(grid, size, axis=-1)[:, :in_size]
+    return jnp.repeat(grid, in_size // num_groups, axis=-1)

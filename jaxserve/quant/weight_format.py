@@ -1,7 +1,7 @@
 """WeightFormat: the storage of matrices as a value."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -102,6 +102,17 @@ class WeightFormat(ABC):
     @abstractmethod
     def encode(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
         """Return some rows of each leaf from the same rows of the tensor."""
+
+    def each_slab(self, row: Row, tensor: StoredTensor, leaves: Sequence[Leaf], use: Callable[..., None]) -> None:
+        """Call `use(start, *elements)` for some rows after others of a matrix, from several threads at once.
+
+        Args:
+            row: the whole tensor.
+            tensor: a device's part of it, unread.
+            leaves: leaves of this part.
+            use: function of the first row, and of what native kernels take, see `native_dtype`.
+        """
+        tensor.each_slab(slab_rows(tensor.shape[1]), lambda start, rows: use(start, *self.elements(rows, leaves)))
 
     def elements(self, rows: NDArray[Any], leaves: Sequence[Leaf]) -> tuple[NDArray[Any], ...]:
         """Return some rows of what native kernels take, see `native_dtype`; by default what `encode` returns.

@@ -113,7 +113,8 @@ def integers(
     w: np.ndarray, bits: int, group: int, *, symmetric: bool, low: int = 0
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return unsigned codes [O, I], zero points and scales [O, groups]; zero points are at least `low`."""
-    top, groups = 2**bits - 1, w.reshape(len(w), -1, group)
+    top, padded = 2**bits - 1, np.pad(w, ((0, 0), (0, -w.shape[1] % group)))
+    groups = padded.reshape(len(w), -1, group)
     if symmetric:
         scale = np.abs(groups).max(-1) / (top / 2)
         zero = np.full(scale.shape, 2 ** (bits - 1))
@@ -123,7 +124,8 @@ def integers(
         zero = np.clip(np.round(-least / scale), low, top).astype(int)
     scale = scale.astype(np.float16).astype(np.float32)
     codes = np.clip(np.round(groups / scale[..., None]) + zero[..., None], 0, top)
-    return codes.reshape(w.shape).astype(np.uint32), zero.astype(np.uint32), scale
+    codes = codes.reshape(padded.shape)[:, : w.shape[1]]
+    return codes.astype(np.uint32), zero.astype(np.uint32), scale
 
 
 def write_ints(bits: int, group: int, *, symmetric: bool = True, form: str = "pack-quantized") -> Writer:
@@ -307,6 +309,7 @@ CASES: dict[str, Case] = {
         write_ints(8, 32, symmetric=False),
     ),
     "ct-int8-packed": Case(compressed("pack-quantized", ints(8, "channel")), write_ints(8, -1)),
+    "ct-int8-weights": Case(compressed("int-quantized", ints(8, "channel")), write_ints(8, -1, form="int-quantized")),
     "ct-w8a8": Case(
         compressed("int-quantized", ints(8, "channel"), ints(8, "token", **DYNAMIC)),
         write_ints(8, -1, form="int-quantized"),
@@ -318,6 +321,7 @@ CASES: dict[str, Case] = {
         fake_int8,
     ),
     "gptq": Case(GPTQ, write_gptq(4, 32)),
+    "gptq-wide": Case({**GPTQ, "group_size": 128}, write_gptq(4, 128)),  # the last group is a smaller one
     "gptq-zeros": Case({**GPTQ, "sym": False, "group_size": 16}, write_gptq(4, 16, symmetric=False)),
     "gptq-order": Case({**GPTQ, "desc_act": True, "sym": False}, write_gptq(4, 32, symmetric=False, act_order=True)),
     "gptq-v2": Case(

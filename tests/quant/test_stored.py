@@ -12,15 +12,19 @@ import pytest
 import torch
 
 from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
+from jaxserve.engine.parameters import build_params
 from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mlp import swiglu
 from jaxserve.models import registry
 from jaxserve.models.params import device_bytes, matrix_transform
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.planner.plan import make_plan
 from jaxserve.planner.program import abstract_params
 from jaxserve.planner.targets import parse_target
-from jaxserve.quant import weight_format
+from jaxserve.quant import packed, weight_format
 from jaxserve.quant.int8 import QuantizedMatrix
-from jaxserve.quant.stored import StoredMatrix
+from jaxserve.quant.packed import NativeMatrix
+from jaxserve.quant.stored import SchemeFormat, StoredMatrix
 from jaxserve.weights.quantized import read_schemes
 from jaxserve.weights.rows import leaf_at
 from jaxserve.weights.safetensors_file import map_file, write_file
@@ -36,10 +40,10 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPT = {"prompt_token_ids": list(range(3, 20))}
 
 
-def loaded(path: Path, dtype: Any = jnp.float32) -> tuple[Any, list[Any], Any]:
+def loaded(path: Path, dtype: Any = jnp.float32, *, native: bool = False) -> tuple[Any, list[Any], Any]:
     arch = registry.from_hf_config(weights.read_config(path))
     specs = registry.param_specs(arch)
-    transform = matrix_transform(specs, weight_format(None, arch.schemes))
+    transform = matrix_transform(specs, weight_format(None, arch.schemes), native=native)
     return arch, specs, weights.load(path, specs, dtype, transform=transform, schemes=arch.schemes)
 
 
@@ -69,6 +73,49 @@ def test_weights_and_products(tmp_path: Path, name: str) -> None:
                 modules = [model.get_submodule(name.removesuffix(".weight")) for name in spec.hf_names]
                 wanted = torch.cat([module(torch.tensor(x)) for module in modules], dim=-1).numpy()
             np.testing.assert_allclose(multiply(x, matrix), wanted, rtol=0, atol=2e-5)
+
+
+NATIVE = {
+    **dict.fromkeys(("ct-int4", "ct-int4-channel"), "int4"),
+    **dict.fromkeys(
+        ("ct-int4-zeros", "gptq", "gptq-wide", "gptq-zeros", "gptq-v2", "auto-round-gptq", "auto-round-awq"), "uint4"
+    ),
+    "awq": "uint4",
+    "ct-int8-packed": "int8",
+    "ct-int8-weights": "int8",
+}
+needs_kernels = pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the kernels")
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", some_by_default(list(CASES), "ct-int4", "gptq-wide", "ct-int8-weights"))
+def test_native_kernels_compute_what_xla_computes(tmp_path: Path, name: str) -> None:
+    """Products of integers without activations are those of the encoded weights in float64; other matrices stay."""
+    model = write_quantized(tmp_path, CASES[name], **ONE_LAYER)
+    _, specs, stored = loaded(tmp_path)
+    _, _, params = loaded(tmp_path, native=True)
+    multiply = jax.jit(linear, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
+    dtypes = set()
+    for spec in specs:
+        if not spec.path[-1].endswith("proj"):
+            continue
+        matrix, by_xla = (leaf_at(tree, spec.path) for tree in (params, stored))
+        dtypes.add(by_xla.scheme and SchemeFormat(by_xla.scheme).native_dtype(jnp.float32))
+        assert isinstance(matrix, NativeMatrix) == (name in NATIVE)
+        if name not in NATIVE:
+            assert isinstance(matrix, StoredMatrix)
+            continue
+        wide = torch_rows(model, spec).astype(np.float64)
+        for num_tokens in (1, 20):
+            x = np.random.default_rng(1).standard_normal((num_tokens, spec.shape[1])).astype(np.float32)
+            wanted = x.astype(np.float64) @ wide.T
+            if spec.gated:
+                gate, up = np.split(wanted, 2, axis=1)
+                wanted = gate / (1 + np.exp(-gate)) * up
+            context = LinearContext(activation=swiglu if spec.gated else None)
+            for each in (matrix, by_xla):
+                np.testing.assert_allclose(multiply(x, each, context), wanted, rtol=0, atol=2e-5)
+    assert {dtype and jnp.dtype(dtype).name for dtype in dtypes} == {NATIVE.get(name)}
 
 
 @pytest.mark.parametrize("name", some_by_default(list(CASES), "ct-fp8-channel", "gptq-order"))
@@ -146,7 +193,7 @@ def test_modules_that_are_left_out(tmp_path: Path, quirk: str) -> None:
             np.testing.assert_array_equal(rows, torch_rows(model, spec))
 
 
-def test_groups_of_modules_with_several_formats(tmp_path: Path) -> None:
+def test_groups_of_modules_with_several_formats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fp8, int4 = (case.config["config_groups"]["group_0"] for case in (FP8, INT4))
     groups = {
         "attention": {**fp8, "format": "float-quantized", "targets": ["re:.*self_attn.*"]},
@@ -161,9 +208,15 @@ def test_groups_of_modules_with_several_formats(tmp_path: Path) -> None:
     merged = {name: tensor for name, tensor in attention.items() if ".mlp." not in name} | mlp
     (tmp_path / "mlp" / "model.safetensors").unlink()
     write_tensors(tmp_path / "mlp", merged)
-    _, _, params = loaded(tmp_path / "mlp")
+    arch, _, params = loaded(tmp_path / "mlp")
     kinds = {name: leaf_at(params, ("layers", 0, name)).scheme.elements for name in ("qkv_proj", "o_proj", "down_proj")}
     assert kinds == {"qkv_proj": "e4m3", "o_proj": "e4m3", "down_proj": "int4"}
+    if packed_linear.unsupported("int4", "cpu") is None:
+        with caplog.at_level(logging.INFO):
+            params = build_params(EngineConfig(str(tmp_path / "mlp")), arch)
+        types = {name: type(leaf_at(params, ("layers", 0, name))) for name in kinds}
+        assert types == {"qkv_proj": StoredMatrix, "o_proj": StoredMatrix, "down_proj": NativeMatrix}
+        assert "; 2 are multiplied by the native kernels, the others dequantised in products by XLA" in caplog.text
 
 
 def safetensors_of(path: Path) -> dict[str, np.ndarray]:
@@ -336,7 +389,23 @@ def test_an_engine_serves_and_takes_other_weights(tmp_path: Path, name: str, cap
     method = CASES[name].config["quant_method"]
     assert len(lines) == 1
     assert lines[0].startswith(f"{method} checkpoint: 4 matrices {method}")
-    assert lines[0].endswith("2 matrices are not quantised; dequantised in products by XLA")
+    is_native = name in NATIVE and packed_linear.unsupported("int4", "cpu") is None
+    path = "multiplied by the native kernels" if is_native else "dequantised in products by XLA"
+    assert lines[0].endswith(f"2 matrices are not quantised; {path}")
+
+
+@needs_kernels
+@pytest.mark.full
+def test_served_tokens_are_those_of_xla(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_quantized(tmp_path, CASES["awq"], **ONE_LAYER)
+    found = []
+    for _ in range(2):
+        with LLM(str(tmp_path), skip_tokenizer_init=True, **SIZES) as llm:
+            found.append(llm.generate([PROMPT], GREEDY)[0].outputs[0].token_ids)
+            matrix = llm.params["layers"][0]["o_proj"]
+            assert isinstance(matrix, StoredMatrix if found[1:] else NativeMatrix)
+        monkeypatch.setattr(packed, "unsupported", lambda *_: "compared with products by XLA")
+    assert found[0] == found[1]
 
 
 def test_another_quantisation_of_a_quantised_checkpoint(tmp_path: Path) -> None:

@@ -1,17 +1,18 @@
 """Quantised checkpoints over several devices: blocks and groups that a device has only a part of."""
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxserve import weights
 from jaxserve.models import decoder, registry
-from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, matrix_transform
+from jaxserve.models.params import matrix_transform
+from jaxserve.pallas_kernels import packed_linear
 from jaxserve.quant import weight_format
 from jaxserve.sharding import TENSOR, named_sharding, over_devices, tensor_mesh
 from jaxserve.weights import CheckpointError
@@ -21,19 +22,19 @@ from tests.parameters import some_by_default
 from tests.quant.quantized_checkpoints import CASES, fake_int8, write_quantized
 
 
-def split_params(path: Path, n: int) -> tuple[ArchConfig, Mesh, Params]:
-    """Return the sizes of a model, a mesh of n devices and the weights on it."""
+def split(path: Path, n: int, *, native: bool) -> tuple[Any, Any, Any]:
+    """Return the model, the mesh and parameters over n devices."""
     arch, mesh = registry.from_hf_config(weights.read_config(path)), tensor_mesh(n)
     assert mesh is not None
     specs = registry.param_specs(arch)
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
-    transform = matrix_transform(specs, weight_format(None, arch.schemes))
+    transform = matrix_transform(specs, weight_format(None, arch.schemes), native=native)
     return arch, mesh, weights.load(path, specs, jnp.float32, shardings, transform, schemes=arch.schemes)
 
 
-def split_logits(path: Path, token_ids: np.ndarray, n: int) -> np.ndarray:
+def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = False) -> np.ndarray:
     """Return logits [T, V] of one sequence over n devices."""
-    arch, mesh, params = split_params(path, n)
+    arch, mesh, params = split(path, n, native=native)
 
     def run(params: dict, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(len(token_ids))
@@ -51,14 +52,20 @@ NAMES = ["ct-fp8-tensor", "ct-fp8-channel", "fp8-block", "ct-nvfp4", "ct-mxfp4-w
 NAMES += ["ct-int4-zeros", "ct-int8-zeros", "ct-w8a8", "gptq-order", "awq"]
 SOME = ("ct-int4-zeros over 2", "gptq-order over 2", "ct-nvfp4 over 4", "fp8-block over 4")
 
+CASES_OVER = [f"{name} over {n}" for name in NAMES for n in (2, 4)]
+if packed_linear.unsupported("int4", "cpu") is None:
+    INTEGERS = ("gptq-wide", "ct-int4-channel", "ct-int4-zeros", "awq", "ct-int8-weights")
+    CASES_OVER += [f"{name} over {n} by native kernels" for name in INTEGERS for n in (2, 4)]
+    SOME += ("awq over 4 by native kernels",)
 
-@pytest.mark.parametrize("case", some_by_default([f"{name} over {n}" for name in NAMES for n in (2, 4)], *SOME))
+
+@pytest.mark.parametrize("case", some_by_default(CASES_OVER, *SOME))
 def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
-    name, n = case.split(" over ")
+    name, _, n, *native = case.split(maxsplit=3)
     model = write_quantized(tmp_path, CASES[name], num_hidden_layers=1)
     token_ids = np.random.default_rng(0).integers(0, 131, 20).astype(np.int32)
     expected = reference_logits(model, token_ids)
-    found = split_logits(tmp_path, token_ids, int(n))
+    found = split_logits(tmp_path, token_ids, int(n), native=bool(native))
     if CASES[name].fake is fake_int8:  # the last bit of an input may decide on a whole step: see test_stored.py
         assert np.abs(found - expected).mean() < 0.01 * np.abs(expected).max()
     else:
@@ -69,7 +76,7 @@ def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
 def test_arrays_that_are_on_all_devices_are_the_same_there(tmp_path: Path, case: str) -> None:
     name, n = case.split(" over ")  # each device has one group of the down projection, or a part of one
     write_quantized(tmp_path, CASES[name], num_hidden_layers=1, intermediate_size=256)
-    _, _, params = split_params(tmp_path, int(n))
+    _, _, params = split(tmp_path, int(n), native=False)
     for array in jax.tree.leaves(params):
         if array.is_fully_replicated:
             first, *others = (np.asarray(shard.data) for shard in array.addressable_shards)
@@ -80,3 +87,14 @@ def test_odd_parts_of_packed_rows_are_refused(tmp_path: Path) -> None:
     write_quantized(tmp_path, CASES["ct-int4-channel"], num_hidden_layers=1, intermediate_size=72)
     with pytest.raises(CheckpointError, match=r"even number of columns of .*down_proj.* got 9 of 72"):
         split_logits(tmp_path, np.arange(5, dtype=np.int32), 8)
+
+
+def test_scales_of_groups_that_are_not_cut_are_those_of_one_device(tmp_path: Path) -> None:
+    """Each device has one group of two."""
+    write_quantized(tmp_path, CASES["gptq-wide"], num_hidden_layers=1, intermediate_size=256)
+    arch, _, params = split(tmp_path, 2, native=False)
+    specs = registry.param_specs(arch)
+    transform = matrix_transform(specs, weight_format(None, arch.schemes))
+    whole = weights.load(tmp_path, specs, jnp.float32, transform=transform, schemes=arch.schemes)
+    found, expected = (tree["layers"][0]["down_proj"].scale for tree in (params, whole))
+    np.testing.assert_array_equal(found, expected)
