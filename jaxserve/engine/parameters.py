@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path as FilePath
 from typing import Any
 
 import jax
@@ -80,6 +81,8 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
     if isinstance(given, str | os.PathLike):
         try:
             weights.check(given, registry.param_specs(arch), arch.schemes)
+            if (FilePath(given) / "config.json").is_file():
+                _check_schemes(weights.read_schemes(weights.read_config(given)), arch.schemes)
         except weights.CheckpointError as error:
             raise ConfigError(str(error)) from error
         return partial(_make_params, config, arch, partial(weights.load, given))
@@ -88,6 +91,14 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
     same_form = bool(jax.tree.structure(given) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
     new = _placed_as(given, current) if same_form else _make_params(config, arch, partial(weights.assemble, given))
     return lambda: new
+
+
+def _check_schemes(found: weights.Schemes | None, current: weights.Schemes | None) -> None:
+    """Raise ConfigError unless tensors of the same names and shapes stand for the same matrices."""
+    if found != current:
+        raise ConfigError(
+            "weights must be quantised as those in use, got another quantization_config; make an engine for them"
+        )
 
 
 def _placed_as(given: Mapping[str, Any], current: Params) -> Params:

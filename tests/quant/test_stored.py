@@ -381,6 +381,11 @@ def test_an_engine_serves_and_takes_other_weights(tmp_path: Path, name: str, cap
         check(model)
         with pytest.raises(ConfigError, match="must hold the tensors of"):
             llm.update_weights(str(tmp_path / "c"))
+        config = weights.read_config(tmp_path / "b")
+        config["quantization_config"] |= {"ignore": ["lm_head", "others"], "modules_to_not_convert": ["others"]}
+        (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match="got another quantization_config"):
+            llm.update_weights(str(tmp_path / "b"))
         floats = {k: v.detach().numpy() for k, v in model.named_parameters()}
         with pytest.raises(ConfigError, match="without them"):
             llm.update_weights(floats)
