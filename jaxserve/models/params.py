@@ -101,7 +101,7 @@ def matrix_transform(
 
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
         own = form.at(spec) or plain.FORMAT
-        if spec.is_matrix and matrix_dtype is not None:
+        if own is plain.FORMAT and spec.is_matrix and matrix_dtype is not None:
             tensor = dataclasses.replace(tensor, dtype=jnp.dtype(matrix_dtype))
         has_kernel = own.native_dtype(tensor.dtype) is not None
         is_packed = native and has_kernel and spec.is_matrix and (tied or spec.path != ("embed",))

@@ -201,7 +201,8 @@ def abstract_params(
 
     def tensor(spec: ParamSpec) -> Any:
         own = form.at(whole[spec.path]) or plain.FORMAT
-        leaves = own.leaves(whole[spec.path], spec.shape, matrix_dtype if spec.is_matrix and matrix_dtype else dtype)
+        is_float = own is plain.FORMAT and spec.is_matrix
+        leaves = own.leaves(whole[spec.path], spec.shape, matrix_dtype if is_float and matrix_dtype else dtype)
         return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)

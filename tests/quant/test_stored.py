@@ -414,7 +414,7 @@ def test_served_tokens_are_those_of_xla(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_another_quantisation_of_a_quantised_checkpoint(tmp_path: Path) -> None:
-    """`quantization="int8"` dequantises and quantises again."""
+    """`quantization="int8"` dequantises and quantises again, with no dtype of 16 bits between."""
     model = write_quantized(tmp_path, CASES["ct-int4"], **ONE_LAYER)
     arch = registry.from_hf_config(weights.read_config(tmp_path))
     specs, form = registry.param_specs(arch), weight_format("int8", arch.schemes)
@@ -423,6 +423,9 @@ def test_another_quantisation_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     assert isinstance(matrix, QuantizedMatrix)
     wanted = torch_rows(model, spec)
     np.testing.assert_allclose(matrix.rows(jnp.arange(160)), wanted, rtol=0, atol=np.abs(wanted).max() / 253)
+    transform = matrix_transform(specs, form, matrix_dtype=jnp.bfloat16)
+    again = weights.load(tmp_path, specs, transform=transform, schemes=arch.schemes)["layers"][0]["o_proj"]
+    jax.tree.map(np.testing.assert_array_equal, again, matrix)
 
 
 def test_bfloat16_activations(tmp_path: Path) -> None:
