@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, no_type_check
 
@@ -58,16 +58,16 @@ class BlobLayout:
     """Positions of each field in a blob.
 
     Attributes:
-        fields: name and shape of each field, in order.
+        fields: name, shape and padding of each field, in order.
     """
 
-    fields: tuple[tuple[str, tuple[int, ...]], ...]
+    fields: tuple[tuple[str, tuple[int, ...], int], ...]
 
     @cached_property
     def slices(self) -> tuple[tuple[str, slice, tuple[int, ...]], ...]:
         """Name, place and shape of each field."""
         start, slices = 0, []
-        for name, shape in self.fields:
+        for name, shape, _ in self.fields:
             size = math.prod(shape)
             slices.append((name, slice(start, start + size), shape))
             start += size
@@ -78,14 +78,25 @@ class BlobLayout:
         """Length of the blob in 4-byte words."""
         return self.slices[-1][1].stop
 
+    @cached_property
+    def _padding(self) -> NDArray[np.int32]:
+        return np.concatenate([np.full(math.prod(shape), padding, np.int32) for _, shape, padding in self.fields])
+
     def new(self) -> tuple[NDArray[np.int32], dict[str, NDArray[np.int32]]]:
-        """Return a blob of zeros, and writable views of its fields."""
-        blob = np.zeros(self.size, np.int32)
+        """Return a blob of padding, and writable views of its fields."""
+        blob = self._padding.copy()
         return blob, self.views(blob)
 
     def views(self, blob: NDArray[np.int32]) -> dict[str, NDArray[np.int32]]:
-        """Return writable views of the fields."""
-        return {name: blob[where].reshape(shape) for name, where, shape in self.slices}
+        """Return writable views of the fields; a scalar has one dimension, of one element."""
+        views = {name: blob[where] for name, where, _ in self.slices}
+        for name, shape in self._matrices:
+            views[name] = views[name].reshape(shape)
+        return views
+
+    @cached_property
+    def _matrices(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        return tuple((name, shape) for name, _, shape in self.slices if len(shape) > 1)
 
     def unpack(self, blob: Int[Array, " words"]) -> dict[str, Array]:
         """Return the fields on the device."""
@@ -161,6 +172,7 @@ class BatchLayout:
     num_tokens: int
     num_rows: int
     num_new_pages: int
+    num_slots: int
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
     is_speculative: bool = False
 
@@ -174,7 +186,7 @@ class BatchLayout:
         num_rows = config.num_rows(bucket)
         num_columns = num_rows + bucket // config.page_size
         num_new_pages = max(num_columns * config.kv_groups.size, 2)
-        return cls(bucket, num_rows, num_new_pages, config.max_logprobs, is_speculative)
+        return cls(bucket, num_rows, num_new_pages, config.max_num_seqs, config.max_logprobs, is_speculative)
 
     def num_logprob_steps(self, max_steps: int) -> int:
         """Steps of a dispatch that send log probabilities: of a whole vocabulary, room for all would be too much."""
@@ -190,11 +202,11 @@ class BatchLayout:
             rows.append("num_drafts")
         return BlobLayout(
             (
-                *((name, ()) for name in scalars),
-                ("token_ids", (self.num_tokens,)),
-                ("cu_q_lens", (self.num_rows + 1,)),
-                *((name, (self.num_rows,)) for name in rows),
-                *_page_fields(self.num_new_pages),
+                *((name, (), 0) for name in scalars),
+                ("token_ids", (self.num_tokens,), -1),
+                ("cu_q_lens", (self.num_rows + 1,), 0),
+                *((name, (self.num_rows,), 0) for name in rows),
+                _page_field(self.num_new_pages, self.num_slots),
             )
         )
 
@@ -205,10 +217,10 @@ class BatchLayout:
 
     def unpack(self, blob: Int[Array, " words"]) -> StepBatch:
         """Return the fields on the device, floats by their bits."""
-        fields: dict[str, Any] = self.blob.unpack(blob)
-        fields["base_seed"] = lax.bitcast_convert_type(fields["base_seed"], np.dtype(np.uint32))
+        columns: dict[str, Any] = self.blob.unpack(blob)
+        columns["base_seed"] = lax.bitcast_convert_type(columns["base_seed"], np.dtype(np.uint32))
         kind = SpeculativeBatch if self.is_speculative else StepBatch
-        return kind(new_pages=_pop_pages(fields), **fields)
+        return kind(new_pages=_pop_pages(columns), **columns)
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
@@ -239,29 +251,31 @@ class AdmissionLayout:
 
     num_rows: int
     num_new_pages: int
+    num_slots: int
 
     @classmethod
     def of(cls, config: ScheduleConfig) -> AdmissionLayout:
         """Return the layout for these sizes."""
         most_pages = config.max_num_seqs * config.max_pages_per_row * config.kv_groups.size
-        return cls(min(config.max_num_seqs, ADMISSION_ROWS), min(most_pages, ADMISSION_PAGES))
+        return cls(min(config.max_num_seqs, ADMISSION_ROWS), min(most_pages, ADMISSION_PAGES), config.max_num_seqs)
 
     @cached_property
     def blob(self) -> BlobLayout:
         """The layout of the blob."""
         return BlobLayout(
             (
-                *((name, (self.num_rows,)) for name in ("slot", "start", "max_len")),
-                ("records", (self.num_rows, RECORD_WORDS)),
-                ("stop_ids", (self.num_rows, ADMITTED_STOP_IDS)),
-                *_page_fields(self.num_new_pages),
+                ("slot", (self.num_rows,), self.num_slots),
+                *((name, (self.num_rows,), 0) for name in ("start", "max_len")),
+                ("records", (self.num_rows, RECORD_WORDS), 0),
+                ("stop_ids", (self.num_rows, ADMITTED_STOP_IDS), -1),
+                _page_field(self.num_new_pages, self.num_slots),
             )
         )
 
     def unpack(self, blob: Int[Array, " words"]) -> Admission:
         """Return the fields on the device."""
-        fields: dict[str, Any] = self.blob.unpack(blob)
-        return Admission(new_pages=_pop_pages(fields), **fields)
+        columns: dict[str, Any] = self.blob.unpack(blob)
+        return Admission(new_pages=_pop_pages(columns), **columns)
 
 
 @dataclass(frozen=True)
@@ -270,24 +284,25 @@ class MaskLayout:
 
     num_rows: int
     num_words: int
+    num_slots: int
 
     @classmethod
     def of(cls, config: ScheduleConfig, vocab_size: int) -> MaskLayout:
         """Return the layout for these sizes."""
-        return cls(min(config.max_num_seqs, MASK_ROWS), mask_size(vocab_size))
+        return cls(min(config.max_num_seqs, MASK_ROWS), mask_size(vocab_size), config.max_num_seqs)
 
     @cached_property
     def blob(self) -> BlobLayout:
         """The layout of the blob."""
-        return BlobLayout((("slot", (self.num_rows,)), ("words", (self.num_rows, self.num_words))))
+        return BlobLayout((("slot", (self.num_rows,), self.num_slots), ("words", (self.num_rows, self.num_words), 0)))
 
 
-def _page_fields(num_pages: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    yield from ((name, (num_pages,)) for name in ("page_slot", "page_column", "page"))
+def _page_field(num_pages: int, num_slots: int) -> tuple[str, tuple[int, ...], int]:
+    return "pages", (len(fields(PageEntries)), num_pages), num_slots  # out of range
 
 
-def _pop_pages(fields: dict[str, Any]) -> PageEntries:
-    return PageEntries(fields.pop("page_slot"), fields.pop("page_column"), fields.pop("page"))
+def _pop_pages(columns: dict[str, Any]) -> PageEntries:
+    return PageEntries(*columns.pop("pages"))
 
 
 class StepUpload(NamedTuple):
@@ -324,6 +339,7 @@ class BatchPacker:
         self._masks = MaskLayout.of(config, vocab_size)
         self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
         self._sent_masks: dict[int, NDArray[np.int32]] = {}  # masks by slot
+        self._ones = np.ones(config.max_num_seqs, _INT)
         self._num_pages = [0] * config.max_num_seqs  # page-table entries sent so far, by slot
         self._has_sampled = np.zeros(config.max_num_seqs, bool)  # the slot's last row: the history has its next token
 
@@ -343,38 +359,36 @@ class BatchPacker:
                 self._constrained[request.slot] = request
         blob, to = layout.blob.new()
         new_pages = self._new_pages(plan)
-        self._pack_pages(to, new_pages[:, : layout.num_new_pages])
-        slots = np.array(plan.slots, np.int64)  # naming the dtype takes a third of the time that finding it does
+        num_new_pages = min(new_pages.shape[1], layout.num_new_pages)
+        to["pages"][:, :num_new_pages] = new_pages[:, :num_new_pages]
         num_rows, is_decode = plan.num_rows, not plan.num_prefill_tokens
-        counts = np.ones(num_rows, np.int64) if is_decode else np.array(plan.counts, np.int64)
-        max_new = counts if is_decode and plan.kind is PlanKind.STEP else np.array(plan.max_new, np.int64)
-        to["base_seed"][...] = self._base_seed
-        to["num_rows"][...] = num_rows
-        to["wants_logprobs"][...] = plan.wants_logprobs
+        slots = np.array(plan.slots, np.intp)  # naming the dtype takes a third of the time that finding it does
+        counts = self._ones[:num_rows] if is_decode else np.array(plan.counts, _INT)
+        max_new = counts if is_decode and plan.kind is PlanKind.STEP else np.array(plan.max_new, _INT)
+        to["base_seed"][0], to["num_rows"][0], to["wants_logprobs"][0] = self._base_seed, num_rows, plan.wants_logprobs
         to["cu_q_lens"][num_rows + 1 :] = plan.num_tokens
-        np.cumsum(counts, out=to["cu_q_lens"][1 : num_rows + 1])
+        np.add.accumulate(counts, out=to["cu_q_lens"][1 : num_rows + 1])
         to["slot"][:num_rows] = slots
         to["max_new"][:num_rows] = max_new
         if plan.num_drafts:
-            to["num_rounds"][...] = plan.num_steps
+            to["num_rounds"][0] = plan.num_steps
             to["num_drafts"][:num_rows] = plan.num_drafts
-        to["token_ids"][: plan.num_tokens] = -1
         sent = ~self._has_sampled[slots]
         if not is_decode:
             sent |= counts > 1  # tokens that were not sampled follow the one that was
-        for row in np.flatnonzero(sent).tolist():
+        for row in sent.nonzero()[0].tolist():
             start, count, end = plan.starts[row], plan.counts[row], to["cu_q_lens"][row + 1]
             to["token_ids"][end - count : end] = plan.requests[row].tokens(start, start + count)
         self._has_sampled[slots] = max_new > 0
         if plan.wants_prompt_logprobs:
-            to["wants_prompt_logprobs"][...] = 1
+            to["wants_prompt_logprobs"][0] = 1
             stops = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
-        admissions = list(self._admissions(plan, new_pages[:, layout.num_new_pages :]))
+        admissions = list(self._admissions(plan, new_pages[:, num_new_pages:]))
         masks = list(self._mask_blobs(plan, max_new)) if self._constrained else ()
         return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob)
 
-    def _new_pages(self, plan: StepPlan) -> NDArray[np.int64]:
+    def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
         """Return slots, columns and pages of those that the device does not know of, those of admissions last."""
         entries: list[int] = []
         admitted, num_groups = set(plan.admitted), self.config.kv_groups.size
@@ -386,25 +400,18 @@ class BatchPacker:
                 if pages[index] != RELEASED:
                     entries += slot, index, pages[index]
             self._num_pages[slot] = len(pages)
-        new_pages = np.array(entries, np.int64).reshape(-1, 3).T
+        new_pages = np.array(entries, _INT).reshape(-1, 3).T
         if num_groups > 1:
             columns, groups = np.divmod(new_pages[1], num_groups)
             new_pages[1] = groups * self.config.max_pages_per_row + columns
         return new_pages
 
-    def _pack_pages(self, to: dict[str, NDArray[np.int32]], new_pages: NDArray[np.int64]) -> None:
-        to["page_slot"][...] = self.config.max_num_seqs  # out of range
-        for name, values in zip(("page_slot", "page_column", "page"), new_pages, strict=True):
-            to[name][: len(values)] = values
-
-    def _admissions(self, plan: StepPlan, new_pages: NDArray[np.int64]) -> Iterator[NDArray[np.int32]]:
+    def _admissions(self, plan: StepPlan, new_pages: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
         layout, admitted = self._admission, plan.admitted
         start_of = dict(zip(plan.requests, plan.starts, strict=True)) if admitted else {}
         while admitted or new_pages.size:
             blob, to = layout.blob.new()
             now, admitted = admitted[: layout.num_rows], admitted[layout.num_rows :]
-            to["slot"][...] = self.config.max_num_seqs  # out of range
-            to["stop_ids"][...] = -1
             for row, request in enumerate(now):
                 to["slot"][row] = request.slot
                 to["start"][row] = start_of[request]
@@ -412,8 +419,8 @@ class BatchPacker:
                 stop_ids = sorted(request.stop_ids)[:ADMITTED_STOP_IDS]
                 to["stop_ids"][row, : len(stop_ids)] = stop_ids
             to["records"][: len(now)] = pack_records(now)
-            self._pack_pages(to, new_pages[:, : layout.num_new_pages])
-            new_pages = new_pages[:, layout.num_new_pages :]
+            pages, new_pages = new_pages[:, : layout.num_new_pages], new_pages[:, layout.num_new_pages :]
+            to["pages"][:, : pages.shape[1]] = pages
             yield blob
 
     def _slot_rows(self, plan: StepPlan) -> Iterator[tuple[int, SlotRow]]:
@@ -425,7 +432,7 @@ class BatchPacker:
             if not is_plain or len(request.stop_ids) > ADMITTED_STOP_IDS or start_of.get(request):
                 yield request.slot, self._slot_row(request)
 
-    def _mask_blobs(self, plan: StepPlan, max_new: NDArray[np.int64]) -> Iterator[NDArray[np.int32]]:
+    def _mask_blobs(self, plan: StepPlan, max_new: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
         """Return the masks of rows that sample which their slots do not have yet."""
         for slot, request in list(self._constrained.items()):
             if request.status is RequestStatus.FINISHED:
@@ -442,7 +449,6 @@ class BatchPacker:
         layout = self._masks
         for first in range(0, len(changed), layout.num_rows):
             blob, to = layout.blob.new()
-            to["slot"][...] = self.config.max_num_seqs  # out of range
             for index, (slot, words) in enumerate(changed[first : first + layout.num_rows]):
                 to["slot"][index] = slot
                 to["words"][index, : len(words)] = words

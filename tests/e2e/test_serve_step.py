@@ -76,7 +76,7 @@ class Twin:
         spoilt = upload._replace(blob=self._spoil(upload.blob, bucket))
         handle = launch_upload(self.runner, self.launch, plan, bucket, spoilt)
         fields = BatchLayout.of(self.schedule, bucket).blob.views(upload.blob)
-        num_rows = int(fields["num_rows"])
+        num_rows = fields["num_rows"].item()
         live = {"row": num_rows, "token": int(fields["cu_q_lens"][num_rows])}
         self._compare(clean, handle.result(), live)
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.array, self.runner.state), after)
@@ -85,16 +85,17 @@ class Twin:
     def _spoil(self, blob: np.ndarray, bucket: int) -> np.ndarray:
         spoilt = blob.copy()
         to = BatchLayout.of(self.schedule, bucket).blob.views(spoilt)
-        num_rows = int(to["num_rows"])
+        num_rows = to["num_rows"].item()
         num_tokens = int(to["cu_q_lens"][num_rows])
         self.num_padded += bucket - num_tokens
         self._fill(to["token_ids"][num_tokens:])
         self._fill(to["cu_q_lens"][num_rows + 1 :])
         for name in ("slot", "max_new", "next_ids"):
             self._fill(to[name][num_rows:])
-        padding = to["page_slot"] == self.schedule.max_num_seqs
-        for name in ("page_column", "page"):
-            to[name][padding] = self.rng.integers(-(2**31), 2**31, int(padding.sum()))
+        slot, column, page = to["pages"]
+        padding = slot == self.schedule.max_num_seqs
+        for entries in (column, page):
+            entries[padding] = self.rng.integers(-(2**31), 2**31, int(padding.sum()))
         return spoilt
 
     def _fill(self, view: np.ndarray) -> None:
