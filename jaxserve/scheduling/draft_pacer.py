@@ -9,10 +9,12 @@ Drafts for several rows take the time of the longest, so that k is chosen for al
 would hardly ever be accepted so far asks for fewer.
 
 Plain steps tell nothing about acceptance, rounds with drafts nothing about the time of plain steps, and both change. So
-some dispatches are probes with another k: after plain steps one with drafts, otherwise the kind whose measurement is
-the oldest; single plain steps and dispatches of several are kinds of their own, and a probe says which it needs. Probes
-may lose the share PROBE_SHARE of the time of each bucket: with many rows, of which a draft model has missed much, a
-probe costs more than hundreds with one row, and those must not wait for it.
+some dispatches are probes with another k. After plain steps those are the largest k, which shows the acceptance of all
+positions, and the best k but for 0; after rounds with drafts all others, plain steps among them. The kind whose
+measurement is the oldest goes first; single plain steps and dispatches of several are kinds of their own, and a probe
+says which it needs. Plain probes and those with drafts may each lose the share PROBE_SHARE of the time of each bucket:
+with many rows, of which a draft model has missed much, a probe costs more than hundreds with one row, and those must
+not wait for it; nor must plain steps, where drafts do not pay any more.
 
 A dispatch has a start and an end, so that a round of a long dispatch takes less than one of a short dispatch. Of a kind
 that was measured in short dispatches only, as at first, before its time is known, more are measured.
@@ -38,6 +40,7 @@ FIRST_GUESS = 0.6  # acceptance before any draft was verified
 PROBE_SHARE = 0.01  # share of the time that probes may lose
 MAX_CREDIT_S = 0.02  # time that probes may lose at once
 SAMPLES = 5  # latest times of a kind of dispatch, of which the median counts
+LATEST = 5  # latest dispatches of the usual kind, whose median tells how fast the machine is now
 SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
 TRIALS = 2  # times that are measured of a kind before it is judged
 MOST_TRIALS = 4  # times that are measured of a kind whose dispatches are shorter than they may be
@@ -88,19 +91,45 @@ class Acceptance:
 
 @dataclass(slots=True)
 class _Costs:
-    """Times of one bucket: seconds per round by k, of plain steps by one and by several in a dispatch."""
+    """Times of one bucket: seconds per round by k, of plain steps by one and by several in a dispatch.
 
-    times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)  # times of dispatches, with their rounds
-    measured_s: dict[int, float] = field(default_factory=dict)  # time of the last measurement of each kind
-    credit_s: float = 0.0  # time that probes may lose by now
+    A machine is now faster, now slower, and a kind that is not in use is measured seldom. So times are kept as
+    multiples of `slowness`, which the usual kind shows around them; those of the usual kind itself stay as they are.
+
+    Attributes:
+        times: times of dispatches by kind, in seconds per round, with their rounds.
+        usual: kind that was found best.
+        latest: latest times of the usual kind, as multiples of the kept one.
+        measured_s: time of the last measurement of each kind.
+        credit_s: time that probes may lose by now: plain ones (False), and those with drafts (True).
+    """
+
+    times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
+    usual: int | None = None
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    measured_s: dict[int, float] = field(default_factory=dict)
+    credit_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
 
     def add(self, kind: int, num_rounds: int, seconds: float, now_s: float) -> None:
         """Add the time of a dispatch."""
-        self.times.setdefault(kind, deque(maxlen=SAMPLES)).append((seconds / num_rounds, num_rounds))
         self.measured_s[kind] = now_s
+        times = self.times.setdefault(kind, deque(maxlen=SAMPLES))
+        if kind == self.usual and len(times) >= MOST_TRIALS:
+            self.latest.append(seconds / num_rounds / self._kept_s(kind))
+        else:
+            times.append((seconds / num_rounds / self.slowness, num_rounds))
+
+    @property
+    def slowness(self) -> float:
+        """Time that a dispatch takes now, as a multiple of the kept times."""
+        return float(np.median(self.latest)) if self.latest else 1.0
 
     def median_s(self, kind: int) -> float:
-        """Return the seconds per round of a kind of dispatch; infinite for one that was not measured.
+        """Return the seconds per round of a kind of dispatch; infinite for one that was not measured."""
+        return self._kept_s(kind) * self.slowness
+
+    def _kept_s(self, kind: int) -> float:
+        """Return the median of the kept times of a kind.
 
         The median counts rounds, not dispatches: one that ended after a few rounds says little about others.
         """
@@ -126,7 +155,7 @@ class _Costs:
         return len(times) >= MOST_TRIALS or 2 * max(rounds for _, rounds in times) >= num_rounds
 
     def round_s(self, max_drafts: int, plain: Sequence[int]) -> list[float]:
-        """Seconds per round for each k from 0: rounds with drafts on a line by least squares."""
+        """Return the seconds per round for each k from 0; where k was measured little, on a line by least squares."""
         drafts = [k for k in self.times if k > 0]
         weights = np.array([sum(num_rounds for _, num_rounds in self.times[k]) for k in drafts], np.float64)
         k, seconds = np.array(drafts, np.float64), np.array([self.median_s(k) for k in drafts])
@@ -137,8 +166,11 @@ class _Costs:
             if spread
             else mean_s / k[0] / 2
         )
-        line = [max(float(mean_s + (each - mean_k) * slope), 1e-9) for each in range(1, max_drafts + 1)]
-        return [min(map(self.median_s, plain)), *line]
+        plain_s = min(map(self.median_s, plain))
+        line = [max(float(mean_s + (each - mean_k) * slope), plain_s) for each in range(1, max_drafts + 1)]
+        is_known = [len(self.times.get(each, ())) >= MOST_TRIALS for each in range(1, max_drafts + 1)]
+        known = [self.median_s(k) if is_known[k - 1] else line[k - 1] for k in range(1, max_drafts + 1)]
+        return [plain_s, *known]
 
 
 @dataclass(slots=True)
@@ -148,7 +180,7 @@ class _Probe:
     bucket: int
     kind: int
     num_left: int  # dispatches to choose
-    usual_s: float  # time that a token of each row takes otherwise
+    usual_s: float = 0.0  # time that a token of each row takes otherwise
     num_running: int = 0  # dispatches in flight
 
     @property
@@ -231,7 +263,7 @@ class DraftPacer:
             probe.num_running += 1
             return
         costs = self._costs[probe.bucket]
-        costs.credit_s = -MAX_CREDIT_S
+        costs.credit_s[probe.kind > 0] = -MAX_CREDIT_S
         costs.measured_s[probe.kind] = self._now_s  # the next is of another kind
         probe.num_left = 0
         if not probe.num_running:
@@ -250,19 +282,22 @@ class DraftPacer:
         The time of a dispatch is that since the previous end, so that the host's share is included. The first dispatch
         of a kind is left out: a draft model may have had to catch up.
         """
-        seconds, last = end_s - self._now_s, self._last
+        last, seconds = self._last, end_s - self._now_s
         self._last, self._now_s = (bucket, num_drafts), end_s
+        costs, probe = self._costs.setdefault(bucket, _Costs()), self._probe
+        if probe is not None and (probe.bucket, probe.num_drafts) == (bucket, num_drafts):
+            probe.num_running -= 1
+            if last is not None:
+                lost_s = seconds - num_tokens * probe.usual_s
+                costs.credit_s[probe.kind > 0] -= max(lost_s, 0.0)
+                if lost_s < 0:  # go on until the choice follows
+                    probe.num_left = max(probe.num_left, 1)
+            if not (probe.num_running or probe.num_left):
+                self._probe = None
         if last is None:
             return
-        costs = self._costs.setdefault(bucket, _Costs())
-        costs.credit_s = min(costs.credit_s + PROBE_SHARE * seconds, MAX_CREDIT_S)
-        if self._probe is not None and (self._probe.bucket, self._probe.num_drafts) == (bucket, num_drafts):
-            costs.credit_s -= max(seconds - num_tokens * self._probe.usual_s, 0.0)
-            self._probe.num_running -= 1
-            if num_tokens * self._probe.usual_s > seconds:  # it has lost nothing: go on until the choice follows
-                self._probe.num_left = max(self._probe.num_left, 1)
-            if not (self._probe.num_running or self._probe.num_left):
-                self._probe = None
+        for is_draft, credit_s in costs.credit_s.items():
+            costs.credit_s[is_draft] = min(credit_s + PROBE_SHARE * seconds, MAX_CREDIT_S)
         if last == (bucket, num_drafts) and num_rounds:
             kind = num_drafts or (SEVERAL if self._has_multi_step and num_rounds > 1 else SINGLE)
             costs.add(kind, num_rounds, seconds, end_s)
@@ -285,7 +320,9 @@ class DraftPacer:
         round_s = costs.round_s(self._max_drafts, self._plain)
         tokens = np.concatenate([[len(chances)], len(chances) + np.cumsum(chances.sum(axis=0))])
         best = int(np.argmax(tokens / round_s))
-        return self._probed(bucket, best, round_s[best] / float(tokens[best]) * len(chances))
+        best_drafts = 1 + int(np.argmax(tokens[1:] / round_s[1:]))
+        costs.usual = best or min(self._plain, key=costs.median_s)
+        return self._probed(bucket, best, best_drafts, round_s[best] / float(tokens[best]) * len(chances))
 
     def _plain_steps(self, bucket: int, kind: int) -> int:
         """Return the steps of a plain dispatch of a kind; 0 if dispatches of one step and of several are one kind."""
@@ -294,15 +331,18 @@ class DraftPacer:
         step_s = min(map(self._costs[bucket].median_s, self._plain))
         return 1 if kind == SINGLE else max(int(self._dispatch_s / step_s), 2)
 
-    def _probed(self, bucket: int, best: int, usual_s: float) -> tuple[int, bool]:
+    def _probed(self, bucket: int, best: int, best_drafts: int, usual_s: float) -> tuple[int, bool]:
         """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
-        if self._probe is not None and self._probe.bucket != bucket:
-            self._probe = None
-        if self._probe is None and self._costs[bucket].credit_s > 0:
-            kinds = [*self._plain, *range(1, self._max_drafts + 1)] if best else [max(self._max_drafts // 2, 1)]
-            measured_s = self._costs[bucket].measured_s
-            oldest = min((k for k in kinds if k != best), key=lambda k: (measured_s.get(k, -math.inf), k))
-            self._probe = _Probe(bucket, oldest, TRIALS, usual_s)
+        if self._probe is not None and (self._probe.bucket != bucket or self._probe.kind == best):
+            self._probe = None  # in the latter case the choice has followed it
+        costs = self._costs[bucket]
+        kinds = [*self._plain, *range(1, self._max_drafts + 1)] if best else [self._max_drafts, best_drafts]
+        kinds = [kind for kind in kinds if kind != best and costs.credit_s[kind > 0] > 0]
+        if self._probe is None and kinds:
+            oldest = min(kinds, key=lambda kind: (costs.measured_s.get(kind, -math.inf), kind))
+            self._probe = _Probe(bucket, oldest, TRIALS)
+        if self._probe is not None:
+            self._probe.usual_s = usual_s
         if self._probe is None or not self._probe.num_left:
             return best, False
         self._is_probe = True

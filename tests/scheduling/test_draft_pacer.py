@@ -175,6 +175,16 @@ def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
     assert set(run_accepted(pacer, 1, now_s=200.0)) == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_probes_go_on_though_other_steps_come_between(seed: int) -> None:
+    """A probe may be the first dispatch after a prompt, whose time is not known."""
+    simulation = Simulation(seed)
+    simulation.run(Phase(64, 0.05, 30))
+    simulation.pacer.pause()
+    easy = Phase(64, 0.95, 30)
+    assert simulation.run(easy) > 1.2 * easy.rate(0)
+
+
 def test_acceptance_is_of_positions_and_of_requests() -> None:
     acceptance = Acceptance(2, 3)
     wanted = np.full((2, 40), 2, np.int32)
