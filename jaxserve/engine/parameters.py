@@ -172,7 +172,7 @@ def matrix_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None 
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu
     if config.dtype != "auto" or not on_cpu:
         return dtype
-    reason = packed.unsupported(weight_format(config.quantization), arch.dtype)
+    reason = packed.unsupported(weight_format(config.quantization), arch.dtype, "cpu")
     return jnp.dtype(arch.dtype) if reason is None else dtype  # XLA would convert whole matrices at every step
 
 

@@ -45,16 +45,17 @@ class NativeMatrix(Matrix):
         return y.astype(context.dtype)
 
 
-def unsupported(form: FormatChoice, dtype: DTypeLike) -> str | None:
-    """Return the reason why matrices of a format cannot be packed here, or None if they can.
+def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = None) -> str | None:
+    """Return the reason why matrices of a format cannot be packed, or None if they can.
 
     Args:
         form: format of the matrices.
         dtype: dtype of activations.
+        platform: platform that they are for; by default that of this process.
     """
     if (stored := form.native_dtype(dtype)) is None:
         return f"the native kernels have no {form.name}"
-    return packed_linear.unsupported(stored, jax.default_backend())
+    return packed_linear.unsupported(stored, platform or jax.default_backend())
 
 
 def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:

@@ -162,6 +162,12 @@ def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
     assert on_a_machine_of(enough - 1, name, max_model_len=2048, max_num_seqs=1).memory.missing == 1
 
 
+def test_a_cpu_is_planned_alike_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = plan_of("llama-3.1-8b", "cpu").memory.weights
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert plan_of("llama-3.1-8b", "cpu").memory.weights == here
+
+
 @pytest.mark.parametrize(("gigabytes", "who"), [(16, "this machine"), (200, "the pool"), (500, None), (1000, None)])
 def test_the_pool_of_a_machine_is_a_sixteenth_of_it_at_most(gigabytes: int, who: str | None) -> None:
     """The weights do not fit in 16 GB; of 200 GB only the pool, a sixteenth, is too small for a request."""
