@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ from jaxserve.errors import RequestError, install_extra
 from jaxserve.structured_output.params import StructuredOutputsParams
 
 MAX_COMPILED = 64  # grammars that are kept compiled
+COMPILE_S = 5.0  # time that compiling one may take: that of a schema grows with the square of its optional properties
+COMPILE_THREADS = 2  # grammars that are compiled at a time, those that were given up included
 WHITESPACE = r"[ \t\n\r]{1,32}"  # between tokens of JSON: without a limit, a weak model may sample nothing else
 _WORD_BITS = 32
 _LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "max_items_in_row": 2_000, "step_max_items": 50_000}
@@ -148,6 +152,7 @@ class GrammarCompiler:
         self._limits = llguidance.LLParserLimits(**_LIMITS)
         self._compiled: OrderedDict[str, tuple[Any, NDArray[np.int32]]] = OrderedDict()
         self._lock = threading.Lock()  # guards the table and the copying of what is in it
+        self._places = threading.Semaphore(COMPILE_THREADS)
 
     def constraint(
         self,
@@ -163,7 +168,7 @@ class GrammarCompiler:
             if found is not None:
                 self._compiled.move_to_end(form.key)
         if found is None:
-            found = self._compile(form)
+            found = self._compile_in_time(form)
             with self._lock:
                 self._compiled[form.key] = found
                 while len(self._compiled) > MAX_COMPILED:
@@ -187,7 +192,32 @@ class GrammarCompiler:
             )
         return constraint
 
+    def _compile_in_time(self, form: StructuredOutputsParams) -> tuple[Any, NDArray[np.int32]]:
+        """Compile on another thread, which is left alone where it takes too long: llguidance cannot be interrupted."""
+        compiled: Future[tuple[Any, NDArray[np.int32]]] = Future()
+        until_s = time.monotonic() + COMPILE_S
+
+        def run() -> None:
+            try:
+                compiled.set_result(self._compile(form))
+            except BaseException as error:
+                compiled.set_exception(error)
+            finally:
+                self._places.release()
+
+        try:
+            if not self._places.acquire(timeout=COMPILE_S):
+                raise TimeoutError
+            threading.Thread(target=run, name="jaxserve grammar", daemon=True).start()
+            return compiled.result(until_s - time.monotonic())
+        except TimeoutError:
+            raise RequestError(
+                f"structured_outputs must compile in {COMPILE_S:g} s, this takes longer; leave out optional "
+                "properties or alternatives, or try again if others are compiling"
+            ) from None
+
     def _compile(self, form: StructuredOutputsParams) -> tuple[Any, NDArray[np.int32]]:
+        """Compile; RequestError where llguidance refuses the form."""
         try:
             matcher = self._llguidance.LLMatcher(self._tokenizer, self._grammar(form), log_level=0, limits=self._limits)
             words = mask_of(matcher, self._num_words)  # a part that is compiled at its first use may be refused then
