@@ -279,7 +279,10 @@ FILTERS = {"top_k": 6, "top_p": 0.8, "temperature": 2.0, "min_p": 0.05}
 
 @pytest.mark.parametrize(
     ("proposer", "filters"),
-    [*few_in_ci("same", "tree", "medusa", "foreign", values=(FILTERS,)), ("same", {"top_k": 4})],
+    [
+        *few_in_ci("same", "tree", "medusa", "foreign", values=(FILTERS,)),
+        pytest.param("same", {"top_k": 4}, marks=pytest.mark.exhaustive),
+    ],
     ids=str,
 )
 @pytest.mark.full

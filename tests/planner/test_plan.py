@@ -150,7 +150,7 @@ def on_a_machine_of(num_bytes: int, model: str, **options: Any) -> Plan:
 )
 def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
     """The missing bytes are weights, slots and a pool of one request less the machine's memory."""
-    small = on_a_machine_of(8 * 10**9, name, max_model_len=2048, max_num_seqs=1)
+    small = on_a_machine_of(8 * 10**9, name, max_model_len=1024, max_num_seqs=1)
     memory = small.memory
     assert memory.missing == memory.weights + memory.slots + memory.request - 8 * 10**9 > 10**9
     assert memory.weights == pytest.approx(2 * PARAMS[name] * 1e6, rel=0.001)
@@ -158,8 +158,8 @@ def test_a_machine_has_what_its_cpu_serves(name: str) -> None:
     assert (told["fits"], told["missing_bytes_per_chip"], told["limit_bytes_per_chip"]) == (False, memory.missing, 8e9)
     assert f"does not fit: this machine lacks {memory.missing / 1e9:.2f} GB\n" in render(small)
     enough = 8 * 10**9 + memory.missing
-    assert on_a_machine_of(enough, name, max_model_len=2048, max_num_seqs=1).fits
-    assert on_a_machine_of(enough - 1, name, max_model_len=2048, max_num_seqs=1).memory.missing == 1
+    assert on_a_machine_of(enough, name, max_model_len=1024, max_num_seqs=1).fits
+    assert on_a_machine_of(enough - 1, name, max_model_len=1024, max_num_seqs=1).memory.missing == 1
 
 
 def test_a_cpu_is_planned_alike_on_a_machine_with_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,9 @@ def start_leader(
     return start([[*common, str(index), *paths, json.dumps(own)] for index, own in enumerate(every)], devices)
 
 
-@pytest.mark.parametrize(("count", "devices"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("count", "devices"), [(2, 2), pytest.param(4, 2, marks=[pytest.mark.full, pytest.mark.exhaustive])]
+)
 def test_tokens_are_those_of_one_process(
     tmp_path: Path, model: Path, to_run: Path, workloads: list[Workload], count: int, devices: int
 ) -> None:

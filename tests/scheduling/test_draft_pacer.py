@@ -89,7 +89,7 @@ class Simulation:
 PHASES = [Phase(1, 0.85, 60), Phase(1, 0.1, 60), Phase(64, 0.85, 60), Phase(1, 0.85, 60), Phase(64, 0.2, 60)]
 
 
-@pytest.mark.parametrize("seed", mainly([2], 0, 1))
+@pytest.mark.parametrize("seed", mainly([2], 0))
 def test_every_phase_goes_nearly_as_fast_as_with_the_best_fixed_number(seed: int) -> None:
     """The times give each phase another best: 4 tokens, none, none or 1, ..."""
     simulation = Simulation(seed)

@@ -9,6 +9,7 @@ import profile_step
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_a_profile_has_the_time_of_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, method in [(profile_step.RunningStep, "result"), (profile_step.RequestGroup, "append")]:
         monkeypatch.setattr(owner, method, getattr(owner, method))  # restores what `main` wraps

@@ -47,6 +47,7 @@ def entries(document: Document, stage: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_the_kernel_is_right_and_so_are_the_ids(dry_run: tuple[Document, Path, str]) -> None:
     document, _, printed = dry_run
     cases = entries(document, "correctness")
@@ -60,6 +61,7 @@ def test_the_kernel_is_right_and_so_are_the_ids(dry_run: tuple[Document, Path, s
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path, str]) -> None:
     document, directory, printed = dry_run
     for kind in ("decode", "prefill", "mixed"):
@@ -73,6 +75,7 @@ def test_attention_is_measured_beside_that_of_xla(dry_run: tuple[Document, Path,
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
     document, _, printed = dry_run
     before, changed = document.points("tuning")
@@ -93,6 +96,7 @@ def test_sizes_that_were_faster_become_those_in_use(dry_run: tuple[Document, Pat
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 def test_tables_of_sizes_are_written(dry_run: tuple[Document, Path, str], tmp_path: Path) -> None:
     """Sizes are written to the named folder; results of other devices never become sizes of TPUs."""
     document, directory, _ = dry_run

@@ -21,6 +21,7 @@ def test_on_eight_devices(checks: list[Path]) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["engine", "logits", "replicas", "sampling", "speculation", "stored", "weights"])
 def test_more_on_eight_devices(name: str) -> None:
     """Run the checks that are marked as full, and more random requests."""
