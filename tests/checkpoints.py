@@ -24,8 +24,12 @@ CONFIGS = {
     "gpt_neo": transformers.GPTNeoConfig,
     "granite": transformers.GraniteConfig,
     "granite_swa": transformers.GraniteSWAConfig,
+    "mixtral": transformers.MixtralConfig,
+    "qwen3_moe": transformers.Qwen3MoeConfig,
+    "olmoe": transformers.OlmoeConfig,
 }
 FAMILIES = tuple(CONFIGS)
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe")  # families with experts
 _NOT_IN_GPT = (
     *("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads"),
     *("rope_parameters", "rope_scaling", "rope_theta"),
@@ -48,6 +52,9 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
         "max_position_embeddings": "n_positions",
     },
     "gpt_neo": {**_GPT_NAMES, "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
+    "mixtral": {"num_experts": "num_local_experts", "attention_bias": None, "mlp_bias": None},
+    "qwen3_moe": {"intermediate_size": "moe_intermediate_size", "mlp_bias": None},
+    "olmoe": {"head_dim": None, "mlp_bias": None},
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -86,6 +93,9 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["local", "global"], 1]], "window_size": 9},
     "granite": _FACTORS,
     "granite_swa": {**_FACTORS, "sliding_window": 9, "layer_types": _LAYER_TYPES, "layer_rope_theta": [1e4, 0]},
+    "mixtral": {"num_experts": 5, "sliding_window": 9},
+    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 7, "num_experts_per_tok": 2},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
@@ -111,6 +121,8 @@ def hf_dict(family: str, **overrides: Any) -> dict[str, Any]:
 def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
     """Return a model of `build_config` in float32 with every parameter random, norms and biases included."""
     model = transformers.AutoModelForCausalLM.from_config(build_config(family, **overrides), dtype=torch.float32).eval()
+    if family in MIXTURES:
+        model.set_experts_implementation("eager")  # torch's grouped product takes no odd sizes
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -145,6 +157,18 @@ def _head_size(family: str, size: int) -> int:
     return size if is_free else size + size % 2
 
 
+def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
+    """Return random overrides of a family with experts."""
+    num_experts = rng.choice([3, 4, 9, 32])
+    sizes = {"num_experts": num_experts, "num_experts_per_tok": min(num_experts, rng.choice([1, 2, 8]))}
+    if family == "mixtral":
+        return {**sizes, "sliding_window": rng.choice([None, 5, 16])}
+    switches = {"norm_topk_prob": rng.random() < 0.5, "attention_bias": rng.random() < 0.5}
+    if family == "qwen3_moe":
+        switches["use_sliding_window"] = rng.random() < 0.5
+    return {**sizes, **switches, **({"sliding_window": rng.choice([3, 8])} if family == "qwen3_moe" else {})}
+
+
 def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Return overrides for `build_config`: odd sizes, query groups of 1 to 8, every RoPE, ties, biases, windows."""
     rng = random.Random(f"{family}-{seed}")
@@ -169,7 +193,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
             overrides |= {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
         if family == "mistral":
             overrides |= {"sliding_window": rng.choice([None, 5, 16])}
-        if family.startswith("qwen"):
+        if family.startswith("qwen") and family not in MIXTURES:
             overrides |= {"use_sliding_window": rng.random() < 0.7, "sliding_window": rng.choice([3, 8])}
             overrides |= {"max_window_layers": rng.randint(0, layers)}
         if family.startswith("gemma"):
@@ -190,6 +214,8 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
             overrides |= {"sliding_window": rng.choice([3, 8])}
             overrides |= {"layer_types": [rng.choice(_LAYER_TYPES) for _ in range(layers)]}
             overrides |= {"layer_rope_theta": [rng.choice([0, 1e4, 1e6]) for _ in range(layers)]}
+        if family in MIXTURES:
+            overrides |= _mixture(family, rng)
         if family == "gemma3":
             local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}
             overrides["rope_parameters"] = {_LAYER_TYPES[0]: local, _LAYER_TYPES[1]: overrides["rope_parameters"]}

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.norm import RmsNorm
+from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,34 @@ class Matrix(ABC):
         y = self.multiply(operands.norm(x) if operands.norm else x, context)
         return operands.finish(y, context)
 
+    def multiply_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float[Array, "M out"]:
+        """Return the product of each row with the matrix of its group, in float32: one of G that make up this one.
+
+        The rows of x are sorted by group, as `grouped_matmul` takes them. By default the matrices are made floats one
+        after the other, those of empty groups left out.
+        """
+        size, ends = self.shape[0] // group_sizes.size, jnp.cumsum(group_sizes)
+        numbers = jnp.arange(x.shape[0])
+
+        def add(group: Array, y: Array) -> Array:
+            is_here = (numbers >= ends[group] - group_sizes[group]) & (numbers < ends[group])
+            matrix = FloatMatrix(self.rows(group * size + jnp.arange(size)).astype(x.dtype))
+            return jnp.where(is_here[:, None], matrix.multiply(x, context), y)
+
+        def add_some(group: Array, y: Array) -> Array:
+            return lax.cond(group_sizes[group] > 0, add, lambda _, y: y, group, y)
+
+        return lax.fori_loop(0, group_sizes.size, add_some, jnp.zeros((x.shape[0], size), jnp.float32))
+
+    def linear_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float[Array, "M outputs"]:
+        """Return `multiply_groups` in `context.dtype` and after `context.activation`."""
+        y = self.multiply_groups(x, group_sizes, context).astype(context.dtype)
+        return context.activation(y) if context.activation else y
+
 
 @dataclass(frozen=True)
 class FloatMatrix(Matrix):
@@ -100,6 +129,12 @@ class FloatMatrix(Matrix):
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
         return self.array.at[ids].get(mode="clip")
+
+    def multiply_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float[Array, "M out"]:
+        """Multiply by one ragged product."""
+        return grouped_matmul(x, self.array.reshape(group_sizes.size, -1, x.shape[1]), group_sizes)
 
 
 @dataclass(frozen=True)

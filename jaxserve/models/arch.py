@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.experts import Experts
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.sharding import TENSOR, held_heads
@@ -75,6 +76,7 @@ class ArchConfig:
     residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
     tensor_axis: str | None = None  # mesh axis of the split, where these are the sizes of one device
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
+    experts: Experts | None = None  # experts of every layer, each with `ffn_size`; None for one MLP
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
 
     def __post_init__(self) -> None:

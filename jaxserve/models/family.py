@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NamedTuple
 
 from jax import Array
@@ -54,7 +53,7 @@ class ModelFamily:
 
 def widest_output(specs: list[ParamSpec]) -> int:
     """Return the size of a token's largest product with a matrix of a layer, on the device that has these rows."""
-    return max(spec.shape[0] for spec in specs if spec.is_matrix and spec.path[0] == "layers")
+    return max(spec.token_rows for spec in specs if spec.is_matrix and spec.path[0] == "layers")
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class FlopCounts:
     @classmethod
     def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
         """Count the rows of a model, or of one device's part of it."""
-        layers = sum(prod(spec.shape) for spec in specs if spec.is_matrix and spec.path[0] == "layers")
+        layers = sum(spec.token_rows * spec.shape[1] for spec in specs if spec.is_matrix and spec.path[0] == "layers")
         head = arch.vocab_size * arch.hidden_size
         return cls(2 * layers, 2 * head, 4 * arch.num_heads * arch.head_dim)
 

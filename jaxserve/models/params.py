@@ -14,6 +14,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 from numpy.typing import NDArray
 
+from jaxserve.layers.experts import Experts
 from jaxserve.quant import packed, plain
 from jaxserve.quant.weight_format import FormatChoice
 from jaxserve.sharding import TENSOR, held_heads, named_sharding, split_dimension
@@ -56,6 +57,8 @@ class ParamSpec:
         gated: True if SwiGLU follows the product: the first half of the rows is the gate, the second the up projection.
         heads: number of heads of each of `hf_names` whose rows belong to heads, which are not split within a head.
         transposed: True if checkpoints have the matrix as [in, out].
+        experts: experts whose matrices follow each other in this one; None for a single matrix.
+        exact: True if a matrix is never quantised.
     """
 
     path: tuple[str | int, ...]
@@ -67,11 +70,27 @@ class ParamSpec:
     gated: bool = False
     heads: tuple[int, ...] = ()
     transposed: bool = False
+    experts: Experts | None = None
+    exact: bool = False
 
     @property
     def is_matrix(self) -> bool:
         """True if the tensor is a matrix; only matrices are quantised. A table of positions is a list of vectors."""
         return len(self.shape) > 1 and self.path != (POSITION_EMBED,)
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of matrices of equal shape that follow each other along axis 0."""
+        return 1 if self.experts is None else self.experts.num_experts
+
+    @property
+    def token_rows(self) -> int:
+        """Number of rows of a matrix that each token is multiplied with."""
+        return (
+            self.shape[0]
+            if self.experts is None
+            else self.shape[0] // self.experts.num_experts * self.experts.per_token
+        )
 
     @property
     def split_dimension(self) -> int | None:

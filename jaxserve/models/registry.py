@@ -7,12 +7,12 @@ from math import prod
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.models import gemma, gpt, granite, llama, mistral, qwen
+from jaxserve.models import gemma, gpt, granite, llama, mistral, moe, qwen
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS
 from jaxserve.models.params import ParamSpec
-from jaxserve.weights import CheckpointError, read_schemes
+from jaxserve.weights import CheckpointError, Schemes, read_schemes
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
@@ -25,6 +25,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "GPTNeoForCausalLM": gpt.GPT_NEO,
     "GraniteForCausalLM": granite.GRANITE,
     "GraniteSWAForCausalLM": granite.GRANITE_SWA,
+    "MixtralForCausalLM": moe.MIXTRAL,
+    "Qwen3MoeForCausalLM": moe.QWEN3_MOE,
+    "OlmoeForCausalLM": moe.OLMOE,
 }
 
 
@@ -37,7 +40,19 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
         schemes = read_schemes(config)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    return dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)
+    arch = dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)
+    if schemes is not None and arch.experts is not None:
+        _refuse_quantized_experts(arch, schemes)
+    return arch
+
+
+def _refuse_quantized_experts(arch: ArchConfig, schemes: Schemes) -> None:
+    names = [name for spec in param_specs(arch) if spec.experts for name in spec.hf_names]
+    if found := next((name for name in names if schemes.of_tensor(name) is not None), None):
+        raise ConfigError(
+            f"experts must not be quantised in the checkpoint, got {found} in {schemes.of_tensor(found)}; "
+            f'serve the unquantised checkpoint, perhaps with quantization="int8"'
+        )
 
 
 def family(arch: ArchConfig) -> ModelFamily:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.linear import LinearContext, Matrix, Operands
 from jaxserve.layers.mlp import swiglu
 from jaxserve.pallas_kernels import packed_linear
+from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 from jaxserve.pallas_kernels.packed_linear import PackedMatrix, Packer
 from jaxserve.quant.weight_format import FormatChoice, Row, WeightFormat
 from jaxserve.weights import StoredTensor
@@ -44,6 +45,21 @@ class NativeMatrix(Matrix):
         y = packed_linear.multiply(self.packed, x, rms_norm=norm, bias=operands.bias, residual=operands.residual)
         return y.astype(context.dtype)
 
+    def multiply_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float[Array, "M out"]:
+        """Multiply each row with the matrix of its group, in one call."""
+        return grouped_matmul(x, self.packed, group_sizes)
+
+    def linear_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float[Array, "M outputs"]:
+        """Compute everything in one call; the only activation of gated matrices is that of the kernel."""
+        assert context.activation is (swiglu if self.packed.gated else None), (
+            "gated matrices, and only they, have SwiGLU"
+        )
+        return self.multiply_groups(x, group_sizes, context).astype(context.dtype)
+
 
 def unsupported(form: FormatChoice, dtype: DTypeLike, platform: str | None = None) -> str | None:
     """Return the reason why matrices of a format cannot be packed, or None if they can.
@@ -64,7 +80,7 @@ def pack(form: WeightFormat, row: Row, tensor: StoredTensor) -> NativeMatrix:
     leaves, dtype = form.leaves(row, tensor.shape, tensor.dtype), form.native_dtype(tensor.dtype)
     assert dtype is not None, "see `unsupported`"
     num_groups = leaves[1].shape[1] if len(leaves) > 1 else 0
-    packer = Packer(N, K, dtype, num_groups, gated=row.gated, has_zeros=len(leaves) > 2)
+    packer = Packer(N, K, dtype, num_groups, num_matrices=row.num_matrices, gated=row.gated, has_zeros=len(leaves) > 2)
 
     form.each_slab(row, tensor, leaves, packer.write)
     return NativeMatrix(packer.matrix(tensor.sharding))

@@ -32,6 +32,14 @@ class Row(TensorRow, Protocol):
     def is_matrix(self) -> bool:
         """True if the tensor is a matrix."""
 
+    @property
+    def exact(self) -> bool:
+        """True if a matrix is never quantised."""
+
+    @property
+    def num_matrices(self) -> int:
+        """Number of matrices of equal shape that follow each other along axis 0."""
+
 
 class Leaf(NamedTuple):
     """An array that a device holds of a tensor.
@@ -76,7 +84,7 @@ class WeightFormat(ABC):
 
     def at(self, row: Row) -> "WeightFormat | None":
         """Return the format of a tensor: this one, or None if the tensor is plain."""
-        return self if row.is_matrix else None
+        return self if row.is_matrix and not row.exact else None
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return the dtype of the elements if native CPU kernels multiply them, else None.

@@ -18,7 +18,8 @@ import jax
 
 ATTENTION = "jaxserve_attention"
 LINEAR = "jaxserve_linear"
-ABI = 5  # version of the calls' signatures; ffi.cc has the same number
+GROUPED_LINEAR = "jaxserve_grouped_linear"
+ABI = 6  # version of the calls' signatures; ffi.cc has the same number
 
 _DIRECTORY = Path(__file__).parent
 _LIBRARY = _DIRECTORY / f"_kernels{sysconfig.get_config_var('EXT_SUFFIX')}"
@@ -35,7 +36,7 @@ def unavailable() -> str | None:
         library = _library()
         if (built := library.jaxserve_native_abi()) != ABI:
             return f"the native kernels are of version {built}, not {ABI}; reinstall the package"
-        for name in (ATTENTION, LINEAR):
+        for name in (ATTENTION, LINEAR, GROUPED_LINEAR):
             jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     except (OSError, AttributeError, RuntimeError, ValueError) as error:
         return f"the native kernels do not load, reinstall the package: {error}"

@@ -76,14 +76,15 @@ std::optional<native::WeightFormat> weight_format(ffi::DataType dtype) {
   }
 }
 
-// `scales`, `zeros`, `norm`, `bias` and `residual` are empty if left out.
-ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
-                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros, ffi::Buffer<ffi::F32> norm,
-                      ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
+// Fill `p` with the product of x with each of `num_matrices` matrices, of which `p.weight` is the first.
+ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& weight,
+                        const ffi::Buffer<ffi::F32>& scales, const ffi::Buffer<ffi::F32>& zeros, int64_t num_matrices,
+                        ffi::ResultBuffer<ffi::F32> y, native::LinearProblem& p) {
   const auto w = weight.dimensions(), s = scales.dimensions();  // [panels, K, parts, rows], [panels, groups, ...]
   const auto dims = x.dimensions(), out = y->dimensions();
   if (w.size() != 4 || s.size() != 4 || dims.size() != 2 || out.size() != 2 || w[2] < 1 || w[2] > 2 ||
-      w[2] * w[3] != native::kPanelRows || out[1] > w[0] * w[3] || out[1] <= (w[0] - 1) * w[3] || out[0] != dims[0]) {
+      w[2] * w[3] != native::kPanelRows || num_matrices < 1 || w[0] % num_matrices != 0 ||
+      out[1] > w[0] / num_matrices * w[3] || out[1] <= (w[0] / num_matrices - 1) * w[3] || out[0] != dims[0]) {
     return ffi::Error::InvalidArgument("x [T, K] and panels [N / 16, K, 1, 16] or [N / 8, K, 2, 8] must give y [T, N]");
   }
   const auto format = weight_format(weight.element_type());
@@ -92,9 +93,6 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
   }
   const bool is_int4 = format == native::WeightFormat::kInt4, is_grouped = is_int4 || weight.element_type() == ffi::S8;
   const int64_t T = dims[0], K = dims[1], N = out[1], num_groups = is_grouped ? s[1] : 1;
-  if (misfits(norm, K) || misfits(bias, w[2] * N) || misfits(residual, T * N)) {
-    return ffi::Error::InvalidArgument("a norm must be [K], a bias [N] or gated [2N], a residual [T, N]");
-  }
   if (is_grouped && (s[0] != w[0] || s[2] != w[2] || s[3] != w[3] || num_groups < 1 || K % num_groups != 0)) {
     return ffi::Error::InvalidArgument("int8 and int4 weights need scales as they are packed, of groups dividing K");
   }
@@ -105,24 +103,57 @@ ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, 
   if (misfits(zeros, is_int4 ? static_cast<int64_t>(scales.element_count()) : 0)) {
     return ffi::Error::InvalidArgument("zero points must be shaped as scales, for int4 weights");
   }
-  native::LinearProblem p{};
   p.x = x.typed_data();
   p.weight = weight.untyped_data();
   p.y = y->typed_data();
   p.num_tokens = T;
   p.num_inputs = K;
   p.num_outputs = N;
-  p.norm = data_or_null(norm);
-  p.eps = eps;
-  p.bias = data_or_null(bias);
-  p.residual = data_or_null(residual);
   p.gated = w[2] == 2;
   p.format = *format;
   p.scales = data_or_null(scales);
   p.zeros = data_or_null(zeros);
   p.group_size = group_size;
+  return ffi::Error::Success();
+}
+
+// `scales`, `zeros`, `norm`, `bias` and `residual` are empty if left out.
+ffi::Error run_linear(ffi::ThreadPool pool, float eps, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                      ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros, ffi::Buffer<ffi::F32> norm,
+                      ffi::Buffer<ffi::F32> bias, ffi::Buffer<ffi::F32> residual, ffi::ResultBuffer<ffi::F32> y) {
+  native::LinearProblem p{};
+  if (ffi::Error error = read_product(x, weight, scales, zeros, 1, y, p); error.failure()) return error;
+  if (misfits(norm, p.num_inputs) || misfits(bias, (p.gated ? 2 : 1) * p.num_outputs) ||
+      misfits(residual, p.num_tokens * p.num_outputs)) {
+    return ffi::Error::InvalidArgument("a norm must be [K], a bias [N] or gated [2N], a residual [T, N]");
+  }
+  p.norm = data_or_null(norm);
+  p.eps = eps;
+  p.bias = data_or_null(bias);
+  p.residual = data_or_null(residual);
   XlaThreads threads(pool);
   kernels().linear(threads, p);
+  return ffi::Error::Success();
+}
+
+// `scales` and `zeros` are empty if left out.
+ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer weight,
+                              ffi::Buffer<ffi::F32> scales, ffi::Buffer<ffi::F32> zeros,
+                              ffi::Buffer<ffi::S32> group_sizes, ffi::ResultBuffer<ffi::F32> y) {
+  native::GroupedProblem p{};
+  p.num_groups = static_cast<int64_t>(group_sizes.element_count());
+  p.group_sizes = group_sizes.typed_data();
+  if (ffi::Error error = read_product(x, weight, scales, zeros, p.num_groups, y, p.all); error.failure()) return error;
+  int64_t num_tokens = 0;
+  for (int64_t g = 0; g < p.num_groups; ++g) {
+    if (p.group_sizes[g] < 0) return ffi::Error::InvalidArgument("sizes of groups must not be negative");
+    num_tokens += p.group_sizes[g];
+  }
+  if (num_tokens > p.all.num_tokens) {
+    return ffi::Error::InvalidArgument("groups must have no more tokens than x has rows");
+  }
+  XlaThreads threads(pool);
+  kernels().grouped_linear(threads, p);
   return ffi::Error::Success();
 }
 
@@ -184,7 +215,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 5; }
+extern "C" int jaxserve_native_abi() { return 6; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -225,4 +256,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_grouped_linear, run_grouped_linear,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>());

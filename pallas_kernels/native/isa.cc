@@ -5,6 +5,7 @@
 
 namespace native {
 namespace NATIVE_ISA {
-const Kernels kernels = {::NATIVE_ISA::linear_of_any_format, ::NATIVE_ISA::attention};
+const Kernels kernels = {::NATIVE_ISA::linear_of_any_format, ::NATIVE_ISA::grouped_linear_of_any_format,
+                         ::NATIVE_ISA::attention};
 }
 }  // namespace native

@@ -33,6 +33,15 @@ struct LinearProblem {
   int64_t num_tokens, num_outputs, num_inputs;
 };
 
+// Products of consecutive tokens with weights of their own: group g has group_sizes[g] of them, and its weights, scales
+// and zero points follow those of group g - 1. `all` has the tokens of all groups, and the weights of the first, without
+// norm, bias and residual. y of tokens behind the last group is 0.
+struct GroupedProblem {
+  LinearProblem all;
+  const int32_t* group_sizes;
+  int64_t num_groups;
+};
+
 // Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a KV head: keys [H, P], values [P, H].
 struct AttentionProblem {
   const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v
@@ -54,6 +63,7 @@ struct AttentionProblem {
 
 struct Kernels {
   void (*linear)(Executor&, const LinearProblem&);
+  void (*grouped_linear)(Executor&, const GroupedProblem&);
   void (*attention)(Executor&, const AttentionProblem&);
 };
 

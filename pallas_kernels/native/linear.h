@@ -5,6 +5,9 @@
 // Few tokens are one tile, whose sums stay in registers while weights are converted on the way. With more tokens a
 // block of columns of some panels is converted to floats once, stays in the first-level cache while all tiles pass, and
 // the sums wait in the second-level cache between blocks.
+//
+// Groups of tokens with weights of their own are as many products, whose tasks the threads share. The weights of a group
+// without tokens are not read.
 
 #pragma once
 
@@ -21,6 +24,7 @@
 namespace NATIVE_ISA {
 
 using native::Executor;
+using native::GroupedProblem;
 using native::kPanelRows;
 using native::LinearProblem;
 using native::parallel_for;
@@ -345,15 +349,21 @@ float* scratch(size_t size) {
   return buffer.data();
 }
 
-// All tokens cut into tiles of nearly equal size, each packed for `accumulate`.
+// All tokens cut into tiles of nearly equal size, each packed for `accumulate` in a buffer of `size(p)` floats.
 template <typename Format>
 class PackedTokens {
  public:
-  PackedTokens(Executor& executor, const LinearProblem& p) : p_(p), num_groups_(p.num_inputs / p.group_size) {
+  static int64_t size(const LinearProblem& p) {
+    if (p.num_tokens == 1 && !p.norm && !Format::kHasZeros) return 0;  // used as it is
+    return p.num_tokens * (p.num_inputs + (Format::kHasZeros ? p.num_inputs / p.group_size : 0));
+  }
+
+  PackedTokens(Executor& executor, const LinearProblem& p, float* buffer)
+      : p_(p), num_groups_(p.num_inputs / p.group_size) {
     num_tiles_ = (p.num_tokens + kMaxTileTokens - 1) / kMaxTileTokens;
-    if (p.num_tokens == 1 && !p.norm && !Format::kHasZeros) return;
+    if (size(p) == 0) return;
     const int64_t num_inputs = p.num_tokens * p.num_inputs;
-    packed_ = scratch<PackedTokens>(num_inputs + (Format::kHasZeros ? p.num_tokens * num_groups_ : 0));
+    packed_ = buffer;
     group_sums_ = Format::kHasZeros ? packed_ + num_inputs : nullptr;
     const bool serial = num_inputs < kSerialProducts;
     parallel_for(executor, serial ? 1 : num_tiles_, [&](int64_t task) {
@@ -475,36 +485,118 @@ void multiply_blocks(const LinearProblem& p, const PackedTokens<Format>& tokens,
   }
 }
 
-// A task is a range of panels, with many tokens times a block of tiles.
+inline int64_t num_panels(const LinearProblem& p) {
+  const int64_t panel_outputs = p.gated ? kPanelRows / 2 : kPanelRows;
+  return (p.num_outputs + panel_outputs - 1) / panel_outputs;
+}
+
+// Return as many tasks as keep all threads busy to the end; one for little work.
+inline int64_t wanted_tasks(const Executor& executor, const LinearProblem& p) {
+  const bool serial = p.num_tokens * num_panels(p) * kPanelRows * p.num_inputs < kSerialProducts;
+  return serial ? 1 : executor.num_threads() * kTasksPerThread;
+}
+
+// A product cut into tasks. A task is a range of panels, with many tokens times a block of tiles.
+template <typename Format>
+class Product {
+ public:
+  Product(Executor& executor, const LinearProblem& p, float* buffer, int64_t wanted_tasks)
+      : p_(p), tokens_(executor, p, buffer), num_panels_(num_panels(p)) {
+    num_blocks_ = (p.num_tokens + kTaskTokens - 1) / kTaskTokens;
+    const int64_t wanted_ranges = std::max<int64_t>(1, wanted_tasks / num_blocks_);
+    range_ = ((num_panels_ + wanted_ranges - 1) / wanted_ranges + kPanels - 1) / kPanels * kPanels;
+  }
+
+  int64_t num_tasks() const { return num_blocks_ * ((num_panels_ + range_ - 1) / range_); }
+
+  void run(int64_t task) const {
+    const int64_t block = task % num_blocks_, num_tiles = tokens_.num_tiles();
+    const int64_t first_panel = task / num_blocks_ * range_, end_panel = std::min(first_panel + range_, num_panels_);
+    if (num_tiles == 1) return multiply_panels<Format>(p_, tokens_.tile(0), first_panel, end_panel);
+    const int64_t first_tile = block * num_tiles / num_blocks_, end_tile = (block + 1) * num_tiles / num_blocks_;
+    multiply_blocks<Format>(p_, tokens_, first_tile, end_tile, first_panel, end_panel);
+  }
+
+ private:
+  const LinearProblem& p_;
+  PackedTokens<Format> tokens_;
+  int64_t num_panels_, num_blocks_, range_;
+};
+
 template <typename Format>
 void linear(Executor& executor, const LinearProblem& p) {
-  const PackedTokens<Format> tokens(executor, p);
-  const int64_t panel_outputs = p.gated ? kPanelRows / 2 : kPanelRows, num_tiles = tokens.num_tiles();
-  const int64_t num_panels = (p.num_outputs + panel_outputs - 1) / panel_outputs;
-  const int64_t num_blocks = (p.num_tokens + kTaskTokens - 1) / kTaskTokens;
-  const bool serial = p.num_tokens * num_panels * kPanelRows * p.num_inputs < kSerialProducts;
-  const int64_t wanted_tasks = serial ? 1 : executor.num_threads() * kTasksPerThread;
-  const int64_t wanted_ranges = std::max<int64_t>(1, wanted_tasks / num_blocks);
-  const int64_t range = ((num_panels + wanted_ranges - 1) / wanted_ranges + kPanels - 1) / kPanels * kPanels;
-  const int64_t num_ranges = (num_panels + range - 1) / range;
+  if (p.num_tokens == 0) return;
+  float* buffer = scratch<PackedTokens<Format>>(PackedTokens<Format>::size(p));
+  const Product<Format> product(executor, p, buffer, wanted_tasks(executor, p));
+  parallel_for(executor, product.num_tasks(), [&](int64_t task) { product.run(task); });
+}
 
-  parallel_for(executor, num_blocks * num_ranges, [&](int64_t task) {
-    const int64_t block = task % num_blocks;
-    const int64_t first_panel = task / num_blocks * range, end_panel = std::min(first_panel + range, num_panels);
-    if (num_tiles == 1) return multiply_panels<Format>(p, tokens.tile(0), first_panel, end_panel);
-    const int64_t first_tile = block * num_tiles / num_blocks, end_tile = (block + 1) * num_tiles / num_blocks;
-    multiply_blocks<Format>(p, tokens, first_tile, end_tile, first_panel, end_panel);
+// Return the products of the groups that have tokens.
+template <typename Format>
+std::vector<LinearProblem> group_problems(const GroupedProblem& p) {
+  const int64_t K = p.all.num_inputs, num_groups = K / p.all.group_size;
+  const int64_t matrix_rows = num_panels(p.all) * kPanelRows, matrix_scales = matrix_rows * num_groups;
+  const int64_t matrix_elements = matrix_scales * group_elements<Format>(p.all.group_size);
+  std::vector<LinearProblem> products;
+  for (int64_t g = 0, first = 0; g < p.num_groups; first += p.group_sizes[g++]) {
+    if (p.group_sizes[g] == 0) continue;
+    LinearProblem product = p.all;
+    product.num_tokens = p.group_sizes[g];
+    product.x += first * K;
+    product.y += first * product.num_outputs;
+    product.weight = static_cast<const typename Format::Weight*>(product.weight) + g * matrix_elements;
+    if (product.scales) product.scales += g * matrix_scales;
+    if (product.zeros) product.zeros += g * matrix_scales;
+    products.push_back(product);
+  }
+  return products;
+}
+
+template <typename Format>
+void grouped_linear(Executor& executor, const GroupedProblem& p) {
+  const std::vector<LinearProblem> problems = group_problems<Format>(p);
+  int64_t size = 0, num_tokens = 0, num_tasks = 0;
+  for (const LinearProblem& problem : problems) {
+    size += PackedTokens<Format>::size(problem);
+    num_tokens += problem.num_tokens;
+  }
+  std::fill(p.all.y + num_tokens * p.all.num_outputs, p.all.y + p.all.num_tokens * p.all.num_outputs, 0.0f);
+  float* buffer = scratch<PackedTokens<Format>>(size);
+  const int64_t wanted = wanted_tasks(executor, p.all);
+  std::vector<Product<Format>> products;
+  std::vector<int64_t> ends;  // tasks of each product and of those before it
+  products.reserve(problems.size());
+  for (const LinearProblem& problem : problems) {
+    products.emplace_back(executor, problem, buffer, (wanted * problem.num_tokens + num_tokens - 1) / num_tokens);
+    buffer += PackedTokens<Format>::size(problem);
+    ends.push_back(num_tasks += products.back().num_tasks());
+  }
+  // Little work is one task for one thread.
+  const int64_t step = wanted == 1 ? std::max<int64_t>(1, num_tasks) : 1;
+  parallel_for(executor, num_tasks / step, [&](int64_t first) {
+    for (int64_t task = first * step; task < (first + 1) * step; ++task) {
+      const int64_t i = std::upper_bound(ends.begin(), ends.end(), task) - ends.begin();
+      products[i].run(task - (i == 0 ? 0 : ends[i - 1]));
+    }
   });
 }
 
-inline void linear_of_any_format(Executor& executor, const LinearProblem& p) {
-  switch (p.format) {
-    case native::WeightFormat::kFloat32: return linear<Floats<float>>(executor, p);
-    case native::WeightFormat::kBFloat16: return linear<Floats<BFloat16>>(executor, p);
-    case native::WeightFormat::kFloat16: return linear<Floats<Float16>>(executor, p);
-    case native::WeightFormat::kInt8: return linear<Int8>(executor, p);
-    case native::WeightFormat::kInt4: return linear<Int4>(executor, p);
+// Call a function template with the type of a weight format.
+#define NATIVE_BY_FORMAT(function, format, ...)                                              \
+  switch (format) {                                                                          \
+    case native::WeightFormat::kFloat32: return function<Floats<float>>(__VA_ARGS__);        \
+    case native::WeightFormat::kBFloat16: return function<Floats<BFloat16>>(__VA_ARGS__);    \
+    case native::WeightFormat::kFloat16: return function<Floats<Float16>>(__VA_ARGS__);      \
+    case native::WeightFormat::kInt8: return function<Int8>(__VA_ARGS__);                    \
+    case native::WeightFormat::kInt4: return function<Int4>(__VA_ARGS__);                    \
   }
+
+inline void linear_of_any_format(Executor& executor, const LinearProblem& p) {
+  NATIVE_BY_FORMAT(linear, p.format, executor, p)
+}
+
+inline void grouped_linear_of_any_format(Executor& executor, const GroupedProblem& p) {
+  NATIVE_BY_FORMAT(grouped_linear, p.all.format, executor, p)
 }
 
 }  // namespace NATIVE_ISA

@@ -3,7 +3,8 @@
 A packed matrix stores 16 rows side by side, `[ceil(N / 16), K, 1, 16]`, so that weights stream through the processor in
 order and are converted on the way. A gated matrix, the rows of a gate followed by as many rows that it gates, stores 8
 of each side by side, `[ceil(N / 2 / 8), K, 2, 8]`: its product is SwiGLU (Shazeer 2020), applied as soon as the sums
-are done. A token's result is bit-identical whatever other tokens there are.
+are done. A token's result is bit-identical whatever other tokens there are. Several matrices of equal shape may be
+packed one after the other, each in panels of its own, for `grouped_matmul`.
 
 In int8 and int4 each group of consecutive columns has a scale per row. int4 may have zero points too: an element q
 stands for `(q - zero) * scale`. 8 elements of a row, shifted to 0 to 15, are a word of uint32, the first in its lowest
@@ -47,11 +48,12 @@ class PackedMatrix:
     zeros: Float[Array, "panels zeros parts rows"]  # as scales, or none: zero points of elements from 0 to 15
     num_outputs: int = field(metadata={"static": True})  # outputs of the product: N, or N / 2 if it is gated
     num_inputs: int = field(metadata={"static": True})  # K
+    num_matrices: int = field(default=1, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape `[N, K]`."""
-        return (self.weights.shape[2] * self.num_outputs, self.num_inputs)
+        """Shape `[N, K]`, of all matrices together."""
+        return (self.num_matrices * self.weights.shape[2] * self.num_outputs, self.num_inputs)
 
     @property
     def gated(self) -> bool:
@@ -79,15 +81,16 @@ def pack(
     zeros: Shaped[ArrayLike, "N groups"] | None = None,
     *,
     gated: bool = False,
+    num_matrices: int = 1,
 ) -> PackedMatrix:
-    """Pack a matrix stored [out, in].
+    """Pack a matrix stored [out, in], or `num_matrices` of them, one after the other.
 
     With `scales` it stands for `(weight[n, k] - zeros[n, g]) * scales[n, g]`, where `g = k // (K / groups)`.
     """
     N, K = np.shape(weight)
     num_groups = 0 if scales is None else np.shape(scales)[1]
     dtype = jnp.result_type(weight)
-    packer = Packer(N, K, dtype, num_groups, gated=gated, has_zeros=zeros is not None)
+    packer = Packer(N, K, dtype, num_groups, num_matrices=num_matrices, gated=gated, has_zeros=zeros is not None)
     packer.write(0, weight, scales, zeros)
     return packer.matrix()
 
@@ -96,16 +99,25 @@ class Packer:
     """Packer of a matrix `[N, K]` some rows at a time, so that memory never holds it in another form.
 
     Args:
-      N: number of rows, the outputs of the product.
+      N: number of rows, the outputs of the product; those of all matrices.
       K: number of columns.
       dtype: dtype of the weights.
       num_groups: scales per row; none by default.
+      num_matrices: number of matrices that divide the rows among them.
       gated: True if the product is to be SwiGLU, see `PackedMatrix.gated`.
       has_zeros: True if groups of int4 or uint4 have zero points; without, they are 0.
     """
 
     def __init__(
-        self, N: int, K: int, dtype: DTypeLike, num_groups: int = 0, *, gated: bool = False, has_zeros: bool = False
+        self,
+        N: int,
+        K: int,
+        dtype: DTypeLike,
+        num_groups: int = 0,
+        *,
+        num_matrices: int = 1,
+        gated: bool = False,
+        has_zeros: bool = False,
     ) -> None:
         name = jnp.dtype(dtype).name
         if (name in _GROUPED) != (num_groups > 0):
@@ -115,17 +127,25 @@ class Packer:
         if has_zeros and name not in _LOWEST:
             raise ValueError(f"only weights of {tuple(_LOWEST)} can have zero points, got {dtype}")
         num_parts = 2 if gated else 1
-        if N % num_parts:
-            raise ValueError(f"a gated matrix must have an even number of rows, got {N}")
-        self._num_inputs, self._num_outputs, self._num_groups = K, N // num_parts, num_groups
+        if N % num_matrices:
+            raise ValueError(f"the rows must divide into {num_matrices} matrices, got {N}")
+        if N // num_matrices % num_parts:
+            raise ValueError(f"a gated matrix must have an even number of rows, got {N // num_matrices}")
+        self._num_inputs, self._num_outputs, self._num_groups = K, N // num_matrices // num_parts, num_groups
+        self._num_matrices = num_matrices
         self._lowest = _LOWEST.get(name)
         columns, stored = K, jnp.dtype(dtype)
         if self._lowest is not None:
             columns, stored = num_groups * -(-K // num_groups // _WORD_COLUMNS), jnp.dtype(jnp.uint32)
         has_zeros = has_zeros or name == "uint4"  # the kernel's own zero point is that of int4
-        self._weights = _empty_panels(self._num_outputs, num_parts, columns, stored)
-        self._scales = _empty_panels(self._num_outputs, num_parts, num_groups, jnp.float32)
-        self._zeros = _empty_panels(self._num_outputs, num_parts, num_groups if has_zeros else 0, jnp.float32)
+        self._weights, self._scales, self._zeros = (
+            _empty_panels(num_matrices, self._num_outputs, num_parts, size, dtype)
+            for size, dtype in (
+                (columns, stored),
+                (num_groups, jnp.dtype(jnp.float32)),
+                (num_groups if has_zeros else 0, jnp.dtype(jnp.float32)),
+            )
+        )
 
     def write(
         self, start: int, weight: ArrayLike, scales: ArrayLike | None = None, zeros: ArrayLike | None = None
@@ -149,17 +169,19 @@ class Packer:
         return words
 
     def _write(self, panels: NDArray[Any], start: int, rows: NDArray[Any]) -> None:
-        for part in range(panels.shape[2]):
-            offset = part * self._num_outputs - start  # index in `rows` of the part's first row
+        num_parts, end = panels.shape[2], start + len(rows)
+        of_matrices = panels.reshape(self._num_matrices, -1, *panels.shape[1:])
+        for block in range(start // self._num_outputs, -(-end // self._num_outputs)):
+            matrix, part = divmod(block, num_parts)
+            offset = block * self._num_outputs - start  # index in `rows` of the part's first row
             low, high = max(0, offset), min(len(rows), offset + self._num_outputs)
-            if low < high:
-                _write_panels(panels[:, :, part], low - offset, rows[low:high])
+            _write_panels(of_matrices[matrix, :, :, part], low - offset, rows[low:high])
 
     def matrix(self, sharding: Sharding | None = None) -> PackedMatrix:
         """Return the packed matrix, which takes over the memory, on the default or another sharding."""
         panels = (self._weights, self._scales, self._zeros)
         weights, scales, zeros = (jax.device_put(array, sharding) for array in panels)
-        return PackedMatrix(weights, scales, zeros, self._num_outputs, self._num_inputs)
+        return PackedMatrix(weights, scales, zeros, self._num_outputs, self._num_inputs, self._num_matrices)
 
 
 class Unpacked(NamedTuple):
@@ -174,7 +196,8 @@ class Unpacked(NamedTuple):
 
 
 def unpack(matrix: PackedMatrix) -> Unpacked:
-    """Invert `pack`."""
+    """Invert `pack` of one matrix."""
+    assert matrix.num_matrices == 1, "groups of matrices are only multiplied"
     weight, scales, zeros = (
         _from_panels(panels, matrix.num_outputs) for panels in (matrix.weights, matrix.scales, matrix.zeros)
     )
@@ -207,6 +230,7 @@ def multiply(
     """
     if (reason := native.unavailable()) is not None:
         raise RuntimeError(reason)
+    assert matrix.num_matrices == 1, "several matrices are for grouped_matmul"
     norm, eps = rms_norm or (None, 0.0)
     N, K = matrix.shape
     out = (x.shape[0], matrix.num_outputs)
@@ -238,6 +262,7 @@ def _operand(name: str, array: Float[Array, "..."] | None, shape: tuple[int, ...
 def rows(matrix: PackedMatrix, row_ids: Int[Array, " T"]) -> Float[Array, "T K"]:
     """Return rows of a matrix that is not gated, scales applied; row ids are clipped to the range."""
     assert not matrix.gated, "a table of rows has no gate"
+    assert matrix.num_matrices == 1, "a table of rows is one matrix"
     row_ids = jnp.clip(row_ids, 0, matrix.num_outputs - 1)
     panel, lane = row_ids // PANEL_ROWS, row_ids % PANEL_ROWS
     found = matrix.weights[panel, :, 0, lane]  # [T, K]
@@ -265,10 +290,10 @@ def _from_words(words: Shaped[Array, "T words"], num_groups: int, K: int) -> UIn
     return elements.reshape(len(words), num_groups, -1)[:, :, : K // num_groups].reshape(len(words), K)
 
 
-def _empty_panels(num_outputs: int, num_parts: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
+def _empty_panels(num_matrices: int, num_outputs: int, num_parts: int, K: int, dtype: DTypeLike) -> NDArray[Any]:
     """Return zeros in anonymous memory: aligned so that XLA takes it over, returned to the system when freed."""
     num_rows, dtype = PANEL_ROWS // num_parts, jnp.dtype(dtype)
-    shape = (-(-num_outputs // num_rows), K, num_parts, num_rows)
+    shape = (num_matrices * -(-num_outputs // num_rows), K, num_parts, num_rows)
     return np.ndarray(shape, dtype, mmap.mmap(-1, max(1, prod(shape) * dtype.itemsize), access=mmap.ACCESS_COPY))
 
 

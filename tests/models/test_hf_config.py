@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import ConfigError
+from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
 from tests.checkpoints import CONFIGS, FAMILIES, ROPES, hf_dict, renamed
 
@@ -63,6 +64,21 @@ GPT_UNSUPPORTED = [
     ("gpt_neo", {"attention_types": [["global", 2]]}, ["attention_types"]),
     ("gpt_neo", {"attention_types": None}, ["attention_types"]),
 ]
+MIXTURE_UNSUPPORTED = [
+    ("mixtral", {"num_local_experts": 0}, ["num_experts", "0"]),
+    ("mixtral", {"num_experts_per_tok": 6}, ["num_experts_per_tok", "6", "5"]),
+    ("mixtral", {"sliding_window": 0}, ["sliding_window"]),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, ["mlp_only_layers", "[1]"]),
+    ("qwen3_moe", {"norm_topk_prob": None}, ["norm_topk_prob"]),
+    ("qwen3_moe", {"moe_intermediate_size": None}, ["moe_intermediate_size"]),
+    ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
+    (
+        "olmoe",
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+        ["experts.0.gate_proj", "unquantised"],
+    ),
+]
 
 
 @pytest.mark.parametrize(
@@ -75,6 +91,7 @@ GPT_UNSUPPORTED = [
             if renamed(f, change)
         ),
         *GPT_UNSUPPORTED,
+        *MIXTURE_UNSUPPORTED,
     ],
 )
 def test_unsupported_config_is_named(family, change, named):
@@ -165,6 +182,11 @@ def test_head_dim_must_follow_from_the_sizes():
         ("gpt2", {"scale_attn_weights": False}, "query_scale", 1.0),
         ("gpt_neo", {"intermediate_size": None}, "ffn_size", 256),
         ("gpt_neo", {"attention_types": [[["global"], 1], [["local"], 1]]}, "windows", (None, 9)),
+        ("mixtral", {"sliding_window": None}, "windows", (None, None)),
+        ("qwen3_moe", {"mlp_only_layers": None}, "num_layers", 2),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "windows", (5, 5)),
+        ("qwen3_moe", {"intermediate_size": 7}, "ffn_size", 96),
+        ("olmoe", {"norm_topk_prob": True}, "experts", Experts(7, 2, normalized=True)),
     ],
 )
 def test_odd_values_read(family, change, field, value):
@@ -183,15 +205,18 @@ ABSENT = [
 ]
 
 
-GPT_ABSENT = {
+OWN_ABSENT = {
     "gpt2": ["activation_function", "n_inner", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"],
     "gpt_neo": ["activation_function", "intermediate_size", "window_size", "attention_types"],
+    "mixtral": ["num_local_experts", "num_experts_per_tok", "sliding_window"],
+    "qwen3_moe": ["num_local_experts", "moe_intermediate_size", "norm_topk_prob"],
+    "olmoe": ["num_experts", "norm_topk_prob", "clip_qkv"],
 }
 
 
 @pytest.mark.parametrize(
     ("family", "name"),
-    [(f, name) for f in FAMILIES for name in [*renamed(f, dict.fromkeys(ABSENT)), *GPT_ABSENT.get(f, [])]],
+    [(f, name) for f in FAMILIES for name in [*renamed(f, dict.fromkeys(ABSENT)), *OWN_ABSENT.get(f, [])]],
 )
 def test_absent_fields_have_the_defaults_of_transformers(family, name):
     sizes = {"hidden_size": 128, "num_attention_heads": 32, "num_key_value_heads": 32}

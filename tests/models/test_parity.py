@@ -86,6 +86,7 @@ SCANNED = {
     "gpt2": ({"num_hidden_layers": 3}, 1),
     "gpt_neo": ({"num_hidden_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]}, 2),
     "granite_swa": ({"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "layer_rope_theta": [1e4, 0] * 2}, 2),
+    "olmoe": ({"num_hidden_layers": 3}, 1),
     "gemma3": ({"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]}, 3),
 }
 

@@ -28,6 +28,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "gemma3": {"num_key_value_heads": 2},
     "gpt2": {},
     "gpt_neo": {"tie_word_embeddings": False},
+    "mixtral": {"num_key_value_heads": 4},
+    "olmoe": {"num_key_value_heads": 2},
 }
 
 
@@ -51,7 +53,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PA
     return np.asarray(logits)[:, : arch.vocab_size]
 
 
-@pytest.mark.parametrize("family", some_by_default(FAMILIES, "qwen2", "gemma3", "gpt2"))
+@pytest.mark.parametrize("family", some_by_default(FAMILIES, "qwen2", "gemma3", "gpt2", "olmoe"))
 def test_logits_match_transformers(tmp_path: Path, family: str) -> None:
     sizes = {"num_attention_heads": 8, "head_dim": 8, **SIZES.get(family, {})}
     model = write_checkpoint(tmp_path, family, **sizes)

@@ -1,0 +1,31 @@
+"""Backend in C++ for CPUs: it reads the weights of groups that have rows, and of no others.
+
+Each group is a product of `packed_linear`, with the same tiles; the groups of a call share the threads. A row's result
+is bit-identical whatever other rows there are.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
+
+from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.grouped_matmul.interface import Problem
+from jaxserve.pallas_kernels.packed_linear import PackedMatrix
+
+
+def supports(problem: Problem) -> str | None:
+    """Return the reason why the native kernels cannot run the problem, or None if they can."""
+    if problem.platform != "cpu":
+        return "the native kernels are for CPUs"
+    return native.unavailable() if problem.is_packed else "the matrices are not packed"
+
+
+def multiply(x: Float[Array, "M K"], matrices: PackedMatrix, group_sizes: Int32[Array, " G"]) -> Float[Array, "M out"]:
+    """Return the products, or SwiGLU of them if the matrices are gated."""
+    out = jax.ShapeDtypeStruct((x.shape[0], matrices.num_outputs), jnp.float32)
+    y: Array = jax.ffi.ffi_call(native.GROUPED_LINEAR, out)(
+        x.astype(jnp.float32), matrices.weights, matrices.scales, matrices.zeros.reshape(-1), group_sizes
+    )
+    return y
