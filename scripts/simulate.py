@@ -10,14 +10,19 @@ import argparse
 import json
 from typing import Any
 
+import jax.numpy as jnp
+
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
+from jaxserve.engine.memory import tree_bytes
 from jaxserve.engine.replica import Replica
 from jaxserve.metrics import EngineStats, PeakRates
 from jaxserve.models import registry
+from jaxserve.models.weight_reads import WeightReads
 from jaxserve.planner.modelled import ModelledExecutor
 from jaxserve.planner.plan import read_model
+from jaxserve.planner.program import abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import parse_target
 from jaxserve.request import Request
@@ -31,15 +36,14 @@ def modelled(model: str, target: str, schedule: ScheduleConfig) -> tuple[Any, Mo
     _, arch = read_model(model)
     sheet = parse_target(target).sheet
     assert sheet is not None, "a chip has a data sheet"
-    embedding_bytes = arch.vocab_size * arch.hidden_size * BYTES
+    params = abstract_params(arch, jnp.dtype(jnp.bfloat16))
     roofline = Roofline(
         arch=arch,
         schedule=schedule,
         peak_rates=PeakRates(sheet.flops_per_s["bfloat16"], sheet.bytes_per_s),
         link_bytes_per_s=sheet.link_bytes_per_s,
         num_chips=1,
-        matrix_bytes=registry.num_params(arch) * BYTES - (0 if arch.tied_embeddings else embedding_bytes),
-        lookup_bytes=arch.hidden_size * BYTES,
+        weight_reads=WeightReads.of(params, registry.param_specs(arch), tree_bytes),
         kv_token_bytes=2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * BYTES,
         collectives=(),
         collective_tokens=1,

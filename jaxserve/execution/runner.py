@@ -25,8 +25,9 @@ from jaxserve.execution.state import ServeState
 from jaxserve.execution.verification import Proposer
 from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, device_bytes, lookup_bytes, step_bytes
+from jaxserve.models.params import Params, device_bytes
 from jaxserve.models.registry import flop_counts, param_specs
+from jaxserve.models.weight_reads import WeightReads
 from jaxserve.sampling import LogprobLayout
 from jaxserve.scheduling.plan import PlanKind, StepPlan
 from jaxserve.sharding import tensor_size
@@ -140,8 +141,7 @@ class Runner:
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
         # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
-        self._matrix_bytes = step_bytes(params)
-        self._lookup_bytes = lookup_bytes(params, param_specs(arch.local(tensor_size(mesh))), device_bytes)
+        self._weight_reads = WeightReads.of(params, param_specs(arch.local(tensor_size(mesh))), device_bytes)
         self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
         self._sleeping_params: Params | None = None  # copy in the host's memory
         self._sleeping_draft: Params = {}
@@ -161,8 +161,8 @@ class Runner:
         return True
 
     def weight_bytes(self, num_tokens: int) -> int:
-        """Bytes of weights that a step of `num_tokens` reads on a device: matrices, and rows of tables per token."""
-        return self._matrix_bytes + num_tokens * self._lookup_bytes
+        """Bytes of weights that a step of `num_tokens` reads on a device; see `WeightReads`."""
+        return self._weight_reads.step(num_tokens)
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step on a device."""

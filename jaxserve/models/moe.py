@@ -69,7 +69,7 @@ def _experts(config: Mapping[str, Any], *, normalized: bool) -> Experts:
     experts = Experts(fields["num_experts"], fields["num_experts_per_tok"], normalized)
     if experts.per_token > experts.num_experts:
         raise ConfigError(
-            f"num_experts_per_tok must be at most the number of experts, got {experts.per_token} and {experts.num_experts}"
+            f"num_experts_per_tok must be at most num_experts, got {experts.per_token} and {experts.num_experts}"
         )
     return experts
 

@@ -57,7 +57,7 @@ class ModelledExecutor:
 
     def weight_bytes(self, num_tokens: int) -> int:
         """Return the bytes of weights that a step of `num_tokens` tokens reads."""
-        return self._roofline.matrix_bytes + num_tokens * self._roofline.lookup_bytes
+        return self._roofline.weight_reads.step(num_tokens)
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step."""

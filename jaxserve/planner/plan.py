@@ -29,7 +29,8 @@ from jaxserve.execution.state import abstract_state
 from jaxserve.metrics import PeakRates
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
-from jaxserve.models.params import Params, lookup_bytes, lookup_tables
+from jaxserve.models.params import Params
+from jaxserve.models.weight_reads import WeightReads
 from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
@@ -325,8 +326,7 @@ def _roofline(
         peak_rates=PeakRates(share * sheet.flops_per_s[dtype.name], share * sheet.bytes_per_s),
         link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
         num_chips=target.num_chips,
-        matrix_bytes=memory.weights - tree_bytes(lookup_tables(params)),
-        lookup_bytes=lookup_bytes(params, registry.param_specs(local), tree_bytes),
+        weight_reads=WeightReads.of(params, registry.param_specs(local), tree_bytes),
         kv_token_bytes=memory.page * local.num_layers // (schedule.page_size * local.kv_group_layers),
         collectives=program.collectives,
         collective_tokens=program.num_tokens,

@@ -10,6 +10,7 @@ from jaxserve.execution.costs import attention_cost
 from jaxserve.metrics import PeakRates, split_time
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.registry import flop_counts
+from jaxserve.models.weight_reads import WeightReads
 from jaxserve.planner.program import Collective
 
 
@@ -25,8 +26,7 @@ class Roofline:
         peak_rates: peak rates of one device.
         link_bytes_per_s: bandwidth from a chip to the others, in one direction.
         num_chips: number of chips that the model is split over.
-        matrix_bytes: bytes of weights that every step reads, on one device.
-        lookup_bytes: bytes of table rows that each token of a step reads.
+        weight_reads: bytes of weights that steps read on one device.
         kv_token_bytes: bytes of one token in the pool of one device, over all layers.
         collectives: collectives of one layer.
         collective_tokens: tokens of the step in which `collectives` were counted.
@@ -37,8 +37,7 @@ class Roofline:
     peak_rates: PeakRates
     link_bytes_per_s: float
     num_chips: int
-    matrix_bytes: int
-    lookup_bytes: int
+    weight_reads: WeightReads
     kv_token_bytes: int
     collectives: tuple[Collective, ...]
     collective_tokens: int
@@ -58,7 +57,7 @@ class Roofline:
         bucket = min(size for size in self.schedule.buckets() if size >= sum(counts))
         attention = attention_cost(np.array(starts), np.array(counts), self.arch.windows)
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // self.arch.num_layers
-        num_bytes = self.matrix_bytes + bucket * self.lookup_bytes + kv_bytes
+        num_bytes = self.weight_reads.step(bucket) + kv_bytes
         flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)

@@ -84,6 +84,11 @@ def quantize_checkpoint(
         raise ConfigError(
             f"the source must be an unquantised checkpoint, but {source} is quantised by {arch.schemes.method}"
         )
+    if arch.experts is not None:
+        raise ConfigError(
+            f"the model must have no experts, whose matrices are not quantised yet, got {arch.architecture}; "
+            f'quantise it while it is loaded with quantization="int8"'
+        )
     grid = grid_of(options, arch)
     checkpoint = weights.open_checkpoint(source, registry.param_specs(arch))
     sequences = None

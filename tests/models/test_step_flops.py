@@ -15,7 +15,8 @@ from jax import Array
 from jaxserve import weights
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, LayerOptions
-from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, step_bytes
+from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
+from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
@@ -77,3 +78,20 @@ def test_steps_read_tables_by_rows_and_all_else_whole(family: str) -> None:
     has_positions = family.startswith("gpt")
     assert lookup_bytes(params, specs, device_bytes) == 4 * arch.hidden_size * (1 + has_positions)
     assert step_bytes(params) == whole - has_positions * positions - (not arch.tied_embeddings) * embeddings
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -> None:
+    experts = {"num_experts": 16, "num_experts_per_tok": 3}
+    arch = registry.from_hf_config(hf_dict(family, **SIZES, **experts))
+    specs = registry.param_specs(arch)
+    params = weights.dummy(specs, 0, jnp.float32)
+    expert = 2 * 3 * arch.hidden_size * arch.ffn_size  # elements of one in both layers
+    row = arch.hidden_size * 4
+    for tree in (params, stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), 1)):
+        reads = WeightReads.of(tree, specs, device_bytes)
+        assert reads.step(1) == step_bytes(params) + row - 13 * 4 * expert
+        assert reads.step(5) == step_bytes(params) + 5 * row - 4 * expert
+        assert reads.step(6) == step_bytes(params) + 6 * row
+    every = registry.from_hf_config(hf_dict(family, **SIZES, num_experts=16, num_experts_per_tok=16))
+    assert registry.flop_counts(every).per_token - registry.flop_counts(arch).per_token == 2 * 13 * expert

@@ -40,6 +40,9 @@ PARAMS = {  # millions of parameters, as published by the makers
     "mistral-7b-v0.3": 7248,
     "gemma-2-9b": 9242,
     "gemma-3-27b": 27009,
+    "mixtral-8x7b": 46703,
+    "qwen3-30b-a3b": 30532,
+    "olmoe-1b-7b": 6919,
 }
 GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
 GPUS = [parse_target(name) for name in ("h200", "h200x2", "h200x4", "h200x8")]

@@ -1,0 +1,51 @@
+"""WeightReads: the bytes of weights that steps read, by their number of tokens."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxserve.layers.experts import Experts
+from jaxserve.models.params import Params, ParamSpec, lookup_bytes, lookup_tables
+
+
+class WeightReads(NamedTuple):
+    """Bytes of weights that a step reads on a device.
+
+    Attributes:
+        every_step: bytes that are read whatever the tokens.
+        per_token: bytes of table rows of each token.
+        per_expert: bytes of an expert, of all layers together.
+        experts: experts of a layer; None if there are none.
+    """
+
+    every_step: int
+    per_token: int
+    per_expert: int = 0
+    experts: Experts | None = None
+
+    @classmethod
+    def of(cls, params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int]) -> "WeightReads":
+        """Count the bytes of parameters.
+
+        Args:
+            params: parameters, whose layers may be stacked.
+            specs: specs of the tensors of one device.
+            num_bytes: function that returns the bytes of a tree on one device.
+        """
+        experts = next((spec.experts for spec in specs if spec.experts is not None), None)
+        names = {spec.path[-1] for spec in specs if spec.experts is not None}
+        of_experts = [
+            leaf
+            for path, leaf in jax.tree.leaves_with_path(params["layers"])
+            if any(isinstance(key, jax.tree_util.DictKey) and key.key in names for key in path)
+        ]
+        all_experts = num_bytes(of_experts)
+        whole = num_bytes(params) - num_bytes(lookup_tables(params)) - all_experts
+        per_expert = 0 if experts is None else all_experts // experts.num_experts
+        return cls(whole, lookup_bytes(params, specs, num_bytes), per_expert, experts)
+
+    def step(self, num_tokens: int) -> int:
+        """Return the bytes of a step: of its experts, as many as its tokens can choose."""
+        num_experts = 0 if self.experts is None else self.experts.most_read(num_tokens)
+        return self.every_step + num_tokens * self.per_token + num_experts * self.per_expert
