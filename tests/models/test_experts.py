@@ -1,0 +1,73 @@
+"""Mixtures of experts: routing and sorting against numpy, and the sizes of what is computed."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve import weights
+from jaxserve.errors import ConfigError
+from jaxserve.layers.experts import Experts, ExpertWeights, SortedPairs, mixture, route
+from jaxserve.models import registry
+from jaxserve.models.params import matrix_transform
+from jaxserve.quant import weight_format
+from jaxserve.quantize.checkpoint import quantize_checkpoint
+from jaxserve.quantize.scheme import QuantizeOptions
+from tests.checkpoints import MIXTURES, write_checkpoint
+from tests.models.test_parity import TRANSFORMS, load_logits
+from tests.parameters import some_by_default
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_a_token_has_the_experts_of_its_largest_probabilities(normalized):
+    logits = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
+    found, ids = route(jnp.asarray(logits), Experts(6, 2, normalized))
+    probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    order = np.argsort(-probabilities, axis=1)[:, :2]
+    wanted = np.take_along_axis(probabilities, order, 1)
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(found, wanted / (wanted.sum(1, keepdims=True) if normalized else 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_experts", [1, 3, 40])
+def test_pairs_are_sorted_and_found_again(num_experts):
+    ids = np.random.default_rng(0).integers(0, num_experts, (11, 2)).astype(np.int32)
+    pairs = SortedPairs.of(jnp.asarray(ids), num_experts)
+    np.testing.assert_array_equal(pairs.order, np.argsort(ids.reshape(-1), kind="stable"))
+    np.testing.assert_array_equal(np.asarray(pairs.order)[pairs.place], np.arange(22))
+    np.testing.assert_array_equal(pairs.group_sizes, np.bincount(ids.reshape(-1), minlength=num_experts))
+
+
+def test_nothing_is_as_large_as_tokens_times_experts_times_sizes():
+    T, E, k, D, F = 64, 32, 2, 48, 40
+    matrices = ExpertWeights(jnp.ones((E, D)), jnp.ones((E * 2 * F, D)), jnp.ones((E * D, F)))
+    traced = jax.make_jaxpr(partial(mixture, experts=Experts(E, k)))(jnp.ones((T, D)), matrices)
+    sizes = [v.aval.size for equation in traced.eqns for v in equation.outvars]
+    assert max(sizes) == E * 2 * F * D  # the experts' matrices themselves
+    assert sorted(set(sizes))[-3] <= max(T * k * 2 * F, T * E)
+
+
+@pytest.mark.parametrize("family", some_by_default(MIXTURES, "olmoe"))
+@pytest.mark.parametrize("name", some_by_default(["int8", "int4"], "int8"))
+def test_quantised_experts_compute_the_same_in_every_form(tmp_path, family, name):
+    """The kernels' products and those of dequantised matrices, one after the other, are those of the same integers."""
+    if len(TRANSFORMS) == 1:
+        pytest.skip("needs the native kernels")
+    write_checkpoint(tmp_path, family, hidden_size=64)
+    form = weight_format(name)
+    forms = [partial(make_transform, form=form) for make_transform in TRANSFORMS]
+    (_, _, plain, _), (_, _, native, _) = (load_logits(tmp_path, make_transform=make) for make in forms)
+    np.testing.assert_allclose(native, plain, rtol=0, atol=1e-4)
+    arch = registry.from_hf_config(weights.read_config(tmp_path))
+    specs = registry.param_specs(arch)
+    params = weights.load(tmp_path, specs, jnp.float32, transform=matrix_transform(specs, form))
+    assert isinstance(params["layers"][0]["router"], jax.Array)
+    assert not isinstance(params["layers"][0]["experts_down"], jax.Array)
+
+
+def test_quantised_checkpoints_of_experts_are_not_made(tmp_path):
+    write_checkpoint(tmp_path / "source", "olmoe")
+    with pytest.raises(ConfigError, match=r"no experts.*OlmoeForCausalLM.*int8"):
+        quantize_checkpoint(tmp_path / "source", tmp_path / "target", QuantizeOptions("int4-rtn"))
