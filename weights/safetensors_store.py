@@ -38,6 +38,11 @@ def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     return _read_json(file) if file.is_file() else {}
 
 
+def has_config(directory: FilePath) -> bool:
+    """Return whether there is a file that `read_config` reads."""
+    return (directory / _CONFIG).is_file()
+
+
 def has_weights(directory: FilePath) -> bool:
     """Return whether there are files that `open_tensors` reads."""
     return (directory / _SINGLE).is_file() or (directory / _INDEX).is_file()
@@ -102,14 +107,17 @@ def open_tensors(directory: FilePath) -> Tensors:
 def _require_directory(directory: FilePath) -> None:
     if not directory.is_dir():
         raise CheckpointError(
-            f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, got {directory} "
+            f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, or a .gguf file, got {directory} "
             f"({'a file' if directory.exists() else 'absent'}); "
             f"fetch a model of the Hugging Face hub with `hf download NAME --local-dir DIRECTORY`"
         )
 
 
 def _no_weights(directory: FilePath) -> str:
-    message = f"{directory} must contain {_SINGLE}, {_INDEX} or the folder `orbax`, got {_listing(directory)}"
+    message = (
+        f"{directory} must contain {_SINGLE}, {_INDEX}, the folder `orbax` or exactly one .gguf file, "
+        f"got {_listing(directory)}"
+    )
     if any(f.suffix in {".bin", ".pt", ".pth"} for f in directory.iterdir()):
         message += "; convert the torch weights to safetensors: load them with transformers and save_pretrained them"
     return message
