@@ -30,9 +30,9 @@ def convert(
 ) -> None:
     """Write the checkpoint in `source` to `target`: as safetensors if it is Orbax, else as Orbax.
 
-    Every tensor keeps its name, its dtype and its bits, or has those that a GGUF file's blocks are read as. All other
-    files of the model are copied, so that `target` serves by itself; that of a GGUF file lacks its tokenizer. `target` appears once it is complete; an unfinished directory of a killed conversion is removed
-    first.
+    Every tensor keeps its name, its dtype and its bits, or has those that the blocks of a GGUF file are read as. All
+    other files of the model are copied, so that `target` serves by itself; that of a GGUF file lacks its tokenizer.
+    `target` appears once it is complete; an unfinished directory of a killed conversion is removed first.
 
     Args:
         source: checkpoint of any form.

@@ -21,7 +21,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Field(NamedTuple):
-    """What a block holds of one role.
+    """Part of a block that has one role.
 
     Attributes:
         width: number of values per block.
@@ -50,7 +50,7 @@ class BlockType(NamedTuple):
 
 _INT8, _UINT8 = np.dtype(np.int8), np.dtype(np.uint8)
 _FLOAT16, _FLOAT32 = np.dtype(np.float16), np.dtype(np.float32)
-_HALF_SCALE = Field(1, _FLOAT16, lambda blocks: blocks[..., :2].view(np.float16))  # of types that begin with it
+_HALF_SCALE = Field(1, _FLOAT16, lambda blocks: blocks[..., :2].view(np.float16))  # the beginning of some types
 
 
 def _pairs(codes: Bytes) -> Bytes:

@@ -52,6 +52,7 @@ _NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_AGAIN = "download or convert it again"
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 # Of all Llama 3 models; files have the factors that follow, not these.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -121,7 +122,7 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     if file.get("expert_count"):
         raise file.fault("be of a model without experts", f"{file.get('expert_count')} of them")
     if _EMBEDDING not in file.tensors:
-        raise file.fault(f"hold {_EMBEDDING}", f"{len(file.tensors)} other tensors", "download or convert it again")
+        raise file.fault(f"hold {_EMBEDDING}", f"{len(file.tensors)} other tensors", _AGAIN)
     config: dict[str, Any] = {
         "architectures": [_ARCHITECTURES[file.architecture]],
         "model_type": file.architecture,
@@ -156,7 +157,10 @@ def open_tensors(path: FilePath) -> Tensors:
     for name, tensor in file.tensors.items():
         if name != _ROPE_FACTORS:
             is_rotated = re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name)
-            tensors |= _parts(_hf_name(name), tensor, head_size if is_rotated else None)
+            own = head_size if is_rotated else None
+            if own is not None and tensor.shape[0] % own:
+                raise file.fault(f"have heads of {own} rows in {name}", f"{tensor.shape[0]} rows", _AGAIN)
+            tensors |= _parts(_hf_name(name), tensor, own)
     return tensors
 
 
@@ -206,7 +210,7 @@ def _number(file: _File, key: str, kind: Callable[[Any], Any], default: Any = No
     if value is None and default is not None:
         return default
     if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-        raise file.fault(f"have a positive {file.architecture}.{key} in its metadata", value, "convert the model again")
+        raise file.fault(f"have a positive {file.architecture}.{key} in its metadata", value, _AGAIN)
     return kind(value)
 
 
@@ -241,7 +245,7 @@ def _rope(file: _File, head_size: int) -> dict[str, Any]:
         if (value := file.get(f"rope.scaling.yarn_{field}")) is not None:
             rope[field] = value
     attention = file.get("rope.scaling.yarn_attn_factor") or file.get("rope.scaling.attn_factor") or 1.0
-    if attention != 1:  # of what YaRN itself gives
+    if attention != 1:  # a factor of the one that YaRN itself gives
         rope["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1)
     return {"rope_type": "yarn", **rope}
 
@@ -254,7 +258,8 @@ def _llama3_rope(file: _File, head_size: int, theta: float) -> dict[str, Any]:
     found = np.array(tensor.floats(), np.float64)
     factor, low, high = float(found.max()), _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     original = file.get("rope.scaling.original_context_length") or _LLAMA3["original_max_position_embeddings"]
-    turns = original * theta ** (-np.arange(0, head_size, 2) / head_size) / (2 * np.pi)  # in the original length
+    turns = original * theta ** (-np.arange(0, head_size, 2) / head_size) / (2 * np.pi)
+    # `turns` are those of each frequency in the original length.
     smooth = np.clip((turns - low) / (high - low), 0, 1)
     if not np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
         raise file.fault(f"have the factors of Llama 3's RoPE in {_ROPE_FACTORS}", np.array2string(found, threshold=8))
@@ -293,13 +298,23 @@ def _parse(path: FilePath, mtime_ns: int, num_bytes: int) -> _File:
             metadata = {
                 name: field.contents()
                 for name, field in fields.items()
-                if field.types[0] != GGUFValueType.ARRAY or not name.startswith("tokenizer.")  # large, and not used here
+                if field.types[0] != GGUFValueType.ARRAY
+                or not name.startswith("tokenizer.")  # large, and not used here
             }
             tensors = {
                 tensor.name: _Tensor(tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))), tensor.data)
                 for tensor in reader.tensors
             }
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError, MemoryError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        IndexError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        MemoryError,
+    ) as error:
         raise CheckpointError(
             f"{path} must be a complete GGUF file, got {num_bytes} bytes with a fault: {type(error).__name__} {error}; "
             f"download or write it again"

@@ -25,7 +25,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     directory = FilePath(path)
     _require_directory(directory)
     if not (directory / _CONFIG).is_file():
-        raise CheckpointError(f"{directory} must contain {_CONFIG}, got {_listing(directory)}")
+        raise CheckpointError(
+            f"{directory} must contain {_CONFIG} or exactly one .gguf file, got {_listing(directory)}"
+        )
     config = _read_json(directory / _CONFIG)
     if (directory / _MODELOPT_CONFIG).is_file() and not config.get("quantization_config"):
         config["quantization_config"] = {"quant_method": "modelopt", **_read_json(directory / _MODELOPT_CONFIG)}
@@ -107,8 +109,8 @@ def open_tensors(directory: FilePath) -> Tensors:
 def _require_directory(directory: FilePath) -> None:
     if not directory.is_dir():
         raise CheckpointError(
-            f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, or a .gguf file, got {directory} "
-            f"({'a file' if directory.exists() else 'absent'}); "
+            f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, or a .gguf file, "
+            f"got {directory} ({'a file' if directory.exists() else 'absent'}); "
             f"fetch a model of the Hugging Face hub with `hf download NAME --local-dir DIRECTORY`"
         )
 

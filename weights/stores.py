@@ -2,12 +2,13 @@
 
 import os
 from pathlib import Path as FilePath
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from jaxserve.weights import gguf_store, orbax_store, safetensors_store
 from jaxserve.weights.stored_tensor import Tensors
 
 
+@runtime_checkable
 class Store(Protocol):
     """Reader of one form of checkpoints."""
 

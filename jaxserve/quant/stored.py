@@ -38,7 +38,7 @@ class StoredMatrix(Matrix):
         scale: scales of each row's groups of columns.
         row_scale: further scale of each row, of schemes with a scale of the whole tensor.
         zero: zero points of the groups.
-        minimum: what is subtracted from products of elements and scales, of schemes that have it and no zero points.
+        minimum: minima of the groups, subtracted from elements times scales, where there are no zero points.
         order: group of each column, where groups are not consecutive columns.
         input_scale: scale of activations.
         scheme: scheme of the checkpoint.

@@ -77,7 +77,7 @@ def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) ->
 
 
 def read_scale(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
-    """Return the scales or minima of some rows, [rows, groups], whether they are stored by tensor, row, group or block."""
+    """Return the scales or minima of some rows, [rows, groups], whether stored by tensor, row, group or block."""
     num_rows, shape = rows[1] - rows[0], tuple(tensor.shape)
     if scheme.packing in ("gptq", "awq"):
         scale = _read(tensor, (0, shape[0]), rows).T
