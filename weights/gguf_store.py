@@ -16,11 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Field, alternating
+from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Bytes, Field, alternating
 from jaxserve.weights.quantized.config import GGUF_SCHEMES
 from jaxserve.weights.stored_tensor import HeldTensor, Part, Tensors
 
 SUFFIX = ".gguf"
+_MAX_ELEMENTS = 4096  # longest array of metadata that is read: some have an element per layer
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _ALTERNATING = ("llama",)  # architectures whose rows of queries and keys the converter has reordered
 _FLOATS = {
@@ -286,35 +287,16 @@ def _open(path: str | os.PathLike[str]) -> _File:
 @lru_cache(maxsize=4)  # config, weights and their check each want the parsed header
 def _parse(path: FilePath, mtime_ns: int, num_bytes: int) -> _File:
     try:
-        from gguf import GGUFReader, GGUFValueType  # noqa: PLC0415 - optional, and needed for such files alone
-    except ImportError as error:
-        raise CheckpointError(f"{path} needs the gguf package: pip install 'jaxserve[gguf]'") from error
-    try:
         with np.errstate(all="raise"):
-            reader = GGUFReader(path)
-            if reader.byte_order != "I":
-                raise ValueError("its byte order is that of other machines")
-            fields = {name: field for name, field in reader.fields.items() if field.types}
-            metadata = {
-                name: field.contents()
-                for name, field in fields.items()
-                if field.types[0] != GGUFValueType.ARRAY
-                or not name.startswith("tokenizer.")  # large, and not used here
-            }
+            reader = _header_reader(path)
+            metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
             tensors = {
                 tensor.name: _Tensor(tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))), tensor.data)
                 for tensor in reader.tensors
             }
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-        MemoryError,
-    ) as error:
+    except ImportError as error:
+        raise CheckpointError(f"{path} needs the gguf package: pip install 'jaxserve[gguf]'") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as error:
         raise CheckpointError(
             f"{path} must be a complete GGUF file, got {num_bytes} bytes with a fault: {type(error).__name__} {error}; "
             f"download or write it again"
@@ -322,6 +304,40 @@ def _parse(path: FilePath, mtime_ns: int, num_bytes: int) -> _File:
     file = _File(path, metadata, tensors)
     _check(file)
     return file
+
+
+def _header_reader(path: FilePath) -> Any:
+    """Return the package's reader of a file, whose metadata lacks the elements of arrays as long as a vocabulary.
+
+    Those take the package several objects each: seconds, and a gigabyte, for a common vocabulary.
+    """
+    from gguf import GGUFReader, GGUFValueType  # noqa: PLC0415 - optional, and needed for such files alone
+
+    class HeaderReader(GGUFReader):
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            if raw_type == GGUFValueType.ARRAY:
+                kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+                start = orig_offs + 12
+                item = self.gguf_scalar_to_np.get(kind)
+                if count > _MAX_ELEMENTS and (item is not None or kind == GGUFValueType.STRING):
+                    size = _strings_size(self.data, start, count) if item is None else count * np.dtype(item).itemsize
+                    return 12 + size, [], [], [GGUFValueType.ARRAY]
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    reader = HeaderReader(path)
+    if reader.byte_order != "I":
+        raise ValueError("its byte order is that of other machines")
+    return reader
+
+
+def _strings_size(data: Bytes, start: int, count: int) -> int:
+    """Return the bytes of consecutive strings, each behind its length; ValueError if they do not end in the file."""
+    view, offset = data.data, start
+    for _ in range(count):
+        if offset + 8 > len(view):
+            raise ValueError(f"an array of {count} strings is longer than the file")
+        offset += 8 + int.from_bytes(view[offset : offset + 8], "little")
+    return offset - start
 
 
 def _check(file: _File) -> None:

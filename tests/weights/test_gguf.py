@@ -343,3 +343,22 @@ def test_a_replaced_file_is_read_again(tmp_path: Path) -> None:
         write_gguf(path, kind, **ONE_LAYER)
         assert ("quantization_config" in weights.read_config(path)) == (kind == "Q8_0")
         os.utime(path, ns=(1, 1))
+
+
+def test_vocabularies_are_skipped(tmp_path: Path) -> None:
+    """Arrays too long to be read, of strings and of numbers, change nothing that comes behind them."""
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list([f"token {i}" for i in range(5000)])
+        writer.add_token_scores([float(i) for i in range(5000)])
+        writer.add_array("short", [3, 4])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(4.0)
+
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    write_gguf(tmp_path / "long.gguf", "Q8_0", metadata=metadata, **ONE_LAYER)
+    write_gguf(tmp_path / "short.gguf", "Q8_0", rope_parameters=rope, **ONE_LAYER)
+    assert weights.read_config(tmp_path / "long.gguf") == weights.read_config(tmp_path / "short.gguf")
+    assert gguf_store._open(tmp_path / "long.gguf").metadata["short"] == [3, 4]
+    (_, _, long), (_, _, short) = (loaded(tmp_path / f"{name}.gguf") for name in ("long", "short"))
+    jax.tree.map(np.testing.assert_array_equal, long, short)
