@@ -134,6 +134,8 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         **{field: _number(file, key, int) for key, field in _NEEDED.items()},
         "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon", float),
     }
+    if config["num_hidden_layers"] > len(file.tensors):
+        raise file.fault(f"hold {config['num_hidden_layers']} layers", f"{len(file.tensors)} tensors", _AGAIN)
     config["num_key_value_heads"] = _number(file, "attention.head_count_kv", int, config["num_attention_heads"])
     config["head_dim"] = head_size = _head_size(file)
     config["rope_parameters"] = _rope(file, head_size)
@@ -245,7 +247,8 @@ def _rope(file: _File, head_size: int) -> dict[str, Any]:
     for field in ("beta_fast", "beta_slow"):
         if (value := file.get(f"rope.scaling.yarn_{field}")) is not None:
             rope[field] = value
-    attention = file.get("rope.scaling.yarn_attn_factor") or file.get("rope.scaling.attn_factor") or 1.0
+    attention = _number(file, "rope.scaling.attn_factor", float, 1.0)
+    attention = _number(file, "rope.scaling.yarn_attn_factor", float, attention)
     if attention != 1:  # a factor of the one that YaRN itself gives
         rope["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1)
     return {"rope_type": "yarn", **rope}
@@ -257,8 +260,8 @@ def _llama3_rope(file: _File, head_size: int, theta: float) -> dict[str, Any]:
     if tensor.kind != "F32" or tensor.shape != (head_size // 2,):
         raise file.fault(f"have {head_size // 2} float32 in {_ROPE_FACTORS}", f"{tensor.kind} {list(tensor.shape)}")
     found = np.array(tensor.floats(), np.float64)
-    factor, low, high = float(found.max()), _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
-    original = file.get("rope.scaling.original_context_length") or _LLAMA3["original_max_position_embeddings"]
+    factor, low, high = max(1.0, float(found.max())), _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    original = _number(file, "rope.scaling.original_context_length", int, _LLAMA3["original_max_position_embeddings"])
     turns = original * theta ** (-np.arange(0, head_size, 2) / head_size) / (2 * np.pi)
     # `turns` are those of each frequency in the original length.
     smooth = np.clip((turns - low) / (high - low), 0, 1)
