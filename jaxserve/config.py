@@ -58,8 +58,8 @@ class EngineConfig:
     """Options of an engine. Names and meanings are vLLM's where it has the same option.
 
     Attributes:
-        model: directory of a Hugging Face checkpoint; None loads the embedded default.
-        tokenizer: directory of the tokenizer; None takes the model's.
+        model: directory of a Hugging Face checkpoint, or a GGUF file; None loads the embedded default.
+        tokenizer: directory of the tokenizer, or a GGUF file; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
             is served in bfloat16. On CPU activations are then float32, and matrices stay as the checkpoint has them.

@@ -9,9 +9,10 @@ from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.load import OpenCheckpoint, assemble, check, load, open_checkpoint
 from jaxserve.weights.quantized import QuantizedPart, Scheme, Schemes, read_schemes
 from jaxserve.weights.rows import TensorRow
-from jaxserve.weights.safetensors_store import read_config, read_generation_config
+from jaxserve.weights.safetensors_store import read_generation_config
 from jaxserve.weights.save import save, save_orbax
 from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
+from jaxserve.weights.stores import has_config, read_config
 
 __all__ = [
     "CheckpointError",
@@ -26,6 +27,7 @@ __all__ = [
     "convert",
     "derive",
     "dummy",
+    "has_config",
     "host_buffer",
     "load",
     "open_checkpoint",

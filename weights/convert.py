@@ -8,12 +8,13 @@ from typing import Any
 
 from jaxserve.weights import orbax_store, safetensors_store
 from jaxserve.weights.errors import CheckpointError
-from jaxserve.weights.load import check, is_orbax, stored_tensors
+from jaxserve.weights.load import check, stored_tensors
 from jaxserve.weights.new_directory import new_directory, require_free
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import Schemes
 from jaxserve.weights.rows import TensorRow
 from jaxserve.weights.stored_tensor import Tensor
+from jaxserve.weights.stores import is_gguf, is_orbax, read_config
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 _TEMPLATES = "additional_chat_templates"
@@ -27,14 +28,14 @@ def convert(
     schemes: Schemes | None = None,
     use_tqdm: bool = False,
 ) -> None:
-    """Write the checkpoint in `source` to `target`: as Orbax if it is safetensors, as safetensors if it is Orbax.
+    """Write the checkpoint in `source` to `target`: as safetensors if it is Orbax, else as Orbax.
 
-    Every tensor keeps its name, its dtype and its bits. All other files of the model are copied, so that `target`
-    serves by itself. `target` appears once it is complete; an unfinished directory of a killed conversion is removed
-    first.
+    Every tensor keeps its name, its dtype and its bits, or has those that the blocks of a GGUF file are read as. All
+    other files of the model are copied, so that `target` serves by itself; that of a GGUF file lacks its tokenizer.
+    `target` appears once it is complete; an unfinished directory of a killed conversion is removed first.
 
     Args:
-        source: checkpoint directory of either form.
+        source: checkpoint of any form.
         target: directory that is absent or empty.
         specs: one row per tensor of the model.
         schemes: schemes of a quantised checkpoint.
@@ -54,6 +55,8 @@ def convert(
         progress_bar(sum(tensor.nbytes for tensor in tensors.values()), "Converting", use_tqdm) as bar,
     ):
         _copy_others(source, scratch)
+        if is_gguf(source):
+            safetensors_store.write_config(scratch, read_config(source))
         store.write_tensors(scratch, tensors, bar.update)
 
 
@@ -95,8 +98,8 @@ def _check_places(source: FilePath, target: FilePath) -> None:
 
 
 def _copy_others(source: FilePath, target: FilePath) -> None:
-    """Copy all files except weights, of either form, and hidden files."""
-    for file in source.iterdir():
+    """Copy all files of a directory except weights, of any form, and hidden files."""
+    for file in source.iterdir() if source.is_dir() else ():
         if file.is_file() and not file.name.startswith(".") and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, target / file.name)
     if (source / _TEMPLATES).is_dir():

@@ -1,4 +1,4 @@
-"""Parameter trees from checkpoint directories of either form, or from tensors in memory."""
+"""Parameter trees from checkpoints of any form, or from tensors in memory."""
 
 import os
 from collections import Counter
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.weights import orbax_store, safetensors_store
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
 from jaxserve.weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
 from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
+from jaxserve.weights.stores import store_of
 from jaxserve.weights.tree import tensors_of
 
 _NUM_READERS = 8
@@ -47,7 +47,7 @@ def load(
 
     Args:
         path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or in the
-            form that `convert` writes.
+            form that `convert` writes; or a GGUF file, or a directory with one.
         specs: one row per tensor of the result.
         dtype: dtype of the result; None keeps that of the files (float32, float16 or bfloat16).
         shardings: function of a row's path, or tree of shardings; each device reads only its own slices.
@@ -189,16 +189,11 @@ def open_tensors(directory: FilePath, specs: Sequence[TensorRow], schemes: Schem
 
 def stored_tensors(directory: FilePath) -> Tensors:
     """Return every tensor of a checkpoint by the name that it has there, still unread."""
-    return (orbax_store if is_orbax(directory) else safetensors_store).open_tensors(directory)
+    return store_of(directory).open_tensors(directory)
 
 
 def _all_hf_shapes(specs: Sequence[TensorRow]) -> dict[str, tuple[int, ...]]:
     return {name: shape for row in specs for name, shape in hf_shapes(row).items()}
-
-
-def is_orbax(directory: FilePath) -> bool:
-    """Return whether the directory has Orbax weights."""
-    return orbax_store.has_weights(directory) and not safetensors_store.has_weights(directory)
 
 
 def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:

@@ -25,7 +25,9 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     directory = FilePath(path)
     _require_directory(directory)
     if not (directory / _CONFIG).is_file():
-        raise CheckpointError(f"{directory} must contain {_CONFIG}, got {_listing(directory)}")
+        raise CheckpointError(
+            f"{directory} must contain {_CONFIG} or exactly one .gguf file, got {_listing(directory)}"
+        )
     config = _read_json(directory / _CONFIG)
     if (directory / _MODELOPT_CONFIG).is_file() and not config.get("quantization_config"):
         config["quantization_config"] = {"quant_method": "modelopt", **_read_json(directory / _MODELOPT_CONFIG)}
@@ -36,6 +38,11 @@ def read_generation_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return the parsed generation_config.json, {} if it is absent; CheckpointError if it is malformed."""
     file = FilePath(path) / _GENERATION_CONFIG
     return _read_json(file) if file.is_file() else {}
+
+
+def has_config(directory: FilePath) -> bool:
+    """Return whether there is a file that `read_config` reads."""
+    return (directory / _CONFIG).is_file()
 
 
 def has_weights(directory: FilePath) -> bool:
@@ -102,14 +109,17 @@ def open_tensors(directory: FilePath) -> Tensors:
 def _require_directory(directory: FilePath) -> None:
     if not directory.is_dir():
         raise CheckpointError(
-            f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, got {directory} "
-            f"({'a file' if directory.exists() else 'absent'}); "
+            f"a checkpoint must be a local directory with {_CONFIG} and safetensors files, or a .gguf file, "
+            f"got {directory} ({'a file' if directory.exists() else 'absent'}); "
             f"fetch a model of the Hugging Face hub with `hf download NAME --local-dir DIRECTORY`"
         )
 
 
 def _no_weights(directory: FilePath) -> str:
-    message = f"{directory} must contain {_SINGLE}, {_INDEX} or the folder `orbax`, got {_listing(directory)}"
+    message = (
+        f"{directory} must contain {_SINGLE}, {_INDEX}, the folder `orbax` or exactly one .gguf file, "
+        f"got {_listing(directory)}"
+    )
     if any(f.suffix in {".bin", ".pt", ".pth"} for f in directory.iterdir()):
         message += "; convert the torch weights to safetensors: load them with transformers and save_pretrained them"
     return message

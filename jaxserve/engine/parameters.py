@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path as FilePath
 from typing import Any
 
 import jax
@@ -80,14 +79,14 @@ def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, curre
     """
     if isinstance(given, str | os.PathLike):
         try:
-            weights.check(given, registry.param_specs(arch), arch.schemes)
-            if (FilePath(given) / "config.json").is_file():
+            if weights.has_config(given):
                 _check_schemes(weights.read_schemes(weights.read_config(given)), arch.schemes)
+            weights.check(given, registry.param_specs(arch), arch.schemes)
         except weights.CheckpointError as error:
             raise ConfigError(str(error)) from error
         return partial(_make_params, config, arch, partial(weights.load, given))
     if not isinstance(given, Mapping):
-        raise ConfigError(f"weights must be a directory, or arrays in a tree or by name, got {type(given).__name__}")
+        raise ConfigError(f"weights must be a path, or arrays in a tree or by name, got {type(given).__name__}")
     same_form = bool(jax.tree.structure(given) == jax.tree.structure(current))  # type: ignore[operator]  # a gap of jax's stubs
     new = _placed_as(given, current) if same_form else _make_params(config, arch, partial(weights.assemble, given))
     return lambda: new

@@ -168,7 +168,7 @@ class Plan:
 
 
 def read_model(name: str | None) -> tuple[str, ArchConfig]:
-    """Read a checkpoint directory, a config.json, or one of the planner's own configs; return its name and ArchConfig.
+    """Read a checkpoint, a config.json, or one of the planner's own configs; return its name and ArchConfig.
 
     Raises:
         ConfigError: `name` is none of these, or the model is not supported.
@@ -184,7 +184,8 @@ def read_model(name: str | None) -> tuple[str, ArchConfig]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else weights.read_config(path)
+        is_config = path.is_file() and path.suffix != ".gguf"
+        config = json.loads(path.read_text(encoding="utf-8")) if is_config else weights.read_config(path)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
     except ValueError as error:

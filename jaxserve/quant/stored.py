@@ -7,7 +7,7 @@ any rows; where groups do not divide a device's columns, those are in smaller gr
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, no_type_check
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,7 @@ class StoredMatrix(Matrix):
         scale: scales of each row's groups of columns.
         row_scale: further scale of each row, of schemes with a scale of the whole tensor.
         zero: zero points of the groups.
+        minimum: minima of the groups, subtracted from elements times scales, where there are no zero points.
         order: group of each column, where groups are not consecutive columns.
         input_scale: scale of activations.
         scheme: scheme of the checkpoint.
@@ -47,6 +48,7 @@ class StoredMatrix(Matrix):
     scale: Shaped[Array, "*stack out groups"]
     row_scale: Float32[Array, "*stack out 1"] | None
     zero: Shaped[Array, "*stack out groups"] | None
+    minimum: Float32[Array, "*stack out groups"] | None
     order: Int[Array, "*stack in"] | None
     input_scale: Float32[Array, "*stack"] | None
     scheme: Scheme = struct.field(pytree_node=False)
@@ -71,7 +73,7 @@ class StoredMatrix(Matrix):
         return _dequantize(self.scheme, self.order, *taken)
 
     def _rows_arrays(self) -> tuple[Array, ...]:
-        optional = (self.row_scale, self.zero)
+        optional = (self.row_scale, self.zero, self.minimum)
         return (self.elements, self.scale, *(x for x in optional if x is not None))
 
 
@@ -104,6 +106,14 @@ class StoredFormat:
         return dtype
 
 
+class _Grids(NamedTuple):
+    """Scales, zero points and minima, [rows, groups]."""
+
+    scale: NDArray[Any]
+    zero: NDArray[Any] | None
+    minimum: NDArray[Any] | None
+
+
 class SchemeFormat(WeightFormat):
     """`StoredMatrix` of one scheme.
 
@@ -117,17 +127,17 @@ class SchemeFormat(WeightFormat):
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike | None:
         """Return that of integers in groups of consecutive columns, if activations stay as they are.
 
-        Kernels have zero points for 4 bits alone.
+        Kernels have zero points for 4 bits alone, which also carry minima.
         """
         native = {
             ("int4", False): jnp.int4,
             ("int4", True): jnp.uint4,
             ("int8", False): jnp.int8,
         }
-        others = set(self.scheme.suffixes) - {"elements", "scale", "zero"}
+        others = set(self.scheme.suffixes) - {"elements", "scale", "zero", "minimum"}
         if self.scheme.activation is not None or others:
             return None
-        return native.get((self.scheme.elements, self.scheme.has("zero")))
+        return native.get((self.scheme.elements, self.scheme.has("zero") or self.scheme.has("minimum")))
 
     def leaves(self, row: Row, shape: tuple[int, ...], dtype: np.dtype) -> tuple[Leaf, ...]:
         """Return the arrays of `StoredMatrix` that the scheme has."""
@@ -151,6 +161,8 @@ class SchemeFormat(WeightFormat):
             leaves.append(Leaf((num_rows, 1), np.dtype(np.float32), (out_axis, None)))
         if scheme.has("zero"):
             leaves.append(Leaf(grid, elements, (out_axis, group_axis)))
+        if scheme.has("minimum"):
+            leaves.append(Leaf(grid, np.dtype(np.float32), (out_axis, group_axis)))
         if scheme.has("order"):
             leaves.append(Leaf((in_size,), np.dtype(np.int32), (in_axis,)))
         if scheme.has("input_scale"):
@@ -170,6 +182,7 @@ class SchemeFormat(WeightFormat):
             next(rest),
             next(rest) if has("global_scale") else None,
             next(rest) if has("zero") else None,
+            next(rest) if has("minimum") else None,
             next(rest) if has("order") else None,
             next(rest) if has("input_scale") else None,
             self.scheme,
@@ -185,9 +198,12 @@ class SchemeFormat(WeightFormat):
         def add(start: int, part: Any) -> None:
             rows = slice(start, start + len(part))
             matrix.elements[rows] = part.elements()
-            matrix.scale[rows], zero = self._grids(row, part)
+            grids = self._grids(row, part)
+            matrix.scale[rows] = grids.scale
             if matrix.zero is not None:
-                matrix.zero[rows] = zero
+                matrix.zero[rows] = grids.zero
+            if matrix.minimum is not None:
+                matrix.minimum[rows] = grids.minimum
             if matrix.row_scale is not None:
                 matrix.row_scale[rows] = part.global_scale()
 
@@ -203,10 +219,13 @@ class SchemeFormat(WeightFormat):
         self._parts(row, tensor)
 
         def add(start: int, part: Any) -> None:
-            elements, (scale, zero) = part.elements(), self._grids(row, part)
+            elements, (scale, zero, minimum) = part.elements(), self._grids(row, part)
             if self.scheme.is_packed:
                 elements = nibbles(elements)
-                elements = elements if zero is not None else elements.view(np.int8) - np.int8(_INT4_ZERO)
+                is_signed = zero is None and minimum is None
+                elements = elements.view(np.int8) - np.int8(_INT4_ZERO) if is_signed else elements
+            if minimum is not None:
+                elements, scale, zero = _with_zeros(elements, scale, minimum)
             use(start, elements, scale, zero)
 
         tensor.each_slice(_slab_rows(tensor.shape[1]), add)
@@ -220,13 +239,14 @@ class SchemeFormat(WeightFormat):
             )
         return parts
 
-    def _grids(self, row: Row, part: QuantizedPart) -> tuple[NDArray[Any], NDArray[Any] | None]:
-        """Return scales and zero points of a part's rows and of a device's groups."""
+    def _grids(self, row: Row, part: QuantizedPart) -> _Grids:
+        """Return what a part's rows have for each of a device's groups."""
         groups = _first_columns(self.scheme, row.shape[1], part.shape[1])
         if not self.scheme.has("order"):
             groups = (part.columns[0] + groups) // (self.scheme.group or row.shape[1])
         zero = _columns(part.zero(), groups) if self.scheme.has("zero") else None
-        return _columns(part.scale(), groups), zero
+        minimum = _columns(part.minimum(), groups) if self.scheme.has("minimum") else None
+        return _Grids(_columns(part.scale(), groups), zero, minimum)
 
     def _input_scale(self, parts: Sequence[QuantizedPart]) -> np.float32:
         """Return the scale of activations for all parts: the one that holds the largest values, as in vLLM."""
@@ -266,6 +286,20 @@ def _columns(array: NDArray[Any], groups: NDArray[np.int64]) -> NDArray[Any]:
     return array if array.shape[1] == 1 else array[:, groups]
 
 
+def _with_zeros(
+    elements: NDArray[np.uint8], scale: NDArray[np.float32], minimum: NDArray[np.float32]
+) -> tuple[NDArray[np.uint8], NDArray[np.float32], NDArray[np.float32]]:
+    """Return elements, scales and zero points, not all whole, for elements, scales and minima.
+
+    A group with the scale 0 has one value; it gets elements of 0, and its minimum as the scale of a zero point of 1.
+    """
+    is_flat = scale == 0
+    zero = np.divide(minimum, scale, out=np.ones_like(scale), where=~is_flat)
+    if is_flat.any():
+        elements = elements * ~np.repeat(is_flat, elements.shape[1] // scale.shape[1], axis=1)
+    return elements, np.where(is_flat, minimum, scale), zero
+
+
 def _common_order(row: Row, parts: Sequence[QuantizedPart], num_groups: int) -> NDArray[np.int32]:
     orders = [part.group_of() for part in parts]
     if any(not np.array_equal(order, orders[0]) for order in orders):
@@ -289,6 +323,7 @@ def _dequantize(
 ) -> Float32[Array, "rows in"]:
     """Return rows in float32."""
     q, rest = _floats(scheme, elements), iter(optional)
+    has_minimum = scheme.has("minimum")
     wide = scale.astype(jnp.float32)
     if scheme.has("global_scale"):
         further = next(rest)
@@ -296,9 +331,10 @@ def _dequantize(
     spread = partial(_spread, order, q.shape[-1])
     if scheme.has("zero"):
         q = q - spread(next(rest).astype(jnp.float32))
-    elif scheme.elements == "int4":
+    elif scheme.elements == "int4" and not has_minimum:
         q = q - _INT4_ZERO
-    return q * spread(wide)
+    w = q * spread(wide)
+    return w - spread(next(rest)) if has_minimum else w
 
 
 def _floats(scheme: Scheme, elements: Shaped[Array, "rows in_bytes"]) -> Float32[Array, "rows in"]:

@@ -4,7 +4,7 @@
 `transformers`. As in `transformers`, the special tokens of `tokenizer_config.json` and `special_tokens_map.json` are
 added. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored if there is a `tokenizer.json`, whose
 post-processor defines the tokens around a prompt; transformers does the same from version 5 on. Directories without
-`tokenizer.json` are loaded by `transformers.AutoTokenizer`.
+`tokenizer.json` are loaded by `transformers.AutoTokenizer`, GGUF files by transformers' class for all fast tokenizers.
 """
 
 import itertools
@@ -212,20 +212,23 @@ class _TokenTexts(dict[int, str]):
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Load the tokenizer of a Hugging Face directory, from local files only.
+    """Load the tokenizer of a Hugging Face directory or of a GGUF file, from local files only.
 
     Raises:
-        ConfigError: the directory has no loadable tokenizer; the message names the expected files.
+        ConfigError: there is no loadable tokenizer; the message names the expected files.
     """
     directory = Path(path)
+    if (gguf := _gguf_file(directory)) is not None:
+        found = _load_gguf(gguf)
+        return _from_transformers(found, {"chat_template": found.chat_template}, directory)
     if not directory.is_dir():
-        raise ConfigError(f"the tokenizer must be a local directory, got {str(path)!r}")
+        raise ConfigError(f"the tokenizer must be a local directory or a .gguf file, got {str(path)!r}")
     config = _read_json(directory / "tokenizer_config.json")
     if "added_tokens_decoder" not in config:  # older checkpoints have them in special_tokens_map.json
         config |= _read_json(directory / "special_tokens_map.json")
     file = directory / "tokenizer.json"
     if not file.is_file():
-        return _load_with_transformers(directory, config)
+        return _from_transformers(_load_slow(directory), config, directory)
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises plain Exception
@@ -276,13 +279,14 @@ def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
 
     directory = Path(path)
+    if (gguf := _gguf_file(directory)) is not None:
+        return _load_gguf(gguf)
     if not (directory / "tokenizer.json").is_file():
         return _load_slow(directory)
     return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
 
 
-def _load_with_transformers(directory: Path, config: dict[str, Any]) -> Tokenizer:
-    slow = _load_slow(directory)
+def _from_transformers(slow: "PreTrainedTokenizerBase", config: dict[str, Any], directory: Path) -> Tokenizer:
     special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
     if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
         return _from_backend(backend, config | special, directory)
@@ -314,6 +318,26 @@ def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
             f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
         )
     return slow
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that has the tokenizer: the path itself, or the only one of a directory without another."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    found = list(path.glob("*.gguf")) if path.is_dir() and not any(path.glob("tokenizer*")) else []
+    return found[0] if len(found) == 1 else None
+
+
+def _load_gguf(file: Path) -> "PreTrainedTokenizerBase":
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    except Exception as error:  # faults of the file are of any kind, those of the tokenizers library plain Exception
+        raise ConfigError(
+            f"{file} must have a tokenizer that transformers reads, which needs torch and gguf, but: "
+            f"{type(error).__name__} {_first_line(error)}; pass a directory as tokenizer=, or skip_tokenizer_init=True"
+        ) from error
 
 
 def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:

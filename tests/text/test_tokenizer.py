@@ -229,7 +229,7 @@ def test_without_tokenizer_json_transformers_loads(tmp_path: Path) -> None:
 
 
 def test_what_does_not_load_says_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must be a local directory, got 'no/such'"):
+    with pytest.raises(ConfigError, match=r"must be a local directory or a \.gguf file, got 'no/such'"):
         load_tokenizer("no/such")
     with pytest.raises(ConfigError, match=r"looked for tokenizer.json, then .*vocab.json"):
         load_tokenizer(tmp_path)

@@ -223,7 +223,7 @@ def test_taken_places_are_refused(tmp_path: Path, source: Path, orbax: Path) -> 
 
 def test_sources_of_neither_form_are_refused(tmp_path: Path, source: Path) -> None:
     (tmp_path / "empty").mkdir()
-    for name, message in [("nowhere", "must be a local directory"), ("empty", "or the folder `orbax`")]:
+    for name, message in [("nowhere", "must be a local directory"), ("empty", "the folder `orbax` or")]:
         with pytest.raises(CheckpointError, match=message):
             convert(tmp_path / name, tmp_path / "target", specs_of(source))
     assert [f.name for f in tmp_path.iterdir()] == ["empty"]

@@ -353,7 +353,7 @@ def test_no_weights(tmp_path):
 
 
 def test_config_is_read_or_refused(tmp_path):
-    with pytest.raises(weights.CheckpointError, match=r"must contain config\.json, got an empty directory"):
+    with pytest.raises(weights.CheckpointError, match=r"must contain config\.json or .* got an empty directory"):
         weights.read_config(tmp_path)
     with pytest.raises(weights.CheckpointError, match="local directory"):
         weights.read_config(tmp_path / "nowhere")

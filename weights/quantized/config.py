@@ -296,6 +296,27 @@ def _group(config: Mapping[str, Any]) -> int | None:
     return None if size == -1 else size
 
 
+# GGUF, whose types are recorded by `gguf_store`
+
+_MINIMUM: tuple[tuple[Role, str], ...] = (("minimum", "weight_minimum"),)
+GGUF_SCHEMES: Mapping[str, Scheme] = {
+    "Q8_0": Scheme("gguf Q8_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
+    "Q4_0": Scheme("gguf Q4_0", "int4", "nibbles", _PACKED_SCALED, 32, scale_dtype="float16"),
+    "Q5_0": Scheme("gguf Q5_0", "int8", "plain", _PLAIN_SCALED, 32, scale_dtype="float16"),
+    "Q4_K": Scheme("gguf Q4_K", "int4", "nibbles", (*_PACKED_SCALED, *_MINIMUM), 32),
+    "Q6_K": Scheme("gguf Q6_K", "int8", "plain", _PLAIN_SCALED, 16),
+}
+
+
+def _gguf(config: Mapping[str, Any]) -> Schemes:
+    rules = []
+    for kind, names in config["types"].items():
+        if kind not in GGUF_SCHEMES:
+            raise CheckpointError(f"the types of GGUF must be of {', '.join(GGUF_SCHEMES)}, got {kind!r}")
+        rules.append(Rule(f"(?:{'|'.join(map(re.escape, names))})$", GGUF_SCHEMES[kind]))
+    return Schemes("gguf", tuple(rules))
+
+
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Schemes]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
@@ -303,4 +324,5 @@ _METHODS: dict[str, Callable[[Mapping[str, Any]], Schemes]] = {
     "gptq": _gptq,
     "awq": _awq,
     "auto-round": _auto_round,
+    "gguf": _gguf,
 }

@@ -55,7 +55,7 @@ def other_shapes(scheme: Scheme, whole: tuple[int, int]) -> dict[Role, list[tupl
     scale: list[tuple[int, ...]] = [(blocks, groups), (blocks, 1, groups, 1)]
     scale += [(blocks,)] if groups == 1 else []
     scale += [(), (1,), (1, 1)] if scheme.group is None or blocks * groups == 1 else []
-    return {"scale": scale, "zero": [(rows if scheme.packing == "plain" else words, groups)]}
+    return {"scale": scale, "minimum": scale, "zero": [(rows if scheme.packing == "plain" else words, groups)]}
 
 
 def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) -> NDArray[Any]:
@@ -77,7 +77,7 @@ def read_elements(scheme: Scheme, tensor: Any, rows: Bounds, columns: Bounds) ->
 
 
 def read_scale(scheme: Scheme, tensor: Any, rows: Bounds) -> NDArray[Any]:
-    """Return the scales of some rows, [rows, groups], whether they are stored by tensor, row, group or block."""
+    """Return the scales or minima of some rows, [rows, groups], whether stored by tensor, row, group or block."""
     num_rows, shape = rows[1] - rows[0], tuple(tensor.shape)
     if scheme.packing in ("gptq", "awq"):
         scale = _read(tensor, (0, shape[0]), rows).T

@@ -97,12 +97,15 @@ class QuantizedPart:
         group_of = self.group_of()
         if self.scheme.has("zero"):
             q -= self.zero()[:, group_of].astype(np.float32)
-        elif self.scheme.elements == "int4":
+        elif self.scheme.elements == "int4" and not self.scheme.has("minimum"):
             q -= INT4_ZERO
         scale = self.scale().astype(np.float32)
         if self.scheme.has("global_scale"):
             scale = scale / self.global_scale() if self.scheme.divides else scale * self.global_scale()
-        return (q * scale[:, group_of]).astype(dtype or np.float32, copy=False)
+        w = q * scale[:, group_of]
+        if self.scheme.has("minimum"):
+            w -= self.minimum()[:, group_of]
+        return w.astype(dtype or np.float32, copy=False)
 
     def elements(self) -> NDArray[Any]:
         """Return the elements as devices hold them, two to a byte where they have four bits, signed where eight."""
@@ -115,6 +118,10 @@ class QuantizedPart:
     def zero(self) -> NDArray[Any]:
         """Return the zero points of these rows and all groups of columns, offset as the elements are."""
         return read_zero(self.scheme, self.tensors["zero"], self.rows)
+
+    def minimum(self) -> NDArray[Any]:
+        """Return what is subtracted from products of elements and scales, of these rows and all groups of columns."""
+        return read_scale(self.scheme, self.tensors["minimum"], self.rows)
 
     def global_scale(self) -> np.float32:
         """Return the scale of the whole tensor."""

@@ -1,7 +1,8 @@
 """Schemes: how a checkpoint stores the matrix of each module, as values that are the same for all tools.
 
 A matrix [O, I] is stored as elements and a scale for each row or block of rows and each group of columns:
-`w = (q - zero) * scale`, where there may be a further scale of the whole tensor.
+`w = (q - zero) * scale`, where there may be a further scale of the whole tensor; or `w = q * scale - minimum`, which
+also stands for the same value in all of a group.
 """
 
 import re
@@ -12,7 +13,7 @@ Elements = Literal["int4", "int8", "e4m3", "e2m1"]
 # How elements lie in a file: as they are; two in a byte, the low nibble first; in words of 32 bits along the rows of
 # [O, I], or of [I, O] by GPTQ and by AWQ.
 Packing = Literal["plain", "nibbles", "words", "gptq", "awq"]
-Role = Literal["elements", "scale", "zero", "order", "global_scale", "input_scale"]
+Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_scale"]
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
 _CLASSES = {"embed_tokens": "Embedding", "wte": "Embedding", "wpe": "Embedding"}  # others are linear
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
@@ -86,7 +87,7 @@ class Scheme:
     def __str__(self) -> str:
         rows = f" of {self.block_rows} rows" if self.block_rows > 1 else ""
         groups = f"groups of {self.group}{rows}" if self.group else "rows"
-        zeros = " with zero points" if self.has("zero") else ""
+        zeros = " with zero points" if self.has("zero") else " with minima" if self.has("minimum") else ""
         order = " in activation order" if self.has("order") else ""
         activation = self.activation or "activations as they are"
         return f"{self.name}: {self.elements} weights by {groups}{zeros}{order}, {activation}"

@@ -20,6 +20,7 @@ from tests.checkpoints import reference_logits
 from tests.models.test_parity import attend
 from tests.parameters import some_by_default
 from tests.quant.quantized_checkpoints import CASES, fake_int8, write_quantized
+from tests.weights.gguf_files import write_gguf
 
 
 def split(path: Path, n: int, *, native: bool) -> tuple[Any, Any, Any]:
@@ -70,6 +71,23 @@ def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
         assert np.abs(found - expected).mean() < 0.01 * np.abs(expected).max()
     else:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+GGUF_OVER = [f"{kind} over {n}" for kind in ("Q4_0", "Q4_K", "Q8_0", "Q6_K") for n in (2, 4)]
+SOME_GGUF: tuple[str, ...] = ("Q4_K over 2",)
+if packed_linear.unsupported("int4", "cpu") is None:
+    GGUF_OVER += [f"{case} by native kernels" for case in GGUF_OVER]
+    SOME_GGUF += ("Q4_0 over 4 by native kernels", "Q4_K over 4 by native kernels")
+
+
+@pytest.mark.parametrize("case", some_by_default(GGUF_OVER, *SOME_GGUF))
+def test_logits_of_gguf_files_are_those_of_one_device(tmp_path: Path, case: str) -> None:
+    """Devices have parts of blocks and of groups of 32 columns, and a padded part of the quantised vocabulary."""
+    kind, _, n, *native = case.split(maxsplit=3)
+    model = write_gguf(tmp_path / "model.gguf", kind, num_hidden_layers=1, num_key_value_heads=4)
+    token_ids = np.random.default_rng(0).integers(0, 131, 20).astype(np.int32)
+    found = split_logits(tmp_path, token_ids, int(n), native=bool(native))
+    np.testing.assert_allclose(found, reference_logits(model, token_ids), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", ["fp8-block over 2", "fp8-block over 4", "gptq-order over 8", "awq over 8"])

@@ -1,0 +1,367 @@
+"""GGUF files: weights are those of the gguf package, logits and configurations those of transformers."""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxserve import LLM, ConfigError, EngineConfig, SamplingParams, weights
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mlp import swiglu
+from jaxserve.models import registry
+from jaxserve.models.params import device_bytes, matrix_transform
+from jaxserve.pallas_kernels import packed_linear
+from jaxserve.planner.plan import make_plan
+from jaxserve.planner.program import abstract_params
+from jaxserve.planner.targets import parse_target
+from jaxserve.quant import weight_format
+from jaxserve.quant.packed import NativeMatrix
+from jaxserve.quant.stored import StoredMatrix
+from jaxserve.text.tokenizer import load_hf_tokenizer, load_tokenizer
+from jaxserve.weights import gguf_store
+from jaxserve.weights.quantized.config import GGUF_SCHEMES
+from jaxserve.weights.rows import leaf_at
+from tests import tiny_tokenizers
+from tests.checkpoints import ROPES, reference_logits
+from tests.e2e.sizes import SIZES
+from tests.models.test_parity import run
+from tests.parameters import some_by_default
+from tests.weights.gguf_files import KINDS, add_vocabulary, write_gguf
+
+ONE_LAYER = {"num_hidden_layers": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+PROMPT = {"prompt_token_ids": list(range(3, 20))}
+needs_kernels = pytest.mark.skipif(packed_linear.unsupported("int4", "cpu") is not None, reason="needs the kernels")
+
+
+def loaded(path: Path, *, native: bool = False) -> tuple[Any, list[Any], Any]:
+    arch = registry.from_hf_config(weights.read_config(path))
+    specs = registry.param_specs(arch)
+    transform = matrix_transform(specs, weight_format(None, arch.schemes), native=native)
+    return arch, specs, weights.load(path, specs, jnp.float32, transform=transform, schemes=arch.schemes)
+
+
+def torch_rows(model: torch.nn.Module, spec: Any) -> np.ndarray:
+    return np.concatenate([model.get_parameter(name).detach().numpy() for name in spec.hf_names])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_are_those_of_the_package(tmp_path: Path, kind: str) -> None:
+    """Every parameter is bit for bit what `gguf.quants.dequantize` returns, and matrices are held as stored."""
+    model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
+    arch, specs, params = loaded(tmp_path)
+    dequantised = weights.load(tmp_path, specs, schemes=arch.schemes)
+    for spec in specs:
+        found, expected = leaf_at(params, spec.path), torch_rows(model, spec)
+        np.testing.assert_array_equal(leaf_at(dequantised, spec.path), expected)
+        if kind in GGUF_SCHEMES and spec.is_matrix:
+            assert isinstance(found, StoredMatrix)
+            assert found.scheme == GGUF_SCHEMES[kind]
+            if spec.path[-1] == "qkv_proj":  # fused, and of rows in another order
+                np.testing.assert_array_equal(found.rows(jnp.arange(spec.shape[0])), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("kind", some_by_default(list(GGUF_SCHEMES), "Q4_0", "Q4_K", "Q6_K"))
+def test_native_kernels_multiply_what_is_stored(tmp_path: Path, kind: str) -> None:
+    """Products are those of the encoded weights in float64; minima are zero points that are not whole."""
+    model = write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
+    _, specs, params = loaded(tmp_path, native=True)
+    multiply = jax.jit(linear, static_argnums=2, compiler_options={"xla_backend_optimization_level": 0})
+    for spec in specs:
+        if not spec.path[-1].endswith("proj"):
+            continue
+        matrix, wide = leaf_at(params, spec.path), torch_rows(model, spec).astype(np.float64)
+        assert isinstance(matrix, NativeMatrix)
+        x = np.random.default_rng(1).standard_normal((5, spec.shape[1])).astype(np.float32)
+        wanted = x.astype(np.float64) @ wide.T
+        if spec.gated:
+            gate, up = np.split(wanted, 2, axis=1)
+            wanted = gate / (1 + np.exp(-gate)) * up
+        context = LinearContext(activation=swiglu if spec.gated else None)
+        np.testing.assert_allclose(multiply(x, matrix, context), wanted, rtol=1e-5, atol=2e-5)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    **{kind: {"kind": kind} for kind in KINDS},
+    "tied": {"kind": "Q8_0", "tie_word_embeddings": True},
+    "biases": {"kind": "F16", "attention_bias": True, "mlp_bias": True},
+    "qwen2": {"kind": "Q4_0", "family": "qwen2", "use_sliding_window": False},
+    "qwen3": {"kind": "Q4_0", "family": "qwen3"},
+    "linear": {"kind": "Q4_0", "rope_parameters": ROPES["linear"]},
+    "yarn": {"kind": "Q4_0", "rope_parameters": ROPES["yarn"]},
+    "llama3": {"kind": "Q4_0", "rope_parameters": {**ROPES["llama3"], "original_max_position_embeddings": 8192}},
+    # As llama.cpp mixes types: of a product of several matrices, the value is of another one.
+    "mixed": {"kind": lambda name: "Q5_0" if "v_proj" in name else "F16" if "lm_head" in name else "Q4_0"},
+}
+
+
+@pytest.mark.parametrize("name", some_by_default(list(CASES), "Q8_0", "Q4_K", "qwen2", "llama3", "mixed"))
+def test_logits_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+    """Logits are those of the model that was written; transformers reads the same from the file."""
+    case = CASES[name]
+    model = write_gguf(tmp_path / "model.gguf", **case)
+    arch, _, params = loaded(tmp_path / "model.gguf")
+    ids = np.random.default_rng(0).integers(0, arch.vocab_size, 40).astype(np.int32)
+    expected = reference_logits(model, ids)
+    np.testing.assert_allclose(np.asarray(run(params, arch, jnp.asarray(ids))[0]), expected, rtol=0, atol=1e-4)
+    if name in KINDS or name == "tied":
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+        np.testing.assert_array_equal(reference_logits(again, ids), expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_config_is_the_one_that_was_converted(tmp_path: Path, family: str) -> None:
+    model = write_gguf(tmp_path / "model.gguf", "F16", family=family, use_sliding_window=False)
+    model.save_pretrained(tmp_path / "hf")
+    converted, original = (
+        registry.from_hf_config(weights.read_config(path)) for path in (tmp_path / "model.gguf", tmp_path / "hf")
+    )
+    fields = {"dtype": original.dtype, "norm_eps": original.norm_eps, "windows": original.windows}
+    assert converted.__class__(**{**vars(converted), **fields}) == original
+    assert converted.norm_eps == pytest.approx(original.norm_eps)
+
+
+def test_yarn_factors_of_llama_cpp(tmp_path: Path) -> None:
+    """llama.cpp multiplies YaRN's own factor of attention; transformers replaces it."""
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_float32("llama.rope.scaling.yarn_beta_fast", 16.0)
+        writer.add_float32("llama.rope.scaling.attn_factor", 0.5)
+
+    write_gguf(tmp_path / "model.gguf", "F16", metadata=metadata, rope_parameters=ROPES["yarn"], **ONE_LAYER)
+    rope = weights.read_config(tmp_path)["rope_parameters"]
+    assert rope["attention_factor"] == pytest.approx(0.5 * (0.1 * np.log(4) + 1))
+    assert rope["beta_fast"] == 16
+    assert rope["original_max_position_embeddings"] == 16
+
+
+# Engines
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("kind", some_by_default(list(KINDS), "Q4_0", "Q4_K"))
+def test_plans_count_the_bytes_that_are_loaded(tmp_path: Path, kind: str, num_devices: int) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, kind, **ONE_LAYER)
+    arch, _, params = loaded(path)
+    planned = abstract_params(arch, jnp.dtype("float32"), None, num_devices)
+    assert jax.tree.structure(planned) == jax.tree.structure(params)
+    held, size = device_bytes(params), sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(planned))
+    assert size == held if num_devices == 1 else held / 2 < size < held
+    if num_devices == 1 and kind in GGUF_SCHEMES:
+        config = EngineConfig(str(path), dtype="float32")
+        assert make_plan(config, parse_target("cpu")).memory.weights == held
+
+
+@pytest.mark.parametrize("kind", some_by_default(list(KINDS), "Q4_K"))
+def test_orbax_keeps_every_value(tmp_path: Path, kind: str) -> None:
+    write_gguf(tmp_path / "model.gguf", kind, **ONE_LAYER)
+    arch, specs, params = loaded(tmp_path / "model.gguf")
+    weights.convert(tmp_path / "model.gguf", tmp_path / "orbax", specs, schemes=arch.schemes)
+    weights.convert(tmp_path / "orbax", tmp_path / "hf", specs, schemes=arch.schemes)
+    for copy in ("orbax", "hf"):
+        again, _, copied = loaded(tmp_path / copy)
+        assert again == arch
+        for found, wanted in zip(jax.tree.leaves(copied), jax.tree.leaves(params), strict=True):
+            assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+
+
+def test_an_engine_serves_and_takes_other_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = {name: tmp_path / f"{name}.gguf" for name in "abcd"}
+    model = write_gguf(paths["a"], "Q4_0", **ONE_LAYER)
+    other = write_gguf(paths["b"], "Q4_0", seed=1, **ONE_LAYER)
+    write_gguf(paths["c"], "Q8_0", **ONE_LAYER)
+    write_gguf(paths["d"], "F16", **ONE_LAYER)
+    with caplog.at_level(logging.INFO), LLM(str(paths["a"]), skip_tokenizer_init=True, **SIZES) as llm:
+
+        def check(wanted: transformers.PreTrainedModel) -> None:
+            (output,) = llm.generate([PROMPT], GREEDY)
+            prompt = torch.tensor([PROMPT["prompt_token_ids"]])
+            ids = wanted.generate(prompt, do_sample=False, max_new_tokens=6, eos_token_id=None)[0]
+            assert output.outputs[0].token_ids == ids[prompt.shape[1] :].tolist()
+
+        check(model)
+        llm.update_weights(paths["b"])
+        check(other)
+        for refused in ("c", "d"):
+            with pytest.raises(ConfigError, match="got another quantization_config"):
+                llm.update_weights(paths[refused])
+        check(other)
+    (line,) = [line for line in caplog.messages if "checkpoint:" in line]
+    assert line.startswith("gguf checkpoint: 6 matrices gguf Q4_0: int4 weights by groups of 32")
+    with pytest.raises(ConfigError, match=r"exactly one \.gguf file, got a\.gguf, b\.gguf"):
+        LLM(str(tmp_path), skip_tokenizer_init=True)
+
+
+def vocabulary() -> tuple[tiny_tokenizers.Tokenizer, list[str], list[str]]:
+    tokenizer = tiny_tokenizers.byte_level()
+    ids = tokenizer.get_vocab()
+    merges = json.loads(tokenizer.to_str())["model"]["merges"]
+    return tokenizer, sorted(ids, key=ids.__getitem__), [" ".join(pair) for pair in merges]
+
+
+def test_tokenizer_of_the_file(tmp_path: Path) -> None:
+    """Texts become the ids of the tokenizer that was converted, after the token that begins a sequence."""
+    original, tokens, merges = vocabulary()
+    path = tmp_path / "model.gguf"
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        add_vocabulary(writer, tokens, merges)
+        writer.add_chat_template("{{ messages[0]['content'] }}!")
+
+    write_gguf(path, "Q8_0", metadata=metadata, vocab_size=len(tokens), **ONE_LAYER)
+    text = "Once upon a time there was\n\ta 東京 engine."
+    for place in (path, tmp_path):
+        tokenizer = load_tokenizer(place)
+        ids = list(tokenizer.encode(text))
+        assert ids == [1, *original.encode(text).ids]
+        assert tokenizer.decode(ids[1:]) == text
+        assert (tokenizer.bos_token_id, tokenizer.eos_token_ids) == (1, (2,))
+        assert tokenizer.chat_template == {"default": "{{ messages[0]['content'] }}!"}
+        assert load_hf_tokenizer(place)(text).input_ids == ids
+
+
+def test_a_file_without_a_tokenizer_says_what_to_pass(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "model.gguf", "F16", **ONE_LAYER)
+    with pytest.raises(ConfigError, match=r"must have a tokenizer .* pass a directory as tokenizer="):
+        LLM(str(tmp_path / "model.gguf"))
+
+
+# Faults
+
+
+def add_unknown_type(tensors: dict[str, Any]) -> None:
+    w = np.zeros((224, 160), np.float32)
+    kind = gguf.GGMLQuantizationType.Q5_1
+    tensors["blk.0.ffn_up.weight"] = gguf.quants.quantize(w, kind), kind
+
+
+def quantise_a_norm(tensors: dict[str, Any]) -> None:
+    kind = gguf.GGMLQuantizationType.Q8_0
+    tensors["output_norm.weight"] = gguf.quants.quantize(np.ones(160, np.float32), kind), kind
+
+
+def other_rope(tensors: dict[str, Any]) -> None:
+    tensors["rope_freqs.weight"] = np.linspace(1, 5, 20, dtype=np.float32), gguf.GGMLQuantizationType.F32
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "type": ({"change": add_unknown_type}, r"tensors of the types F32.*got blk\.0\.ffn_up\.weight of Q5_1"),
+    "norm": ({"change": quantise_a_norm}, r"quantised types for matrices alone, got output_norm\.weight Q8_0"),
+    "missing": ({"change": lambda t: t.pop("blk.0.ffn_down.weight")}, r"1 missing: model\.layers\.0\.mlp\.down_proj"),
+    "missing part": ({"kind": "Q8_0", "change": lambda t: t.pop("blk.0.attn_k.weight")}, r"1 missing: .*k_proj"),
+    "embedding": ({"change": lambda t: t.pop("token_embd.weight")}, r"must hold token_embd\.weight"),
+    "unexpected": (
+        {"change": lambda t: t.update({"blk.0.ffn_gate_inp.weight": t["output_norm.weight"]})},
+        r"1 unexpected: blk\.0\.ffn_gate_inp\.weight",
+    ),
+    "shape": (
+        {"change": lambda t: t.update({"output.weight": t["blk.0.ffn_up.weight"]})},
+        r"of another shape: lm_head",
+    ),
+    "rope": ({"change": other_rope}, r"the factors of Llama 3's RoPE in rope_freqs\.weight"),
+    "scaling": ({"metadata": lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)}, "got 'longrope'"),
+    "experts": ({"metadata": lambda w: w.add_expert_count(4)}, "without experts, got 4"),
+    "shards": ({"metadata": lambda w: w.add_uint16("split.count", 3)}, "one of 3; merge them"),
+    "partial": (
+        {"metadata": lambda w: replace(w, "llama.rope.dimension_count", 20)},
+        "partial_rotary_factor must be 1",
+    ),
+    "values": ({"metadata": lambda w: replace(w, "llama.attention.value_length", 20)}, "one size, got 40 and 20"),
+    "layers": (
+        {"metadata": lambda w: replace(w, "llama.feed_forward_length", [224, 96])},
+        r"one llama\.feed_forward_length for all layers, got \[224, 96\]",
+    ),
+    "absent": (
+        {"metadata": lambda w: w.kv_data[0].pop("llama.block_count")},
+        r"positive llama\.block_count .* got None",
+    ),
+    "text": ({"metadata": lambda w: replace(w, "llama.block_count", "two")}, r"llama\.block_count .* got two"),
+    "count": ({"metadata": lambda w: replace(w, "llama.block_count", 2**31)}, "must hold 2147483648 layers"),
+    "model": ({"metadata": lambda w: replace(w, "general.architecture", "mamba")}, r"'qwen3'\], got mamba"),
+}
+
+
+def replace(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    del writer.kv_data[0][key]
+    add = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}[type(value)]
+    add(key, value)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_models_that_are_not_supported_are_named(tmp_path: Path, name: str) -> None:
+    fault, message = FAULTS[name]
+    path = tmp_path / "model.gguf"
+    write_gguf(path, **{"kind": "F16", **ONE_LAYER, **fault})
+    with pytest.raises(ConfigError, match=message):
+        LLM(str(path), skip_tokenizer_init=True, **SIZES)
+
+
+def test_damaged_files_are_named(tmp_path: Path) -> None:
+    """A file that ends anywhere, or has another byte in its header, is refused or read, and raises nothing else."""
+    whole, path = tmp_path / "whole.gguf", tmp_path / "model.gguf"
+    write_gguf(whole, "Q8_0", **ONE_LAYER)
+    content, rng = whole.read_bytes(), np.random.default_rng(0)
+    header_len = content.index(b"output_norm.weight") + 60
+    ends = [0, 3, 4, 12, 24, 30, header_len // 2, header_len, len(content) // 2, len(content) - 64]
+    for end in ends:
+        path.write_bytes(content[:end])
+        with pytest.raises(weights.CheckpointError, match=rf"must be a complete GGUF file, got {end} bytes"):
+            weights.read_config(path)
+    num_refused = 0
+    for _ in range(100):
+        changed = bytearray(content)
+        changed[rng.integers(header_len)] ^= int(rng.integers(1, 256))
+        path.write_bytes(changed)
+        gguf_store._parse.cache_clear()
+        try:
+            arch = registry.from_hf_config(weights.read_config(path))
+            weights.check(path, registry.param_specs(arch), arch.schemes)
+        except (weights.CheckpointError, ConfigError):
+            num_refused += 1
+    assert num_refused > 20
+
+
+def test_the_package_is_named_if_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "model.gguf", "F16", **ONE_LAYER)
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(ConfigError, match=r"needs the gguf package: pip install 'jaxserve\[gguf\]'"):
+        LLM(str(tmp_path / "model.gguf"), skip_tokenizer_init=True)
+
+
+def test_a_replaced_file_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    for kind in ("F16", "Q8_0"):
+        write_gguf(path, kind, **ONE_LAYER)
+        assert ("quantization_config" in weights.read_config(path)) == (kind == "Q8_0")
+        os.utime(path, ns=(1, 1))
+
+
+def test_vocabularies_are_skipped(tmp_path: Path) -> None:
+    """Arrays too long to be read, of strings and of numbers, change nothing that comes behind them."""
+
+    def metadata(writer: gguf.GGUFWriter) -> None:
+        writer.add_token_list([f"token {i}" for i in range(5000)])
+        writer.add_token_scores([float(i) for i in range(5000)])
+        writer.add_array("short", [3, 4])
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(4.0)
+
+    rope = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+    write_gguf(tmp_path / "long.gguf", "Q8_0", metadata=metadata, **ONE_LAYER)
+    write_gguf(tmp_path / "short.gguf", "Q8_0", rope_parameters=rope, **ONE_LAYER)
+    assert weights.read_config(tmp_path / "long.gguf") == weights.read_config(tmp_path / "short.gguf")
+    assert gguf_store._open(tmp_path / "long.gguf").metadata["short"] == [3, 4]
+    (_, _, long), (_, _, short) = (loaded(tmp_path / f"{name}.gguf") for name in ("long", "short"))
+    jax.tree.map(np.testing.assert_array_equal, long, short)

@@ -1,0 +1,363 @@
+"""GGUF files of llama.cpp: metadata in the form of a config.json, tensors by the names that Hugging Face has for them.
+
+The gguf package reads the container; it is imported only where there is such a file.
+"""
+
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path as FilePath
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxserve.weights.errors import CheckpointError
+from jaxserve.weights.gguf_blocks import BLOCK_TYPES, BlockTensor, Bytes, Field, alternating
+from jaxserve.weights.quantized.config import GGUF_SCHEMES
+from jaxserve.weights.stored_tensor import HeldTensor, Part, Tensors
+
+SUFFIX = ".gguf"
+_MAX_ELEMENTS = 4096  # longest array of metadata that is read: some have an element per layer
+_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ALTERNATING = ("llama",)  # architectures whose rows of queries and keys the converter has reordered
+_FLOATS = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+_NEEDED = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+}
+_TOKENS = {"bos_token_id": ("bos",), "eos_token_id": ("eos", "eot")}  # field -> tokens of the metadata
+_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_AGAIN = "download or convert it again"
+_EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+# Of all Llama 3 models; files have the factors that follow, not these.
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor of a file: its type, its shape and a view of its bytes."""
+
+    kind: str
+    shape: tuple[int, ...]
+    data: NDArray[Any]
+
+    def floats(self) -> NDArray[Any]:
+        """Return the view as floats, if it is of a type of floats."""
+        return self.data.view(_FLOATS[self.kind]).reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file, its metadata without the vocabulary, and its tensors by their names in it."""
+
+    path: FilePath
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, _Tensor]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.metadata.get("general.architecture"))
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key of the architecture, None if it is absent; that of all layers if it is a list."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        if isinstance(value, list):
+            if len(set(value)) != 1:
+                raise self.fault(f"have one {self.architecture}.{key} for all layers", value)
+            return value[0]
+        return value
+
+    def fault(self, must: str, got: object, advice: str = "use a file of such a model") -> CheckpointError:
+        return CheckpointError(f"{self.path} must {must}, got {got}; {advice}")
+
+
+def file_of(path: str | os.PathLike[str]) -> FilePath | None:
+    """Return the file that a path stands for: itself, or the only one of a directory; None if there is none."""
+    path = FilePath(path)
+    if path.suffix == SUFFIX and path.is_file():
+        return path
+    found = list(path.glob(f"*{SUFFIX}")) if path.is_dir() else []
+    return found[0] if len(found) == 1 else None
+
+
+def has_weights(path: FilePath) -> bool:
+    """Return whether there is one file that `open_tensors` reads."""
+    return file_of(path) is not None
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return what a config.json of the same model would hold, from the metadata and the names of tensors.
+
+    Raises:
+        CheckpointError: the file is damaged, or the model is not supported.
+    """
+    file = _open(path)
+    if file.architecture not in _ARCHITECTURES:
+        raise file.fault(f"be of an architecture in {sorted(_ARCHITECTURES)}", file.architecture)
+    if file.get("expert_count"):
+        raise file.fault("be of a model without experts", f"{file.get('expert_count')} of them")
+    if _EMBEDDING not in file.tensors:
+        raise file.fault(f"hold {_EMBEDDING}", f"{len(file.tensors)} other tensors", _AGAIN)
+    config: dict[str, Any] = {
+        "architectures": [_ARCHITECTURES[file.architecture]],
+        "model_type": file.architecture,
+        "vocab_size": file.tensors[_EMBEDDING].shape[0],
+        "tie_word_embeddings": _HEAD not in file.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        **{field: _number(file, key, int) for key, field in _NEEDED.items()},
+        "rms_norm_eps": _number(file, "attention.layer_norm_rms_epsilon", float),
+    }
+    if config["num_hidden_layers"] > len(file.tensors):
+        raise file.fault(f"hold {config['num_hidden_layers']} layers", f"{len(file.tensors)} tensors", _AGAIN)
+    config["num_key_value_heads"] = _number(file, "attention.head_count_kv", int, config["num_attention_heads"])
+    config["head_dim"] = head_size = _head_size(file)
+    config["rope_parameters"] = _rope(file, head_size)
+    config["partial_rotary_factor"] = _number(file, "rope.dimension_count", int, head_size) / head_size
+    for field, tokens in _TOKENS.items():
+        ids = [file.metadata.get(f"tokenizer.ggml.{token}_token_id") for token in tokens]
+        known = list(dict.fromkeys(token_id for token_id in ids if token_id is not None))
+        config[field] = known[0] if len(known) == 1 else known or None
+    kinds = [t.kind for t in file.tensors.values() if len(t.shape) == 2 and t.kind in _FLOATS]
+    stored = [_FLOATS[kind].name for kind in _FLOATS if kind in kinds]
+    config["dtype"] = stored[0] if stored else "bfloat16"  # activations of models whose matrices are all quantised
+    if modules := _quantised(file):
+        config["quantization_config"] = {"quant_method": "gguf", "types": modules}
+    return config
+
+
+def open_tensors(path: FilePath) -> Tensors:
+    """Return every tensor by name, still unread: those of a quantised matrix by the suffixes of its scheme."""
+    file = _open(path)
+    head_size = _head_size(file) if file.architecture in _ALTERNATING else None
+    tensors: dict[str, Part] = {}
+    for name, tensor in file.tensors.items():
+        if name != _ROPE_FACTORS:
+            is_rotated = re.fullmatch(r"blk\.\d+\.attn_[qk]\.(weight|bias)", name)
+            own = head_size if is_rotated else None
+            if own is not None and tensor.shape[0] % own:
+                raise file.fault(f"have heads of {own} rows in {name}", f"{tensor.shape[0]} rows", _AGAIN)
+            tensors |= _parts(_hf_name(name), tensor, own)
+    return tensors
+
+
+def _parts(name: str, tensor: _Tensor, head_size: int | None) -> dict[str, Part]:
+    """Return a tensor by its names: itself, or what its blocks hold."""
+    if tensor.kind in _FLOATS:
+        floats = tensor.floats()
+        if head_size is None:
+            return {name: floats}
+        if floats.ndim == 1:
+            return {name: HeldTensor(np.array(floats)[alternating(np.arange(len(floats)), head_size)])}
+        dtype = floats.dtype
+        blocks = floats.view(np.uint8).reshape(*floats.shape, dtype.itemsize)
+        return {name: BlockTensor.of(blocks, Field(1, dtype, lambda block: block.view(dtype)), head_size)}
+    kind = BLOCK_TYPES[tensor.kind]
+    blocks = tensor.data.reshape(len(tensor.data), -1, kind.num_bytes)
+    module = name.removesuffix(".weight")
+    return {
+        f"{module}.{suffix}": BlockTensor.of(blocks, kind.fields[role], head_size)
+        for role, suffix in GGUF_SCHEMES[tensor.kind].tensors
+    }
+
+
+def _hf_name(name: str) -> str:
+    """Return the name of a tensor in Hugging Face's models; the same if it has none."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in _NAMES:
+        return name
+    layer = "" if match[1] is None else f"model.layers.{match[1]}."
+    return f"{layer}{_NAMES[match[2]]}.{match[3]}"
+
+
+def _quantised(file: _File) -> dict[str, list[str]]:
+    """Return the names of the modules of each quantised type."""
+    modules: dict[str, list[str]] = {}
+    for name, tensor in sorted(file.tensors.items()):
+        if tensor.kind not in _FLOATS:
+            modules.setdefault(tensor.kind, []).append(_hf_name(name).removesuffix(".weight"))
+    return modules
+
+
+# Metadata
+
+
+def _number(file: _File, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:
+    value = file.get(key)
+    if value is None and default is not None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        raise file.fault(f"have a positive {file.architecture}.{key} in its metadata", value, _AGAIN)
+    return kind(value)
+
+
+def _head_size(file: _File) -> int:
+    sizes = _number(file, "embedding_length", int), _number(file, "attention.head_count", int)
+    size = int(_number(file, "attention.key_length", int, sizes[0] // sizes[1]))
+    if (other := file.get("attention.value_length")) not in (None, size):
+        raise file.fault("have keys and values of one size", f"{size} and {other}")
+    if size <= 0 or size % 2:
+        raise file.fault("have heads of an even size", size)
+    return size
+
+
+def _rope(file: _File, head_size: int) -> dict[str, Any]:
+    theta = _number(file, "rope.freq_base", float, 10000.0)
+    kind = file.get("rope.scaling.type") or "none"
+    factor = _number(file, "rope.scaling.factor", float, file.get("rope.scale_linear") or 1.0)
+    if _ROPE_FACTORS in file.tensors:
+        return _llama3_rope(file, head_size, theta)
+    if kind == "none" and not file.get("rope.scale_linear"):
+        return {"rope_type": "default", "rope_theta": theta}
+    rope = {"rope_theta": theta, "factor": factor}
+    if original := file.get("rope.scaling.original_context_length"):
+        rope["original_max_position_embeddings"] = original
+    if kind in ("none", "linear"):
+        return {"rope_type": "linear", **rope}
+    others = {key: file.get(f"rope.scaling.{key}") for key in ("yarn_ext_factor", "yarn_log_multiplier")}
+    if kind != "yarn" or any(value is not None for value in others.values()):
+        wrong = {key: value for key, value in others.items() if value is not None}
+        raise file.fault("scale RoPE by 'linear' or 'yarn' without further factors", f"{kind!r} {wrong or ''}".strip())
+    for field in ("beta_fast", "beta_slow"):
+        if (value := file.get(f"rope.scaling.yarn_{field}")) is not None:
+            rope[field] = value
+    attention = _number(file, "rope.scaling.attn_factor", float, 1.0)
+    attention = _number(file, "rope.scaling.yarn_attn_factor", float, attention)
+    if attention != 1:  # a factor of the one that YaRN itself gives
+        rope["attention_factor"] = attention * (0.1 * float(np.log(factor)) + 1)
+    return {"rope_type": "yarn", **rope}
+
+
+def _llama3_rope(file: _File, head_size: int, theta: float) -> dict[str, Any]:
+    """Return the scaling of Llama 3, of which a file holds the factor of each frequency."""
+    tensor = file.tensors[_ROPE_FACTORS]
+    if tensor.kind != "F32" or tensor.shape != (head_size // 2,):
+        raise file.fault(f"have {head_size // 2} float32 in {_ROPE_FACTORS}", f"{tensor.kind} {list(tensor.shape)}")
+    found = np.array(tensor.floats(), np.float64)
+    factor, low, high = max(1.0, float(found.max())), _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
+    original = _number(file, "rope.scaling.original_context_length", int, _LLAMA3["original_max_position_embeddings"])
+    turns = original * theta ** (-np.arange(0, head_size, 2) / head_size) / (2 * np.pi)
+    # `turns` are those of each frequency in the original length.
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    if not np.allclose(found, 1 / ((1 - smooth) / factor + smooth), rtol=1e-4):
+        raise file.fault(f"have the factors of Llama 3's RoPE in {_ROPE_FACTORS}", np.array2string(found, threshold=8))
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": factor,
+        **_LLAMA3,
+        "original_max_position_embeddings": original,
+    }
+
+
+# The container
+
+
+def _open(path: str | os.PathLike[str]) -> _File:
+    file = file_of(path)
+    if file is None:
+        raise CheckpointError(f"{path} must be a {SUFFIX} file, or a directory with one, got neither")
+    stat = file.stat()
+    return _parse(file, stat.st_mtime_ns, stat.st_size)
+
+
+@lru_cache(maxsize=4)  # config, weights and their check each want the parsed header
+def _parse(path: FilePath, mtime_ns: int, num_bytes: int) -> _File:
+    try:
+        with np.errstate(all="raise"):
+            reader = _header_reader(path)
+            metadata = {name: field.contents() for name, field in reader.fields.items() if field.types}
+            tensors = {
+                tensor.name: _Tensor(tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))), tensor.data)
+                for tensor in reader.tensors
+            }
+    except ImportError as error:
+        raise CheckpointError(f"{path} needs the gguf package: pip install 'jaxserve[gguf]'") from error
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, MemoryError) as error:
+        raise CheckpointError(
+            f"{path} must be a complete GGUF file, got {num_bytes} bytes with a fault: {type(error).__name__} {error}; "
+            f"download or write it again"
+        ) from error
+    file = _File(path, metadata, tensors)
+    _check(file)
+    return file
+
+
+def _header_reader(path: FilePath) -> Any:
+    """Return the package's reader of a file, whose metadata lacks the elements of arrays as long as a vocabulary.
+
+    Those take the package several objects each: seconds, and a gigabyte, for a common vocabulary.
+    """
+    from gguf import GGUFReader, GGUFValueType  # noqa: PLC0415 - optional, and needed for such files alone
+
+    class HeaderReader(GGUFReader):
+        def _get_field_parts(self, orig_offs: Any, raw_type: Any) -> Any:
+            if raw_type == GGUFValueType.ARRAY:
+                kind, count = int(self._get(orig_offs, np.uint32)[0]), int(self._get(orig_offs + 4, np.uint64)[0])
+                start = orig_offs + 12
+                item = self.gguf_scalar_to_np.get(kind)
+                if count > _MAX_ELEMENTS and (item is not None or kind == GGUFValueType.STRING):
+                    size = _strings_size(self.data, start, count) if item is None else count * np.dtype(item).itemsize
+                    return 12 + size, [], [], [GGUFValueType.ARRAY]
+            return super()._get_field_parts(orig_offs, raw_type)
+
+    reader = HeaderReader(path)
+    if reader.byte_order != "I":
+        raise ValueError("its byte order is that of other machines")
+    return reader
+
+
+def _strings_size(data: Bytes, start: int, count: int) -> int:
+    """Return the bytes of consecutive strings, each behind its length; ValueError if they do not end in the file."""
+    view, offset = data.data, start
+    for _ in range(count):
+        if offset + 8 > len(view):
+            raise ValueError(f"an array of {count} strings is longer than the file")
+        offset += 8 + int.from_bytes(view[offset : offset + 8], "little")
+    return offset - start
+
+
+def _check(file: _File) -> None:
+    if (shards := file.metadata.get("split.count") or 1) > 1:
+        raise file.fault("be a model in one file", f"one of {shards}", "merge them with `llama-gguf-split --merge`")
+    allowed = [*_FLOATS, *BLOCK_TYPES]
+    if others := [f"{name} of {t.kind}" for name, t in file.tensors.items() if t.kind not in allowed]:
+        raise file.fault(
+            f"have tensors of the types {', '.join(allowed)}", _listed(others), "quantise the model to one of these"
+        )
+    if vectors := [f"{name} {t.kind} {list(t.shape)}" for name, t in file.tensors.items() if _is_wrong(name, t)]:
+        raise file.fault("have quantised types for matrices alone", _listed(vectors), "quantise the model again")
+
+
+def _is_wrong(name: str, tensor: _Tensor) -> bool:
+    return tensor.kind not in _FLOATS and (len(tensor.shape) != 2 or not name.endswith(".weight"))
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
