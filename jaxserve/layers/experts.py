@@ -84,7 +84,7 @@ def mixture(
     Args:
         x: normed inputs.
         matrices: router and experts.
-        experts: how many there are, and how they are chosen.
+        experts: number of experts, and of those of a token.
         axis: mesh axis over whose devices F is split.
     """
     weights, ids = route(linear(x, matrices.router, LinearContext(dtype=jnp.float32)), experts)

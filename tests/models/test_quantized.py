@@ -47,7 +47,7 @@ def test_logits_track_float32(tmp_path, family, case):
     np.testing.assert_allclose(logits, kept, rtol=0, atol=1e-4)
     error = np.abs(logits - exact) / exact.std()
     assert error.mean() > 0
-    if family not in MIXTURES:  # where a rounded input may choose another expert
+    if family not in MIXTURES:  # rounding may choose another expert there
         assert error.mean() < MEAN_ERROR
         assert error.max() < LARGEST_ERROR
 
