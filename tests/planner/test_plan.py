@@ -225,21 +225,25 @@ def test_what_is_missing_is_no_more_than_it_lacks(
     ],
 )
 def test_each_chip_has_its_share(name: str, target: Target) -> None:
-    plan, (_, arch) = plan_of(name, target, max_model_len=8192), read_model(name)
+    _, arch = read_model(name)
+    length = min(8192, arch.max_position)
+    plan = plan_of(name, target, max_model_len=length)
     memory, num_chips = plan.memory, target.num_chips
     copies = max(1, target.num_devices // arch.num_kv_heads)  # copies of each KV head
     kv_size = arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim
     num_params = registry.num_params(arch) + (copies - 1) * kv_size * arch.hidden_size
+    routers = sum(math.prod(spec.shape) for spec in registry.param_specs(arch) if spec.exact)
+    num_params += (target.num_devices - 1) * routers  # every device has all of them
     assert memory.weights == pytest.approx(2 * num_params / num_chips, rel=0.001)
     kv_token_bytes = copies * kv_size * 2
     group_token_bytes = kv_token_bytes * arch.kv_group_layers // arch.num_layers
     assert memory.page == group_token_bytes * plan.schedule.page_size // num_chips
-    assert memory.request == memory.page * plan.schedule.kv_groups.num_pages(8192)
+    assert memory.request == memory.page * plan.schedule.kv_groups.num_pages(length)
     if len(arch.kv_windows) == 1:
-        assert memory.request == kv_token_bytes * 8192 // num_chips
+        assert memory.request == kv_token_bytes * length // num_chips
     layer_token_bytes = 4 * arch.local(target.num_devices).num_kv_heads * arch.head_dim
     assert plan.schedule.page_size == (16 if target in GPUS else min(128, 128 * 1024 // layer_token_bytes))
-    assert plan.num_requests == plan.kv_tokens // 8192
+    assert plan.num_requests == plan.kv_tokens // length
     assert plan.fits == (memory.missing == 0) == (plan.num_requests > 0)
     assert (plan.speed is not None) == plan.fits
     assert target.sheet is not None
