@@ -26,6 +26,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,7 @@ class _Costs:
     @property
     def slowness(self) -> float:
         """Time that a dispatch takes now, as a multiple of the kept times."""
-        return float(np.median(self.latest)) if self.latest else 1.0
+        return median(self.latest) if self.latest else 1.0
 
     def median_s(self, kind: int) -> float:
         """Return the seconds per round of a kind of dispatch; infinite for one that was not measured."""
@@ -168,9 +169,10 @@ class _Costs:
         )
         plain_s = min(map(self.median_s, plain))
         line = [max(float(mean_s + (each - mean_k) * slope), plain_s) for each in range(1, max_drafts + 1)]
-        is_known = [len(self.times.get(each, ())) >= MOST_TRIALS for each in range(1, max_drafts + 1)]
-        known = [self.median_s(k) if is_known[k - 1] else line[k - 1] for k in range(1, max_drafts + 1)]
-        return [plain_s, *known]
+        return [
+            plain_s,
+            *(self.median_s(k) if len(self.times.get(k, ())) >= MOST_TRIALS else s for k, s in enumerate(line, 1)),
+        ]
 
 
 @dataclass(slots=True)
