@@ -208,7 +208,11 @@ class GrammarCompiler:
         try:
             if not self._places.acquire(timeout=COMPILE_S):
                 raise TimeoutError
-            threading.Thread(target=run, name="jaxserve grammar", daemon=True).start()
+            try:
+                threading.Thread(target=run, name="jaxserve grammar", daemon=True).start()
+            except RuntimeError:  # the system has no more threads
+                self._places.release()
+                raise
             return compiled.result(until_s - time.monotonic())
         except TimeoutError:
             raise RequestError(
