@@ -55,7 +55,7 @@ _NAMES = {
 }
 _AGAIN = "download or convert it again"
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
-# Of all Llama 3 models; files have the factors that follow, not these.
+# Settings of all Llama 3 models; files have the factors that follow from them instead.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
