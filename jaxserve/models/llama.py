@@ -150,6 +150,12 @@ def project_qkv(
     return q, k, v
 
 
+def project_out(p: Params, out: Float[Array, "T Q H"], x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
+    """Return x + the projection of what attention returns for all heads."""
+    summed = LinearContext(axis=arch.tensor_axis)
+    return linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=x)
+
+
 def block(
     p: Params,
     x: Float[Array, "T D"],
@@ -166,11 +172,10 @@ def block(
     `attend` rotates queries and keys by `rope` and updates the KV pool in `carry`. If the model is split, each device
     has a part of the heads and of the feed-forward size, and all of x.
     """
-    summed = LinearContext(axis=arch.tensor_axis)
     with jax.named_scope("attention"):
         q, k, v = project_qkv(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        x = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=x)
+        x = project_out(p, out, x, arch)
     with jax.named_scope("mlp"):
         return mlp(p, x, arch), carry
 

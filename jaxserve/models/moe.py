@@ -11,7 +11,6 @@ from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts, ExpertWeights, mixture
-from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig, LayerOptions
@@ -193,8 +192,7 @@ def block(
     with jax.named_scope("attention"):
         q, k, v = project(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
         out, carry = attend(q, k, v, rope, carry, layer, options)
-        summed = LinearContext(axis=arch.tensor_axis)
-        x = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"), residual=x)
+        x = llama.project_out(p, out, x, arch)
     with jax.named_scope("mlp"):
         normed = rms_norm(x, p["mlp_norm"], arch.norm_eps)
         matrices = ExpertWeights(p["router"], p["experts_gate_up"], p["experts_down"])
