@@ -158,8 +158,9 @@ class _Costs:
     def round_s(self, max_drafts: int, plain: Sequence[int]) -> list[float]:
         """Return the seconds per round for each k from 0; where k was measured little, on a line by least squares."""
         drafts = [k for k in self.times if k > 0]
+        known = {k: self.median_s(k) for k in drafts}
         weights = np.array([sum(num_rounds for _, num_rounds in self.times[k]) for k in drafts], np.float64)
-        k, seconds = np.array(drafts, np.float64), np.array([self.median_s(k) for k in drafts])
+        k, seconds = np.array(drafts, np.float64), np.array(list(known.values()))
         mean_k, mean_s = np.average(k, weights=weights), np.average(seconds, weights=weights)
         spread = float(np.sum(weights * (k - mean_k) ** 2))
         slope = (
@@ -169,10 +170,8 @@ class _Costs:
         )
         plain_s = min(map(self.median_s, plain))
         line = [max(float(mean_s + (each - mean_k) * slope), plain_s) for each in range(1, max_drafts + 1)]
-        return [
-            plain_s,
-            *(self.median_s(k) if len(self.times.get(k, ())) >= MOST_TRIALS else s for k, s in enumerate(line, 1)),
-        ]
+        well_known = {k: s for k, s in known.items() if len(self.times[k]) >= MOST_TRIALS}
+        return [plain_s, *(well_known.get(k, s) for k, s in enumerate(line, 1))]
 
 
 @dataclass(slots=True)
