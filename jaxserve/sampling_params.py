@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
+from functools import cache
 from numbers import Integral, Real
 from typing import Any, no_type_check
 
@@ -109,7 +110,9 @@ class SamplingParams:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Raise RequestError for unknown names, as for invalid values."""
-        names = {f.name for f in dataclasses.fields(cls)}
+        names = _names(cls)
+        if kwargs.keys() <= names:  # nearly always
+            return super().__new__(cls)
         defaults = vars(cls)
         others = {n: kwargs[n] for n in kwargs.keys() - names if n not in defaults or kwargs[n] is not defaults[n]}
         if unknown := sorted(others.keys() - defaults.keys()):
@@ -121,15 +124,23 @@ class SamplingParams:
         return super().__new__(cls)
 
     def __post_init__(self, *_others: object) -> None:
+        self._check()
+
+    def _check(self) -> None:
+        """Bring all values into their form. Every request comes here twice: builtin numbers take a short way."""
+        values = vars(self)
         for name, (low, high) in _INTEGERS.items():
-            value = getattr(self, name)
-            if value is not None or name not in _OPTIONAL:
-                setattr(self, name, _integer(name, value, low, high))
+            value = values[name]
+            if (value is None and name in _OPTIONAL) or (type(value) is int and low <= value <= high):
+                continue
+            values[name] = _integer(name, value, low, high)
         for name, (low, high) in _REALS.items():
-            setattr(self, name, _real(name, getattr(self, name), low, high, open_low=name in _ABOVE_ZERO))
+            value = values[name]
+            if type(value) is not float or not low < value < high:
+                values[name] = _real(name, value, low, high, open_low=name in _ABOVE_ZERO)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be a bool, got {brief(getattr(self, name))}")
+            if not isinstance(values[name], bool):
+                raise RequestError(f"{name} must be a bool, got {brief(values[name])}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens must be at most max_tokens, got {self.min_tokens} and {self.max_tokens}")
         if self.truncate_prompt_tokens == 0:
@@ -209,7 +220,10 @@ class SamplingParams:
 
     def clone(self) -> SamplingParams:
         """Return an independent copy, checked again."""
-        return dataclasses.replace(self)
+        copy: SamplingParams = object.__new__(type(self))
+        vars(copy).update(vars(self))
+        copy._check()
+        return copy
 
     @property
     def has_penalties(self) -> bool:
@@ -220,6 +234,11 @@ class SamplingParams:
     def changes_logits(self) -> bool:
         """True if ids are biased, forbidden or restricted, whatever the earlier tokens."""
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
+
+
+@cache
+def _names(cls: type[SamplingParams]) -> frozenset[str]:
+    return frozenset(f.name for f in dataclasses.fields(cls))
 
 
 _MAX_INT32 = 2**31 - 1
