@@ -28,7 +28,8 @@ from jaxserve.metrics import Metric, vllm_metrics
 from jaxserve.models.params import Params
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import Tokenizer, load_hf_tokenizer
+from jaxserve.text.loading import load_hf_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.vllm_options import CHAT_ARGUMENTS, GENERATE_ARGUMENTS, check_arguments, engine_options
 
 if TYPE_CHECKING:

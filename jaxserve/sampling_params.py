@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
-from functools import cache
 from numbers import Integral, Real
 from typing import Any, no_type_check
 
@@ -110,13 +109,12 @@ class SamplingParams:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> SamplingParams:
         """Raise RequestError for unknown names, as for invalid values."""
-        names = _names(cls)
-        if kwargs.keys() <= names:  # nearly always
+        if kwargs.keys() <= _NAMES:  # nearly always
             return super().__new__(cls)
         defaults = vars(cls)
-        others = {n: kwargs[n] for n in kwargs.keys() - names if n not in defaults or kwargs[n] is not defaults[n]}
+        others = {n: kwargs[n] for n in kwargs.keys() - _NAMES if n not in defaults or kwargs[n] is not defaults[n]}
         if unknown := sorted(others.keys() - defaults.keys()):
-            raise RequestError(f"unsupported sampling parameters {unknown}; supported are {sorted(names)}")
+            raise RequestError(f"unsupported sampling parameters {unknown}; supported are {sorted(_NAMES)}")
         if "best_of" in others and others["best_of"] == kwargs.get("n", 1):
             del others["best_of"]
         if others:
@@ -236,11 +234,7 @@ class SamplingParams:
         return bool(self.logit_bias or self.allowed_token_ids or self.bad_words)
 
 
-@cache
-def _names(cls: type[SamplingParams]) -> frozenset[str]:
-    return frozenset(f.name for f in dataclasses.fields(cls))
-
-
+_NAMES = frozenset(f.name for f in dataclasses.fields(SamplingParams))
 _MAX_INT32 = 2**31 - 1
 _INTEGERS = {  # smallest and largest value by name
     "n": (1, 1024),

@@ -19,7 +19,9 @@ from jaxserve.errors import RequestError
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 STEP_S = "FAKE_STEP_S"
 

@@ -32,7 +32,7 @@ from jaxserve.spec_decode.medusa import Medusa
 from jaxserve.spec_decode.ngram import NGram
 from jaxserve.speculation_config import SpeculationConfig
 from jaxserve.text.common_tokens import NONE, common_tokens
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

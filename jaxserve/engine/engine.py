@@ -30,7 +30,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 
 
 class Engine:

@@ -11,8 +11,9 @@ import numpy as np
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.request import FinishReason, Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.logprobs import LogprobList, largest
-from jaxserve.text.tokenizer import Detokenizer, Tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from jaxserve.sampling import TokenLogprobs

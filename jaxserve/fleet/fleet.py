@@ -28,7 +28,7 @@ from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -477,7 +477,7 @@ def _completion_prompts(prompt: Any) -> list[Prompt]:
 
 
 def _are_token_ids(items: list[Any]) -> bool:
-    return set(map(type, items)) == {int} and 0 <= min(items) and max(items) < 2**31  # faster than looking at each
+    return set(map(type, items)) == {int} and min(items) >= 0 and max(items) < 2**31  # faster than looking at each
 
 
 def _check_type(given: Json, name: str, wanted: type | UnionType) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ from jaxserve.outputs import CompletionOutput, Logprob
 from jaxserve.request import Request
 from jaxserve.sampling import TokenLogprobs
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 NUM_ROWS = 3
 

@@ -29,7 +29,8 @@ from jaxserve.openai.batch_files import run_batch
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.router import Router
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.random_runs import examples
 
 MAX_NUM_SEQS = 4

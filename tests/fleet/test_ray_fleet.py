@@ -24,7 +24,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.fleet.fleet import MAX_LONE_DEATHS
 from jaxserve.fleet.ray_fleet import plan_actors, ray_fleet
 from jaxserve.openai.batch_files import run_batch
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 
 # Ray forks to start its processes, which execute others at once; jax, started by other tests here, warns of it.
 pytestmark = pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")

@@ -20,7 +20,8 @@ from jaxserve.openai import format as openai_format
 from jaxserve.openai.batch_files import find_finished, run_batch
 from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.random_runs import examples
 
 CHAT_TEMPLATE = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "

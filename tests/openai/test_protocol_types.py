@@ -19,7 +19,7 @@ from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, ParsedReq
 from jaxserve.openai.replies import Reply
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 
 with tempfile.TemporaryDirectory() as directory:
     files = tiny_tokenizers.write(Path(directory), tiny_tokenizers.byte_level(), chat_template="[bot]")

@@ -24,7 +24,9 @@ from jaxserve.openai.replies import DONE, Reply
 from jaxserve.openai.scanner import Scanner
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import Detokenizer, Tokenizer, load_tokenizer
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.openai.chat_samples import MARKS, TEMPLATES, Call, Message, read, written
 from tests.random_runs import examples
 

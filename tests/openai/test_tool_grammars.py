@@ -14,7 +14,7 @@ from jaxserve.openai.deltas import whole_message
 from jaxserve.openai.format import CHAT, ParsedRequest, parse_body
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
-from jaxserve.text.tokenizer import Detokenizer
+from jaxserve.text.detokenizer import Detokenizer
 from tests.openai.chat_samples import Call, Message, written
 from tests.openai.test_tool_calls import FORMATS, TOKENIZERS, format_of
 

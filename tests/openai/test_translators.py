@@ -29,7 +29,7 @@ from jaxserve.openai.replies import Reply
 from jaxserve.openai.responses import RESPONSES
 from jaxserve.outputs import CompletionOutput, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 from tests.openai.chat_samples import TEMPLATES, Call, Message, written
 from tests.random_runs import examples
 

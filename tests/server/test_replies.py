@@ -14,7 +14,7 @@ from jaxserve.openai.format import CHAT, COMPLETIONS, parse_body
 from jaxserve.openai.replies import DONE, Reply
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import load_tokenizer
+from jaxserve.text.loading import load_tokenizer
 from tests.random_runs import examples
 
 with tempfile.TemporaryDirectory() as directory:

@@ -9,7 +9,8 @@ import tiny_tokenizers
 import tokenizers
 
 from jaxserve.text.common_tokens import NONE, common_tokens
-from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from jaxserve.text.loading import load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 

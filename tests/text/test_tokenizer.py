@@ -13,7 +13,9 @@ from tokenizers import AddedToken, processors
 
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.text.tokenizer import Detokenizer, Tokenizer, load_hf_tokenizer, load_tokenizer
+from jaxserve.text.detokenizer import Detokenizer
+from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
+from jaxserve.text.tokenizer import Tokenizer
 from tests.random_runs import examples
 
 CHAT_TEMPLATE = """{{ bos_token }}{%- for message in messages %}
@@ -248,7 +250,7 @@ def test_what_does_not_load_says_what_was_looked_for(tmp_path: Path) -> None:
 def test_loads_without_transformers_jax_and_torch(tmp_path: Path) -> None:
     directory = tiny_tokenizers.write(tmp_path, tiny_tokenizers.byte_level(), chat_template="{{ messages[0].content }}")
     program = (
-        "import sys; from jaxserve.text.tokenizer import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
+        "import sys; from jaxserve.text.loading import load_tokenizer; t = load_tokenizer(sys.argv[1]);"
         "assert 'jinja2' not in sys.modules; t.apply_chat_template([{'role': 'user', 'content': 'x'}]);"
         "print(sorted({'jax', 'torch', 'transformers'} & sys.modules.keys()))"
     )

@@ -27,7 +27,7 @@ from jaxserve.planner.targets import parse_target
 from jaxserve.quant import weight_format
 from jaxserve.quant.packed import NativeMatrix
 from jaxserve.quant.stored import StoredMatrix
-from jaxserve.text.tokenizer import load_hf_tokenizer, load_tokenizer
+from jaxserve.text.loading import load_hf_tokenizer, load_tokenizer
 from jaxserve.weights import gguf_store
 from jaxserve.weights.quantized.config import GGUF_SCHEMES
 from jaxserve.weights.rows import leaf_at

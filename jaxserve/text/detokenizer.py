@@ -1,0 +1,97 @@
+"""Detokenizer: the text of an output while its tokens come in, up to a stop string."""
+
+import itertools
+from collections.abc import Sequence
+
+from jaxserve.outputs import GrowingText
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.text.stop_strings import StopStrings, compile_stop_strings
+from jaxserve.text.token_stream import ByteStream, WindowStream
+from jaxserve.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """Incremental detokenizer of one completion.
+
+    Text is visible once it is final: incomplete UTF-8 is held back, and so is any text that may begin a stop string.
+    The stop string that is complete first ends the text (of two complete at once, the longer), wherever token
+    boundaries are. The cost of a token depends only on its own text, not on the length of the earlier text or the
+    number of stop strings.
+
+    Args:
+        tokenizer: tokenizer of the model; with None, or with `params.detokenize=False`, there is no text.
+        params: sampling parameters, of which stop, include_stop_str_in_output, min_tokens, skip_special_tokens,
+            shown_special_ids and detokenize are used.
+        prompt_token_ids: ids of the prompt, which the text continues: a leading space is kept that the decoder would
+            strip at the start of a text.
+
+    Attributes:
+        visible: text so far, which only grows.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_token_ids: Sequence[int] = ()
+    ) -> None:
+        self._stream = _token_stream(tokenizer, params, prompt_token_ids) if tokenizer and params.detokenize else None
+        self._stops = compile_stop_strings(tuple(params.stop)) if params.stop else None
+        self._state = StopStrings.START
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self.visible = GrowingText()
+        self._held = ""  # suffix of the text that may begin a stop string
+        self._found: str | None = None
+        self._finished = False
+
+    @property
+    def text(self) -> str:
+        """Copy of `visible` as a string."""
+        return str(self.visible)
+
+    def push(self, token_ids: Sequence[int]) -> str | None:
+        """Append tokens; return the stop string once one is complete. Later tokens have no effect.
+
+        Like the ids of `stop_token_ids`, a stop string counts from the token after `min_tokens` on.
+        """
+        for token_id in token_ids:
+            if self._stream is None or self._finished:
+                break
+            self._num_tokens += 1
+            self._extend(self._stream.push(token_id), self._num_tokens > self._min_tokens)
+        return self._found
+
+    def finish(self) -> str | None:
+        """Make held text visible at the end of the output; return the stop string if that completes one."""
+        if self._stream is not None and not self._finished:
+            self._extend(self._stream.finish(), self._num_tokens > self._min_tokens)
+            self.visible.append(self._held)
+            self._finished = True
+        return self._found
+
+    def _extend(self, piece: str, may_stop: bool) -> None:
+        if self._stops is None or not piece:
+            self.visible.append(piece)
+            return
+        self._state, num_read, self._found = self._stops.scan(self._state, piece, may_stop)
+        text = self._held + piece[:num_read]
+        if self._found is not None:
+            self.visible.append(text if self._keep_stop else text.removesuffix(self._found))
+            self._held, self._finished = "", True
+            return
+        split = len(text) - self._stops.num_held(self._state)
+        self.visible.append(text[:split])
+        self._held = text[split:]
+
+
+def _token_stream(
+    tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
+) -> ByteStream | WindowStream:
+    hidden: frozenset[int] = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    if params.shown_special_ids:
+        hidden -= frozenset(params.shown_special_ids)
+    visible = (i for i in reversed(prompt_token_ids) if i not in hidden)
+    context = list(itertools.islice(visible, 4))[::-1]
+    if tokenizer.byte_table is not None:
+        return ByteStream(tokenizer.byte_table, hidden, at_start=not context)
+    skips = params.skip_special_tokens and not params.shown_special_ids
+    return WindowStream(lambda ids: tokenizer.decode(ids, skips), hidden, context)

@@ -1,0 +1,227 @@
+"""Loading of tokenizers from local files. Imports neither jax nor torch.
+
+`tokenizer.json` is read with the `tokenizers` library alone, whose import takes 0.03 s instead of over 2 s for
+`transformers`. As in `transformers`, the special tokens of `tokenizer_config.json` and `special_tokens_map.json` are
+added. `add_bos_token` and `add_eos_token` of `tokenizer_config.json` are ignored if there is a `tokenizer.json`, whose
+post-processor defines the tokens around a prompt; transformers does the same from version 5 on. Directories without
+`tokenizer.json` are loaded by `transformers.AutoTokenizer`, GGUF files by transformers' class for all fast tokenizers.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+
+from jaxserve.errors import ConfigError
+from jaxserve.request import TokenIds
+from jaxserve.text.token_stream import ByteTable
+from jaxserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+LONG_TEXT_CHARS = 8192  # texts from this length on are tokenised without Python's global lock
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Load the tokenizer of a Hugging Face directory or of a GGUF file, from local files only.
+
+    Raises:
+        ConfigError: there is no loadable tokenizer; the message names the expected files.
+    """
+    directory = Path(path)
+    if (gguf := _gguf_file(directory)) is not None:
+        found = _load_gguf(gguf)
+        return _from_transformers(found, {"chat_template": found.chat_template}, directory)
+    if not directory.is_dir():
+        raise ConfigError(f"the tokenizer must be a local directory or a .gguf file, got {str(path)!r}")
+    config = _read_json(directory / "tokenizer_config.json")
+    if "added_tokens_decoder" not in config:  # older checkpoints have them in special_tokens_map.json
+        config |= _read_json(directory / "special_tokens_map.json")
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        return _from_transformers(_load_slow(directory), config, directory)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises plain Exception
+        raise ConfigError(f"{file} must be readable by tokenizers {tokenizers.__version__}, but: {error}") from error
+    _add_special_tokens(backend, config)
+    return _from_backend(backend, config, directory)
+
+
+def _from_backend(backend: tokenizers.Tokenizer, config: dict[str, Any], directory: Path) -> Tokenizer:
+    # files may contain truncation and padding settings of training
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(config.get("split_special_tokens", False))
+    special = _special_token_texts(config)
+    return Tokenizer(
+        partial(_encode, backend),
+        lambda ids, skip_special: backend.decode(ids, skip_special_tokens=skip_special),
+        vocab_size=backend.get_vocab_size(with_added_tokens=True),
+        special_tokens=special,
+        special_ids=frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special),
+        bos_token_id=backend.token_to_id(special["bos_token"]) if "bos_token" in special else None,
+        eos_token_ids=_eos_ids(
+            backend.token_to_id(special["eos_token"]) if "eos_token" in special else None, directory
+        ),
+        chat_template=_chat_templates(config, directory),
+        byte_table=ByteTable.of(backend),
+        vocabulary=backend.get_vocab,
+        json_text=backend.to_str,
+    )
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> TokenIds:
+    """Return the token ids of a text. Those of a long one are found while other threads run Python."""
+    if len(text) < LONG_TEXT_CHARS:
+        return backend.encode(text, add_special_tokens=add_special_tokens).ids
+    return backend.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+def load_hf_tokenizer(path: str | Path) -> "PreTrainedTokenizerBase":
+    """Load the same tokenizer as `load_tokenizer`, as an instance of `transformers`' class.
+
+    If there is a `tokenizer.json`, it defines the tokenisation, as in `load_tokenizer`. AutoTokenizer could instead
+    rebuild the tokenizer of a model family from its vocabulary.
+
+    Raises:
+        ConfigError: the directory has no tokenizer that transformers can load.
+    """
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
+
+    directory = Path(path)
+    if (gguf := _gguf_file(directory)) is not None:
+        return _load_gguf(gguf)
+    if not (directory / "tokenizer.json").is_file():
+        return _load_slow(directory)
+    return PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+
+
+def _from_transformers(slow: "PreTrainedTokenizerBase", config: dict[str, Any], directory: Path) -> Tokenizer:
+    special = {k: str(v) for k, v in slow.special_tokens_map.items() if isinstance(v, str)}
+    if isinstance(backend := getattr(slow, "backend_tokenizer", None), tokenizers.Tokenizer):
+        return _from_backend(backend, config | special, directory)
+    return Tokenizer(
+        lambda text, add_special: slow.encode(text, add_special_tokens=add_special),
+        lambda ids, skip_special: slow.decode(ids, skip_special_tokens=skip_special),
+        vocab_size=len(slow),
+        special_tokens=special,
+        special_ids=frozenset(slow.all_special_ids),
+        bos_token_id=slow.bos_token_id,
+        eos_token_ids=_eos_ids(slow.eos_token_id, directory),
+        chat_template=_chat_templates(config, directory),
+        vocabulary=slow.get_vocab,
+    )
+
+
+def _load_slow(directory: Path) -> "PreTrainedTokenizerBase":
+    from transformers import AutoTokenizer  # noqa: PLC0415 - takes over two seconds, needed only for old directories
+
+    try:
+        slow = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"no tokenizer in {directory}: looked for tokenizer.json, then for whatever transformers' AutoTokenizer "
+            f"reads (tokenizer.model, vocab.json and merges.txt, vocab.txt, ...), which said: {_first_line(error)}"
+        ) from error
+    if not len(slow) > len(slow.all_special_ids):
+        raise ConfigError(
+            f"no tokenizer in {directory}: neither tokenizer.json nor a vocabulary file for AutoTokenizer"
+        )
+    return slow
+
+
+def _gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that has the tokenizer: the path itself, or the only one of a directory without another."""
+    if path.suffix == ".gguf" and path.is_file():
+        return path
+    found = list(path.glob("*.gguf")) if path.is_dir() and not any(path.glob("tokenizer*")) else []
+    return found[0] if len(found) == 1 else None
+
+
+def _load_gguf(file: Path) -> "PreTrainedTokenizerBase":
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415 - over two seconds
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True)
+    except Exception as error:  # faults of the file are of any kind, those of the tokenizers library plain Exception
+        raise ConfigError(
+            f"{file} must have a tokenizer that transformers reads, which needs torch and gguf, but: "
+            f"{type(error).__name__} {_first_line(error)}; pass a directory as tokenizer=, or skip_tokenizer_init=True"
+        ) from error
+
+
+def _add_special_tokens(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Add the added and special tokens of the configuration to the backend, as `transformers` does."""
+    known = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    declared = config.get("added_tokens_decoder", {})
+    missing = [_added_token(declared[i]) for i in sorted(declared, key=int) if declared[i]["content"] not in known]
+    backend.add_tokens(missing)
+    known |= {token.content: token for token in missing}
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    named = [*_special_token_texts(config).values(), *map(_text, extra.values() if isinstance(extra, dict) else extra)]
+    for text in named:
+        token = known.get(text) or tokenizers.AddedToken(text, special=True, normalized=False)
+        if text not in known or not token.special:
+            token.special = True
+            backend.add_special_tokens([token])
+            known[text] = token
+
+
+def _special_token_texts(config: dict[str, Any]) -> dict[str, str]:
+    """Return the `*_token` entries; besides the usual seven, models may define others for their templates."""
+    named = {k: v for k, v in config.items() if k.endswith("_token")}
+    texts = {k: _text(v) for k, v in named.items() if isinstance(v, str) or (isinstance(v, dict) and "content" in v)}
+    extra = config.get("extra_special_tokens")
+    return texts | ({k: _text(v) for k, v in extra.items()} if isinstance(extra, dict) else {})
+
+
+def _text(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _added_token(fields: dict[str, Any]) -> tokenizers.AddedToken:
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return tokenizers.AddedToken(fields["content"], **{name: fields[name] for name in names if name in fields})
+
+
+def _eos_ids(tokenizer_eos: int | None, directory: Path) -> tuple[int, ...]:
+    listed: list[int] = [] if tokenizer_eos is None else [tokenizer_eos]
+    for file in ("generation_config.json", "config.json"):
+        value = _read_json(directory / file).get("eos_token_id")
+        if value is not None:
+            listed += value if isinstance(value, list) else [value]
+            break
+    return tuple(dict.fromkeys(listed))
+
+
+def _chat_templates(config: dict[str, Any], directory: Path) -> dict[str, str]:
+    """Return the templates in files if there are any, else those of `tokenizer_config.json`."""
+    files = {p.stem: p for p in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    if (main := directory / "chat_template.jinja").is_file():
+        files["default"] = main
+    if files:
+        return {name: p.read_text(encoding="utf-8") for name, p in files.items()}
+    found = config.get("chat_template") or _read_json(directory / "chat_template.json").get("chat_template") or {}
+    if isinstance(found, str):
+        return {"default": found}
+    return found if isinstance(found, dict) else {entry["name"]: entry["template"] for entry in found}
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{file} must hold JSON, but: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0].rstrip(" :")
