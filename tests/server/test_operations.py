@@ -1,6 +1,7 @@
 """Keys, limits, health, metrics and the end of a server."""
 
 import asyncio
+import gc
 import json
 import os
 import signal
@@ -40,6 +41,13 @@ def guarded(engine: Engine, tmp_path: Path) -> Iterator[Running]:
     file.write_text("# tenants\n\nacme:from-file\n")
     with running(engine, api_key=["secret"], api_key_file=file) as server:
         yield server
+
+
+def test_what_starting_leaves_is_out_of_the_collectors_sight_while_it_serves(engine: Engine) -> None:
+    with running(engine):
+        assert gc.get_freeze_count() > 10_000
+        assert len(gc.get_objects()) < gc.get_freeze_count() / 10
+    assert not gc.get_freeze_count()
 
 
 def raw(url: str, request: bytes) -> bytes:
