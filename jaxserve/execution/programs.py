@@ -80,6 +80,7 @@ class Programs:
         set_slot: the program that enters a request's other data.
         set_masks: the program that sets the masks of rows with a constraint.
         num_devices: number of devices that the model is split over.
+        observer: proposer that takes part in plain steps; None where there is none.
     """
 
     def __init__(
@@ -98,6 +99,9 @@ class Programs:
         draft_shapes: Params | None = None,
     ) -> None:
         self.proposer, self._draft_shapes = proposer, draft_shapes or {}
+        self.observer = (
+            proposer if isinstance(proposer, Observer) else None
+        )  # found once: asking a protocol takes 20 us
         self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
@@ -179,11 +183,6 @@ class Programs:
     def _observed_shapes(self) -> Any:
         """Shapes of the parameters of programs in which a proposer may observe."""
         return (self.param_shapes, self._draft_shapes) if self.observer else self.param_shapes
-
-    @property
-    def observer(self) -> Observer | None:
-        """Proposer that takes part in plain steps; None where there is none."""
-        return self.proposer if isinstance(self.proposer, Observer) else None
 
     def lower_speculative(self, bucket: int) -> jax.stages.Lowered:
         """Trace and lower the speculative step of a bucket, a number of rows."""
