@@ -337,6 +337,7 @@ class ScheduleConfig:
     targets: tuple[tuple[int | None, float, float], ...] = ()  # targets of classes: see `Policy`
     max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
     num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
+    has_split_steps: bool = False  # True if there are split plans, for rows that wait for tokens
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -419,9 +420,14 @@ class ScheduleConfig:
 
         Above SPECULATIVE_ROWS rows a step computes so many tokens that drafts do not pay.
         """
-        if not self.max_drafts:
-            return ()
-        most = min(self.max_num_seqs, SPECULATIVE_ROWS)
+        return self._numbers_of_rows(min(self.max_num_seqs, SPECULATIVE_ROWS)) if self.max_drafts else ()
+
+    def split_buckets(self) -> tuple[int, ...]:
+        """Return the numbers of rows with programs for split plans, two for each; none where no plan is split."""
+        return self._numbers_of_rows(self.max_num_seqs) if self.has_split_steps else ()
+
+    def _numbers_of_rows(self, most: int) -> tuple[int, ...]:
+        """Return numbers of rows, the last of them `most`, that are few: each holds the smaller ones' rows as well."""
         sizes = [MIN_FEW_TOKENS if self.few_programs else 1]
         while sizes[-1] < most:
             sizes.append(sizes[-1] * (4 if self.few_programs else 2))
@@ -434,7 +440,7 @@ class ScheduleConfig:
     def num_programs(self, max_steps: int) -> int:
         """Return the number of programs: those of steps, and the two that admit requests and set a slot."""
         num_plain = len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
-        return 2 + num_plain + len(self.speculative_buckets())
+        return 2 + num_plain + len(self.speculative_buckets()) + 2 * len(self.split_buckets())
 
 
 def _next_of_many(size: int) -> int:

@@ -29,7 +29,7 @@ class RequestStatus(enum.Enum):
 
     WAITING = enum.auto()  # has no pages and no slot; new or preempted
     RUNNING = enum.auto()
-    BLOCKED = enum.auto()  # runs, but computes nothing until the update of a plan
+    BLOCKED = enum.auto()  # runs, but samples nothing until the update of a plan
     FINISHED = enum.auto()
 
 
@@ -75,7 +75,8 @@ class Request:
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False if every prompt position must be computed (prompt_logprobs)
-    waits_for_tokens: bool = False  # True if each token must be read before the next is computed
+    waits_for_tokens: bool = False  # True if each token must be read before the next is sampled
+    may_be_extended: bool = False  # True if tokens may be appended: each token is read before it is computed
     constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens
     arrival: int = 0  # index of the request in order of arrival
     arrival_s: float = 0.0  # time of arrival, where classes have targets

@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 
 from jaxserve.config import EngineConfig, embedded_model
 from jaxserve.engine.engine import Engine
+from jaxserve.execution.programs import Buckets
 from jaxserve.sampling_params import SamplingParams
 from synthetic.null_device import null_engine
 from synthetic.prompts import prompts
@@ -61,7 +62,7 @@ def start_device(**options: Any) -> Engine:
         engine = Engine(config)
     # Beside the programs of one token and of a full step only the one that is measured.
     decode = min(bucket for bucket in engine.schedule.buckets() if bucket >= engine.schedule.max_num_seqs)
-    engine.replicas[0].executor.programs._compile([decode], ())
+    engine.replicas[0].executor.programs._compile(Buckets([decode]))
     return engine
 
 

@@ -207,16 +207,17 @@ class Loop:
     With drafts, slots have different numbers of them, `max_drafts` at most.
     """
 
-    def __init__(self, scheduler, depth=0, max_steps=1, max_drafts=0):
+    def __init__(self, scheduler, depth=0, max_steps=1, max_drafts=0, *, may_split=False):
         self.scheduler, self.depth, self.max_steps = scheduler, depth, max_steps
         slots = range(scheduler.max_num_seqs)
         self.num_drafts = [(max_drafts + slot) % (max_drafts + 1) for slot in slots] if max_drafts else ()
         self.device = Device(scheduler.groups, scheduler.num_spare_tokens)
+        self.may_split = may_split and max_steps == 1 and not max_drafts
         self.in_flight = []
         self.plans = []
 
     def schedule(self):
-        plan = self.scheduler.schedule(self.max_steps, self.num_drafts)
+        plan = self.scheduler.schedule(self.max_steps, self.num_drafts, may_split=self.may_split)
         if plan is not None:
             self.in_flight.append((plan, self.device.run(plan)))
             self.plans.append(plan)
@@ -249,20 +250,37 @@ class Loop:
         return self
 
 
+class SeenTokens:
+    """A constraint that allows all tokens, and knows how many it has seen."""
+
+    def __init__(self) -> None:
+        self.forced: list[int] = []
+        self.error, self.has_ended, self.num_seen = "", False, 0
+        self.words = np.full(1, -1, np.int32)
+
+    def advance(self, output_token_ids):
+        self.num_seen = len(output_token_ids)
+
+    def again(self):
+        return SeenTokens()
+
+
 class SimulatedStep:
     """A step of a `Device`: it has run, or fails when it is read."""
 
     def __init__(self, plan: StepPlan, sampled: list[list[int]], launched_s: float, error: Exception | None) -> None:
         self.launched_s, self.num_compiles = launched_s, 0
-        self._plan, self._sampled, self._error = plan, sampled, error
+        self.plan, self.is_sampled = plan, not plan.is_split
+        self._sampled, self._error = sampled, error
 
     def is_ready(self) -> bool:
-        return True
+        return self.is_sampled
 
     def result(self) -> StepResult:
+        assert self.is_sampled, "a split plan is sampled before it is read"
         if self._error is not None:
             raise self._error
-        token_ids = np.zeros((len(self._sampled), max(1, *self._plan.max_new)), np.int32)
+        token_ids = np.zeros((len(self._sampled), max(1, *self.plan.max_new)), np.int32)
         for row, ids in zip(token_ids, self._sampled, strict=True):
             row[: len(ids)] = ids
         return StepResult(token_ids, np.array([len(ids) for ids in self._sampled], np.int32), self.launched_s)
@@ -283,6 +301,7 @@ class SimulatedExecutor:
         self.fails_on_device: Exception | None = None
         self._is_lost = False
         self._num_launches = 0
+        self._last: SimulatedStep | None = None
 
     @property
     def kv_token_bytes(self) -> int:
@@ -303,6 +322,9 @@ class SimulatedExecutor:
     def speculative_bucket_for(self, num_rows: int) -> int | None:
         return min((b for b in self.schedule.speculative_buckets() if b >= num_rows), default=None)
 
+    def split_bucket_for(self, num_rows: int) -> int | None:
+        return min((b for b in self.schedule.split_buckets() if b >= num_rows), default=None)
+
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """All buckets are there."""
 
@@ -317,7 +339,23 @@ class SimulatedExecutor:
             sampled, error = [[0] * most for most in plan.max_new], error or RuntimeError("a step before has failed")
         else:
             sampled = self.device.run(plan)
-        return SimulatedStep(plan, sampled, float(self._num_launches), error)
+        assert self._last is None or self._last.is_sampled or self.is_idle(self._last), "a launch ahead of a sampling"
+        self._last = SimulatedStep(plan, sampled, float(self._num_launches), error)
+        return self._last
+
+    @staticmethod
+    def is_idle(step: SimulatedStep) -> bool:
+        """Return whether all requests of a step have ended."""
+        return all(request.status is RequestStatus.FINISHED for request in step.plan.requests)
+
+    def sample(self, step: SimulatedStep) -> int:
+        assert not step.is_sampled, "a plan is sampled once"
+        step.is_sampled = True
+        for row in rows_of(step.plan):
+            if row.request.status is not RequestStatus.FINISHED and row.request.constraint is not None:
+                num_before = row.start + row.num_tokens - row.request.num_prompt_tokens
+                assert row.request.constraint.num_seen == num_before, "its mask is that of another position"
+        return 0
 
     def restore_state(self) -> bool:
         was_lost, self._is_lost = self._is_lost, False

@@ -5,6 +5,7 @@ import dataclasses
 import logging
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 
 import jax
 from jax.sharding import Mesh
@@ -54,6 +55,7 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes), draft_page)
     if peers is not None:
         schedule = dataclasses.replace(schedule, num_pages=min(peers.exchange(schedule.num_pages)))
+    schedule = dataclasses.replace(schedule, has_split_steps=peers is None and may_constrain(config))
     logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
     directory = programs_dir(config)
     runners = [
@@ -77,6 +79,11 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     for own, before in zip(programs, [None, *programs], strict=False):
         own.warm_up(config.compile_ahead, before)
     return runners
+
+
+def may_constrain(config: EngineConfig) -> bool:
+    """Return whether outputs may have to follow forms, and steps overlap, so that split plans pay."""
+    return config.step_ahead and not config.skip_tokenizer_init and find_spec("llguidance") is not None
 
 
 def _devices(meshes: Sequence[Mesh | None]) -> list[jax.Device]:

@@ -69,6 +69,7 @@ class Scheduled(NamedTuple):
     digest: int  # digest of all plans up to this one, since the last recovery
     num_drafts: Sequence[int] = ()  # tokens to draft by slot, if all rows are in decode
     timing: Sequence[float] = ()  # times that it depends on, if there are targets
+    may_split: bool = False  # True if it could be a split plan
 
 
 class Updated(NamedTuple):
@@ -127,8 +128,8 @@ def replay(
                 scheduler.withdraw()
             case CacheReset():
                 scheduler.reset_prefix_cache()
-            case Scheduled(max_steps, bucket, wanted, num_drafts, timing):
-                plan = scheduler.schedule(max_steps, num_drafts, timing)
+            case Scheduled(max_steps, bucket, wanted, num_drafts, timing, may_split):
+                plan = scheduler.schedule(max_steps, num_drafts, timing, may_split=may_split)
                 digest = digest if plan is None else plan.digest(digest)
                 if digest != wanted or (plan is None) != (bucket is None):
                     raise RuntimeError(

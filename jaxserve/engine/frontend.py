@@ -363,7 +363,8 @@ class Frontend:
         else:  # all that there is room for; the last token is never computed, and so needs none
             most = self._schedule.kv_groups.most_tokens(self._schedule.num_pages)
             limit = limit if most is None else min(limit, most + 1)
-        eos = frozenset() if params.ignore_eos and params.structured_outputs is None else self._eos_ids
+        form = params.structured_outputs
+        eos = frozenset() if params.ignore_eos and form is None else self._eos_ids
         stop_ids = eos | frozenset(params.stop_token_ids or ())
         bad_sequences: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self._tokenizer:
@@ -384,7 +385,8 @@ class Frontend:
                 priority=priority,
                 arrival_s=time.monotonic(),
                 read_prefix_cache=index > 0 or params.prompt_logprobs is None,
-                waits_for_tokens=params.structured_outputs is not None,
+                waits_for_tokens=form is not None,
+                may_be_extended=form is not None and form.append_forced_tokens,
                 constraint=self._constraint(params, stop_ids),
                 arrival=arrival,
             )

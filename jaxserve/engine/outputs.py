@@ -246,6 +246,7 @@ def _again(request: Request) -> Request:
         arrival_s=request.arrival_s,
         read_prefix_cache=request.read_prefix_cache,
         waits_for_tokens=request.waits_for_tokens,
+        may_be_extended=request.may_be_extended,
         constraint=None if request.constraint is None else request.constraint.again(),
         arrival=request.arrival,
     )

@@ -179,14 +179,15 @@ class Replica:
         if not self._may_launch():
             return None
         num_drafts, max_rounds = self._choose_drafts()
-        max_steps = max_rounds if num_drafts else self._max_steps(max_rounds)
+        may_split = not num_drafts and self._may_split()
+        max_steps = 1 if may_split else max_rounds if num_drafts else self._max_steps(max_rounds)
         timing = self._timing(now_s)
-        plan = self.scheduler.schedule(max_steps, num_drafts, timing)
+        plan = self.scheduler.schedule(max_steps, num_drafts, timing, may_split=may_split)
         self._is_stuck = plan is None
         bucket = None if plan is None else _bucket(plan, self.executor)
         if plan is not None and self._record is not None:
             self._digest = plan.digest(self._digest)
-        self._note(Scheduled(max_steps, bucket, self._digest, num_drafts, timing))
+        self._note(Scheduled(max_steps, bucket, self._digest, num_drafts, timing, may_split))
         if plan is not None and bucket is not None:
             handle = self.executor.launch(plan, bucket)
             self.in_flight.append(InFlight(plan, handle, bucket, now_s))
@@ -204,19 +205,22 @@ class Replica:
         return sum(not step.handle.is_ready() for step in self.in_flight)
 
     def update(self, result: StepResult) -> StepTokens:
-        """Let the scheduler know the tokens of the oldest step in flight."""
+        """Let the scheduler know the tokens of the oldest step in flight; start the sampling that waits for them."""
         step = self.in_flight[0]
         plan = step.plan
         sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
         self.step_stats.ended(step, num_tokens, result.ended_s, result.rounds)
         self._pace_drafts(plan, result)
-        if plan.num_prefill_tokens or plan.num_drafts:
+        if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
             self.pacer.pause()
         else:
             bucket = self.executor.multi_step_bucket_for(plan.num_rows)
             self.pacer.ended(bucket, plan.num_steps, int(num_tokens.max()), result.ended_s)
         self._stats.num_sampled_tokens += int(num_tokens.sum())
-        return StepTokens(plan, sampled, self.take(sampled), result)
+        ended = self.take(sampled)
+        if self.in_flight and self.in_flight[0].plan.is_split:
+            self._count_compiles(self.executor.sample(self.in_flight[0].handle))
+        return StepTokens(plan, sampled, ended, result)
 
     def take(self, sampled: list[list[int]]) -> list[Request]:
         """Let the scheduler know what each row of the oldest step in flight has sampled; see `Scheduler.update`."""
@@ -290,8 +294,16 @@ class Replica:
 
     def _may_launch(self) -> bool:
         if self.in_flight and self._constrained and len(self.scheduler.waiting_slots) == self.scheduler.num_running:
-            return False  # one step with all rows is faster than two, each with those that the other leaves
+            can_split = self._may_split() and not any(request.may_be_extended for request in self._constrained)
+            if not can_split:  # one step with all rows is faster than two, each with those that the other leaves
+                return False
         return len(self.in_flight) < self._most_in_flight
+
+    def _may_split(self) -> bool:
+        """Return whether rows with a constraint can compute a token before the host has read it."""
+        if not self._constrained or self._most_in_flight == 1:
+            return False
+        return self.executor.split_bucket_for(self.scheduler.num_running) is not None
 
     def _max_steps(self, wanted: int) -> int:
         """Return the steps that the next dispatch may have: `wanted` as far as programs go, or as many as pay if 0."""
@@ -342,7 +354,7 @@ class Replica:
         bucket, rounds = self.executor.speculative_bucket_for(plan.num_rows), result.rounds
         if plan.admitted:
             self.draft_pacer.admit([r.slot for r in plan.admitted if r.slot >= 0])
-        if plan.num_prefill_tokens or bucket is None:
+        if plan.num_prefill_tokens or plan.is_split or bucket is None:
             self.draft_pacer.pause()
             return
         num_rows, num_drafts = plan.num_rows, max(plan.num_drafts, default=0)
@@ -371,6 +383,8 @@ def _bucket(plan: StepPlan, executor: Executor) -> int:
     match plan.kind:
         case PlanKind.STEP:
             return executor.bucket_for(plan.num_tokens)
+        case PlanKind.SPLIT:
+            bucket = executor.split_bucket_for(plan.num_rows)
         case PlanKind.MULTI_STEP:
             bucket = executor.multi_step_bucket_for(plan.num_rows)
         case PlanKind.SPECULATIVE:

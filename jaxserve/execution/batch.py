@@ -385,7 +385,7 @@ class BatchPacker:
             stops = [start + count for start, count in zip(plan.starts, plan.counts, strict=True)]
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
         admissions = list(self._admissions(plan, new_pages[:, num_new_pages:]))
-        masks = list(self._mask_blobs(plan, max_new)) if self._constrained else ()
+        masks = () if plan.is_split else list(self.masks(plan))
         return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob)
 
     def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
@@ -432,18 +432,23 @@ class BatchPacker:
             if not is_plain or len(request.stop_ids) > ADMITTED_STOP_IDS or start_of.get(request):
                 yield request.slot, self._slot_row(request)
 
-    def _mask_blobs(self, plan: StepPlan, max_new: NDArray[np.int32]) -> Iterator[NDArray[np.int32]]:
-        """Return the masks of rows that sample which their slots do not have yet."""
+    def masks(self, plan: StepPlan) -> Iterator[NDArray[np.int32]]:
+        """Return blobs of the masks of rows that sample which their slots do not have yet.
+
+        `pack` calls it, but not for a split plan: to be called when the tokens before the plan have been read.
+        """
+        if not self._constrained:
+            return
         for slot, request in list(self._constrained.items()):
             if request.status is RequestStatus.FINISHED:
                 del self._constrained[slot]
         changed: list[tuple[int, NDArray[np.int32]]] = []
         for row, request in enumerate(plan.requests):
-            if request.constraint is None or not max_new[row]:
+            if request.constraint is None or not plan.max_new[row] or request.status is RequestStatus.FINISHED:
                 continue
             slot, words = plan.slots[row], request.constraint.words
             sent = self._sent_masks.get(slot)
-            if sent is None or not np.array_equal(sent, words):
+            if sent is not words:  # comparing them takes longer than sending one
                 self._sent_masks[slot] = words
                 changed.append((slot, words))
         layout = self._masks
@@ -453,6 +458,10 @@ class BatchPacker:
                 to["slot"][index] = slot
                 to["words"][index, : len(words)] = words
             yield blob
+
+    def no_masks(self) -> NDArray[np.int32]:
+        """Return a blob of no masks."""
+        return self._masks.blob.new()[0]
 
     def _slot_row(self, request: Request) -> SlotRow:
         """Return what the device must know of a request beyond its admission."""

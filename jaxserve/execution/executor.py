@@ -7,7 +7,7 @@ time is computed, one that checks what it is told.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,11 +112,24 @@ class Executor(Protocol):
     def speculative_bucket_for(self, num_rows: int) -> int | None:
         """Return the smallest bucket in which so many rows in decode can go on with drafts; None where none can."""
 
+    def split_bucket_for(self, num_rows: int) -> int | None:
+        """Return the smallest bucket for a split plan of so many rows in decode; None where there is none."""
+
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Block until a bucket can run; RuntimeError if it never will."""
 
     def launch(self, plan: StepPlan, bucket: int) -> StepHandle:
-        """Start the step that `plan` describes. To be called once per plan, before the scheduler is asked for more."""
+        """Start the step that `plan` describes. To be called once per plan, before the scheduler is asked for more.
+
+        Of a split plan it starts the model alone; `sample` must follow before the next launch, unless the step is
+        dropped.
+        """
+
+    def sample(self, step: Any) -> int:
+        """Start the sampling of a split plan, by the constraints of its rows as they are now.
+
+        Returns the number of programs that were compiled for it, which should be none.
+        """
 
     def restore_state(self) -> bool:
         """Wait for the device; where its state was lost with a step that failed, make an empty one.

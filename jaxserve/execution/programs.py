@@ -6,22 +6,25 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.execution.batch import AdmissionLayout, BatchLayout, MaskLayout
+from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, MaskLayout
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, new_state
 from jaxserve.execution.step import (
+    Compute,
     Program,
+    Sample,
     make_admit,
     make_serve_step,
     make_set_masks,
     make_set_slot,
+    make_split_step,
     step_options,
 )
 from jaxserve.execution.verification import Observer, Proposer, make_speculative_step
@@ -29,12 +32,22 @@ from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.scheduling.plan import PlanKind
-from jaxserve.sharding import over_devices, replicated, specs_of, tensor_size
+from jaxserve.sharding import TENSOR, over_devices, replicated, specs_of, tensor_size
 
 logger = logging.getLogger(__name__)
 
 Compiled = Any  # jax.stages.Compiled
-_Buckets = tuple[Iterable[int], Iterable[int], Iterable[int]]  # programs of one round, of several, with drafts
+_NONE: tuple[int, ...] = ()
+
+
+class Buckets(NamedTuple):
+    """Buckets to compile, by the kind of program."""
+
+    steps: Iterable[int] = _NONE
+    multi_steps: Iterable[int] = _NONE
+    speculative: Iterable[int] = _NONE
+    split: Iterable[int] = _NONE
+
 
 _POLL_S = 0.01
 COMPILE_THREADS = 2  # threads while the caller waits: Python traces, and XLA mostly uses one core
@@ -62,10 +75,12 @@ class Programs:
         steps: the compiled steps, by bucket.
         multi_steps: programs of several rounds, by bucket; some are in both tables.
         speculative: programs of rounds with drafted tokens, by bucket.
+        split: programs of the model and of sampling for split plans, by bucket.
         admit: the program that lets requests enter their slots.
         set_slot: the program that enters a request's other data.
         set_masks: the program that sets the masks of rows with a constraint.
         num_devices: number of devices that the model is split over.
+        observer: proposer that takes part in plain steps; None where there is none.
     """
 
     def __init__(
@@ -84,6 +99,9 @@ class Programs:
         draft_shapes: Params | None = None,
     ) -> None:
         self.proposer, self._draft_shapes = proposer, draft_shapes or {}
+        self.observer = (
+            proposer if isinstance(proposer, Observer) else None
+        )  # found once: asking a protocol takes 20 us
         self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
@@ -92,6 +110,7 @@ class Programs:
         self.steps: dict[int, Compiled] = {}
         self.multi_steps: dict[int, Compiled] = {}
         self.speculative: dict[int, Compiled] = {}
+        self.split: dict[int, tuple[Compiled, Compiled]] = {}
         self.admit: Compiled = None
         self.set_slot: Compiled = None
         self.set_masks: Compiled = None
@@ -143,14 +162,27 @@ class Programs:
             num_devices=self.num_devices,
             observer=self.observer,
         )
-        return self._lower(
-            step, layout, (self.param_shapes, self._draft_shapes) if self.observer else self.param_shapes
+        return self._lower(step, layout, self._observed_shapes)
+
+    def lower_split(self, bucket: int) -> tuple[Callable[[], jax.stages.Lowered], Callable[[], jax.stages.Lowered]]:
+        """Return what traces and lowers the two programs for split plans of a number of rows."""
+        layout = BatchLayout.of(self.schedule, bucket)
+        masks = MaskLayout.of(self.schedule, self.arch.vocab_size)
+        options: dict[str, Any] = {"backend": self._backend, "num_devices": self.num_devices}
+        compute, sample = make_split_step(self.arch, layout, masks, observer=self.observer, **options)
+        part = PartitionSpec(None, TENSOR) if self.mesh else PartitionSpec()
+        shape = (layout.num_rows, self.arch.local(self.num_devices).vocab_size * self.num_devices)
+        sharding = NamedSharding(self.mesh, part) if self.mesh else None
+        logits = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+        return (
+            partial(self._lower, compute, layout, self._observed_shapes, output=part),
+            partial(self._lower, sample, layout, logits, masks.blob),
         )
 
     @property
-    def observer(self) -> Observer | None:
-        """Proposer that takes part in plain steps; None where there is none."""
-        return self.proposer if isinstance(self.proposer, Observer) else None
+    def _observed_shapes(self) -> Any:
+        """Shapes of the parameters of programs in which a proposer may observe."""
+        return (self.param_shapes, self._draft_shapes) if self.observer else self.param_shapes
 
     def lower_speculative(self, bucket: int) -> jax.stages.Lowered:
         """Trace and lower the speculative step of a bucket, a number of rows."""
@@ -166,16 +198,33 @@ class Programs:
         )
         return self._lower(step, layout, (self.param_shapes, self._draft_shapes))
 
-    def _lower(self, program: Program, layout: BatchLayout, params: Any) -> jax.stages.Lowered:
-        state, blob = self.abstract_state(), self._operand((layout.blob_size,), jnp.int32)
+    def _lower(
+        self,
+        program: Program | Compute | Sample,
+        layout: BatchLayout,
+        params: Any,
+        *more: BlobLayout,
+        output: PartitionSpec | None = None,
+    ) -> jax.stages.Lowered:
+        """Trace and lower a program of parameters, state and blobs.
+
+        Args:
+            program: program that returns the state and an output.
+            layout: layout of the blob.
+            params: shapes, dtypes and places of its first argument.
+            more: layouts of further blobs.
+            output: axes over which its output is split; None where every device has the whole.
+        """
+        state = self.abstract_state()
+        blobs = [self._operand((each.size,), jnp.int32) for each in (layout.blob, *more)]
         if self.mesh is not None:
-            specs = (specs_of(state), PartitionSpec())
-            program = over_devices(program, self.mesh, (params, state, blob), specs)
+            specs = (specs_of(state), output or PartitionSpec())
+            program = over_devices(program, self.mesh, (params, state, *blobs), specs)
         else:
             params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
         device = self.mesh.devices.flat[0] if self.mesh else jax.devices()[0]
         compiler_options = _known_options(device)
-        return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, blob)
+        return jax.jit(program, donate_argnums=1, compiler_options=compiler_options).lower(params, state, *blobs)
 
     def _operand(self, shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> jax.ShapeDtypeStruct:
         """Return the shape of an array of the host on every device."""
@@ -190,14 +239,19 @@ class Programs:
         for it, and the exit would take its client away.
         """
         buckets, drafting = self.schedule.buckets(), self.schedule.speculative_buckets()
+        split = self.schedule.split_buckets()
         multi_steps = self.schedule.multi_step_buckets(self._max_steps)
         ends = dict.fromkeys((*drafting[:1], *drafting[-1:]))
         decode = min(b for b in buckets if b >= self.schedule.max_num_seqs)  # bucket of a full batch: wanted first
         rest = sorted(buckets[1:-1], key=lambda bucket: (bucket != decode, bucket))
-        in_turn: dict[str, list[_Buckets]] = {
-            "all": [(buckets, multi_steps, drafting)],
-            "background": [((buckets[0], buckets[-1]), (), ()), ((), (), ends), (rest, multi_steps, drafting)],
-            "minimal": [((buckets[0], buckets[-1]), multi_steps[-1:], ends)],
+        in_turn: dict[str, list[Buckets]] = {
+            "all": [Buckets(buckets, multi_steps, drafting, split)],
+            "background": [
+                Buckets((buckets[0], buckets[-1])),
+                Buckets(speculative=ends),
+                Buckets(rest, multi_steps, drafting, split),
+            ],
+            "minimal": [Buckets((buckets[0], buckets[-1]), multi_steps[-1:], ends), Buckets(split=split[-1:])],
         }
         first, *later = in_turn[compile_ahead]
         ready = threading.Event()
@@ -209,16 +263,16 @@ class Programs:
             raise self._compile_error
 
     def _compile_ahead(
-        self, first: _Buckets, later: Sequence[_Buckets], ready: threading.Event, after: "Programs | None"
+        self, first: Buckets, later: Sequence[Buckets], ready: threading.Event, after: "Programs | None"
     ) -> None:
         try:
             self._compile_writers()
-            self._compile(*first, num_threads=COMPILE_THREADS)
+            self._compile(first, num_threads=COMPILE_THREADS)
             ready.set()
             while after is not None and not self._closing.is_set() and not after._compiled.wait(_POLL_S):
                 pass
             for rest in later:
-                self._compile(*rest)
+                self._compile(rest)
         except Exception as error:
             if ready.is_set():
                 logger.exception("compiling in the background failed; steps go on with the programs that are ready")
@@ -228,15 +282,14 @@ class Programs:
             self._compiled.set()
             ready.set()
 
-    def _compile(
-        self, buckets: Iterable[int], multi_steps: Iterable[int], speculative: Iterable[int] = (), num_threads: int = 1
-    ) -> None:
+    def _compile(self, wanted: Buckets, num_threads: int = 1) -> None:
         """Compile what is missing of some buckets, in order, several at a time."""
         single = self.schedule.step_buckets(self._max_steps)
-        shared = [bucket for bucket in buckets if bucket not in single]
-        jobs = [partial(self._compile_step, bucket) for bucket in buckets if bucket in single]
-        jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *multi_steps])]
-        jobs += [partial(self._compile_speculative, bucket) for bucket in speculative]
+        shared = [bucket for bucket in wanted.steps if bucket not in single]
+        jobs = [partial(self._compile_step, bucket) for bucket in wanted.steps if bucket in single]
+        jobs += [partial(self._compile_multi_step, bucket) for bucket in dict.fromkeys([*shared, *wanted.multi_steps])]
+        jobs += [partial(self._compile_speculative, bucket) for bucket in wanted.speculative]
+        jobs += [partial(self._compile_split, bucket) for bucket in wanted.split]
         run_all(jobs, num_threads, self._closing)
         logger.debug("compiled steps of %s tokens, of several rounds %s", sorted(self.steps), sorted(self.multi_steps))
 
@@ -256,6 +309,11 @@ class Programs:
         if bucket not in self.speculative:
             lower = partial(self.lower_speculative, bucket)
             self.speculative[bucket] = self._get(f"speculative {bucket}", lower)
+
+    def _compile_split(self, bucket: int) -> None:
+        if bucket not in self.split:
+            compute, sample = self.lower_split(bucket)
+            self.split[bucket] = self._get(f"compute {bucket}", compute), self._get(f"sample {bucket}", sample)
 
     def _compile_writers(self) -> None:
         """Compile the programs that write to tables by slot, each given what it writes to first."""
@@ -295,9 +353,16 @@ class Programs:
         return min((b for b in tuple(self.of_kind(kind)) if b >= num_rows), default=None)
 
     def of_kind(self, kind: PlanKind) -> dict[int, Compiled]:
-        """The compiled programs of a kind, by bucket."""
-        tables = {PlanKind.STEP: self.steps, PlanKind.MULTI_STEP: self.multi_steps}
-        return tables.get(kind, self.speculative)
+        """The compiled programs of a kind, by bucket; for split plans, pairs of them."""
+        match kind:
+            case PlanKind.STEP:
+                return self.steps
+            case PlanKind.MULTI_STEP:
+                return self.multi_steps
+            case PlanKind.SPECULATIVE:
+                return self.speculative
+            case PlanKind.SPLIT:
+                return self.split
 
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Block until one bucket is compiled; RuntimeError if it never will be."""
@@ -323,6 +388,7 @@ class Programs:
         self.steps.clear()
         self.multi_steps.clear()
         self.speculative.clear()
+        self.split.clear()
         self.admit = self.set_slot = self.set_masks = None
 
     def _stop(self) -> None:

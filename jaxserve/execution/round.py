@@ -187,6 +187,11 @@ class Model:
             feature_layers,
         )
 
+    @property
+    def read_logprobs(self) -> ReadLogprobs:
+        """Function that computes log probabilities from logits."""
+        return self.split.token_logprobs if self.split else token_logprobs
+
 
 def plain_round(
     params: Params,
@@ -197,32 +202,55 @@ def plain_round(
     observe: Observe | None = None,
 ) -> tuple[ServeState, StepOutput]:
     """One round: the first computes what was planned for each row, the others a token that was sampled before."""
-    split, sequences = model.split, state.sequences
-    draw, read_logprobs = (split.sample, split.token_logprobs) if split else (sample, token_logprobs)
-    rows = planned_rows(sequences, batch, index)
+    rows = planned_rows(state.sequences, batch, index)
     tokens = tokens_of(batch, rows, state.slots, index)
+    state, logits, hidden = compute_tokens(params, state, batch, rows, tokens, model, observe)
+    state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
+    with jax.named_scope("logprobs"):
+        logprobs, prompt_logprobs = step_logprobs(
+            params, model.arch, batch, rows, tokens, model.read_logprobs, model.logprobs, logits, sampled, hidden
+        )
+    counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
+    return state, StepOutput(counted, logprobs[:, None], prompt_logprobs)
+
+
+def compute_tokens(
+    params: Params,
+    state: ServeState,
+    batch: StepBatch,
+    rows: Rows,
+    tokens: Tokens,
+    model: Model,
+    observe: Observe | None = None,
+) -> tuple[ServeState, Float[Array, "R V"], Float[Array, "T D"]]:
+    """Run the model; return the state with keys and values, the logits of each row's last token, the hidden states.
+
+    How long the sequences are does not change: sampling counts what was computed.
+    """
     hidden, observed, kv_pages = run_model(params, state, rows, tokens, batch.num_rows, model)
     if observe is not None:
         with jax.named_scope("observe"):
             state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, observed))
     logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
+    return dataclasses.replace(state, kv_pages=kv_pages), logits, hidden
+
+
+def sample_rows(
+    state: ServeState, batch: StepBatch, rows: Rows, tokens: Tokens, logits: Float[Array, "R V"], model: Model
+) -> tuple[ServeState, Int[Array, " R"]]:
+    """Sample from logits, and count what the round has computed; return the state and the tokens."""
+    split, sequences = model.split, state.sequences
     sampling = SamplingRows(sequences.records.at[rows.slot].get(mode="clip"), rows.kv_lens, rows.samples)
     with jax.named_scope("sample"):
-        sampled = draw(logits, sampling, state.slots, batch.base_seed)
+        sampled = (split.sample if split else sample)(logits, sampling, state.slots, batch.base_seed)
         slots = remember(state.slots, rows, tokens, sampled)
         counts = count_sampled(slots.token_counts, sampling, sampled, split.first_id if split else 0)
-    with jax.named_scope("logprobs"):
-        logprobs, prompt_logprobs = step_logprobs(
-            params, model.arch, batch, rows, tokens, read_logprobs, model.logprobs, logits, sampled, hidden
-        )
     state = dataclasses.replace(
         state,
-        kv_pages=kv_pages,
         sequences=advance(sequences, rows, sampling, slots, sampled),
         slots=dataclasses.replace(slots, token_counts=counts),
     )
-    counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
-    return state, StepOutput(counted, logprobs[:, None], prompt_logprobs)
+    return state, sampled
 
 
 def run_model(

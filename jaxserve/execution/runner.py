@@ -6,9 +6,10 @@ import dataclasses
 import logging
 import time
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -35,11 +36,20 @@ from jaxserve.sharding import tensor_size
 logger = logging.getLogger(__name__)
 
 
+class Unsampled(NamedTuple):
+    """What the sampling of a split plan needs."""
+
+    plan: StepPlan
+    bucket: int
+    blob: NDArray[np.int32]
+    logits: jax.Array
+
+
 @dataclass
 class RunningStep:
-    """A launched step. `output` becomes ready later; `result` waits for it."""
+    """A launched step. `output` becomes ready later; `result` waits for it. A split plan has none before `sample`."""
 
-    output: StepOutput
+    output: StepOutput | Unsampled
     layout: LogprobLayout
     wants_logprobs: bool
     wants_prompt_logprobs: bool
@@ -47,13 +57,20 @@ class RunningStep:
     launched_s: float
     max_drafts: int | None = None  # most tokens drafted for a row in a round; None in a step without drafts
 
+    @property
+    def _sampled(self) -> StepOutput:
+        assert isinstance(self.output, StepOutput), "a split plan is sampled before it is read"
+        return self.output
+
     def is_ready(self) -> bool:
         """Return whether `result` need not wait."""
+        if isinstance(self.output, Unsampled):
+            return False
         return bool(self.output.sampled.is_ready())  # type: ignore[attr-defined]  # not in the stubs of jax.Array
 
     def result(self) -> StepResult:
         """Wait for the step and download what it was asked for."""
-        out, unpack = self.output, self.layout.unpack
+        out, unpack = self._sampled, self.layout.unpack
         sampled = np.asarray(out.sampled)
         num_tokens, token_ids, rounds = sampled[:, 0], sampled[:, 1:], None
         if self.max_drafts is not None:
@@ -70,7 +87,7 @@ class RunningStep:
 
     def start_download(self) -> None:
         """Start the download of the wanted outputs, each as soon as it is ready."""
-        out = self.output
+        out = self._sampled
         wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
         for array in (out.sampled, *(array for array, is_wanted in wanted if is_wanted)):
             array.copy_to_host_async()
@@ -218,6 +235,10 @@ class Runner:
         """Return the smallest compiled bucket in which so many rows in decode can go on with drafts."""
         return self.programs.decode_bucket_for(PlanKind.SPECULATIVE, num_rows)
 
+    def split_bucket_for(self, num_rows: int) -> int | None:
+        """Return the smallest compiled bucket for a split plan of so many rows in decode."""
+        return self.programs.decode_bucket_for(PlanKind.SPLIT, num_rows)
+
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Block until one bucket is compiled; RuntimeError if it never will be."""
         self.programs.wait_for(bucket, kind)
@@ -231,23 +252,47 @@ class Runner:
             self.state = self.programs.admit(self.state, blob)
         for slot, row in upload.slot_rows:
             self.state = self.programs.set_slot(self.state, np.int32(slot), row)
-        for blob in upload.masks:
-            self.state = self._set_masks(self.state, blob)
+        self._set_masks(upload.masks)
         takes_both = plan.num_drafts or self.programs.observer is not None
         params: Any = (self.params, self.draft_params) if takes_both else self.params
-        self.state, output = self.programs.of_kind(plan.kind)[bucket](params, self.state, upload.blob)
+        program: Any = self.programs.of_kind(plan.kind)[bucket]
+        output: StepOutput | Unsampled
+        if plan.is_split:
+            self.state, logits = program[0](params, self.state, upload.blob)
+            output = Unsampled(plan, bucket, upload.blob, logits)
+        else:
+            self.state, output = program(params, self.state, upload.blob)
         num_compiles = compile_counter.count - compiles
         wanted = plan.wants_logprobs, plan.wants_prompt_logprobs
         max_drafts = self.schedule.max_drafts if plan.num_drafts else None
         step = RunningStep(output, self._logprob_layout, *wanted, num_compiles, time.monotonic(), max_drafts)
-        step.start_download()
+        if not plan.is_split:
+            step.start_download()
         return step
 
-    def _set_masks(self, state: ServeState | None, blob: NDArray[np.int32]) -> ServeState:
-        """Return the state with the masks of some rows. Only the array of masks goes through the program."""
-        assert state is not None, "a state that sleeps gets no masks"
-        allowed = self.programs.set_masks(state.slots.allowed, blob)
-        return dataclasses.replace(state, slots=dataclasses.replace(state.slots, allowed=allowed))
+    def sample(self, step: RunningStep) -> int:
+        """Dispatch the sampling of a split plan, with the masks of its rows in front, and start the download.
+
+        Returns the number of programs compiled for it.
+        """
+        assert isinstance(step.output, Unsampled), "a split plan is sampled once"
+        compiles, (plan, bucket, blob, logits) = compile_counter.count, step.output
+        if self._one_at_a_time:
+            jax.block_until_ready(self.state)
+        last, *others = [*self.packer.masks(plan)] or [self.packer.no_masks()]
+        self._set_masks(others)
+        _, program = self.programs.split[bucket]
+        self.state, step.output = program(logits, self.state, blob, last)
+        step.start_download()
+        return compile_counter.count - compiles
+
+    def _set_masks(self, blobs: Iterable[NDArray[np.int32]]) -> None:
+        """Set the masks of some rows. Only the array of masks goes through the program."""
+        for blob in blobs:
+            assert self.state is not None, "a state that sleeps gets no masks"
+            slots = self.state.slots
+            slots = dataclasses.replace(slots, allowed=self.programs.set_masks(slots.allowed, blob))
+            self.state = dataclasses.replace(self.state, slots=slots)
 
 
 def shapes_of(params: Params) -> Params:

@@ -27,7 +27,17 @@ from jaxserve.execution.batch import (
     BatchLayout,
     MaskLayout,
 )
-from jaxserve.execution.round import Model, StepOutput, plain_round, takes_part, vocab_split
+from jaxserve.execution.round import (
+    Model,
+    StepOutput,
+    compute_tokens,
+    plain_round,
+    planned_rows,
+    sample_rows,
+    takes_part,
+    tokens_of,
+    vocab_split,
+)
 from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.execution.verification import Observer, Proposer
 from jaxserve.models.arch import ArchConfig
@@ -40,6 +50,10 @@ from jaxserve.sampling import (
 )
 
 Program = Callable[[Params, ServeState, Array], tuple[ServeState, StepOutput]]
+
+Compute = Callable[[Any, ServeState, Array], tuple[ServeState, Array]]  # returns logits [R, V]
+
+Sample = Callable[[Array, ServeState, Array, Array], tuple[ServeState, StepOutput]]
 
 Admit = Callable[[ServeState, Array], ServeState]
 
@@ -111,6 +125,56 @@ def make_serve_step(
         return state, outputs
 
     return serve_step
+
+
+def make_split_step(
+    arch: ArchConfig,
+    layout: BatchLayout,
+    masks: MaskLayout,
+    *,
+    backend: str,
+    num_devices: int = 1,
+    observer: Observer | None = None,
+) -> tuple[Compute, Sample]:
+    """The step of a plan whose rows, all of them in decode, sample by masks that come while the model runs.
+
+    The first program runs the model and returns its logits, the second sets masks and samples. Both are given the blob
+    of the plan, and between them nothing may change but masks. Arguments are as of `make_serve_step`, and the layout of
+    the masks' blob.
+    """
+    features = () if observer is None else observer.feature_layers
+    model = Model.of(
+        arch, backend=backend, num_devices=num_devices, max_logprobs=layout.max_logprobs, feature_layers=features
+    )
+    R, num_words, first_round = layout.num_rows, model.logprobs.num_words, jnp.int32(0)
+    set_masks = make_set_masks(arch, masks, num_devices=num_devices)
+
+    def compute(all_params: Any, state: ServeState, blob: Array) -> tuple[ServeState, Array]:
+        params: Params = all_params if observer is None else all_params[0]
+        observe = None if observer is None else partial(observer.observe, all_params)
+        batch = layout.unpack(blob)
+        state = dataclasses.replace(state, sequences=set_pages(state.sequences, batch.new_pages))
+        rows = planned_rows(state.sequences, batch, first_round)
+        tokens = tokens_of(batch, rows, state.slots, first_round)
+        state, logits, _ = compute_tokens(params, state, batch, rows, tokens, model, observe)
+        return state, logits
+
+    def sample(logits: Array, state: ServeState, blob: Array, masks_blob: Array) -> tuple[ServeState, StepOutput]:
+        batch = layout.unpack(blob)
+        slots = dataclasses.replace(state.slots, allowed=set_masks(state.slots.allowed, masks_blob))
+        state = dataclasses.replace(state, slots=slots)
+        rows = planned_rows(state.sequences, batch, first_round)
+        tokens = tokens_of(batch, rows, state.slots, first_round)
+        state, sampled = sample_rows(state, batch, rows, tokens, logits, model)
+        logprobs = lax.cond(
+            batch.wants_logprobs > 0,
+            lambda: model.read_logprobs(logits, sampled, model.logprobs.num_top).pack(),
+            lambda: jnp.zeros((R, num_words), jnp.int32),
+        )
+        counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
+        return state, StepOutput(counted, logprobs[:, None], jnp.zeros((0, num_words), jnp.int32))
+
+    return compute, sample
 
 
 def step_options(device_kind: str) -> dict[str, str | bool]:

@@ -41,7 +41,7 @@ from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, move_tokens
-from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample, token_logprobs
+from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample
 
 BothParams = tuple[Params, Params]  # parameters of the model and of the proposer
 
@@ -454,7 +454,7 @@ def _accept_in_turn(
     """Sample the tokens of the live rows one after the other."""
     R, N = drafts.token_ids.shape
     split = model.split
-    draw, read_logprobs = (split.sample, split.token_logprobs) if split else (sample, token_logprobs)
+    draw = split.sample if split else sample
     records = state.sequences.records.at[rows.slot].get(mode="clip")
     S = state.slots.token_history.shape[0]  # out of range, dropped
     row = jnp.arange(R)
@@ -483,7 +483,7 @@ def _accept_in_turn(
         to_row = jnp.where(live, row, R)
         words = lax.cond(
             batch.wants_logprobs > 0,
-            lambda: read_logprobs(logits_at, sampled, model.logprobs.num_top).pack(),
+            lambda: model.read_logprobs(logits_at, sampled, model.logprobs.num_top).pack(),
             lambda: jnp.zeros((R, model.logprobs.num_words), jnp.int32),
         )
         out = dataclasses.replace(

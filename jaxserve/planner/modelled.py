@@ -73,6 +73,9 @@ class ModelledExecutor:
     def speculative_bucket_for(self, num_rows: int) -> None:
         """Return None: there is no program with drafts."""
 
+    def split_bucket_for(self, num_rows: int) -> None:
+        """Return None: simulated requests have no constraints."""
+
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """Return at once: no bucket has to be compiled."""
 
@@ -81,6 +84,10 @@ class ModelledExecutor:
         step_s = self._roofline.step_ms(plan.starts, plan.counts) / 1e3
         self._free_s = max(self._free_s, self.now_s) + step_s
         return ModelledStep(self, self.now_s, self._free_s, plan.max_new)
+
+    def sample(self, step: ModelledStep) -> int:
+        """Fail: there are no split plans."""
+        raise AssertionError("no plan is split")
 
     def restore_state(self) -> bool:
         """Return False: the simulated state is never lost."""

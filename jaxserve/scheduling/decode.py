@@ -86,7 +86,7 @@ class Decodes:
             start = request.num_computed_tokens
             stop = start + limit
             if stop > request.quiet_until:
-                if request.status is RequestStatus.BLOCKED:
+                if request.status is RequestStatus.BLOCKED and not (plan.is_split and may_sample_late(request)):
                     continue
                 num_tokens = request.num_tokens
                 if num_tokens - start > 1:
@@ -170,3 +170,8 @@ class Decodes:
         if request.waits_for_tokens:
             request.status = RequestStatus.BLOCKED
         return True
+
+
+def may_sample_late(request: Request) -> bool:
+    """Return whether a row waits for a token of its own that it can compute before the host has read it."""
+    return request.status is RequestStatus.BLOCKED and not request.may_be_extended

@@ -11,9 +11,10 @@ from jaxserve.request import Request
 
 
 class PlanKind(enum.Enum):
-    """Kinds of programs: one round, several, or rounds with drafted tokens."""
+    """Kinds of programs: one round, one as two programs, several rounds, or rounds with drafted tokens."""
 
     STEP = enum.auto()
+    SPLIT = enum.auto()
     MULTI_STEP = enum.auto()
     SPECULATIVE = enum.auto()
 
@@ -52,6 +53,8 @@ class StepPlan:
         num_steps: rounds that the device goes at most; without drafts the largest of `max_new`, and 1 at least.
         num_drafts: tokens to draft for each row in each round, so that a round may sample one more than that; empty in
             plans without drafts. All rows of a plan with drafts are in decode.
+        is_split: True if the model and the sampling are two programs, of which the second starts once the plans before
+            are updated. All rows of such a plan are in decode.
     """
 
     step_id: int
@@ -71,12 +74,15 @@ class StepPlan:
     wants_prompt_logprobs: bool = False
     num_steps: int = 1
     num_drafts: list[int] = field(default_factory=list)
+    is_split: bool = False
 
     @property
     def kind(self) -> PlanKind:
         """Kind of program that the plan needs."""
         if self.num_drafts:
             return PlanKind.SPECULATIVE
+        if self.is_split:
+            return PlanKind.SPLIT
         return PlanKind.MULTI_STEP if self.num_steps > 1 else PlanKind.STEP
 
     @property

@@ -46,8 +46,10 @@ with it, one after the other, every request:
   lacks them nobody is admitted, so that those rows get fewer: by the same argument the oldest of them, who preempts
   only younger ones, ends after finitely many steps. What they leave goes to the oldest prompt first.
 
-Waiting. A request whose `waits_for_tokens` is set goes on when the host has read its last token: it is BLOCKED from a
-plan that samples for it to the update of that plan, keeps slot and pages, and others go on meanwhile.
+Waiting. A request whose `waits_for_tokens` is set samples when the host has read its last token: it is BLOCKED from a
+plan that samples for it to the update of that plan, keeps slot and pages, and others go on meanwhile. It may take part
+in a split plan, whose sampling starts behind that update, though its last token is computed before, unless tokens may
+be appended behind that one.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.scheduling.admission import Admission
 from jaxserve.scheduling.classes import make_room
 from jaxserve.scheduling.deadlines import Deadlines, Timing
-from jaxserve.scheduling.decode import Decodes
+from jaxserve.scheduling.decode import Decodes, may_sample_late
 from jaxserve.scheduling.ledger import RUNS, Ledger
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.policy import Policy
@@ -273,7 +275,12 @@ class Scheduler:
         return any(request.params.logprobs is not None for request in self._ledger.running.values())
 
     def schedule(
-        self, max_steps: int = 1, num_drafts: Sequence[int] = (), timing: Sequence[float] = ()
+        self,
+        max_steps: int = 1,
+        num_drafts: Sequence[int] = (),
+        timing: Sequence[float] = (),
+        *,
+        may_split: bool = False,
     ) -> StepPlan | None:
         """Plan the next step, or up to `max_steps` at once; None when nothing can run.
 
@@ -283,19 +290,21 @@ class Scheduler:
             max_steps: most steps, or rounds with drafts.
             num_drafts: tokens to draft by slot, where all rows are in decode; empty for a plan without drafts.
             timing: the fields of a `Timing`, by which rows in decode get their tokens in time; empty if not known.
+            may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
         """
         self.num_schedules += 1
         plan = StepPlan(self._next_step_id)
         make_room(self._ledger, self.policy, plan)
         num_displaced = len(plan.preempted)
+        rows = self._ledger.running.values()
         num_steps = self._decodes.most_steps(max_steps, num_drafts) if num_drafts else 0
         if not num_steps:
             num_drafts = ()
             num_steps = self._decodes.most_steps(max_steps) if max_steps > 1 else 1
         plan.num_steps = max(num_steps, 1)
+        plan.is_split = may_split and self._decodes.most_steps(1) > 0 and any(map(may_sample_late, rows))
         held_back = self._decodes.rows_to_hold_back()
         in_prefill_before = self._decodes.schedule(plan, held_back, num_drafts)
-        rows = self._ledger.running.values()
         beside_decode = bool(plan.num_rows or held_back) or any(row.status is RequestStatus.BLOCKED for row in rows)
         times = Timing(*timing) if timing else None
         self._prefills.schedule(
@@ -348,7 +357,7 @@ class Scheduler:
                 continue
             if most > len(token_ids):
                 self._take_back(request, most - len(token_ids))
-            if most and request.status is RequestStatus.BLOCKED:
+            if request.status is RequestStatus.BLOCKED and request.num_pending_tokens == len(token_ids):
                 request.status = RequestStatus.RUNNING
             del token_ids[self._append(request, token_ids) :]
             if request.status is RequestStatus.FINISHED:

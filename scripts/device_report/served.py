@@ -17,6 +17,7 @@ from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.engine.parameters import compute_dtype, stacked_if_scanned
+from jaxserve.execution.programs import Buckets
 from jaxserve.execution.runner import Runner
 from jaxserve.models.params import split_array
 from jaxserve.models.registry import num_params, param_specs
@@ -83,11 +84,11 @@ class Served:
         wanted = [next(b for b in buckets if b >= num_rows) for num_rows in sorted(rows)]
         for bucket in dict.fromkeys([buckets[0], buckets[-1], *wanted]):
             started = time.perf_counter()
-            self.runner.programs._compile([bucket], ())
+            self.runner.programs._compile(Buckets([bucket]))
             seconds[f"step {bucket}"] = time.perf_counter() - started
         for bucket in dict.fromkeys(bucket for bucket in wanted if bucket in multi_steps):
             started = time.perf_counter()
-            self.runner.programs._compile((), [bucket])
+            self.runner.programs._compile(Buckets(multi_steps=[bucket]))
             seconds[f"multi-step {bucket}"] = time.perf_counter() - started
         return seconds
 

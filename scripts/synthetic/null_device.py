@@ -65,12 +65,18 @@ class NullExecutor:
     def speculative_bucket_for(self, num_rows: int) -> None:
         """Return None: there is no program with drafts."""
 
+    def split_bucket_for(self, num_rows: int) -> None:
+        """Return None: no plan is split."""
+
     def wait_for(self, bucket: int, kind: PlanKind) -> None:
         """All buckets are there."""
 
     def launch(self, plan: StepPlan, bucket: int) -> NullStep:
         self.packer.pack(plan, bucket)
         return NullStep(time.monotonic(), plan.max_new)
+
+    def sample(self, step: NullStep) -> int:
+        raise AssertionError("no plan is split")
 
     def weight_bytes(self, num_tokens: int) -> int:
         return 0

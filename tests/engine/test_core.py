@@ -15,7 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from simulation import SimulatedExecutor, generate_alone, make_request
+from simulation import SeenTokens, SimulatedExecutor, generate_alone, make_request
 
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.engine import core, load_balancer, replica
@@ -82,6 +82,7 @@ class Driven:
     def submit(self, **kwargs: Any) -> Request:
         request = make_request(f"{self.num_added}#0", arrival=self.num_added, **kwargs)
         self.num_added += 1
+        request.constraint = SeenTokens() if request.waits_for_tokens else None
         self.unfinished[request] = []
         self.core.inbox.append(Submitted([request]))
         return request
@@ -132,6 +133,7 @@ REQUESTS = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 20),
         "stop_ids": st.frozensets(st.integers(0, 4), max_size=1),
         "waits_for_tokens": st.sampled_from([False, False, False, True]),
+        "may_be_extended": st.sampled_from([False, False, True]),
         "priority": st.sampled_from([0, 0, 0, 2, -1]),
         "tenant": st.sampled_from(["", "", "a"]),
     }
@@ -146,9 +148,10 @@ class CoreMachine(RuleBasedStateMachine):
         max_steps=st.sampled_from([1, 4, 8]),
         max_drafts=st.sampled_from([0, 3]),
         step_ahead=st.booleans(),
+        splits=st.booleans(),
     )
-    def start(self, num_replicas: int, max_steps: int, max_drafts: int, step_ahead: bool) -> None:
-        sizes = replace(SIZES, max_drafts=max_drafts)
+    def start(self, num_replicas: int, max_steps: int, max_drafts: int, step_ahead: bool, splits: bool) -> None:
+        sizes = replace(SIZES, max_drafts=max_drafts, has_split_steps=splits)
         self.driven = Driven(num_replicas, sizes=sizes, max_steps=max_steps, step_ahead=step_ahead)
 
     @rule(request=REQUESTS)
@@ -289,8 +292,9 @@ def test_executors_are_executors() -> None:
     assert isinstance(SimulatedExecutor(SIZES), Executor)
 
 
-def test_a_row_that_waits_for_its_tokens_advances_every_second_plan() -> None:
-    driven = Driven()
+@pytest.mark.parametrize("splits", [False, True])
+def test_a_row_that_waits_for_its_tokens_advances_every_second_plan_or_every_split_one(splits: bool) -> None:
+    driven = Driven(sizes=replace(SIZES, has_split_steps=splits))
     waiting = driven.submit(prompt=[1], max_tokens=6, waits_for_tokens=True)
     others = [driven.submit(prompt=[2, n], max_tokens=12) for n in range(2)]
     lengths = []
@@ -298,7 +302,7 @@ def test_a_row_that_waits_for_its_tokens_advances_every_second_plan() -> None:
         driven.step()
         lengths.append([len(driven.unfinished.get(r) or driven.ended.get(r, [[]])[0]) for r in (waiting, *others)])
     steps = [step for step, (before, after) in enumerate(pairwise(lengths)) if after[0] > before[0]]
-    assert [b - a for a, b in pairwise(steps)] == [2] * (len(steps) - 1)
+    assert [b - a for a, b in pairwise(steps)] == [1 if splits else 2] * (len(steps) - 1)
     assert len(lengths) <= 12 + 2, "the others did not wait for it"
 
 

@@ -12,6 +12,7 @@ from simulation import VOCAB_SIZE, Loop, generate_alone, make_request, make_sche
 from jaxserve.errors import RequestError
 from jaxserve.kv_cache.groups import RELEASED
 from jaxserve.request import FinishReason, RequestStatus
+from jaxserve.scheduling.decode import may_sample_late
 from jaxserve.scheduling.policy import Policy
 from tests.random_runs import examples
 
@@ -38,6 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size=st.sampled_from([1, 2, 4]),
         num_pages=st.integers(4, 24),
         depth=st.integers(0, 2),
+        may_split=st.booleans(),
         max_steps=st.sampled_from([1, 2, 7]),
         max_drafts=st.sampled_from([0, 0, 1, 3]),
         num_spare_tokens=st.sampled_from([0, 0, 1, 6]),
@@ -50,6 +52,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         page_size,
         num_pages,
         depth,
+        may_split,
         max_steps,
         max_drafts,
         num_spare_tokens,
@@ -65,7 +68,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             *sizes, max_model_len=40, windows=windows, num_spare_tokens=num_spare_tokens, **policy_numbers
         )
         self.groups = self.scheduler.groups
-        self.loop = Loop(self.scheduler, depth, max_steps, max_drafts)
+        self.loop = Loop(self.scheduler, depth, max_steps, max_drafts, may_split=may_split)
         self.requests = []
         self.waiting, self.running = [], []
         self.num_wasted = 0
@@ -78,6 +81,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         salt=st.sampled_from([b"", b"", b"", b"tenant"]),
         read_prefix_cache=st.sampled_from([True, True, True, False]),
         waits_for_tokens=st.sampled_from([False, False, True]),
+        may_be_extended=st.sampled_from([False, False, True]),
     )
     def add(self, prompt, max_tokens, **kwargs):
         request = make_request(str(len(self.requests)), prompt, max_tokens, **kwargs)
@@ -158,12 +162,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running = [request for request in self.running if request.status is not RequestStatus.FINISHED]
 
     def schedule(self):
-        active = [
-            request
-            for request in self.running
-            if request.num_tokens < request.max_total_tokens and request.status is not RequestStatus.BLOCKED
-        ]
+        unfinished = [request for request in self.running if request.num_tokens < request.max_total_tokens]
+        active = [request for request in unfinished if request.status is not RequestStatus.BLOCKED]
         decodes = [request for request in active if request.num_tokens - request.num_computed_tokens == 1]
+        with_late = [request for request in unfinished if request in decodes or may_sample_late(request)]
         prefills = [request for request in active if request not in decodes]
         num_left = {request: request.num_tokens - request.num_computed_tokens for request in prefills}
         others = [request for request in self.running if request in decodes or request.status is RequestStatus.BLOCKED]
@@ -173,6 +175,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.running = [request for request in self.running if request not in preempted]
         if plan is not None:
             assert preempted == plan.preempted
+            assert not plan.is_split or (self.loop.may_split and not prefills and not plan.num_prefill_tokens)
+            decodes = with_late if plan.is_split else decodes
             self.check_plan(plan, decodes, [request for request in prefills if request not in preempted], num_left)
             self.check_prefills(plan, num_left, beside_decode=bool(set(others) - set(preempted)))
         self.waiting = preempted[::-1] + self.waiting

@@ -5,7 +5,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     llm = LLM(str(MODEL), **SIZES)
+    llm.engine.wait_until_warm()  # with the programs of split plans
     yield llm
     assert llm.engine.stats.num_compiles == 0
     llm.engine.check_integrity()
@@ -260,14 +261,47 @@ def test_combined_with_other_parameters(llm: LLM, caplog: pytest.LogCaptureFixtu
     assert "allow no token" in caplog.text
 
 
+def test_the_model_runs_before_the_masks_are_there(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device computes the next token of all rows while the host reads the last one and makes its masks."""
+    replica = llm.engine.core.replicas[0]
+    executor = replica.executor
+    events: list[tuple[str, int]] = []
+
+    def recorded(owner: Any, name: str, step_of: Callable[..., int]) -> None:
+        method = getattr(owner, name)
+
+        def record(*args: Any) -> Any:
+            events.append((name, step_of(*args)))
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, record)
+
+    recorded(executor, "launch", lambda plan, bucket: plan.step_id)
+    recorded(replica, "read", lambda: replica.in_flight[0].plan.step_id)
+    recorded(executor.packer, "masks", lambda plan: plan.step_id)  # type: ignore[attr-defined]
+    form = {"regex": "[a-z]{40}"}
+    generate(llm, [SamplingParams(seed=seed, max_tokens=20, structured_outputs=form) for seed in range(16)])
+    place = {event: index for index, event in enumerate(events)}
+    last = max(step for _, step in events)
+    in_order = [
+        place["launch", step + 1] < place["read", step] < place["masks", step + 1]
+        for step in range(min(step for _, step in events), last)
+    ]
+    assert sum(in_order) > 15, events
+
+
 def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM) -> None:
-    """Constrained rows alone go in one step with all of them; beside others they go in every second step."""
+    """As long as there are no programs for split plans.
+
+    Constrained rows alone go in one step with all of them; beside others they go in every second step.
+    """
     plans: list[list[bool]] = []
     replica = llm.engine.core.replicas[0]
-    schedule = replica.scheduler.schedule
+    schedule, programs = replica.scheduler.schedule, replica.executor.programs  # type: ignore[attr-defined]
+    split, programs.split = programs.split, {}
 
-    def recorded(*args: Any) -> Any:
-        plan = schedule(*args)
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        plan = schedule(*args, **kwargs)
         if plan is not None and not plan.num_prefill_tokens:
             plans.append([request.constraint is not None for request in plan.requests])
         return plan
@@ -280,6 +314,7 @@ def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM)
         generate(llm, [*own[:2], SamplingParams(max_tokens=60, ignore_eos=True, logprobs=0)])
     finally:
         del replica.scheduler.schedule
+        programs.split = split
     sizes = [len(plan) for plan in alone]  # they come and go one by one
     most = sizes.index(max(sizes))
     assert sizes == sorted(sizes[:most]) + sorted(sizes[most:], reverse=True), sizes

@@ -26,6 +26,7 @@ from tests.e2e.workloads import Job, assert_same, few_but_rich, generate, jobs, 
 from tests.parameters import mainly
 from tests.random_runs import examples
 from tests.sharded.devices.sizes import LAYERS, MODEL, SIZES
+from tests.tiny_tokenizers import byte_level, write
 
 Start = Callable[..., Engine]
 
@@ -99,6 +100,28 @@ def test_greedy_rows_go_on_through_preemption_and_several_steps(start: Start, nu
     assert engine.stats.num_preemptions > before
     assert engine.stats.num_steps > engine.stats.num_dispatches, "some dispatches had several"
     assert engine.stats.num_compiles == 0
+
+
+def test_rows_with_constraints_have_the_same_tokens_in_split_plans(tmp_path: Path) -> None:
+    """The second program gets the logits as the first has left them, each device its part of the vocabulary."""
+    pytest.importorskip("llguidance")
+    write_checkpoint(tmp_path, "llama", **MODEL | {"vocab_size": 331})  # an odd number: padded on one device
+    write(tmp_path, byte_level(320))
+    engine = Engine(EngineConfig(str(tmp_path), tensor_parallel_size=2, **SIZES | {"skip_tokenizer_init": False}))
+    engine.wait_until_warm()
+    programs = engine.replicas[0].executor.programs
+    form = {"regex": "[a-z]{8}[0-9]{20}"}
+    workload = [
+        Job(tokens(9, seed), SamplingParams(seed=seed, max_tokens=20, logprobs=2, structured_outputs=form))
+        for seed in range(3)
+    ]
+    assert list(programs.split) == [4]
+    found = [run(engine, workload)]
+    programs.split.clear()
+    found.append(run(engine, workload))
+    for output, wanted in zip(*found, strict=True):
+        assert_same(output, wanted)
+    engine.close()
 
 
 @pytest.mark.parametrize(("bucket", "multi_step"), [(1, False), (16, False), (4, True)])
