@@ -27,9 +27,24 @@ CONFIGS = {
     "mixtral": transformers.MixtralConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "olmoe": transformers.OlmoeConfig,
+    "phi3": transformers.Phi3Config,
+    "smollm3": transformers.SmolLM3Config,
+    "seed_oss": transformers.SeedOssConfig,
+    "arcee": transformers.ArceeConfig,
+    "ministral3": transformers.Ministral3Config,
+    "olmo2": transformers.Olmo2Config,
+    "olmo3": transformers.Olmo3Config,
+    "glm": transformers.GlmConfig,
+    "glm4": transformers.Glm4Config,
+    "cohere": transformers.CohereConfig,
+    "cohere2": transformers.Cohere2Config,
+    "gpt_neox": transformers.GPTNeoXConfig,
+    "phi": transformers.PhiConfig,
+    "starcoder2": transformers.Starcoder2Config,
 }
 FAMILIES = tuple(CONFIGS)
 MIXTURES = ("mixtral", "qwen3_moe", "olmoe")  # families with experts
+PARTIAL = ("phi3", "glm", "glm4", "gpt_neox", "phi")  # families that may rotate the first dimensions of heads alone
 _NOT_IN_GPT = (
     *("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads"),
     *("rope_parameters", "rope_scaling", "rope_theta"),
@@ -55,6 +70,23 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
     "mixtral": {"num_experts": "num_local_experts", "attention_bias": None, "mlp_bias": None},
     "qwen3_moe": {"intermediate_size": "moe_intermediate_size", "mlp_bias": None},
     "olmoe": {"head_dim": None, "mlp_bias": None},
+    "phi3": {"head_dim": None, "attention_bias": None, "mlp_bias": None},
+    "smollm3": {"head_dim": None},
+    "seed_oss": {},
+    "arcee": {"head_dim": None},
+    "ministral3": {"attention_bias": None, "mlp_bias": None},
+    "olmo2": {"head_dim": None, "mlp_bias": None},
+    "olmo3": {"head_dim": None, "mlp_bias": None},
+    "glm": {"mlp_bias": None},
+    "glm4": {"mlp_bias": None},
+    "cohere": {"head_dim": None, "mlp_bias": None, "rms_norm_eps": "layer_norm_eps"},
+    "cohere2": {"head_dim": None, "mlp_bias": None, "rms_norm_eps": "layer_norm_eps"},
+    "gpt_neox": {
+        **dict.fromkeys(("head_dim", "num_key_value_heads", "mlp_bias")),
+        "rms_norm_eps": "layer_norm_eps",
+    },
+    "phi": {"head_dim": None, "attention_bias": None, "mlp_bias": None, "rms_norm_eps": "layer_norm_eps"},
+    "starcoder2": {"head_dim": None, "attention_bias": None, "mlp_bias": None, "rms_norm_eps": "norm_epsilon"},
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -69,6 +101,14 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "yarn": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 16},
 }
+# Sequences of more than 16 tokens have the long factors.
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "partial_rotary_factor": 0.75,
+    "original_max_position_embeddings": 16,
+}
+GROWING = {**ROPES["yarn"], "llama_4_scaling_beta": 0.1}
 _SIZES = {
     "vocab_size": 131,
     "hidden_size": 64,
@@ -78,6 +118,7 @@ _SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
     "bos_token_id": 1,
+    "pad_token_id": 0,
     "eos_token_id": 2,
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention"]
@@ -96,13 +137,30 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_experts": 5, "sliding_window": 9},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "norm_topk_prob": True},
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 2},
+    "phi3": {"sliding_window": 9, "rope_parameters": LONGROPE},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "seed_oss": {"head_dim": 12, "attention_out_bias": True},
+    "arcee": {},
+    "ministral3": {"head_dim": 16, "rope_parameters": GROWING},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 9, "layer_types": _LAYER_TYPES},
+    "glm": {"head_dim": 16},
+    "glm4": {"head_dim": 16},
+    "cohere": {"use_qk_norm": True, "logit_scale": 0.5},
+    "cohere2": {"sliding_window": 9, "layer_types": _LAYER_TYPES, "logit_scale": 0.5},
+    "gpt_neox": {},
+    "phi": {},
+    "starcoder2": {"sliding_window": 9},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
 
 def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """Return a tiny config of `family`: two layers, 131 tokens; `overrides` by Llama's names of fields, or its own."""
-    return CONFIGS[family](**renamed(family, {**_SIZES, **_FAMILY_SIZES[family], **overrides}))
+    fields = {**_SIZES, **_FAMILY_SIZES[family], **overrides}
+    if (rope := fields.get("rope_parameters")) is LONGROPE:
+        fields["rope_parameters"] = rope | _longrope(_head_dim(family, fields), rope, random.Random(0))
+    return CONFIGS[family](**renamed(family, fields))
 
 
 def renamed(family: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -155,6 +213,70 @@ def _head_size(family: str, size: int) -> int:
     """Return the size of heads for a random width; rotations need an even one, where no other can be given."""
     is_free = "head_dim" in renamed(family, {"head_dim": size}) or not renamed(family, {"rope_parameters": {}})
     return size if is_free else size + size % 2
+
+
+def _head_dim(family: str, overrides: dict[str, Any]) -> int:
+    """Return the size of heads in a family."""
+    if "head_dim" in renamed(family, overrides):
+        return int(overrides["head_dim"])
+    return int(overrides["hidden_size"]) // int(overrides["num_attention_heads"])
+
+
+def _fraction(head_dim: int, rng: random.Random) -> dict[str, float]:
+    """Return a random part of heads that rotates an even number of dimensions."""
+    return {"partial_rotary_factor": 2 * rng.randint(1, head_dim // 2) / head_dim}
+
+
+def _longrope(head_dim: int, rope: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Return random factors for the pairs of a partly rotated head."""
+    num_pairs = int(head_dim * rope["partial_rotary_factor"]) // 2
+    factors = {name: [rng.uniform(1, 8) for _ in range(num_pairs)] for name in ("short_factor", "long_factor")}
+    return {"rope_type": "longrope", "original_max_position_embeddings": 16, **factors}
+
+
+def _dense(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    """Return random overrides of the settings that few of the dense families have."""
+
+    def maybe(*names: str) -> dict[str, Any]:
+        return {name: rng.random() < 0.5 for name in names}
+
+    num_layers, rope = sizes["num_hidden_layers"], dict(sizes["rope_parameters"])
+    if family in PARTIAL:
+        rope |= _fraction(_head_dim(family, sizes), rng)
+    if family == "phi3":
+        rope |= _longrope(_head_dim(family, sizes), rope, rng)
+    if family == "ministral3":
+        rope = {**GROWING, "llama_4_scaling_beta": rng.uniform(0.05, 0.5)}
+    if family == "olmo3":
+        rope = {_LAYER_TYPES[0]: {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}, _LAYER_TYPES[1]: rope}
+    windows = {"sliding_window": rng.choice([3, 8])}
+    types = {"layer_types": rng.choice([None, [rng.choice(_LAYER_TYPES) for _ in range(num_layers)]])}
+    no_rope = [rng.randint(0, 1) for _ in range(num_layers)]
+    own: dict[str, dict[str, Any]] = {
+        "phi3": {"sliding_window": rng.choice([None, 5, 16]), "original_max_position_embeddings": 16},
+        "smollm3": {
+            **maybe("use_sliding_window", "attention_bias", "mlp_bias"),
+            **windows,
+            "no_rope_layers": rng.choice([None, no_rope]),
+            "no_rope_layer_interval": rng.choice([2, 3]),
+        },
+        "seed_oss": maybe("attention_bias", "attention_out_bias", "mlp_bias"),
+        "arcee": maybe("attention_bias", "mlp_bias"),
+        "ministral3": {"sliding_window": rng.choice([None, 5])},
+        "olmo2": maybe("attention_bias"),
+        "olmo3": {**maybe("attention_bias"), **windows, **types},
+        "glm": maybe("attention_bias"),
+        "glm4": maybe("attention_bias"),
+        "cohere": {**maybe("attention_bias", "use_qk_norm"), "logit_scale": rng.uniform(0.2, 2.0)},
+        "cohere2": {**maybe("attention_bias"), "logit_scale": rng.uniform(0.2, 2.0), **windows, **types},
+        "gpt_neox": {
+            **maybe("use_parallel_residual", "attention_bias"),
+            "hidden_act": rng.choice(["gelu", "gelu_fast"]),
+        },
+        "phi": {},
+        "starcoder2": {"sliding_window": rng.choice([None, 5, 16]), **maybe("use_bias")},
+    }
+    return {"rope_parameters": rope, **own[family]} if family in own else {}
 
 
 def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
@@ -216,6 +338,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
             overrides |= {"layer_rope_theta": [rng.choice([0, 1e4, 1e6]) for _ in range(layers)]}
         if family in MIXTURES:
             overrides |= _mixture(family, rng)
+        overrides |= _dense(family, overrides, rng)
         if family == "gemma3":
             local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}
             overrides["rope_parameters"] = {_LAYER_TYPES[0]: local, _LAYER_TYPES[1]: overrides["rope_parameters"]}

@@ -1,5 +1,8 @@
 """Feed-forward layers."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -15,3 +18,18 @@ def geglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
     """Return GELU(gate) * up, where `gate_up` holds both side by side (Shazeer 2020); GELU in its tanh form."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.gelu(gate, approximate=True) * up
+
+
+def _relu_squared(x: Float[Array, "T F"]) -> Float[Array, "T F"]:
+    return jnp.square(jax.nn.relu(x))
+
+
+_gelu, _tanh_gelu = (partial(jax.nn.gelu, approximate=approximate) for approximate in (False, True))
+# Activations without a gate, by their names in config.json; three of them are one function.
+ACTIVATIONS: Mapping[str, Callable[[Array], Array]] = {
+    "gelu": _gelu,
+    "gelu_fast": _tanh_gelu,
+    "gelu_new": _tanh_gelu,
+    "gelu_pytorch_tanh": _tanh_gelu,
+    "relu2": _relu_squared,
+}

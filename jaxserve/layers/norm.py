@@ -16,12 +16,12 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
 
 
 def layer_norm(x: Float[Array, "T D"], p: Mapping[str, Float[Array, " D"]], eps: float) -> Float[Array, "T D"]:
-    """Return the layer norm with `weight` and `bias` of `p`, in float32 (Ba et al. 2016)."""
+    """Return the layer norm with `weight` and, where there is one, `bias` of `p`, in float32 (Ba et al. 2016)."""
     x32 = x.astype(jnp.float32)
     x32 -= jnp.mean(x32, axis=-1, keepdims=True)
     x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    weight, bias = (p[name].astype(jnp.float32)[None, :] for name in ("weight", "bias"))
-    return (x32 * weight + bias).astype(x.dtype)
+    x32 *= p["weight"].astype(jnp.float32)[None, :]
+    return (x32 + p["bias"].astype(jnp.float32)[None, :] if "bias" in p else x32).astype(x.dtype)
 
 
 @dataclass(frozen=True)

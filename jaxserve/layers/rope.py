@@ -1,13 +1,16 @@
 """Rotary position embeddings, and the ways in which checkpoints stretch them to long contexts."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 from numpy.typing import NDArray
+
+_Options = Mapping[str, Any]  # numbers, and LongRoPE's lists of them
 
 
 @dataclass(frozen=True)
@@ -16,18 +19,42 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        kind: method that stretches positions: default (none), linear, llama3 or yarn.
-        options: sorted parameters of that method; `models.hf_config.read_rope` ensures that none is missing.
+        kind: method that stretches positions: default (none), linear, llama3, longrope or yarn.
+        options: sorted parameters of that method, numbers or tuples of them; `models.hf_config.read_rope` ensures that
+            none is missing.
+        fraction: part of each head that is rotated, its first dimensions.
+        interleaved: True if dimensions 2i and 2i + 1 are rotated together, False if i and i + half of those rotated.
+        query_growth: numbers a and n by which a query at position t has the factor 1 + a * log(1 + floor(t / n)), as in
+            Llama 4; None for no factor.
     """
 
     theta: float = 10000.0
     kind: str = "default"
-    options: tuple[tuple[str, float], ...] = ()
+    options: tuple[tuple[str, Any], ...] = ()
+    fraction: float = 1.0
+    interleaved: bool = False
+    query_growth: tuple[float, float] | None = None
+
+    def rotated(self, head_dim: int) -> int:
+        """Return the number of dimensions of a head that are rotated."""
+        return int(head_dim * self.fraction)
 
     def frequencies(self, head_dim: int) -> tuple[NDArray[np.float32], float]:
-        """Return inverse frequencies [head_dim / 2] and the factor on cos and sin."""
-        base = np.reciprocal(_periods(self.theta, head_dim))
-        return _SCALINGS[self.kind](base, dict(self.options), self.theta, head_dim)
+        """Return inverse frequencies of the rotated dimensions, one per pair, and the factor on cos and sin."""
+        dim = self.rotated(head_dim)
+        base = np.reciprocal(_periods(self.theta, dim))
+        return _SCALINGS[self.kind](base, dict(self.options), self.theta, dim)
+
+    def within(self, max_len: int) -> "RopeConfig":
+        """Return the config for sequences of at most `max_len` tokens, by which LongRoPE chooses its factors.
+
+        One choice for all positions: keys in the pool are rotated once, and must suit every later query.
+        """
+        options = dict(self.options)
+        if self.kind != "longrope" or max_len > options["original_max_position_embeddings"]:
+            return self
+        options["long_factor"] = options["short_factor"]
+        return replace(self, options=tuple(sorted(options.items())))
 
 
 def _periods(theta: float, dim: int) -> NDArray[np.float32]:
@@ -39,16 +66,16 @@ def _periods(theta: float, dim: int) -> NDArray[np.float32]:
 _Scaling = tuple[NDArray[np.float32], float]
 
 
-def _default(freq: NDArray[np.float32], _options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
+def _default(freq: NDArray[np.float32], _options: _Options, _theta: float, _dim: int) -> _Scaling:
     return freq, 1.0
 
 
-def _linear(freq: NDArray[np.float32], options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
+def _linear(freq: NDArray[np.float32], options: _Options, _theta: float, _dim: int) -> _Scaling:
     """Interpolate positions (Chen et al. 2023)."""
     return freq / np.float32(options["factor"]), 1.0
 
 
-def _llama3(freq: NDArray[np.float32], options: dict[str, float], _theta: float, _dim: int) -> _Scaling:
+def _llama3(freq: NDArray[np.float32], options: _Options, _theta: float, _dim: int) -> _Scaling:
     """Stretch long waves, keep short ones and blend those between, as Llama 3.1 does."""
     factor, low, high = options["factor"], options["low_freq_factor"], options["high_freq_factor"]
     turns = options["original_max_position_embeddings"] / (2 * math.pi / freq)
@@ -56,7 +83,15 @@ def _llama3(freq: NDArray[np.float32], options: dict[str, float], _theta: float,
     return ((1 - keep) * freq / factor + keep * freq).astype(np.float32), 1.0
 
 
-def _yarn(freq: NDArray[np.float32], options: dict[str, float], theta: float, dim: int) -> _Scaling:
+def _longrope(_freq: NDArray[np.float32], options: _Options, theta: float, dim: int) -> _Scaling:
+    """Divide each frequency by a factor of its own (Ding et al. 2024)."""
+    factor, trained = options["factor"], options["original_max_position_embeddings"]
+    default = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    scaled = 1 / (np.array(options["long_factor"]) * _periods(theta, dim))
+    return scaled.astype(np.float32), options.get("attention_factor", default)
+
+
+def _yarn(freq: NDArray[np.float32], options: _Options, theta: float, dim: int) -> _Scaling:
     """Scale frequencies by YaRN (Peng et al. 2023), sections 3.2 to 3.4."""
     factor, trained = options["factor"], options["original_max_position_embeddings"]
 
@@ -80,16 +115,67 @@ def _yarn(freq: NDArray[np.float32], options: dict[str, float], theta: float, di
     return scaled.astype(np.float32), options.get("attention_factor", default)
 
 
-_SCALINGS: dict[str, Callable[[NDArray[np.float32], dict[str, float], float, int], _Scaling]] = {
+_SCALINGS: dict[str, Callable[[NDArray[np.float32], _Options, float, int], _Scaling]] = {
     "default": _default,
     "linear": _linear,
     "llama3": _llama3,
+    "longrope": _longrope,
     "yarn": _yarn,
 }
 
 
 def rope_table(positions: Int[Array, " T"], config: RopeConfig, head_dim: int) -> Float[Array, "2 T half"]:
-    """Return cosines and sines of every token's angles, in float32."""
+    """Return cosines and sines of every token's angles, in float32: of the pairs that `pair_halves` makes."""
     freq, factor = config.frequencies(head_dim)
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(freq)[None, :]
-    return jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor
+    table = jnp.stack([jnp.cos(angles), jnp.sin(angles)]) * factor
+    unrotated = head_dim // 2 - len(freq)
+    if unrotated == 0:
+        return table
+    identity = jnp.broadcast_to(jnp.array([1.0, 0.0])[:, None, None], (2, len(positions), unrotated))
+    return jnp.concatenate([table, identity], axis=2)
+
+
+class GrowingRotation(NamedTuple):
+    """Rotation of layers whose queries grow with their positions.
+
+    Attributes:
+        table: cosines and sines, see `rope_table`.
+        query_factor: factor on the queries of each token.
+    """
+
+    table: Float[Array, "2 T half"]
+    query_factor: Float[Array, " T"]
+
+
+def rotation(
+    positions: Int[Array, " T"], config: RopeConfig | None, head_dim: int
+) -> Float[Array, "2 T half"] | GrowingRotation | None:
+    """Return what the blocks of layers with this config read; None without a rotation."""
+    if config is None:
+        return None
+    table = rope_table(positions, config, head_dim)
+    if config.query_growth is None:
+        return table
+    growth, num_positions = config.query_growth
+    turns = jnp.floor(positions.astype(jnp.float32) / num_positions)
+    return GrowingRotation(table, 1 + growth * jnp.log1p(turns))
+
+
+def pair_halves(x: Float[Array, "T heads H"], config: RopeConfig | None) -> Float[Array, "T heads H"]:
+    """Return heads in the order of dimensions in which attention rotates i with i + H / 2.
+
+    The pairs that are rotated come first in both halves. Scores stay the same where queries and keys have one order.
+
+    Args:
+        x: queries or keys, after norms over heads.
+        config: rotation of any layer that has one; None if no layer has.
+    """
+    head_dim = x.shape[2]
+    num_rotated = head_dim if config is None else config.rotated(head_dim)
+    if config is None or (num_rotated == head_dim and not config.interleaved):
+        return x
+    rotated, rest = jnp.split(x, [num_rotated], axis=2)
+    halves = (rotated[:, :, 0::2], rotated[:, :, 1::2]) if config.interleaved else jnp.split(rotated, 2, axis=2)
+    both = zip(halves, jnp.split(rest, 2, axis=2), strict=True)
+    return jnp.concatenate([part for half in both for part in half], axis=2)

@@ -74,6 +74,8 @@ class ArchConfig:
     logit_scale: float = 1.0  # factor on logits
     embed_scale: float = 1.0  # factor on embeddings
     residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
+    activation: str = "gelu"  # activation of an MLP without a gate, see `layers.mlp.ACTIVATIONS`
+    parallel: bool = False  # True if the MLP reads what attention reads, not what it adds to
     tensor_axis: str | None = None  # mesh axis of the split, where these are the sizes of one device
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
     experts: Experts | None = None  # experts of every layer, each with `ffn_size`; None for one MLP
@@ -88,8 +90,21 @@ class ArchConfig:
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if any(self.ropes) and self.head_dim % 2:
+        for rope in filter(None, dict.fromkeys(self.ropes)):
+            self._check_rope(rope)
+
+    def _check_rope(self, rope: RopeConfig) -> None:
+        if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even for rotary embeddings, got {self.head_dim}")
+        num_rotated = rope.rotated(self.head_dim)
+        if num_rotated < 2 or num_rotated % 2:
+            raise ConfigError(
+                f"partial_rotary_factor must rotate an even number of dimensions, got {rope.fraction} of head_dim "
+                f"{self.head_dim}"
+            )
+        factors = {k: v for k, v in rope.options if isinstance(v, tuple)}
+        if wrong := {name: len(values) for name, values in factors.items() if len(values) != num_rotated // 2}:
+            raise ConfigError(f"{', '.join(wrong)} must have {num_rotated // 2} numbers, got {wrong}")
 
     def local(self, num_devices: int) -> "ArchConfig":
         """Return the sizes on one of `num_devices`; the vocabulary is padded on the last device if it does not divide.
@@ -115,9 +130,18 @@ class ArchConfig:
         )
 
     def within(self, max_len: int) -> "ArchConfig":
-        """Return the config for sequences of at most `max_len` tokens: a window that holds all of them is none."""
+        """Return the config for sequences of at most `max_len` tokens: a window that holds all of them is none.
+
+        LongRoPE has its factors for short sequences if `max_len` is at most the length of its pre-training.
+        """
         windows = tuple(window if window is not None and window < max_len else None for window in self.windows)
-        return dataclasses.replace(self, windows=windows)
+        ropes = tuple(rope and rope.within(max_len) for rope in self.ropes)
+        return dataclasses.replace(self, windows=windows, ropes=ropes)
+
+    @property
+    def rope_pairs(self) -> RopeConfig | None:
+        """Rotation that says which dimensions of a head are rotated together, the same in all layers."""
+        return next(filter(None, self.ropes), None)
 
     def times(self, factor: int) -> "ArchConfig":
         """Return the config with heads and vocabulary multiplied by `factor`."""

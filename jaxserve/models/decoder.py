@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxserve.layers.linear import LinearContext, embed, linear
-from jaxserve.layers.rope import rope_table
+from jaxserve.layers.rope import rotation
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block
@@ -66,9 +66,7 @@ def forward_with_features(
     family = registry.family(arch)
     with jax.named_scope("embed"):
         x = embed_tokens(params, arch, token_ids, positions)
-        ropes = {
-            config: config and rope_table(positions, config, arch.head_dim) for config in dict.fromkeys(arch.ropes)
-        }
+        ropes = {config: rotation(positions, config, arch.head_dim) for config in dict.fromkeys(arch.ropes)}
     layers = params["layers"]
     scanned, unrolled = (layers.periodic, layers.rest) if isinstance(layers, ScannedLayers) else ((), layers)
     num_scanned = arch.num_layers - len(unrolled)
@@ -134,7 +132,7 @@ def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]
     """Return next-token logits in float32, of a device's own part of the vocabulary where that is split."""
     with jax.named_scope("logits"):
         head = params["lm_head"] if "lm_head" in params else params["embed"]
-        logits = linear(hidden, head, LinearContext(dtype=jnp.float32))
+        logits = linear(hidden, head, LinearContext(dtype=jnp.float32), bias=params.get("lm_head_bias"))
         if arch.logit_scale != 1.0:
             logits *= arch.logit_scale
         return logits if (cap := arch.logit_soft_cap) is None else cap * jnp.tanh(logits / cap)

@@ -19,6 +19,7 @@ from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, layer_windows, one_of, read_fields
 from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.post_normed import post_norm_specs
 
 _DEFAULTS = {
     "head_dim": 256,
@@ -93,13 +94,7 @@ def _local_rope(config: Mapping[str, Any]) -> RopeConfig:
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return Llama's rows, and those of the norms behind attention and MLP."""
     specs = llama.param_specs(arch, gated=False, mlp_norm="pre_feedforward_layernorm")
-    norms = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
-    D = arch.hidden_size
-    for layer in range(arch.num_layers):
-        for name, hf_name in norms.items():
-            path, hf_names = ("layers", layer, name), (f"model.layers.{layer}.{hf_name}.weight",)
-            specs.append(ParamSpec(path, (D,), (None,), hf_names, (D,), "zeros"))
-    return specs
+    return specs + post_norm_specs(arch, "post_attention_layernorm", "post_feedforward_layernorm", init="zeros")
 
 
 def offset_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:

@@ -45,6 +45,9 @@ NUMBER = Kind("a number", _is_number)
 POSITIVE = Kind("a positive number", lambda value: _is_number(value) and value > 0)
 SWITCH = Kind("true or false", lambda value: isinstance(value, bool))
 STRINGS = Kind("a list of strings", lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value))
+NUMBERS = Kind(
+    "a list of positive numbers", lambda value: isinstance(value, list) and all(POSITIVE.holds(v) for v in value)
+)
 TABLE = Kind("an object", lambda value: isinstance(value, Mapping))
 
 
@@ -69,6 +72,13 @@ _ROPE_OPTIONS: dict[str, dict[str, Kind]] = {
     "default": {},
     "linear": {"factor": POSITIVE, _ORIGINAL: SIZE},
     "llama3": {"factor": POSITIVE, "low_freq_factor": POSITIVE, "high_freq_factor": POSITIVE, _ORIGINAL: SIZE},
+    "longrope": {
+        "short_factor": NUMBERS,
+        "long_factor": NUMBERS,
+        "factor": POSITIVE,
+        _ORIGINAL: SIZE,
+        "attention_factor": NUMBER.or_null(),
+    },
     "yarn": {
         "factor": POSITIVE,
         _ORIGINAL: SIZE,
@@ -85,10 +95,16 @@ _ROPE_FIELDS = {
     "rope_theta": POSITIVE,
     "partial_rotary_factor": Kind("1 or null", lambda value: value is None or value == 1),
 }
+_FRACTION = Kind("a number above 0, at most 1", lambda value: POSITIVE.holds(value) and value <= 1)
 
 
-def read_rope(config: Mapping[str, Any]) -> RopeConfig:
+def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) -> RopeConfig:
     """Read RoPE settings from the new field (`rope_parameters`) or the old ones (`rope_scaling`, `rope_theta`, `type`).
+
+    Args:
+        config: content of config.json.
+        default_fraction: part of heads that is rotated if `partial_rotary_factor` is absent; None if all of a head is,
+            and may not be given another value.
 
     Raises:
         ConfigError: the scaling is not supported, or one of its parameters is missing or malformed.
@@ -99,14 +115,21 @@ def read_rope(config: Mapping[str, Any]) -> RopeConfig:
     raw = read_fields({"full_attention": raw, **raw}, {"full_attention": TABLE})["full_attention"]
     shared = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    fields = read_fields({"rope_theta": 10000.0, **shared, **raw, "rope_type": kind}, _ROPE_FIELDS)
+    kinds = _ROPE_FIELDS if default_fraction is None else {**_ROPE_FIELDS, "partial_rotary_factor": _FRACTION}
+    defaults = {"rope_theta": 10000.0, "partial_rotary_factor": default_fraction}
+    fields = read_fields({**defaults, **shared, **raw, "rope_type": kind}, kinds)
     trained = {_ORIGINAL: config.get("max_position_embeddings"), **raw}
     if _ORIGINAL in config:
         trained[_ORIGINAL] = config[_ORIGINAL]  # takes precedence over the RoPE parameters, as in transformers
+    if kind == "longrope" and trained.get("factor") is None:
+        sizes = read_fields({**config, **trained}, {"max_position_embeddings": SIZE, _ORIGINAL: SIZE})
+        trained["factor"] = sizes["max_position_embeddings"] / sizes[_ORIGINAL]
     options = {name: v for name, v in read_fields(trained, _ROPE_OPTIONS[kind]).items() if v is not None}
     if kind == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
         raise ConfigError(f"config.json: low_freq_factor must be below high_freq_factor, got {options}")
-    return RopeConfig(float(fields["rope_theta"]), kind, tuple(sorted((k, float(v)) for k, v in options.items())))
+    numbers = {k: tuple(map(float, v)) if isinstance(v, list) else float(v) for k, v in options.items()}
+    fraction = float(fields["partial_rotary_factor"] or 1.0)
+    return RopeConfig(float(fields["rope_theta"]), kind, tuple(sorted(numbers.items())), fraction)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"

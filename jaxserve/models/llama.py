@@ -1,6 +1,7 @@
 """Llama 2, 3 and 3.x, and the decoder block, which Mistral and Qwen share."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import swiglu
 from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.layers.rope import pair_halves
 from jaxserve.models.arch import ArchConfig, LayerOptions, token_id_set
 from jaxserve.models.family import Fold, ModelFamily
 from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, max_position, one_of, read_dtype, read_fields, read_rope
@@ -41,8 +43,13 @@ _DEFAULTS = {
 }
 
 
-def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
+def arch(config: Mapping[str, Any], *, rope_fraction: float | None = None, **overrides: Any) -> ArchConfig:
     """Parse a Llama config.json; other families pass the fields that differ as `overrides`.
+
+    Args:
+        config: content of config.json.
+        rope_fraction: see `read_rope`.
+        overrides: fields of the result.
 
     Raises:
         ConfigError: a field is missing, malformed or not supported.
@@ -50,7 +57,7 @@ def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
     hidden, heads, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
-    rope = read_rope(config)
+    rope = read_rope(config, rope_fraction)
     fields: dict[str, Any] = {
         "architecture": config["architectures"][0],
         "vocab_size": values["vocab_size"],
@@ -71,13 +78,12 @@ def arch(config: Mapping[str, Any], **overrides: Any) -> ArchConfig:
         "eos_ids": token_id_set(config.get("eos_token_id")),
         "dtype": read_dtype(config),
     }
-    arch = ArchConfig(**{**fields, **overrides})
-    if values["head_dim"] is None and hidden % heads:
+    if values["head_dim"] is None and hidden % heads and heads % fields["num_kv_heads"] == 0:  # see ArchConfig
         raise ConfigError(
             f"hidden_size must be a multiple of num_attention_heads where head_dim is not given, "
             f"got {hidden} and {heads}"
         )
-    return arch
+    return ArchConfig(**{**fields, **overrides})
 
 
 def param_specs(arch: ArchConfig, *, gated: bool = True, mlp_norm: str = "post_attention_layernorm") -> list[ParamSpec]:
@@ -96,6 +102,23 @@ def param_specs(arch: ArchConfig, *, gated: bool = True, mlp_norm: str = "post_a
     if not arch.tied_embeddings:
         specs.append(ParamSpec(("lm_head",), (V, D), ("vocab", "embed"), ("lm_head.weight",), (V,)))
     return specs
+
+
+def fused_param_specs(arch: ArchConfig, names: Mapping[str, str]) -> list[ParamSpec]:
+    """Return the rows of `param_specs` with several matrices in one tensor of a checkpoint.
+
+    Args:
+        arch: sizes of the model.
+        names: name of the tensor in a layer of a checkpoint, by the name of the row.
+    """
+
+    def fused(spec: ParamSpec) -> ParamSpec:
+        if (own := names.get(str(spec.path[-1]))) is None:
+            return spec
+        name = f"model.layers.{spec.path[1]}.{own}.weight"
+        return dataclasses.replace(spec, hf_names=(name,) * len(spec.hf_names))
+
+    return [fused(spec) for spec in param_specs(arch)]
 
 
 def _layer_specs(arch: ArchConfig, layer: int, gated: bool, mlp_norm: str) -> list[ParamSpec]:
@@ -147,7 +170,7 @@ def project_qkv(
     q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
     if arch.qk_norm:
         q, k = rms_norm(q, p["q_norm"], arch.norm_eps), rms_norm(k, p["k_norm"], arch.norm_eps)
-    return q, k, v
+    return pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs), v
 
 
 def project_out(p: Params, out: Float[Array, "T Q H"], x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
@@ -166,8 +189,9 @@ def block(
     arch: ArchConfig,
     options: LayerOptions,
     attend: Any,
+    feed_forward: Callable[[Params, Array, ArchConfig], Array] | None = None,
 ) -> tuple[Float[Array, "T D"], Any]:
-    """Apply one pre-norm decoder layer: x + attention, then + SwiGLU.
+    """Apply one pre-norm decoder layer: x + attention, then + SwiGLU, or what `feed_forward` adds.
 
     `attend` rotates queries and keys by `rope` and updates the KV pool in `carry`. If the model is split, each device
     has a part of the heads and of the feed-forward size, and all of x.
@@ -177,7 +201,7 @@ def block(
         out, carry = attend(q, k, v, rope, carry, layer, options)
         x = project_out(p, out, x, arch)
     with jax.named_scope("mlp"):
-        return mlp(p, x, arch), carry
+        return (feed_forward or mlp)(p, x, arch), carry
 
 
 def mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:

@@ -1,15 +1,38 @@
-"""Mistral: Llama's block, with a sliding window in every layer of some checkpoints."""
+"""Mistral and Ministral 3: Llama's block, with a sliding window in every layer of some checkpoints."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jaxtyping import Array, Float
+
 from jaxserve.layers.norm import rms_norm
+from jaxserve.layers.rope import GrowingRotation
 from jaxserve.models import llama
-from jaxserve.models.arch import ArchConfig
+from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.family import ModelFamily
-from jaxserve.models.hf_config import SIZE, read_fields
+from jaxserve.models.hf_config import NUMBER, SIZE, read_fields
+from jaxserve.models.params import Params
 
 _DEFAULTS = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+_MINISTRAL3_DEFAULTS = {
+    "max_position_embeddings": 262144,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "sliding_window": None,
+}
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _FIELDS = {"num_hidden_layers": SIZE, "sliding_window": SIZE.or_null()}
 
 
@@ -21,4 +44,45 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     return llama.arch(config, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
+def ministral3_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of a Ministral 3 text model."""
+    config = {**_MINISTRAL3_DEFAULTS, **config}
+    if not (config.get("rope_parameters") or config.get("rope_scaling")):
+        shared = {"rope_theta": config["rope_theta"]} if "rope_theta" in config else {}
+        config["rope_parameters"] = {**_MINISTRAL3_ROPE, **shared}
+    parsed = arch(config)
+    parameters = config.get("rope_scaling") or config["rope_parameters"]
+    growth = read_fields(parameters, {"llama_4_scaling_beta": NUMBER.or_null()})["llama_4_scaling_beta"]
+    if growth is None:
+        return parsed
+    trained = read_fields(parameters, {"original_max_position_embeddings": SIZE})["original_max_position_embeddings"]
+    pair = (float(growth), float(trained))
+    ropes = tuple(rope and dataclasses.replace(rope, query_growth=pair) for rope in parsed.ropes)
+    return dataclasses.replace(parsed, ropes=ropes)
+
+
+def ministral3_block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: GrowingRotation | Float[Array, "2 T half"],
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: LayerOptions,
+    attend: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Apply Llama's layer with queries that grow with their positions. See `llama.block`."""
+    if not isinstance(rope, GrowingRotation):
+        return llama.block(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+    factor = rope.query_factor[:, None, None].astype(x.dtype)
+
+    def attend_grown(q: Float[Array, "T Q H"], *others: Any) -> tuple[Float[Array, "T Q H"], Any]:
+        out, carry = attend(factor * q, *others)
+        return out, carry
+
+    return llama.block(p, x, rope.table, carry, layer, arch=arch, options=options, attend=attend_grown)
+
+
+MINISTRAL3 = ModelFamily(ministral3_arch, llama.param_specs, ministral3_block, rms_norm, llama.FOLDS)
 MISTRAL = ModelFamily(arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)

@@ -5,8 +5,6 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
@@ -17,6 +15,7 @@ from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.family import Block, ModelFamily
 from jaxserve.models.hf_config import SIZE, SWITCH, Kind, read_fields
 from jaxserve.models.params import Params, ParamSpec
+from jaxserve.models.post_normed import project_normed_whole, whole_norm_specs
 
 _MIXTRAL_DEFAULTS = {
     "max_position_embeddings": 131072,
@@ -142,37 +141,7 @@ def _mixture_specs(arch: ArchConfig, layer: int, module: str, parts: tuple[str, 
 
 def olmoe_param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return the rows of `param_specs`, and norms over all heads of queries and of keys."""
-    H = arch.head_dim
-    norms = [
-        ParamSpec(
-            ("layers", layer, f"{x}_norm"),
-            (num_heads * H,),
-            ("heads",),
-            (f"model.layers.{layer}.self_attn.{x}_norm.weight",),
-            (num_heads * H,),
-            "ones",
-            heads=(num_heads,),
-        )
-        for layer in range(arch.num_layers)
-        for x, num_heads in (("q", arch.num_heads), ("k", arch.num_kv_heads))
-    ]
-    return param_specs(arch) + norms
-
-
-def _project_normed_whole(
-    p: Params, x: Float[Array, "T inner"], arch: ArchConfig, norm: RmsNorm | None
-) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
-    """Return what `llama.project_qkv` returns, with queries and keys normed over all their heads at once."""
-
-    def normed(x: Float[Array, "T heads H"], weight: Float[Array, " inner"]) -> Float[Array, "T heads H"]:
-        x32 = x.astype(jnp.float32)
-        mean = jnp.mean(jnp.square(x32), axis=(1, 2), keepdims=True)
-        # Every head is on equally many devices, so that the mean over devices is that over heads.
-        mean = mean if arch.tensor_axis is None else lax.pmean(mean, arch.tensor_axis)
-        return (x32 * lax.rsqrt(mean + arch.norm_eps)).astype(x.dtype) * weight.reshape(1, *x.shape[1:])
-
-    q, k, v = llama.project_qkv(p, x, arch, norm)
-    return normed(q, p["q_norm"]), normed(k, p["k_norm"]), v
+    return param_specs(arch) + whole_norm_specs(arch)
 
 
 def block(
@@ -200,7 +169,7 @@ def block(
 
 
 _FOLDS = llama.FOLDS[:2]  # the norm before the experts feeds the router too
-_olmoe_block: Block = partial(block, project=_project_normed_whole)
+_olmoe_block: Block = partial(block, project=project_normed_whole)
 _mixtral_specs = partial(param_specs, module="block_sparse_moe", parts=("w1", "w3", "w2"))
 MIXTRAL = ModelFamily(mixtral_arch, _mixtral_specs, block, rms_norm, _FOLDS)
 QWEN3_MOE = ModelFamily(qwen3_arch, param_specs, block, rms_norm, _FOLDS)

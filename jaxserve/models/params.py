@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 # A parameter tree is {"embed", "layers": [{...}] or ScannedLayers, "final_norm", "lm_head" unless tied}, with the table
-# of learned positions where a model has one. A norm is an array, or a tree of its weight and bias.
+# of learned positions and "lm_head_bias" where a model has one. A norm is an array, or a tree of weight and bias.
 POSITION_EMBED = "position_embed"
 
 
@@ -75,8 +75,11 @@ class ParamSpec:
 
     @property
     def is_matrix(self) -> bool:
-        """True if the tensor is a matrix; only matrices are quantised. A table of positions is a list of vectors."""
-        return len(self.shape) > 1 and self.path != (POSITION_EMBED,)
+        """True if the tensor is a matrix; only matrices are quantised.
+
+        A table of positions is a list of vectors, and so are norms that each head has for itself.
+        """
+        return len(self.shape) > 1 and self.init == "normal" and self.path != (POSITION_EMBED,)
 
     @property
     def num_matrices(self) -> int:

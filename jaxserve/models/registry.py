@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.models import gemma, gpt, granite, llama, mistral, moe, qwen
+from jaxserve.models import cohere, gemma, glm, gpt, granite, llama, llama_kin, mistral, moe, neox, olmo, phi3, qwen
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS
@@ -28,6 +28,20 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "MixtralForCausalLM": moe.MIXTRAL,
     "Qwen3MoeForCausalLM": moe.QWEN3_MOE,
     "OlmoeForCausalLM": moe.OLMOE,
+    "Phi3ForCausalLM": phi3.PHI3,
+    "SmolLM3ForCausalLM": llama_kin.SMOLLM3,
+    "SeedOssForCausalLM": llama_kin.SEED_OSS,
+    "ArceeForCausalLM": llama_kin.ARCEE,
+    "Ministral3ForCausalLM": mistral.MINISTRAL3,
+    "Olmo2ForCausalLM": olmo.OLMO2,
+    "Olmo3ForCausalLM": olmo.OLMO3,
+    "GlmForCausalLM": glm.GLM,
+    "Glm4ForCausalLM": glm.GLM4,
+    "CohereForCausalLM": cohere.COHERE,
+    "Cohere2ForCausalLM": cohere.COHERE2,
+    "GPTNeoXForCausalLM": neox.NEOX,
+    "PhiForCausalLM": neox.PHI,
+    "Starcoder2ForCausalLM": neox.STARCODER2,
 }
 
 

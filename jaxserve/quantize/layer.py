@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import ObservedMatrix, as_matrix
-from jaxserve.layers.rope import rope_table
+from jaxserve.layers.rope import rotation
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.params import Params
@@ -55,7 +55,7 @@ def _run(p: Params, x: Array, stats: Stats, *, arch: ArchConfig, kind: int) -> t
 def _apply(p: Params, x: Array, stats: Stats, arch: ArchConfig, kind: int) -> tuple[Array, Stats]:
     B, S, D = x.shape
     positions = jnp.tile(jnp.arange(S), B)
-    rope = (config := arch.ropes[kind]) and rope_table(positions, config, arch.head_dim)
+    rope = rotation(positions, arch.ropes[kind], arch.head_dim)
     stats = dict(stats)
 
     def observe(name: str, inputs: Array) -> None:

@@ -45,6 +45,23 @@ PARAMS = {  # millions of parameters, as published by the makers
     "olmoe-1b-7b": 6919,
 }
 GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
+DENSE_PARAMS = {
+    "afm-4.5b": 4619,
+    "command-r": 34981,
+    "command-r7b": 8028,
+    "glm-4-9b": 9400,
+    "ministral-3-8b": 8490,
+    "olmo-2-7b": 7299,
+    "olmo-3-7b": 7298,
+    "phi-2": 2780,
+    "phi-4": 14659.5,
+    "phi-4-mini": 3836,
+    "pythia-6.9b": 6857,
+    "seed-oss-36b": 36151,
+    "smollm3-3b": 3075,
+    "starcoder2-7b": 7174,
+}
+DTYPES = {**dict.fromkeys(GPT_PARAMS, "float32"), **dict.fromkeys(["command-r", "phi-2", "pythia-6.9b"], "float16")}
 GPUS = [parse_target(name) for name in ("h200", "h200x2", "h200x4", "h200x8")]
 TPUS = [parse_target(name) for name in ("v5e:4x4", "v5p:2x2x1", "v6e:2x4", "tpu7x:2x2x1")]
 SUM_BYTES = 2 * 4096 * 2  # bytes per token of the two all-reduces of a layer
@@ -86,12 +103,13 @@ def with_memory(target: Target, memory_bytes: int) -> Target:
     return dataclasses.replace(target, sheet=dataclasses.replace(target.sheet, memory_bytes=memory_bytes))
 
 
-@pytest.mark.parametrize("name", [*PARAMS, *GPT_PARAMS])
+@pytest.mark.parametrize("name", [*PARAMS, *GPT_PARAMS, *DENSE_PARAMS])
 def test_shapes_that_come_along_have_the_parameters_they_are_known_for(name: str) -> None:
     called, arch = read_model(name)
     assert called == name
-    assert registry.num_params(arch) / 1e6 == pytest.approx({**PARAMS, **GPT_PARAMS}[name], rel=0.001)
-    assert arch.dtype == ("float32" if name in GPT_PARAMS else "bfloat16")
+    millions = {**PARAMS, **GPT_PARAMS, **DENSE_PARAMS}[name]
+    assert registry.num_params(arch) / 1e6 == pytest.approx(millions, rel=0.001)
+    assert arch.dtype == DTYPES.get(name, "bfloat16")
 
 
 def test_learned_positions_are_on_every_chip_and_end_the_model() -> None:

@@ -1,0 +1,114 @@
+"""Cohere's Command R, R+, R7B and A: attention and MLP in parallel, layer norms without biases, scaled logits."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.norm import layer_norm
+from jaxserve.layers.rope import pair_halves
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, SWITCH, layer_windows, read_fields
+from jaxserve.models.params import Params, ParamSpec
+
+_DEFAULTS = {
+    "max_position_embeddings": 8192,
+    "layer_norm_eps": 1e-5,
+    "logit_scale": 0.0625,
+    "tie_word_embeddings": True,
+    "eos_token_id": 255001,
+    "head_dim": None,
+}
+_FIELDS = {"num_hidden_layers": SIZE, "layer_norm_eps": POSITIVE, "logit_scale": POSITIVE}
+_COHERE2_DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4}
+_COHERE2_FIELDS = {"sliding_window": SIZE.or_null(), "sliding_window_pattern": SIZE, "layer_types": STRINGS.or_null()}
+
+
+def cohere_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of Command R or R+."""
+    config = {"rope_theta": 5e5, "use_qk_norm": False, **config}
+    return _arch(config, qk_norm=read_fields(config, {"use_qk_norm": SWITCH})["use_qk_norm"])
+
+
+def cohere2_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of Command R7B or A: layers with a window rotate, the others do not."""
+    config = {**_COHERE2_DEFAULTS, **config}
+    values, arch = read_fields(config, _COHERE2_FIELDS), _arch(config)
+    period, layers = values["sliding_window_pattern"], range(arch.num_layers)
+    kinds = values["layer_types"] or [SLIDING if (layer + 1) % period else FULL for layer in layers]
+    windows = layer_windows(kinds, arch.num_layers, values["sliding_window"])
+    ropes = tuple(rope if window is not None else None for rope, window in zip(arch.ropes, windows, strict=True))
+    return dataclasses.replace(arch, windows=windows, ropes=ropes)
+
+
+def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
+    config = {**_DEFAULTS, **config}
+    values = read_fields(config, _FIELDS)
+    scale, eps = float(values["logit_scale"]), values["layer_norm_eps"]
+    arch = llama.arch({**config, "rms_norm_eps": eps}, logit_scale=scale, parallel=True, mlp_bias=False, **facts)
+    ropes = tuple(rope and dataclasses.replace(rope, interleaved=True) for rope in arch.ropes)
+    return dataclasses.replace(arch, ropes=ropes)
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return Llama's rows with one norm a layer, and with norms of queries and keys that differ between heads."""
+    heads = {"q_norm": arch.num_heads, "k_norm": arch.num_kv_heads}
+
+    def of_heads(spec: ParamSpec) -> ParamSpec:
+        name = str(spec.path[-1])
+        if name in ("input_norm", "final_norm"):
+            return dataclasses.replace(spec, path=(*spec.path, "weight"))
+        if (num_heads := heads.get(name)) is None:
+            return spec
+        shape, rows = (num_heads, arch.head_dim), (num_heads,)
+        return dataclasses.replace(spec, shape=shape, axes=("heads", None), hf_rows=rows, heads=(num_heads,))
+
+    return [of_heads(spec) for spec in llama.param_specs(arch) if spec.path[-1] != "mlp_norm"]
+
+
+def _head_norm(x: Float[Array, "T heads H"], weight: Float[Array, "heads H"], eps: float) -> Float[Array, "T heads H"]:
+    """Return the layer norm of each head, with the weights of that head."""
+    x32 = x.astype(jnp.float32)
+    x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+    x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * weight.astype(jnp.float32)[None]).astype(x.dtype)
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"] | None,
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: LayerOptions,
+    attend: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Apply one decoder layer: x + attention + SwiGLU, which read the same norm. See `llama.block`."""
+    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    normed = layer_norm(x, p["input_norm"], arch.norm_eps)
+    with jax.named_scope("attention"):
+        qkv = linear(normed, p["qkv_proj"], bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
+        q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
+        if arch.qk_norm:
+            q, k = _head_norm(q, p["q_norm"], arch.norm_eps), _head_norm(k, p["k_norm"], arch.norm_eps)
+        q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
+        out, carry = attend(q, k, v, rope, carry, layer, options)
+        x = llama.project_out(p, out, x, arch)
+    with jax.named_scope("mlp"):
+        inner = linear(normed, p["gate_up_proj"], LinearContext(activation=swiglu))
+        return linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis), residual=x), carry
+
+
+_FOLDS = tuple(fold for fold in llama.FOLDS if fold.part is not None)  # two matrices read the norm
+COHERE = ModelFamily(cohere_arch, param_specs, block, layer_norm, _FOLDS)
+COHERE2 = ModelFamily(cohere2_arch, param_specs, block, layer_norm, _FOLDS)

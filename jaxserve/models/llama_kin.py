@@ -1,0 +1,110 @@
+"""SmolLM3 (layers without rotation), Seed-OSS (biases of q, k and v) and Arcee (squared ReLU): else Llama's layers."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mlp import ACTIVATIONS
+from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.family import Block, Fold, ModelFamily
+from jaxserve.models.hf_config import (
+    COUNT,
+    FULL,
+    SIZE,
+    SLIDING,
+    STRINGS,
+    SWITCH,
+    Kind,
+    layer_windows,
+    one_of,
+    read_fields,
+)
+from jaxserve.models.params import Params, ParamSpec
+
+_SMOLLM3_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "rope_theta": 2e6,
+    "tie_word_embeddings": True,
+    "use_sliding_window": False,
+    "no_rope_layer_interval": 4,
+}
+_SMOLLM3_FIELDS = {
+    "num_hidden_layers": SIZE,
+    "no_rope_layer_interval": SIZE,
+    "no_rope_layers": Kind(
+        "a list of 0 and 1", lambda value: isinstance(value, list) and all(COUNT.holds(v) and v < 2 for v in value)
+    ).or_null(),
+    "layer_types": STRINGS.or_null(),
+    "use_sliding_window": SWITCH,
+    "sliding_window": SIZE.or_null(),
+}
+_SEED_OSS_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 524288,
+    "attention_bias": True,
+    "attention_out_bias": False,
+}
+_ARCEE_DEFAULTS = {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "hidden_act": "relu2"}
+
+
+def smollm3_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a SmolLM3 config.json."""
+    config = {**_SMOLLM3_DEFAULTS, **config}
+    values, arch = read_fields(config, _SMOLLM3_FIELDS), llama.arch(config)
+    layers, interval = range(arch.num_layers), values["no_rope_layer_interval"]
+    rotated = values["no_rope_layers"] or [int((layer + 1) % interval != 0) for layer in layers]
+    if len(rotated) < len(layers):  # longer lists are cut off, as in transformers
+        read_fields({"no_rope_layers": rotated}, {"no_rope_layers": Kind(f"a list of {len(layers)}", lambda _: False)})
+    window = values["sliding_window"] if values["use_sliding_window"] else None
+    kinds = values["layer_types"] or [FULL if rotated[layer] else SLIDING for layer in layers]
+    ropes = tuple(rope if rotated[layer] else None for layer, rope in enumerate(arch.ropes))
+    return dataclasses.replace(arch, ropes=ropes, windows=layer_windows(kinds, arch.num_layers, window))
+
+
+def seed_oss_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a Seed-OSS config.json."""
+    config = {**_SEED_OSS_DEFAULTS, **config}
+    out_bias = read_fields(config, {"attention_out_bias": SWITCH})["attention_out_bias"]
+    return llama.arch(config, o_bias=out_bias)
+
+
+def arcee_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse an Arcee config.json."""
+    config = {**_ARCEE_DEFAULTS, **config}
+    activation = read_fields(config, {"hidden_act": one_of(ACTIVATIONS)})["hidden_act"]
+    return llama.arch({**config, "hidden_act": "silu"}, activation=activation)
+
+
+def arcee_param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return Llama's rows without the gate of the MLP."""
+    names = {"gate_up_proj": "up_proj", "gate_up_bias": "up_bias"}
+
+    def ungated(spec: ParamSpec) -> ParamSpec:
+        if (name := names.get(str(spec.path[-1]))) is None:
+            return spec
+        (_, hf_name), (_, rows) = spec.hf_names, spec.hf_rows
+        shape, path = (rows, *spec.shape[1:]), (*spec.path[:-1], name)
+        return dataclasses.replace(spec, path=path, shape=shape, hf_names=(hf_name,), hf_rows=(rows,), gated=False)
+
+    return [ungated(spec) for spec in llama.param_specs(arch)]
+
+
+def _ungated_mlp(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
+    norm, summed = RmsNorm(p["mlp_norm"], arch.norm_eps), LinearContext(axis=arch.tensor_axis)
+    inner = ACTIVATIONS[arch.activation](linear(x, p["up_proj"], norm=norm, bias=p.get("up_bias")))
+    return linear(inner, p["down_proj"], summed, bias=p.get("down_bias"), residual=x)
+
+
+_arcee_block: Block = partial(llama.block, feed_forward=_ungated_mlp)
+_ARCEE_FOLDS = (*llama.FOLDS[:2], Fold("mlp_norm", "up_proj"))
+SMOLLM3 = ModelFamily(smollm3_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
+SEED_OSS = ModelFamily(seed_oss_arch, llama.param_specs, llama.block, rms_norm, llama.FOLDS)
+ARCEE = ModelFamily(arcee_arch, arcee_param_specs, _arcee_block, rms_norm, _ARCEE_FOLDS)

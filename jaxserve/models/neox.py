@@ -1,0 +1,135 @@
+"""GPT-NeoX (Pythia), Phi-1 and 2, and StarCoder2: layer norms, biases and GELU with rotary embeddings."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import linear
+from jaxserve.layers.mlp import ACTIVATIONS
+from jaxserve.layers.norm import layer_norm
+from jaxserve.layers.rope import pair_halves
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.family import Block, Fold, ModelFamily
+from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.layer_normed import FOLDS, Names, block, param_specs
+from jaxserve.models.params import Params
+
+_NEOX_DEFAULTS = {
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-5,
+    "rotary_pct": 0.25,
+    "use_parallel_residual": True,
+    "attention_bias": True,
+}
+_NEOX_FIELDS = {"use_parallel_residual": SWITCH, "attention_bias": SWITCH}
+_PHI_DEFAULTS = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "qk_layernorm": False}
+_PHI_FIELDS = {"qk_layernorm": Kind("false: norms of q and k are not supported", lambda value: value is False)}
+_STARCODER2_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 4096,
+    "norm_epsilon": 1e-5,
+    "sliding_window": None,
+    "use_bias": True,
+    "tie_word_embeddings": True,
+}
+_STARCODER2_FIELDS = {"use_bias": SWITCH, "sliding_window": SIZE.or_null(), "num_hidden_layers": SIZE}
+
+
+def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a GPT-NeoX config.json."""
+    config = {**_NEOX_DEFAULTS, **config}
+    values = read_fields(config, _NEOX_FIELDS)
+    shared = {"num_key_value_heads": None, "head_dim": None}
+    if "rotary_emb_base" in config:
+        shared["rope_theta"] = config["rotary_emb_base"]
+    bias = values["attention_bias"]
+    return _arch(
+        {**config, **shared},
+        "layer_norm_eps",
+        fraction=config["rotary_pct"],
+        parallel=values["use_parallel_residual"],
+        qkv_bias=bias,
+        o_bias=bias,
+    )
+
+
+def phi_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of Phi-1, 1.5 or 2."""
+    config = {**_PHI_DEFAULTS, **config}
+    read_fields(config, _PHI_FIELDS)
+    return _arch(config, "layer_norm_eps", fraction=0.5, parallel=True, qkv_bias=True, o_bias=True)
+
+
+def starcoder2_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a StarCoder2 config.json."""
+    config = {**_STARCODER2_DEFAULTS, **config}
+    values = read_fields(config, _STARCODER2_FIELDS)
+    bias, windows = values["use_bias"], (values["sliding_window"],) * values["num_hidden_layers"]
+    return _arch(config, "norm_epsilon", windows=windows, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+
+
+def _arch(config: Mapping[str, Any], epsilon: str, *, fraction: float | None = None, **facts: Any) -> ArchConfig:
+    """Parse Llama's fields, and those that have other names or values here."""
+    values = read_fields(config, {"hidden_act": one_of(ACTIVATIONS), epsilon: POSITIVE})
+    arch = llama.arch(
+        {**config, "hidden_act": "silu", "rms_norm_eps": values[epsilon]},
+        rope_fraction=fraction,
+        **{"mlp_bias": True, **facts},
+    )
+    return dataclasses.replace(arch, activation=values["hidden_act"])
+
+
+def _project_fused(
+    p: Params, x: Float[Array, "T D"], arch: ArchConfig, norm: None
+) -> tuple[Float[Array, "T Q H"], Float[Array, "T Q H"], Float[Array, "T Q H"]]:
+    """Return queries, keys and values, of which the matrix has those of each head next to each other."""
+    fused = linear(x, p["qkv_proj"], bias=p.get("qkv_bias")).reshape(x.shape[0], arch.num_heads, 3, arch.head_dim)
+    q, k, v = (part[:, :, 0] for part in jnp.split(fused, 3, axis=2))
+    return pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs), v
+
+
+_neox_block: Block = partial(block, project=_project_fused)
+_NEOX_NAMES = Names(
+    embed="gpt_neox.embed_in",
+    positions=None,
+    final_norm="gpt_neox.final_layer_norm",
+    head="embed_out",
+    layers="gpt_neox.layers",
+    input_norm="input_layernorm",
+    qkv=("attention.query_key_value",),
+    out="attention.dense",
+    mlp_norm="post_attention_layernorm",
+    up="mlp.dense_h_to_4h",
+    down="mlp.dense_4h_to_h",
+)
+_PHI_NAMES = Names(
+    embed="model.embed_tokens",
+    positions=None,
+    final_norm="model.final_layernorm",
+    head="lm_head",
+    layers="model.layers",
+    input_norm="input_layernorm",
+    qkv=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    out="self_attn.dense",
+    mlp_norm=None,
+    up="mlp.fc1",
+    down="mlp.fc2",
+)
+_STARCODER2_NAMES = _PHI_NAMES._replace(
+    final_norm="model.norm",
+    out="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    up="mlp.c_fc",
+    down="mlp.c_proj",
+)
+# Factors of a norm that two matrices read, or of values that lie between queries and keys, cannot move.
+_NEOX_FOLDS, _PHI_FOLDS = (FOLDS[0], FOLDS[2]), (Fold("qkv_proj", "o_proj", part=2),)
+NEOX = ModelFamily(neox_arch, partial(param_specs, names=_NEOX_NAMES), _neox_block, layer_norm, _NEOX_FOLDS)
+PHI = ModelFamily(phi_arch, partial(param_specs, names=_PHI_NAMES, head_bias=True), block, layer_norm, _PHI_FOLDS)
+STARCODER2 = ModelFamily(starcoder2_arch, partial(param_specs, names=_STARCODER2_NAMES), block, layer_norm, FOLDS)

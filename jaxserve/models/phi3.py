@@ -1,0 +1,37 @@
+"""Phi-3 and Phi-4: Llama's layers with fused projections, a window in some, and LongRoPE over a part of each head."""
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import SIZE, TABLE, read_fields
+
+_ORIGINAL = "original_max_position_embeddings"
+_DEFAULTS = {"max_position_embeddings": 4096, _ORIGINAL: 4096, "rms_norm_eps": 1e-5, "sliding_window": None}
+_FIELDS = {
+    "num_hidden_layers": SIZE,
+    "sliding_window": SIZE.or_null(),
+    "rope_scaling": TABLE.or_null(),
+    "rope_parameters": TABLE.or_null(),
+}
+_OLD_NAMES = ("su", "yarn")  # names of LongRoPE in early checkpoints
+_FUSED = {"qkv_proj": "self_attn.qkv_proj", "gate_up_proj": "mlp.gate_up_proj"}
+
+
+def arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of a Phi-3 or Phi-4 model."""
+    config = {**_DEFAULTS, **config}
+    values = read_fields(config, _FIELDS)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = values[name] or {}
+        if rope.get("rope_type", rope.get("type")) in _OLD_NAMES:
+            config[name] = {**rope, "rope_type": "longrope"}
+    windows = (values["sliding_window"],) * values["num_hidden_layers"]
+    return llama.arch(config, rope_fraction=1.0, windows=windows, qkv_bias=False, o_bias=False, mlp_bias=False)
+
+
+PHI3 = ModelFamily(arch, partial(llama.fused_param_specs, names=_FUSED), llama.block, rms_norm, llama.FOLDS)

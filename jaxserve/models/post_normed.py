@@ -1,0 +1,97 @@
+"""Layers with norms behind attention and MLP, which OLMo and GLM-4 share; norms over all heads of queries and keys."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.params import Params, ParamSpec
+
+
+def post_norm_specs(arch: ArchConfig, attention: str, mlp: str, *, init: str = "ones") -> list[ParamSpec]:
+    """Return the rows of the norms behind attention and MLP.
+
+    Args:
+        arch: sizes of the model.
+        attention: name of the norm behind attention in a layer of a checkpoint.
+        mlp: name of the norm behind the MLP.
+        init: initial weights.
+    """
+    D, norms = arch.hidden_size, {"attention_post_norm": attention, "mlp_post_norm": mlp}
+    return [
+        ParamSpec(("layers", layer, name), (D,), (None,), (f"model.layers.{layer}.{hf_name}.weight",), (D,), init)
+        for layer in range(arch.num_layers)
+        for name, hf_name in norms.items()
+    ]
+
+
+def whole_norm_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of norms over all heads of queries and of keys."""
+    H = arch.head_dim
+    return [
+        ParamSpec(
+            ("layers", layer, f"{x}_norm"),
+            (num_heads * H,),
+            ("heads",),
+            (f"model.layers.{layer}.self_attn.{x}_norm.weight",),
+            (num_heads * H,),
+            "ones",
+            heads=(num_heads,),
+        )
+        for layer in range(arch.num_layers)
+        for x, num_heads in (("q", arch.num_heads), ("k", arch.num_kv_heads))
+    ]
+
+
+def project_normed_whole(
+    p: Params, x: Float[Array, "T inner"], arch: ArchConfig, norm: RmsNorm | None
+) -> tuple[Float[Array, "T Q H"], Float[Array, "T K H"], Float[Array, "T K H"]]:
+    """Return what `llama.project_qkv` returns, with queries and keys normed over all their heads at once."""
+
+    def normed(x: Float[Array, "T heads H"], weight: Float[Array, " inner"]) -> Float[Array, "T heads H"]:
+        x32 = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(x32), axis=(1, 2), keepdims=True)
+        # Every head is on equally many devices, so that the mean over devices is that over heads.
+        mean = mean if arch.tensor_axis is None else lax.pmean(mean, arch.tensor_axis)
+        return (x32 * lax.rsqrt(mean + arch.norm_eps)).astype(x.dtype) * weight.reshape(1, *x.shape[1:])
+
+    q, k, v = llama.project_qkv(p, x, arch, norm)
+    return normed(q, p["q_norm"]), normed(k, p["k_norm"]), v
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"] | None,
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: LayerOptions,
+    attend: Any,
+    project: Callable[..., Any] = llama.project_qkv,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Apply one decoder layer: x + norm of attention, then + norm of SwiGLU. See `llama.block`.
+
+    Attention and SwiGLU read x behind a norm of their own where they have one.
+    """
+    eps, summed = arch.norm_eps, LinearContext(axis=arch.tensor_axis)
+    before = {name: RmsNorm(p[name], eps) for name in ("input_norm", "mlp_norm") if name in p}
+    with jax.named_scope("attention"):
+        q, k, v = project(p, x, arch, before.get("input_norm"))
+        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out = linear(out.reshape(out.shape[0], -1), p["o_proj"], summed, bias=p.get("o_bias"))
+        x += rms_norm(out, p["attention_post_norm"], eps)
+    with jax.named_scope("mlp"):
+        gated = LinearContext(activation=swiglu)
+        inner = linear(x, p["gate_up_proj"], gated, norm=before.get("mlp_norm"), bias=p.get("gate_up_bias"))
+        out = linear(inner, p["down_proj"], summed, bias=p.get("down_bias"))
+        return x + rms_norm(out, p["mlp_post_norm"], eps), carry
