@@ -41,9 +41,13 @@ CONFIGS = {
     "gpt_neox": transformers.GPTNeoXConfig,
     "phi": transformers.PhiConfig,
     "starcoder2": transformers.Starcoder2Config,
+    "deepseek_v2": transformers.DeepseekV2Config,
+    "deepseek_v3": transformers.DeepseekV3Config,
+    "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
 }
 FAMILIES = tuple(CONFIGS)
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe")  # families with experts
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
+MIXTURES = ("mixtral", "qwen3_moe", "olmoe", *LATENT)  # families with experts
 PARTIAL = ("phi3", "glm", "glm4", "gpt_neox", "phi")  # families that may rotate the first dimensions of heads alone
 _NOT_IN_GPT = (
     *("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads"),
@@ -53,6 +57,12 @@ _GPT_NAMES: dict[str, str | None] = {
     **dict.fromkeys(_NOT_IN_GPT),
     "hidden_act": "activation_function",
     "rms_norm_eps": "layer_norm_epsilon",
+}
+_LATENT_NAMES: dict[str, str | None] = {
+    "num_experts": "n_routed_experts",
+    "head_dim": None,
+    "mlp_bias": None,
+    "num_key_value_heads": None,  # all heads read the same latents: `build_config` gives as many as heads
 }
 # Names of fields in families that do not have Llama's; a family has none of those that it maps to None.
 FIELD_NAMES: dict[str, dict[str, str | None]] = {
@@ -68,7 +78,7 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
     },
     "gpt_neo": {**_GPT_NAMES, "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
     "mixtral": {"num_experts": "num_local_experts", "attention_bias": None, "mlp_bias": None},
-    "qwen3_moe": {"intermediate_size": "moe_intermediate_size", "mlp_bias": None},
+    "qwen3_moe": {"mlp_bias": None},
     "olmoe": {"head_dim": None, "mlp_bias": None},
     "phi3": {"head_dim": None, "attention_bias": None, "mlp_bias": None},
     "smollm3": {"head_dim": None},
@@ -87,6 +97,9 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
     },
     "phi": {"head_dim": None, "attention_bias": None, "mlp_bias": None, "rms_norm_eps": "layer_norm_eps"},
     "starcoder2": {"head_dim": None, "attention_bias": None, "mlp_bias": None, "rms_norm_eps": "norm_epsilon"},
+    "deepseek_v2": _LATENT_NAMES,
+    "deepseek_v3": _LATENT_NAMES,
+    "glm4_moe_lite": _LATENT_NAMES,
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -123,6 +136,20 @@ _SIZES = {
 }
 _LAYER_TYPES = ["sliding_attention", "full_attention"]
 _FACTORS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 2.0}
+_LATENT_SIZES = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "n_group": 3,
+    "topk_group": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},
@@ -135,7 +162,13 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "granite": _FACTORS,
     "granite_swa": {**_FACTORS, "sliding_window": 9, "layer_types": _LAYER_TYPES, "layer_rope_theta": [1e4, 0]},
     "mixtral": {"num_experts": 5, "sliding_window": 9},
-    "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 3, "head_dim": 16, "norm_topk_prob": True},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 40,
+        "head_dim": 16,
+        "norm_topk_prob": True,
+    },
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 2},
     "phi3": {"sliding_window": 9, "rope_parameters": LONGROPE},
     "smollm3": {"no_rope_layers": [1, 0]},
@@ -151,6 +184,9 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "gpt_neox": {},
     "phi": {},
     "starcoder2": {"sliding_window": 9},
+    "deepseek_v2": {**_LATENT_SIZES, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
+    "deepseek_v3": {**_LATENT_SIZES, "norm_topk_prob": True},
+    "glm4_moe_lite": {**_LATENT_SIZES, "n_group": 1, "topk_group": 1},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
@@ -160,7 +196,8 @@ def build_config(family: str, **overrides: Any) -> transformers.PretrainedConfig
     fields = {**_SIZES, **_FAMILY_SIZES[family], **overrides}
     if (rope := fields.get("rope_parameters")) is LONGROPE:
         fields["rope_parameters"] = rope | _longrope(_head_dim(family, fields), rope, random.Random(0))
-    return CONFIGS[family](**renamed(family, fields))
+    own = {"num_key_value_heads": fields["num_attention_heads"]} if family in LATENT else {}
+    return CONFIGS[family](**renamed(family, fields), **own)
 
 
 def renamed(family: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -186,6 +223,9 @@ def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pr
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * _WEIGHT_STD
             parameter.copy_(noise + (1.0 if "norm" in name or ".ln_" in name else 0.0))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn(buffer.shape, generator=generator) * _WEIGHT_STD)
     return model
 
 
@@ -287,8 +327,43 @@ def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
         return {**sizes, "sliding_window": rng.choice([None, 5, 16])}
     switches = {"norm_topk_prob": rng.random() < 0.5, "attention_bias": rng.random() < 0.5}
     if family == "qwen3_moe":
-        switches["use_sliding_window"] = rng.random() < 0.5
-    return {**sizes, **switches, **({"sliding_window": rng.choice([3, 8])} if family == "qwen3_moe" else {})}
+        switches |= {"use_sliding_window": rng.random() < 0.5, "sliding_window": rng.choice([3, 8])}
+        switches |= {"mlp_only_layers": [rng.randrange(4)], "decoder_sparse_step": rng.choice([1, 2])}
+        switches |= {"moe_intermediate_size": rng.randrange(17, 60)}
+    return {**sizes, **switches}
+
+
+def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) -> dict[str, Any]:
+    """Return random overrides of a family that attends over latents."""
+    mscales = {"mscale": 0.7, "mscale_all_dim": rng.choice([0.7, 1.0])}
+    groups, group_size = rng.choice([1, 2, 4]), rng.choice([2, 3, 8])
+    top_groups = rng.randint(1, groups)
+    overrides: dict[str, Any] = {
+        "kv_lora_rank": rng.choice([16, 20, 34]),
+        "q_lora_rank": rng.choice([24, 17, None]),
+        "qk_nope_head_dim": rng.choice([8, 12, 14]),
+        "qk_rope_head_dim": rng.choice([4, 8, 10]),
+        "v_head_dim": rng.choice([8, 12, 16]),
+        "num_experts": groups * group_size,
+        "num_experts_per_tok": rng.randint(1, min(top_groups * group_size, 8)),
+        "n_group": groups,
+        "topk_group": top_groups,
+        "moe_intermediate_size": rng.randrange(17, 60),
+        "n_shared_experts": rng.randint(1, 3),
+        "routed_scaling_factor": rng.uniform(0.5, 3),
+        "attention_bias": rng.random() < 0.5,
+        "rope_parameters": rope | (mscales if rope["rope_type"] == "yarn" else {}),
+    }
+    if family == "deepseek_v2":
+        return {**overrides, "topk_method": rng.choice(["greedy", "group_limited_greedy"]), **_dense(rng, layers)}
+    overrides |= {"norm_topk_prob": rng.random() < 0.5, "rope_interleave": rng.random() < 0.7}
+    if family == "deepseek_v3":
+        return {**overrides, **_dense(rng, layers)}
+    return {**overrides, "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)]}
+
+
+def _dense(rng: random.Random, layers: int) -> dict[str, Any]:
+    return {"first_k_dense_replace": rng.randint(0, layers)}
 
 
 def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str, Any]]:
@@ -337,7 +412,11 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
             overrides |= {"layer_types": [rng.choice(_LAYER_TYPES) for _ in range(layers)]}
             overrides |= {"layer_rope_theta": [rng.choice([0, 1e4, 1e6]) for _ in range(layers)]}
         if family in MIXTURES:
-            overrides |= _mixture(family, rng)
+            overrides |= (
+                _latent(family, rng, layers, overrides["rope_parameters"])
+                if family in LATENT
+                else _mixture(family, rng)
+            )
         overrides |= _dense(family, overrides, rng)
         if family == "gemma3":
             local = {"rope_type": "default", "rope_theta": 10 ** rng.uniform(3, 5)}

@@ -28,7 +28,6 @@ from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
-from jaxserve.pallas_kernels import ragged_paged_attention as attention
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.sampling import LogprobLayout
 
@@ -72,11 +71,9 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
         platform: as of `ragged_paged_attention.select_backend`.
     """
     try:
-        return attention.select_backend(
+        return arch.kv.select_backend(
             config.attention_backend,
             num_query_heads=arch.num_heads,
-            num_kv_heads=arch.num_kv_heads,
-            head_dim=arch.head_dim,
             page_size=config.page_size,
             kv_dtype=kv_dtype,
             platform=platform,
@@ -89,8 +86,7 @@ def choose_page_size(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype
     """Return the tokens per page of a device's pool in the layout of `backend`; `arch` is its part of the model."""
     if config.page_size is not None:
         return config.page_size
-    sizes = {"num_kv_heads": arch.num_kv_heads, "head_dim": arch.head_dim}
-    return attention.default_page_size(backend, **sizes, kv_dtype=kv_dtype)
+    return arch.kv.default_page_size(backend, kv_dtype)
 
 
 def build_schedule(

@@ -16,15 +16,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import StepBatch
 from jaxserve.execution.state import Sequences, ServeState
+from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import (
-    AttentionInputs,
-    Pages,
-    RaggedRows,
-    ragged_paged_attention,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import (
     LogprobLayout,
     SamplingRows,
@@ -120,9 +116,9 @@ class AttentionCarry:
 
 
 def paged_attend(
-    q: Float[Array, "T Q H"],
-    k: Float[Array, "T K H"],
-    v: Float[Array, "T K H"],
+    q: Float[Array, "T Q W"],
+    k: Float[Array, "T K W"],
+    v: Float[Array, "T K H"] | None,
     rope: Float[Array, "2 T half"] | None,
     carry: AttentionCarry,
     layer: Int[Array, ""],
@@ -130,10 +126,10 @@ def paged_attend(
     sinks: Float[Array, " Q"] | None = None,
     *,
     backend: str,
-) -> tuple[Float[Array, "T Q H"], AttentionCarry]:
-    """Rotate if positions are not learned, write the new keys and values into the pool, attend over it."""
-    inputs = AttentionInputs(q, k, v, carry.groups[options.kv_group], rope, sinks, carry.tree_mask)
-    out, kv_pages = ragged_paged_attention(inputs, carry.kv_pages, layer, options.attention, backend=backend)
+) -> tuple[Float[Array, "T Q V"], AttentionCarry]:
+    """Rotate if positions are not learned, write the new tokens into the pool, attend over it."""
+    new, rows = NewTokens(q, k, v, rope, sinks, carry.tree_mask), carry.groups[options.kv_group]
+    out, kv_pages = options.kv.attend(new, rows, carry.kv_pages, layer, options.attention, backend=backend)
     return out, dataclasses.replace(carry, kv_pages=kv_pages)
 
 

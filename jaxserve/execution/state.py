@@ -20,10 +20,7 @@ from jaxserve.execution.batch import (
     PageEntries,
 )
 from jaxserve.models.arch import ArchConfig
-from jaxserve.pallas_kernels.ragged_paged_attention import (
-    Pages,
-    new_pages,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.sampling import (
     RECORD_WORDS,
     SlotRow,
@@ -79,15 +76,8 @@ class ServeState:
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
     """An empty pool, in whose pages each KV group of a model has room for its layers."""
-    return new_pages(
-        backend,
-        num_layers=arch.kv_group_layers,
-        num_pages=num_pages,
-        page_size=page_size,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-        dtype=kv_dtype,
-    )
+    sizes = {"num_layers": arch.kv_group_layers, "num_pages": num_pages, "page_size": page_size}
+    return arch.kv.new_pages(backend, **sizes, dtype=jnp.dtype(kv_dtype))
 
 
 def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:

@@ -40,7 +40,7 @@ from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages, move_tokens
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages
 from jaxserve.sampling import DraftedTokens, SamplingRows, count_sampled, sample
 
 BothParams = tuple[Params, Params]  # parameters of the model and of the proposer
@@ -315,7 +315,7 @@ def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Mod
     """Return the pool in which the tokens of each row's path follow each other."""
     kv_pages = state.kv_pages
     for table in state.sequences.page_tables(rows.slot, len(model.arch.kv_windows)):
-        kv_pages = move_tokens(model.backend, kv_pages, table, rows.start, path)
+        kv_pages = model.arch.kv.move_tokens(model.backend, kv_pages, table, rows.start, path)
     return kv_pages
 
 

@@ -21,22 +21,66 @@ class Experts(NamedTuple):
     Attributes:
         num_experts: number of experts, E.
         per_token: number of experts of each token, k.
+        ffn_size: feed-forward size of an expert, F.
         normalized: True if the weights of a token's experts are scaled to sum to one.
+        sigmoid: True if scores are sigmoids of the logits; False for their softmax.
+        num_groups: number of groups of equally many experts.
+        top_groups: number of groups from which a token's experts are chosen.
+        group_scores: number of a group's best scores whose sum ranks it.
+        scale: factor on the weights.
+        shared_ffn_size: feed-forward size of the experts of every token, which are one; 0 if there are none.
     """
 
     num_experts: int
     per_token: int
+    ffn_size: int
     normalized: bool = True
+    sigmoid: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    group_scores: int = 1
+    scale: float = 1.0
+    shared_ffn_size: int = 0
+
+    def local(self, num_devices: int) -> "Experts":
+        """Return the sizes on one of `num_devices`, each of which has a part of every expert."""
+        return self._replace(ffn_size=self.ffn_size // num_devices, shared_ffn_size=self.shared_ffn_size // num_devices)
 
     def most_read(self, num_tokens: int) -> int:
         """Return the largest number of experts that so many tokens read."""
         return min(self.num_experts, num_tokens * self.per_token)
 
 
-def route(logits: Float[Array, "T E"], experts: Experts) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
-    """Return weights and numbers of each token's experts: the largest of a softmax over all, in float32."""
-    weights, ids = lax.top_k(jax.nn.softmax(logits.astype(jnp.float32)), experts.per_token)
-    return weights / weights.sum(axis=-1, keepdims=True) if experts.normalized else weights, ids
+def route(
+    logits: Float[Array, "T E"], experts: Experts, bias: Float[Array, " E"] | None = None
+) -> tuple[Float[Array, "T k"], Int[Array, "T k"]]:
+    """Return weights and numbers of each token's experts, in float32: those of the largest scores.
+
+    Args:
+        logits: products with the router.
+        experts: number of experts, and how scores and weights are made.
+        bias: terms that are added to scores where experts are chosen, and not to weights.
+    """
+    score = jax.nn.sigmoid if experts.sigmoid else jax.nn.softmax
+    scores = score(logits.astype(jnp.float32))
+    ranked = scores if bias is None else scores + bias.astype(jnp.float32)[None, :]
+    if experts.top_groups < experts.num_groups:
+        ranked = _in_best_groups(ranked, experts)
+    weights, ids = lax.top_k(ranked, experts.per_token)
+    if ranked is not scores:
+        weights = jnp.take_along_axis(scores, ids, axis=1)
+    if experts.normalized:
+        weights /= weights.sum(axis=-1, keepdims=True) + 1e-20  # sigmoids may all be zero
+    return weights if experts.scale == 1.0 else weights * experts.scale, ids
+
+
+def _in_best_groups(ranked: Float[Array, "T E"], experts: Experts) -> Float[Array, "T E"]:
+    """Return the scores of each token's best groups, and minus infinity for all others."""
+    grouped = ranked.reshape(ranked.shape[0], experts.num_groups, -1)
+    group_scores = lax.top_k(grouped, experts.group_scores)[0].sum(axis=-1)
+    best = lax.top_k(group_scores, experts.top_groups)[1]
+    is_best = jnp.any(best[:, :, None] == jnp.arange(experts.num_groups)[None, None, :], axis=1)
+    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
 class SortedPairs(NamedTuple):
@@ -69,17 +113,25 @@ class ExpertWeights(NamedTuple):
         router: matrix `[E, D]`.
         gate_up: matrices `[2F, D]` of all experts, one after the other.
         down: matrices `[D, F]` of all experts.
+        router_bias: terms of the scores by which experts are chosen, or None.
+        shared_gate_up: matrix `[2F, D]` of the experts of every token, or None.
+        shared_down: their matrix `[D, F]`.
+        shared_gate: matrix `[1, D]` whose product's sigmoid is the weight of these experts; None for a weight of one.
     """
 
     router: Weight
     gate_up: Weight
     down: Weight
+    router_bias: Float[Array, " E"] | None = None
+    shared_gate_up: Weight | None = None
+    shared_down: Weight | None = None
+    shared_gate: Weight | None = None
 
 
 def mixture(
     x: Float[Array, "T D"], matrices: ExpertWeights, experts: Experts, axis: str | None = None
 ) -> Float[Array, "T D"]:
-    """Return the weighted sum of each token's experts, each a SwiGLU layer.
+    """Return the weighted sum of each token's experts and of those of every token, each a SwiGLU layer.
 
     Args:
         x: normed inputs.
@@ -87,11 +139,16 @@ def mixture(
         experts: number of experts, and of those of a token.
         axis: mesh axis over whose devices F is split.
     """
-    weights, ids = route(linear(x, matrices.router, LinearContext(dtype=jnp.float32)), experts)
+    logits = linear(x, matrices.router, LinearContext(dtype=jnp.float32))
+    weights, ids = route(logits, experts, matrices.router_bias)
     pairs = SortedPairs.of(ids, experts.num_experts)
     gated, plain = (LinearContext(activation=f, dtype=x.dtype) for f in (swiglu, None))
     inner = as_matrix(matrices.gate_up).linear_groups(x[pairs.order // experts.per_token], pairs.group_sizes, gated)
     outputs = as_matrix(matrices.down).linear_groups(inner, pairs.group_sizes, plain)
     of_tokens = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(of_tokens * weights[:, :, None], axis=1).astype(x.dtype)
+    if matrices.shared_gate_up is not None and matrices.shared_down is not None:
+        inner = linear(x, matrices.shared_gate_up, LinearContext(activation=swiglu))
+        shared = linear(inner, matrices.shared_down)
+        y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(x, matrices.shared_gate)) * shared
     return y if axis is None else lax.psum(y, axis)

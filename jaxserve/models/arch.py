@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
+from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.sharding import TENSOR, held_heads
@@ -24,10 +25,30 @@ class LayerOptions(NamedTuple):
     Attributes:
         attention: options of its attention.
         kv_group: KV group of its keys and values.
+        kv: form of its tokens in the pool.
     """
 
     attention: AttentionOptions
     kv_group: int
+    kv: KVForm
+
+
+class LatentAttention(NamedTuple):
+    """Sizes of multi-head latent attention, besides that of the rotated part, which is `ArchConfig.head_dim`.
+
+    Attributes:
+        rank: elements of a latent before the rotated ones, r.
+        nope_dim: elements of a head's queries and keys that are not rotated.
+        value_dim: elements of a head's values.
+        q_rank: size between the two matrices of queries; None if they have one.
+        interleaved: True if neighbouring elements are rotated together; False for those of the two halves.
+    """
+
+    rank: int
+    nope_dim: int
+    value_dim: int
+    q_rank: int | None = None
+    interleaved: bool = True
 
 
 class KVPlace(NamedTuple):
@@ -78,7 +99,9 @@ class ArchConfig:
     parallel: bool = False  # True if the MLP reads what attention reads, not what it adds to
     tensor_axis: str | None = None  # mesh axis of the split, where these are the sizes of one device
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
-    experts: Experts | None = None  # experts of every layer, each with `ffn_size`; None for one MLP
+    experts: Experts | None = None  # experts of the layers; None for one MLP in each
+    dense_layers: frozenset[int] = frozenset()  # layers with one MLP although others have experts
+    latent: LatentAttention | None = None  # sizes of attention over latents; None for keys and values of heads
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
 
     def __post_init__(self) -> None:
@@ -110,15 +133,21 @@ class ArchConfig:
         """Return the sizes on one of `num_devices`; the vocabulary is padded on the last device if it does not divide.
 
         Raises:
-            ConfigError: `num_devices` does not divide the query heads or the feed-forward size.
+            ConfigError: `num_devices` does not divide the query heads or a feed-forward size.
         """
         if num_devices == 1:
             return self
-        for name, size in (("num_attention_heads", self.num_heads), ("intermediate_size", self.ffn_size)):
+        sizes, experts = {"num_attention_heads": self.num_heads}, self.experts
+        if experts is None or self.dense_layers:
+            sizes["intermediate_size"] = self.ffn_size
+        if experts is not None:
+            sizes["intermediate_size of an expert"] = experts.ffn_size
+            sizes["intermediate_size of shared experts"] = experts.shared_ffn_size
+        for name, size in sizes.items():
             if size % num_devices:
                 raise ConfigError(
                     f"tensor_parallel_size must divide {name}, got {num_devices} and {size}; "
-                    f"set it to a divisor of {math.gcd(self.num_heads, self.ffn_size)}"
+                    f"set it to a divisor of {math.gcd(*sizes.values())}"
                 )
         return dataclasses.replace(
             self,
@@ -126,6 +155,7 @@ class ArchConfig:
             num_heads=self.num_heads // num_devices,
             num_kv_heads=len(held_heads(self.num_kv_heads, 0, num_devices)),
             ffn_size=self.ffn_size // num_devices,
+            experts=experts and experts.local(num_devices),
             tensor_axis=TENSOR,
         )
 
@@ -159,12 +189,20 @@ class ArchConfig:
 
     def layer_options(self, layer: int) -> LayerOptions:
         """Return the static facts of a layer that its attention needs."""
-        return LayerOptions(self.attention(layer), self.kv_places[layer].group)
+        return LayerOptions(self.attention(layer), self.kv_places[layer].group, self.kv)
+
+    @property
+    def kv(self) -> KVForm:
+        """Form of tokens in the pool."""
+        if self.latent is None:
+            return HeadVectors(self.num_kv_heads, self.head_dim)
+        return Latents(self.latent.rank, self.head_dim)
 
     @cached_property
     def period(self) -> int:
         """Number of layers after which their kinds repeat."""
-        kinds = [(self.attention(layer), self.ropes[layer]) for layer in range(self.num_layers)]
+        layers = range(self.num_layers)
+        kinds = [(self.attention(layer), self.ropes[layer], layer in self.dense_layers) for layer in layers]
         periods = range(1, self.num_layers)
         return next((p for p in periods if kinds[p:] == kinds[:-p]), self.num_layers)
 

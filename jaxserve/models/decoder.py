@@ -25,6 +25,7 @@ from jaxserve.models.params import POSITION_EMBED, Params, ScannedLayers
 # attend(q[T,Q,H], k[T,K,H], v[T,K,H], rope[2,T,H/2] or None, carry, layer, options, sinks=[Q] or None)
 # -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
 # group, `sinks` the logits that take part in the softmax without values. Hashable, closes over no arrays.
+# Over latents: attend(q[T,Q,W], latents[T,1,W], None, ...) -> (out[T,Q,r], carry); it rotates the elements behind r.
 Attend = Callable[..., tuple[Array, Any]]
 
 

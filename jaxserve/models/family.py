@@ -75,7 +75,7 @@ class FlopCounts:
         """Count the rows of a model, or of one device's part of it."""
         layers = sum(spec.token_rows * spec.shape[1] for spec in specs if spec.is_matrix and spec.path[0] == "layers")
         head = arch.vocab_size * arch.hidden_size
-        return cls(2 * layers, 2 * head, 4 * arch.num_heads * arch.head_dim)
+        return cls(2 * layers, 2 * head, 2 * arch.num_heads * arch.kv.score_size)
 
     def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the operations of a step.

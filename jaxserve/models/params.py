@@ -58,7 +58,8 @@ class ParamSpec:
         heads: number of heads of each of `hf_names` whose rows belong to heads, which are not split within a head.
         transposed: True if checkpoints have the matrix as [in, out].
         experts: experts whose matrices follow each other in this one; None for a single matrix.
-        exact: True if a matrix is never quantised.
+        exact: True if a matrix is never quantised; a vector is then float32, whatever the dtype of the others.
+        is_array: True if the block computes with the array itself, so that it is not packed for native kernels either.
     """
 
     path: tuple[str | int, ...]
@@ -72,6 +73,7 @@ class ParamSpec:
     transposed: bool = False
     experts: Experts | None = None
     exact: bool = False
+    is_array: bool = False
 
     @property
     def is_matrix(self) -> bool:
@@ -94,6 +96,12 @@ class ParamSpec:
             if self.experts is None
             else self.shape[0] // self.experts.num_experts * self.experts.per_token
         )
+
+    def dtype(self, dtype: np.dtype, matrix_dtype: jax.typing.DTypeLike | None) -> np.dtype:
+        """Return the dtype of the tensor unless it is quantised: that of activations, or that of matrices if given."""
+        if not self.is_matrix:
+            return jnp.dtype(jnp.float32) if self.exact else dtype
+        return dtype if matrix_dtype is None or self.is_array else jnp.dtype(matrix_dtype)
 
     @property
     def split_dimension(self) -> int | None:
@@ -123,10 +131,10 @@ def matrix_transform(
 
     def transform(spec: ParamSpec, tensor: StoredTensor) -> Any:
         own = form.at(spec) or plain.FORMAT
-        if own is plain.FORMAT and spec.is_matrix and matrix_dtype is not None:
-            tensor = dataclasses.replace(tensor, dtype=jnp.dtype(matrix_dtype))
+        if own is plain.FORMAT:
+            tensor = dataclasses.replace(tensor, dtype=spec.dtype(tensor.dtype, matrix_dtype))
         has_kernel = own.native_dtype(tensor.dtype) is not None
-        is_packed = native and has_kernel and spec.is_matrix and (tied or spec.path != ("embed",))
+        is_packed = native and has_kernel and spec.is_matrix and not spec.is_array and (tied or spec.path != ("embed",))
         convert = partial(packed.pack, own) if is_packed else own.convert
         sharding = tensor.sharding
         if not isinstance(sharding, NamedSharding) or spec.split_dimension is None:

@@ -7,7 +7,22 @@ from math import prod
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.models import cohere, gemma, glm, gpt, granite, llama, llama_kin, mistral, moe, neox, olmo, phi3, qwen
+from jaxserve.models import (
+    cohere,
+    deepseek,
+    gemma,
+    glm,
+    gpt,
+    granite,
+    llama,
+    llama_kin,
+    mistral,
+    moe,
+    neox,
+    olmo,
+    phi3,
+    qwen,
+)
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS
@@ -42,6 +57,9 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "GPTNeoXForCausalLM": neox.NEOX,
     "PhiForCausalLM": neox.PHI,
     "Starcoder2ForCausalLM": neox.STARCODER2,
+    "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
+    "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
+    "Glm4MoeLiteForCausalLM": deepseek.GLM4_MOE_LITE,
 }
 
 
@@ -55,16 +73,17 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     arch = dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)
-    if schemes is not None and arch.experts is not None:
-        _refuse_quantized_experts(arch, schemes)
+    if schemes is not None:
+        _refuse_quantized_arrays(arch, schemes)
     return arch
 
 
-def _refuse_quantized_experts(arch: ArchConfig, schemes: Schemes) -> None:
-    names = [name for spec in param_specs(arch) if spec.experts for name in spec.hf_names]
+def _refuse_quantized_arrays(arch: ArchConfig, schemes: Schemes) -> None:
+    names = [name for spec in param_specs(arch) if spec.experts or spec.is_array for name in spec.hf_names]
     if found := next((name for name in names if schemes.of_tensor(name) is not None), None):
+        kind = "experts" if ".experts." in found else "matrices that expand latents"
         raise ConfigError(
-            f"experts must not be quantised in the checkpoint, got {found} in {schemes.of_tensor(found)}; "
+            f"{kind} must not be quantised in the checkpoint, got {found} in {schemes.of_tensor(found)}; "
             f'serve the unquantised checkpoint, perhaps with quantization="int8"'
         )
 

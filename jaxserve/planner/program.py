@@ -201,8 +201,8 @@ def abstract_params(
 
     def tensor(spec: ParamSpec) -> Any:
         own = form.at(whole[spec.path]) or plain.FORMAT
-        is_float = own is plain.FORMAT and spec.is_matrix
-        leaves = own.leaves(whole[spec.path], spec.shape, matrix_dtype if is_float and matrix_dtype else dtype)
+        own_dtype = spec.dtype(dtype, matrix_dtype) if own is plain.FORMAT else dtype
+        leaves = own.leaves(whole[spec.path], spec.shape, own_dtype)
         return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)

@@ -31,7 +31,7 @@ from jaxserve.execution.verification import BothParams, Drafts
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
-from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows, move_tokens
+from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import SamplingRows
 from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
 from jaxserve.token_tree import TokenTree
@@ -115,7 +115,7 @@ class DraftModel:
         if self.tree is not None:
             page_table = self._page_table(state, rows)
             own = dataclasses.replace(
-                own, kv_pages=move_tokens(self.backend, own.kv_pages, page_table, rows.start, path)
+                own, kv_pages=self.arch.kv.move_tokens(self.backend, own.kv_pages, page_table, rows.start, path)
             )
         slot = jnp.where(drafts.count > 0, rows.slot, own.length.shape[0])
         length = state.sequences.length.at[rows.slot].get(mode="clip")

@@ -21,7 +21,7 @@ Contract of the operation, the same for all backends:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -57,6 +57,9 @@ __all__ = [
     "QuantizedPages",
     "RaggedRows",
     "apply_rope",
+    "check_rows",
+    "check_scales",
+    "check_tree_mask",
     "default_page_size",
     "from_canonical",
     "move_tokens",
@@ -100,10 +103,10 @@ def ragged_paged_attention(
       UnsupportedBackendError: the requested backend cannot run this call.
     """
     _check_tokens(inputs)
-    _check_rows(inputs.rows)
+    check_rows(inputs.rows)
     _check_sinks(inputs)
     _check_rope(inputs)
-    _check_tree_mask(inputs)
+    check_tree_mask(inputs.tree_mask, inputs.q.shape[0])
     chosen = BACKENDS[_select_for_pool(backend, inputs, kv_pages)]
     _check_pool(chosen.LAYOUT, inputs.k, kv_pages, layer)
     return chosen.write_and_attend(inputs, kv_pages, layer, options)
@@ -222,7 +225,8 @@ def _check_tokens(inputs: AttentionInputs) -> None:
         raise ValueError(f"query heads must be a multiple of kv heads, got {q.shape[1]} and {k.shape[1]}")
 
 
-def _check_rows(rows: RaggedRows) -> None:
+def check_rows(rows: RaggedRows) -> None:
+    """Check shapes and dtypes of rows; ValueError if they do not fit together."""
     R = rows.kv_lens.shape[0]
     expected = {"kv_lens": (R,), "cu_q_lens": (R + 1,), "num_rows": ()}
     for name, shape in expected.items():
@@ -249,8 +253,8 @@ def _check_rope(inputs: AttentionInputs) -> None:
         )
 
 
-def _check_tree_mask(inputs: AttentionInputs) -> None:
-    mask, T = inputs.tree_mask, inputs.q.shape[0]
+def check_tree_mask(mask: Array | None, T: int) -> None:
+    """Check shape and dtype of the words of T tokens, if there are any; ValueError if they are wrong."""
     if mask is not None and (mask.shape != (T,) or mask.dtype != jnp.int32):
         raise ValueError(f"tree_mask must be int32 of shape ({T},), got {mask.dtype} of shape {mask.shape}")
 
@@ -263,14 +267,19 @@ def _check_pool(layout: Layout, k: Array, kv_pages: Pages, layer: int | Array) -
             f"kv_pages holds {dims.num_kv_heads} kv heads of {dims.head_dim}, k has {k.shape[1]} of {k.shape[2]} "
             f"(pool shape {values.shape}); make the pool with new_pages of the same backend"
         )
-    if is_quantized(values.dtype) != isinstance(kv_pages, QuantizedPages):
+    check_scales(kv_pages, lambda: layout.scale_shape(dims))
+    if isinstance(layer, int) and not 0 <= layer < dims.num_layers:
+        raise ValueError(f"layer must be in [0, {dims.num_layers}), got {layer}")
+
+
+def check_scales(kv_pages: Pages, scale_shape: Callable[[], tuple[int, ...]]) -> None:
+    """Check that a pool has scales, of this shape, exactly if its dtype needs them; ValueError if not."""
+    if is_quantized(values_of(kv_pages).dtype) != isinstance(kv_pages, QuantizedPages):
         raise ValueError(
             f"a pool has scales if it is one of {list(QUANTIZED_MAX)}, got {_form(kv_pages)}; use new_pages"
         )
-    if isinstance(kv_pages, QuantizedPages) and kv_pages.scales.shape != (expected := layout.scale_shape(dims)):
+    if isinstance(kv_pages, QuantizedPages) and kv_pages.scales.shape != (expected := scale_shape()):
         raise ValueError(f"the scales of this pool must have shape {expected}, got {kv_pages.scales.shape}")
-    if isinstance(layer, int) and not 0 <= layer < dims.num_layers:
-        raise ValueError(f"layer must be in [0, {dims.num_layers}), got {layer}")
 
 
 def _form(kv_pages: Pages) -> str:

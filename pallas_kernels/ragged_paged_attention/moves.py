@@ -2,17 +2,49 @@
 
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int32
 
-from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, values_of
 
 
+@runtime_checkable
+class PagedDims(Protocol):
+    """Sizes of a pool, whatever a token has in it."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of layers."""
+
+    @property
+    def num_pages(self) -> int:
+        """Number of pages."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+
+@runtime_checkable
+class PagedLayout(Protocol):
+    """Layout of any pool, whose canonical form is `[L, N, P, ...]`."""
+
+    def pool_dims(self, shape: tuple[int, ...]) -> PagedDims:
+        """Return the sizes of a pool by the shape of its values."""
+
+    def to_canonical(self, kv_pages: Pages) -> Pages:
+        """Return the pool, or any pages of it `[L, N, ...]`, in the canonical layout."""
+
+    def from_canonical(self, kv_pages: Pages) -> Pages:
+        """Invert `to_canonical`."""
+
+
 def move_tokens(
-    layout: Layout,
+    layout: PagedLayout,
     kv_pages: Pages,
     page_table: Int32[Array, "R M"],
     first: Int32[Array, "R"],

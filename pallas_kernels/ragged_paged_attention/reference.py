@@ -22,12 +22,12 @@ def write_and_attend(
     """Rotate, write to a copy of the canonical pool and attend."""
     dtype = inputs.q.dtype
     if inputs.rope is not None:
-        inputs = inputs._replace(q=_rotate(inputs.q, inputs.rope), k=_rotate(inputs.k, inputs.rope))
+        inputs = inputs._replace(q=rotate(inputs.q, inputs.rope), k=rotate(inputs.k, inputs.rope))
     kv_pages = _write_kv(kv_pages, inputs.k, inputs.v, layer, inputs.rows)
     return _attend(inputs, kv_pages, layer, options).astype(dtype), kv_pages
 
 
-def _rotate(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
+def rotate(x: Float[Array, "T N H"], rope: Float32[Array, "2 T half"]) -> Float32[Array, "T N H"]:
     """Turn the pairs of the two halves of a head, as complex numbers, by their angles."""
     first, second = np.split(np.asarray(x).astype(np.float32), 2, axis=-1)
     cos, sin = np.asarray(rope)[:, :, None]

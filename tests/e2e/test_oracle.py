@@ -38,6 +38,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {}),
     "qwen3-moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
+    "deepseek-v2": ("deepseek_v2", {}),
+    "deepseek-v3": ("deepseek_v3", {}),
+    "glm4-moe-lite": ("glm4_moe_lite", {}),
 }
 NUM_OUTPUT = 9
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4, prompt_logprobs=2)

@@ -23,7 +23,7 @@ from tests.parameters import some_by_default
 @pytest.mark.parametrize("normalized", [False, True])
 def test_a_token_has_the_experts_of_its_largest_probabilities(normalized):
     logits = np.random.default_rng(0).normal(size=(9, 6)).astype(np.float32)
-    found, ids = route(jnp.asarray(logits), Experts(6, 2, normalized))
+    found, ids = route(jnp.asarray(logits), Experts(6, 2, 1, normalized))
     probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
     order = np.argsort(-probabilities, axis=1)[:, :2]
     wanted = np.take_along_axis(probabilities, order, 1)
@@ -43,7 +43,7 @@ def test_pairs_are_sorted_and_found_again(num_experts):
 def test_nothing_is_as_large_as_tokens_times_experts_times_sizes():
     T, E, k, D, F = 64, 32, 2, 48, 40
     matrices = ExpertWeights(jnp.ones((E, D)), jnp.ones((E * 2 * F, D)), jnp.ones((E * D, F)))
-    traced = jax.make_jaxpr(partial(mixture, experts=Experts(E, k)))(jnp.ones((T, D)), matrices)
+    traced = jax.make_jaxpr(partial(mixture, experts=Experts(E, k, F)))(jnp.ones((T, D)), matrices)
     sizes = [v.aval.size for equation in traced.eqns for v in equation.outvars]
     assert max(sizes) == E * 2 * F * D  # the experts' matrices themselves
     assert sorted(set(sizes))[-3] <= max(T * k * 2 * F, T * E)

@@ -68,11 +68,22 @@ MIXTURE_UNSUPPORTED = [
     ("mixtral", {"num_local_experts": 0}, ["num_experts", "0"]),
     ("mixtral", {"num_experts_per_tok": 6}, ["num_experts_per_tok", "6", "5"]),
     ("mixtral", {"sliding_window": 0}, ["sliding_window"]),
-    ("qwen3_moe", {"decoder_sparse_step": 2}, ["decoder_sparse_step", "2"]),
-    ("qwen3_moe", {"mlp_only_layers": [1]}, ["mlp_only_layers", "[1]"]),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, ["decoder_sparse_step", "0"]),
+    ("qwen3_moe", {"mlp_only_layers": [-1]}, ["mlp_only_layers", "[-1]"]),
     ("qwen3_moe", {"norm_topk_prob": None}, ["norm_topk_prob"]),
     ("qwen3_moe", {"moe_intermediate_size": None}, ["moe_intermediate_size"]),
     ("olmoe", {"clip_qkv": 8.0}, ["clip_qkv", "8.0"]),
+    ("deepseek_v2", {"topk_method": "noaux_tc"}, ["topk_method", "noaux_tc", "greedy"]),
+    ("deepseek_v2", {"norm_topk_prob": True}, ["norm_topk_prob", "True"]),
+    ("deepseek_v3", {"scoring_func": "softmax"}, ["scoring_func", "softmax"]),
+    ("deepseek_v3", {"n_group": 4}, ["n_routed_experts", "n_group", "6", "4"]),
+    ("deepseek_v3", {"topk_group": 4}, ["topk_group", "3", "4"]),
+    ("deepseek_v3", {"num_experts_per_tok": 5}, ["groups of at least 3", "6, 3 and 2"]),
+    ("deepseek_v3", {"num_key_value_heads": 2}, ["num_key_value_heads", "2 and 4"]),
+    ("deepseek_v3", {"kv_lora_rank": None}, ["kv_lora_rank"]),
+    ("deepseek_v3", {"qk_rope_head_dim": 7}, ["head_dim", "7"]),
+    ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
+    ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "2", "['dense']"]),
     (
         "olmoe",
         {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
@@ -185,8 +196,8 @@ def test_head_dim_must_follow_from_the_sizes():
         ("mixtral", {"sliding_window": None}, "windows", (None, None)),
         ("qwen3_moe", {"mlp_only_layers": None}, "num_layers", 2),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "windows", (5, 5)),
-        ("qwen3_moe", {"intermediate_size": 7}, "ffn_size", 96),
-        ("olmoe", {"norm_topk_prob": True}, "experts", Experts(7, 2, normalized=True)),
+        ("qwen3_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}, "dense_layers", {1}),
+        ("olmoe", {"norm_topk_prob": True}, "experts", Experts(7, 2, 96, normalized=True)),
     ],
 )
 def test_odd_values_read(family, change, field, value):
@@ -205,12 +216,17 @@ ABSENT = [
 ]
 
 
+LATENT_ABSENT = ["kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
+LATENT_ABSENT += ["n_shared_experts", "moe_intermediate_size", "routed_scaling_factor", "first_k_dense_replace"]
 OWN_ABSENT = {
     "gpt2": ["activation_function", "n_inner", "scale_attn_weights", "scale_attn_by_inverse_layer_idx"],
     "gpt_neo": ["activation_function", "intermediate_size", "window_size", "attention_types"],
     "mixtral": ["num_local_experts", "num_experts_per_tok", "sliding_window"],
     "qwen3_moe": ["num_local_experts", "moe_intermediate_size", "norm_topk_prob"],
     "olmoe": ["num_experts", "norm_topk_prob", "clip_qkv"],
+    "deepseek_v2": [*LATENT_ABSENT, "topk_method"],
+    "deepseek_v3": [*LATENT_ABSENT, "norm_topk_prob", "rope_interleave"],
+    "glm4_moe_lite": [*LATENT_ABSENT, "norm_topk_prob", "rope_interleave", "mlp_layer_types"],
 }
 
 

@@ -27,6 +27,10 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
 def attend(q, k, v, rope, carry, layer, options, sinks=None):
     """Compute causal attention over one whole sequence, as a dense matrix."""
     T, Q, _ = q.shape
+    if v is None:  # latents, whose rotated elements are the last
+        v = k[..., : options.kv.rank]
+        q, k = (jnp.concatenate([x[..., : v.shape[2]], apply_rope(x[..., v.shape[2] :], rope)], -1) for x in (q, k))
+        rope = None
     q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
     k, v = (jnp.repeat(x, Q // k.shape[1], axis=1) for x in (k, v))
     distance = jnp.arange(T)[:, None] - jnp.arange(T)[None, :]

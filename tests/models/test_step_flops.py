@@ -9,10 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from checkpoints import FAMILIES, MIXTURES, hf_dict
+from checkpoints import FAMILIES, LATENT, MIXTURES, hf_dict
 from jax import Array
 
 from jaxserve import weights
+from jaxserve.layers.kv_forms import Latents
 from jaxserve.models import decoder, registry
 from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.params import Params, build_tree, device_bytes, lookup_bytes, stack_layers, step_bytes
@@ -20,6 +21,7 @@ from jaxserve.models.weight_reads import WeightReads
 from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
 
 SIZES = {"hidden_size": 256, "intermediate_size": 688, "vocab_size": 2048, "num_hidden_layers": 2}
+ONE_GROUP = {family: {"n_group": 1, "topk_group": 1} for family in LATENT}
 SIZES |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
 
 
@@ -34,11 +36,18 @@ def dense_attend(
     sinks: Array | None = None,
 ) -> tuple[Array, Any]:
     T, K, H = k.shape
-    q, k = (x if rope is None else apply_rope(x, rope) for x in (q, k))
+    v = k[..., : options.kv.rank] if isinstance(options.kv, Latents) else v
+    q, k = (x if rope is None else _rotate(x, rope) for x in (q, k))
     grouped = q.reshape(T, K, -1, H)
     scores = jnp.einsum("tkgh,skh->kgts", grouped, k) * options.attention.scale
     weights = jax.nn.softmax(jnp.where(jnp.tri(T, dtype=bool)[None, None], scores, -1e30))
-    return jnp.einsum("kgts,skh->tkgh", weights, v).reshape(q.shape), carry
+    return jnp.einsum("kgts,skh->tkgh", weights, v).reshape(T, q.shape[1], -1), carry
+
+
+def _rotate(x: Array, rope: Array) -> Array:
+    """Rotate the last elements, which are all of a head that has keys of its own."""
+    first = x.shape[-1] - 2 * rope.shape[-1]
+    return jnp.concatenate([x[..., :first], apply_rope(x[..., first:], rope)], axis=-1)
 
 
 def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
@@ -60,7 +69,7 @@ def compiled_flops(arch: ArchConfig, num_tokens: int, num_rows: int) -> float:
 )
 def test_within_a_tenth_of_what_xla_counts(family: str, num_tokens: int, num_rows: int) -> None:
     # With one expert, as XLA:CPU computes a ragged product for every expert and all rows.
-    experts = {"num_experts": 1, "num_experts_per_tok": 1} if family in MIXTURES else {}
+    experts = {"num_experts": 1, "num_experts_per_tok": 1, **ONE_GROUP.get(family, {})} if family in MIXTURES else {}
     arch = registry.from_hf_config(hf_dict(family, **SIZES, **experts))
     scores = num_tokens * num_tokens * arch.num_layers
     assert registry.flop_counts(arch).step(num_tokens, num_rows, scores) == pytest.approx(
@@ -82,16 +91,21 @@ def test_steps_read_tables_by_rows_and_all_else_whole(family: str) -> None:
 
 @pytest.mark.parametrize("family", MIXTURES)
 def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -> None:
-    experts = {"num_experts": 16, "num_experts_per_tok": 3}
-    arch = registry.from_hf_config(hf_dict(family, **SIZES, **experts))
+    sizes = {**SIZES, "num_experts": 16, **ONE_GROUP.get(family, {})}
+    arch = registry.from_hf_config(hf_dict(family, **sizes, num_experts_per_tok=3))
+    assert arch.experts is not None
     specs = registry.param_specs(arch)
     params = weights.dummy(specs, 0, jnp.float32)
-    expert = 2 * 3 * arch.hidden_size * arch.ffn_size  # elements of one in both layers
+    num_sparse = arch.num_layers - len(arch.dense_layers)
+    expert = num_sparse * 3 * arch.hidden_size * arch.experts.ffn_size  # elements of one in all layers
     row = arch.hidden_size * 4
-    for tree in (params, stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), 1)):
+    trees = [params]
+    if not arch.dense_layers:
+        trees.append(stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), 1))
+    for tree in trees:
         reads = WeightReads.of(tree, specs, device_bytes)
         assert reads.step(1) == step_bytes(params) + row - 13 * 4 * expert
         assert reads.step(5) == step_bytes(params) + 5 * row - 4 * expert
         assert reads.step(6) == step_bytes(params) + 6 * row
-    every = registry.from_hf_config(hf_dict(family, **SIZES, num_experts=16, num_experts_per_tok=16))
+    every = registry.from_hf_config(hf_dict(family, **sizes, num_experts_per_tok=16))
     assert registry.flop_counts(every).per_token - registry.flop_counts(arch).per_token == 2 * 13 * expert

@@ -1,0 +1,212 @@
+"""DeepSeek V2 and V3, Kimi K2 and GLM-4.7-Flash: attention over latents, and mixtures with experts of every token."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.experts import Experts
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models import latent, llama, moe
+from jaxserve.models.arch import ArchConfig, LatentAttention, LayerOptions
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.params import Params, ParamSpec
+
+_V2_DEFAULTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 1407,
+    "routed_scaling_factor": 1.0,
+    "norm_topk_prob": False,
+    "n_group": None,
+    "topk_group": None,
+    "topk_method": "greedy",
+    "first_k_dense_replace": 0,
+}
+_V3_DEFAULTS = {
+    **_V2_DEFAULTS,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 2048,
+    "num_experts_per_tok": 8,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "first_k_dense_replace": 3,
+    "rope_interleave": True,
+    "max_position_embeddings": 4096,
+}
+_GLM_DEFAULTS = {
+    **_V3_DEFAULTS,
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 1536,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 1.8,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 202752,
+    "rms_norm_eps": 1e-5,
+    "mlp_layer_types": None,
+}
+_FIELDS = {
+    "num_hidden_layers": SIZE,
+    "num_attention_heads": SIZE,
+    "num_key_value_heads": SIZE.or_null(),
+    "kv_lora_rank": SIZE,
+    "q_lora_rank": SIZE.or_null(),
+    "qk_nope_head_dim": SIZE,
+    "qk_rope_head_dim": SIZE,
+    "v_head_dim": SIZE,
+    "moe_intermediate_size": SIZE,
+    "n_routed_experts": SIZE,
+    "n_shared_experts": SIZE,
+    "routed_scaling_factor": POSITIVE,
+    "norm_topk_prob": SWITCH,
+    "n_group": SIZE.or_null(),
+    "topk_group": SIZE.or_null(),
+    "first_k_dense_replace": COUNT,
+    "rope_interleave": SWITCH,
+    "mlp_bias": Kind("false: biases of experts are not supported", lambda value: value is False),
+    "moe_layer_freq": Kind("1: only the first layers may lack experts", lambda value: value == 1),
+}
+_DENSE, _SPARSE = "dense", "sparse"
+
+
+def v2_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a DeepSeek-V2 config.json."""
+    config = {**_V2_DEFAULTS, "rope_interleave": True, **config}
+    kinds = {
+        "scoring_func": one_of(["softmax"]),
+        "topk_method": one_of(["greedy", "group_limited_greedy"]),
+        "norm_topk_prob": Kind(
+            "false: transformers does not scale these weights to a sum of one", lambda v: v is False
+        ),
+    }
+    if read_fields({"scoring_func": "softmax", **config}, kinds)["topk_method"] == "greedy":
+        config |= {"n_group": 1, "topk_group": 1}
+    return _arch(config)
+
+
+def v3_arch(config: Mapping[str, Any], defaults: Mapping[str, Any] = _V3_DEFAULTS) -> ArchConfig:
+    """Parse the config.json of DeepSeek-V3 or of a model like it."""
+    config = {**defaults, "scoring_func": "sigmoid", **config}
+    read_fields(config, {"scoring_func": one_of(["sigmoid"]), "topk_method": one_of(["noaux_tc"])})
+    return _arch(config, sigmoid=True, group_scores=2)
+
+
+def glm_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a GLM-4.7-Flash config.json, which may name the kind of each layer; by default the first has no experts."""
+    arch = v3_arch({"first_k_dense_replace": 1, **config}, _GLM_DEFAULTS)
+    kinds = config.get("mlp_layer_types")
+    if kinds is None:
+        return arch
+    if not isinstance(kinds, list) or len(kinds) != arch.num_layers or not {_DENSE, _SPARSE}.issuperset(kinds):
+        raise ConfigError(f"mlp_layer_types must be {arch.num_layers} of {_DENSE!r} and {_SPARSE!r}, got {kinds}")
+    dense = frozenset(layer for layer, kind in enumerate(kinds) if kind == _DENSE)
+    return dataclasses.replace(arch, dense_layers=dense)
+
+
+def _arch(config: Mapping[str, Any], **routing: Any) -> ArchConfig:
+    config = {"mlp_bias": False, "moe_layer_freq": 1, **config}
+    values = read_fields(config, _FIELDS)
+    heads, kv_heads = values["num_attention_heads"], values["num_key_value_heads"]
+    if kv_heads not in (None, heads):
+        raise ConfigError(
+            f"num_key_value_heads must be num_attention_heads, as all heads read the same latents, "
+            f"got {kv_heads} and {heads}"
+        )
+    sizes = LatentAttention(
+        rank=values["kv_lora_rank"],
+        nope_dim=values["qk_nope_head_dim"],
+        value_dim=values["v_head_dim"],
+        q_rank=values["q_lora_rank"],
+        interleaved=values["rope_interleave"],
+    )
+    rope_dim, layers = values["qk_rope_head_dim"], range(values["num_hidden_layers"])
+    arch = llama.arch(
+        {**config, "head_dim": rope_dim, "num_key_value_heads": 1},
+        latent=sizes,
+        experts=_experts(config, values, routing),
+        dense_layers=frozenset(layers[: values["first_k_dense_replace"]]),
+        mlp_bias=False,
+    )
+    [rope] = set(arch.ropes)
+    stretch = dict(rope.options) if rope else {}
+    scale = (sizes.nope_dim + rope_dim) ** -0.5
+    if (mscale := stretch.get("mscale_all_dim")) and stretch["factor"] > 1:
+        scale *= (0.1 * mscale * math.log(stretch["factor"]) + 1.0) ** 2
+    return dataclasses.replace(arch, query_scale=scale)
+
+
+def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapping[str, Any]) -> Experts:
+    num_experts, num_groups = values["n_routed_experts"], values["n_group"] or 1
+    top_groups = values["topk_group"] or 1
+    experts = moe.read_experts(
+        {**config, "num_local_experts": num_experts},
+        size="moe_intermediate_size",
+        normalized=values["norm_topk_prob"],
+        num_groups=num_groups,
+        top_groups=top_groups,
+        scale=float(values["routed_scaling_factor"]),
+        shared_ffn_size=values["n_shared_experts"] * values["moe_intermediate_size"],
+        **routing,
+    )
+    group_size, rest = divmod(num_experts, num_groups)
+    least = -(-experts.per_token // top_groups)
+    if top_groups < num_groups:
+        least = max(least, experts.group_scores)
+    if rest or top_groups > num_groups or group_size < least:
+        raise ConfigError(
+            f"n_routed_experts must be n_group groups of at least {least}, and topk_group at most n_group, "
+            f"got {num_experts}, {num_groups} and {top_groups}"
+        )
+    return experts
+
+
+def param_specs(arch: ArchConfig, *, router_bias: bool) -> list[ParamSpec]:
+    """Return the rows of `moe.param_specs` with the matrices of attention over latents in place of Llama's."""
+    specs = moe.param_specs(arch, router_bias=router_bias)
+    specs = [spec for spec in specs if spec.path[-1] not in ("qkv_proj", "qkv_bias", "o_proj", "o_bias")]
+    for layer in range(arch.num_layers):
+        specs += latent.attention_specs(arch, layer)
+    return specs
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"],
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: LayerOptions,
+    attend: Any,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Apply one pre-norm decoder layer: x + attention over latents, then + its MLP or mixture of experts."""
+    with jax.named_scope("attention"):
+        x, carry = latent.attention(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
+    with jax.named_scope("mlp"):
+        return moe.feed_forward(p, x, arch), carry
+
+
+_v3_specs = partial(param_specs, router_bias=True)
+DEEPSEEK_V2 = ModelFamily(v2_arch, partial(param_specs, router_bias=False), block, rms_norm)
+DEEPSEEK_V3 = ModelFamily(v3_arch, _v3_specs, block, rms_norm)
+GLM4_MOE_LITE = ModelFamily(glm_arch, _v3_specs, block, rms_norm)

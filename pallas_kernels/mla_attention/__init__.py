@@ -1,0 +1,185 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) over pages, for all rows of a step at once.
+
+A layer stores one vector per token, its latent, of r + d elements. All query heads attend over the same latents: the
+score of a query is its product with the whole latent, the value is the latent's first r elements. The matrices that
+expand a latent to keys and values of heads are multiplied with queries and outputs instead, by the caller (absorbed).
+The last d elements carry the position: the operation rotates them in queries and latents.
+
+Rows, padding, sharing of pages and the order of writes are those of `ragged_paged_attention`: all new latents of a step
+are written before any row attends. Code that moves pages elsewhere converts them by `to_canonical` and `from_canonical`
+(`[L, N, P, W]`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int32
+
+from jaxserve.pallas_kernels.dispatch import AUTO, select, target_platform
+from jaxserve.pallas_kernels.mla_attention import xla
+from jaxserve.pallas_kernels.mla_attention.interface import Backend, LatentInputs, LatentOptions, Problem
+from jaxserve.pallas_kernels.mla_attention.layout import Layout, PoolDims
+from jaxserve.pallas_kernels.ragged_paged_attention import check_rows, check_scales, check_tree_mask
+from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    Pages,
+    QuantizedPages,
+    is_quantized,
+    values_of,
+)
+
+__all__ = [
+    "BACKENDS",
+    "LatentInputs",
+    "LatentOptions",
+    "PoolDims",
+    "Problem",
+    "default_page_size",
+    "from_canonical",
+    "mla_attention",
+    "move_tokens",
+    "new_pages",
+    "select_backend",
+    "to_canonical",
+]
+
+BACKENDS: Mapping[str, Backend] = {"xla": xla}
+"""All backends, best first."""
+
+
+def mla_attention(
+    inputs: LatentInputs,
+    kv_pages: Pages,
+    layer: int | Int32[Array, ""],
+    options: LatentOptions,
+    *,
+    backend: str = AUTO,
+) -> tuple[Float[Array, "T Q rank"], Pages]:
+    """Write the new latents to the pages of their rows, then attend; return the output and the updated pool.
+
+    Args:
+      inputs: tokens of the step and their rows.
+      kv_pages: pool made by `new_pages(backend, ...)`. Consumed: donate it under jit and use the returned one.
+      layer: layer of the pool to use; an int or a traced scalar.
+      options: static options.
+      backend: "auto" or a name in `BACKENDS`.
+
+    Raises:
+      ValueError: shapes, dtypes or options that do not fit together.
+      UnsupportedBackendError: the requested backend cannot run this call.
+    """
+    _check_tokens(inputs, options)
+    check_rows(inputs.rows)
+    check_tree_mask(inputs.tree_mask, inputs.q.shape[0])
+    chosen = BACKENDS[_select_for_pool(backend, inputs, kv_pages, options)]
+    _check_pool(chosen.LAYOUT, inputs.latents, kv_pages, layer)
+    return chosen.write_and_attend(inputs, kv_pages, layer, options)
+
+
+def select_backend(
+    backend: str = AUTO,
+    *,
+    num_query_heads: int,
+    rank: int,
+    rope_dim: int,
+    page_size: int | None,
+    kv_dtype: DTypeLike,
+    platform: str | None = None,
+) -> str:
+    """Return the name of the backend that serves these sizes: resolve "auto" once, then pass the result everywhere.
+
+    Args:
+      backend: "auto" or the name of a backend that must be able to run.
+      num_query_heads: number of query heads, Q.
+      rank: elements of a latent that are its value, r.
+      rope_dim: elements of a latent that are rotated.
+      page_size: tokens per page, P; None for the `default_page_size` of each backend.
+      kv_dtype: dtype of the pool.
+      platform: "cpu", "gpu" or "tpu"; None for the platform that computations run on.
+
+    Raises:
+      UnsupportedBackendError: no backend, or not the named one, can run these sizes.
+    """
+    kv_dtype, platform = jnp.dtype(kv_dtype), platform or target_platform()
+
+    def supports(candidate: Backend) -> str | None:
+        tokens = page_size or candidate.LAYOUT.default_page_size(rank + rope_dim, kv_dtype)
+        return candidate.supports(Problem(num_query_heads, rank, rope_dim, tokens, kv_dtype, platform))
+
+    return select("mla_attention", BACKENDS, backend, supports)
+
+
+def default_page_size(backend: str, *, width: int, kv_dtype: DTypeLike) -> int:
+    """Return the default page size in tokens of a named backend, for latents of `width` elements."""
+    return BACKENDS[backend].LAYOUT.default_page_size(width, jnp.dtype(kv_dtype))
+
+
+def new_pages(backend: str, *, num_layers: int, num_pages: int, page_size: int, width: int, dtype: DTypeLike) -> Pages:
+    """Return an empty pool of a named backend (see `select_backend`), with scales if the dtype needs them."""
+    layout, dtype = BACKENDS[backend].LAYOUT, jnp.dtype(dtype)
+    dims = PoolDims(num_layers, num_pages, page_size, width)
+    values = jnp.zeros(layout.kv_shape(dims), dtype)
+    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), jnp.float32)) if is_quantized(dtype) else values
+
+
+def to_canonical(backend: str, kv_pages: Pages) -> Pages:
+    """Convert the pool, or any pages of it `[L, N, ...]`, from the layout of a named backend to `[L, N, P, W]`."""
+    return BACKENDS[backend].LAYOUT.to_canonical(kv_pages)
+
+
+def from_canonical(backend: str, kv_pages: Pages) -> Pages:
+    """Convert the pool, or any pages of it `[L, N, ...]`, from `[L, N, P, W]` to the layout of a named backend."""
+    return BACKENDS[backend].LAYOUT.from_canonical(kv_pages)
+
+
+def move_tokens(
+    backend: str,
+    kv_pages: Pages,
+    page_table: Int32[Array, "R M"],
+    first: Int32[Array, "R"],
+    source: Int32[Array, "R N"],
+) -> Pages:
+    """Copy latents within the rows of a pool of a named backend, in all layers: see `moves.move_tokens`."""
+    return _move_tokens(BACKENDS[backend].LAYOUT, kv_pages, page_table, first, source)
+
+
+def _select_for_pool(backend: str, inputs: LatentInputs, kv_pages: Pages, options: LatentOptions) -> str:
+    """Select a backend if only the pool's shape is known: the page size depends on the layout."""
+    _, Q, W = inputs.q.shape
+    platform, values = target_platform(), values_of(kv_pages)
+
+    def supports(candidate: Backend) -> str | None:
+        page_size = candidate.LAYOUT.pool_dims(values.shape).page_size
+        return candidate.supports(Problem(Q, options.rank, W - options.rank, page_size, values.dtype, platform))
+
+    return select("mla_attention", BACKENDS, backend, supports)
+
+
+def _check_tokens(inputs: LatentInputs, options: LatentOptions) -> None:
+    q, latents, rope = inputs.q, inputs.latents, inputs.rope
+    if q.ndim != 3 or latents.ndim != 2 or q.shape[::2] != latents.shape:
+        raise ValueError(f"q must be [T, Q, W] and latents [T, W], got {q.shape} and {latents.shape}")
+    T, W = latents.shape
+    if options.rank > W:
+        raise ValueError(f"rank must be at most the {W} elements of a latent, got {options.rank}")
+    half = (W - options.rank) / 2
+    if rope is not None and (rope.shape != (2, T, half) or rope.dtype != jnp.float32):
+        raise ValueError(
+            f"rope must be float32 of shape (2, {T}, {half:g}), cosines and sines of T tokens by half of what is "
+            f"rotated, got {rope.dtype} of shape {rope.shape}"
+        )
+
+
+def _check_pool(layout: Layout, latents: Array, kv_pages: Pages, layer: int | Array) -> None:
+    dims = layout.pool_dims(values_of(kv_pages).shape)
+    if dims.width != latents.shape[1]:
+        raise ValueError(
+            f"kv_pages holds latents of {dims.width} elements, those of this call have {latents.shape[1]} "
+            f"(pool shape {values_of(kv_pages).shape}); make the pool with new_pages of the same backend"
+        )
+    check_scales(kv_pages, lambda: layout.scale_shape(dims))
+    if isinstance(layer, int) and not 0 <= layer < dims.num_layers:
+        raise ValueError(f"layer must be in [0, {dims.num_layers}), got {layer}")

@@ -1,0 +1,81 @@
+"""Cases of the operation, shared by tests, benchmarks and deviceless compilation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+from jaxtyping import Array, Int32
+
+from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions
+from jaxserve.pallas_kernels.ragged_paged_attention import cases
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+
+
+class Arguments(NamedTuple):
+    """Arrays of one call; `kv_pages` in the canonical layout `[L, N, P, W]`."""
+
+    inputs: LatentInputs
+    kv_pages: Pages
+    layer: int | Int32[Array, ""]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call with the rows, pages and padding of a case of `ragged_paged_attention`.
+
+    Attributes:
+        rows: case with one KV head, whose keys are the latents.
+        rank: leading elements of a latent that are its value.
+    """
+
+    rows: cases.Case
+    rank: int
+
+    @property
+    def name(self) -> str:
+        """Name of the case."""
+        return self.rows.name
+
+    @property
+    def options(self) -> LatentOptions:
+        """Static options of the call."""
+        return LatentOptions(self.rank, float(self.rows.head_dim**-0.5))
+
+    def arguments(self, seed: int = 0) -> Arguments:
+        """Return random arguments, the same for the same seed."""
+        inputs, kv_pages, layer = self.rows.arguments(seed)
+        rope = None if inputs.rope is None else inputs.rope[:, :, : (self.rows.head_dim - self.rank) // 2]
+        own = LatentInputs(inputs.q, inputs.k[:, 0], inputs.rows, rope, inputs.tree_mask)
+        return Arguments(own, jax.tree.map(lambda x: x[:, :, :, 0], kv_pages), layer)
+
+
+def _case(name: str, q_lens: tuple[int, ...], kv_lens: tuple[int, ...], rank: int = 32, **facts: Any) -> Case:
+    sizes = {"num_query_heads": 4, "head_dim": 48, **facts}
+    return Case(cases.Case(name, q_lens, kv_lens, num_kv_heads=1, **sizes), rank)
+
+
+_RAGGED = ((1, 7, 1, 20, 1), (50, 7, 1, 61, 16))
+_SHARING = ((1,) * 9 + (7, 1, 20, 1), (129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 135, 170, 131))
+_WRITTEN_NOW = ((150, *(1,) * 9, 7, 20), (150, 129, 130, 191, 192, 193, 144, 160, 200, 140, 150, 170))
+_NAN = float("nan")
+
+CASES: tuple[Case, ...] = (
+    _case("one_row_of_one_token", (1,), (1,)),
+    _case("all_decode_ragged", (1,) * 6, (1, 15, 16, 17, 100, 130), has_rope=True),
+    _case("two_prompts_of_many_tiles", (150, 90), (150, 220), has_rope=True, padding_rows=2, padding_tokens=9),
+    _case("ragged", *_RAGGED, padding_rows=4, padding_tokens=10),
+    _case("no_live_rows", (), (), padding_rows=2, padding_tokens=4),
+    _case("shared_prefix", *_SHARING, has_rope=True, shared_pages=8),
+    _case("shared_prefix_written_now", *_WRITTEN_NOW, has_rope=True, shared_pages=8),
+    _case("stale_nan", *_RAGGED, has_rope=True, stale=_NAN),
+    _case("one_head_without_rotation", *_RAGGED, num_query_heads=1, rank=48),
+    _case(
+        "pages_of_64_of_published_sizes", *_RAGGED, 512, num_query_heads=16, head_dim=576, page_size=64, has_rope=True
+    ),
+    _case("bfloat16", *_RAGGED, has_rope=True, dtype="bfloat16", kv_dtype="bfloat16"),
+    _case("int8", *_RAGGED, has_rope=True, kv_dtype="int8"),
+    _case("float8", *_RAGGED, kv_dtype="float8_e4m3fn", stale=_NAN),
+    _case("tree", (32, 1, 33, 150, 5, 2), (77, 90, 33, 210, 300, 2), has_rope=True, tree="random", padding_tokens=3),
+)

@@ -1,0 +1,86 @@
+"""Attention over latents in plain XLA: pages are matrices of latents, `[L, N, P, W]`.
+
+The walk over the pages is that of `ragged_paged_attention.blocks`, with one KV head whose values are the beginnings of
+its keys: each latent is read once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int32, Shaped
+
+from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
+from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
+from jaxserve.pallas_kernels.ragged_paged_attention.blocks import Attention, attend
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    Pages,
+    QuantizedPages,
+    dequantize,
+    encode,
+    values_of,
+)
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
+from jaxserve.pallas_kernels.ragged_paged_attention.xla import refused_dtype
+
+LAYOUT = TokenMajor()
+
+
+def supports(problem: Problem) -> str | None:
+    """Return the reason why this backend cannot run the problem, or None if it can."""
+    return refused_dtype(problem.kv_dtype)
+
+
+def write_and_attend(
+    inputs: LatentInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: LatentOptions
+) -> tuple[Float[Array, "T Q rank"], Pages]:
+    """Rotate, write and attend; the pool is donated."""
+    dtype, inputs = inputs.q.dtype, inputs.rotated(options.rank)
+    kv_pages = _write(kv_pages, inputs.latents, layer, inputs.rows)
+    mask, rows = inputs.tree_mask, inputs.rows
+    nodes = None if mask is None else seen_nodes(mask, rows, None)
+    pages = _LatentPages(kv_pages, layer, options.rank)
+    return attend(Attention(pages, AttentionOptions(options.scale), nodes=nodes), inputs.q, rows).astype(
+        dtype
+    ), kv_pages
+
+
+def _write(kv_pages: Pages, latents: Float[Array, "T W"], layer: int | Int32[Array, ""], rows: RaggedRows) -> Pages:
+    """Write the latents of this step to their pages by one scatter in place; the pool is donated."""
+    _, num_pages, page_size, _ = values_of(kv_pages).shape
+    page_id, offset = rows.place(latents.shape[0], num_pages=num_pages, page_size=page_size)
+
+    def write(pages: Shaped[Array, "L N P *W"], new: Shaped[Array, "T 1 *W"]) -> Shaped[Array, "L N P *W"]:
+        return pages.at[layer, page_id, offset].set(new[:, 0], mode="drop", unique_indices=True)
+
+    return jax.tree.map(write, kv_pages, encode(latents[:, None], kv_pages))
+
+
+@dataclass(frozen=True)
+class _LatentPages:
+    """Pages of a layer: one KV head."""
+
+    kv_pages: Pages
+    layer: int | Int32[Array, ""]
+    value_dim: int
+    num_kv_heads: int = 1
+
+    @property
+    def page_size(self) -> int:
+        return int(values_of(self.kv_pages).shape[2])
+
+    def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B 1 S W"], Float32[Array, "B 1 S rank"]]:
+        (B, b), num_pages = page_id.shape, values_of(self.kv_pages).shape[1]
+
+        def gather(pages: Shaped[Array, "L N P *W"]) -> Shaped[Array, "B 1 S *W"]:
+            every_page = pages.reshape(-1, *pages.shape[2:])  # [L*N, P, ...]
+            ids = self.layer * num_pages + page_id
+            found = every_page.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
+            return found.reshape(B, 1, b * self.page_size, *pages.shape[3:])
+
+        found = jax.tree.map(gather, self.kv_pages)
+        latents = dequantize(*found) if isinstance(found, QuantizedPages) else found.astype(jnp.float32)
+        return latents, latents[..., : self.value_dim]

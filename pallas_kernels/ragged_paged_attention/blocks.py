@@ -1,0 +1,248 @@
+"""Attention of a step over paged keys and values in plain XLA, for any layout of pages.
+
+Decode rows (one token) are sorted by length and processed in groups of similar length; prefill rows are cut into tiles
+of queries. Groups and tiles are the same problem, a few queries for each of a few rows, solved one block of keys after
+the other with an online softmax (Milakov and Gimelshein, 2018; FlashAttention, Dao et al., 2022). Trip counts follow
+the lengths, so a step without prefill rows pays nothing for them, nor one without decode rows. The result of a decode
+row does not depend on its neighbours: blocks past its end leave its state bit-identical.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, tree_starts
+
+DECODE_GROUP_ROWS = 16
+DECODE_BLOCK_TOKENS = 64
+PREFILL_TILE_QUERIES = 64
+PREFILL_BLOCK_TOKENS = 128
+
+# Finite stand-in for minus infinity: the difference of two of them must be 0, not NaN.
+_LOWEST = float(np.finfo(np.float32).min)
+
+
+@runtime_checkable
+class LayerPages(Protocol):
+    """Pages of a layer, whatever their layout."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of KV heads, K."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def value_dim(self) -> int:
+        """Size of a value, V."""
+
+    def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S V"]]:
+        """Return keys and values of some pages, per KV head, in the order of the tokens."""
+
+
+def attend(attention: Attention, q: Float[Array, "T Q H"], rows: RaggedRows) -> Float[Array, "T Q V"]:
+    """Attend with every row over its pages; zeros for padding tokens."""
+    out = _attend_decode_rows(attention, q, jnp.zeros((*q.shape[:2], attention.pages.value_dim), q.dtype), rows)
+    return out if q.shape[0] == 1 else _attend_prefill_rows(attention, q, out, rows)
+
+
+class Attention(NamedTuple):
+    """Arguments that are the same for every query of the call.
+
+    Attributes:
+        pages: pages of the layer.
+        options: options of the call.
+        sinks: logit per query head without a value, or None.
+        nodes: nodes of a tree that each token sees, as `seen_nodes` returns them, or None.
+    """
+
+    pages: LayerPages
+    options: AttentionOptions
+    sinks: Float[Array, "Q"] | None = None
+    nodes: Int32[Array, "T columns"] | None = None
+
+
+class _Tree(NamedTuple):
+    """Nodes that a tile's queries see, and the position of the first node."""
+
+    nodes: Int32[Array, "X columns"]
+    start: Int32[Array, ""]
+
+    def shows(self, key_position: Int32[Array, "1 S"], window: int | None) -> Bool[Array, "1 X S"]:
+        """Return the mask of keys that each query sees if they do not come after it."""
+        key_position = key_position[:, None, :]
+        node = key_position - self.start
+        word, bit = jnp.broadcast_arrays(self.nodes[None, :, :1], jnp.clip(node, 0, MAX_NODES - 1))
+        in_window = window is None or self.nodes[None, :, 1:] - key_position < window
+        return jnp.where(node < 0, in_window, lax.shift_right_logical(word, bit) & 1 == 1)
+
+
+class _Softmax(NamedTuple):
+    """State of an online softmax over keys, for B sequences of X queries."""
+
+    max_score: Float32[Array, "B K G X"]
+    denominator: Float32[Array, "B K G X"]
+    weighted_sum: Float32[Array, "B K G X V"]
+
+
+def _attend_decode_rows(
+    attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
+) -> Float[Array, "T Q V"]:
+    """Fill in the outputs of decode rows, a group of rows of similar length at a time."""
+    T, R = q.shape[0], rows.kv_lens.shape[0]
+    group_rows = min(DECODE_GROUP_ROWS, R)
+    is_decode = rows.live_q_lens() == 1
+    kv_lens = jnp.where(is_decode, rows.kv_lens, 0)
+    longest_first = jnp.argsort(kv_lens, descending=True).astype(jnp.int32)
+
+    def attend_group(group: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
+        # The last group starts early enough to be full; rows that it repeats get identical results.
+        start = jnp.minimum(group * group_rows, R - group_rows)
+        row_id = lax.dynamic_slice(longest_first, (start,), (group_rows,))
+        token_id = jnp.where(is_decode[row_id], rows.cu_q_lens[row_id], T)
+        group_q = q.at[token_id].get(mode="clip")[:, None]  # [B, 1, Q, H]
+        position = kv_lens[row_id][:, None] - 1
+        group_out = _attend_blocks(attention, group_q, position, rows.page_table[row_id], DECODE_BLOCK_TOKENS)
+        return out.at[token_id].set(group_out[:, 0], mode="drop")
+
+    num_groups = (jnp.sum(is_decode, dtype=jnp.int32) + group_rows - 1) // group_rows
+    return lax.fori_loop(0, num_groups, attend_group, out)
+
+
+def _attend_prefill_rows(
+    attention: Attention, q: Float[Array, "T Q H"], out: Float[Array, "T Q V"], rows: RaggedRows
+) -> Float[Array, "T Q V"]:
+    """Fill in the outputs of rows of several tokens, a tile of queries of one row at a time."""
+    T = q.shape[0]
+    tile_size = min(PREFILL_TILE_QUERIES, T)
+    q_lens = rows.live_q_lens()
+    num_tiles = jnp.where(q_lens > 1, (q_lens + tile_size - 1) // tile_size, 0)
+    tile_ends = jnp.cumsum(num_tiles, dtype=jnp.int32)
+
+    def attend_tile(tile: Int32[Array, ""], out: Float[Array, "T Q V"]) -> Float[Array, "T Q V"]:
+        row_id = jnp.sum(tile_ends <= tile, dtype=jnp.int32)
+        first_token = rows.cu_q_lens[row_id] + (tile - tile_ends[row_id] + num_tiles[row_id]) * tile_size
+        end_token = jnp.minimum(first_token + tile_size, rows.cu_q_lens[row_id + 1])
+        # The last tile of the step may start before its first token: earlier queries are masked and their outputs kept.
+        start = jnp.minimum(first_token, T - tile_size)
+        token_id = start + jnp.arange(tile_size, dtype=jnp.int32)
+        is_own = (token_id >= first_token) & (token_id < end_token)
+        position = jnp.where(is_own, token_id + rows.kv_lens[row_id] - rows.cu_q_lens[row_id + 1], -1)
+        page_table = rows.page_table[row_id][None]
+        tile_q = lax.dynamic_slice_in_dim(q, start, tile_size)[None]  # [1, X, Q, H]
+        tree = None
+        if attention.nodes is not None:
+            nodes = lax.dynamic_slice_in_dim(attention.nodes, start, tile_size)
+            tree = _Tree(nodes, tree_starts(rows)[row_id])
+        tile_out = _attend_blocks(attention, tile_q, position[None], page_table, PREFILL_BLOCK_TOKENS, tree)
+        kept = lax.dynamic_slice_in_dim(out, start, tile_size)
+        merged = jnp.where(is_own[:, None, None], tile_out[0], kept)
+        return lax.dynamic_update_slice_in_dim(out, merged, start, axis=0)
+
+    return lax.fori_loop(0, tile_ends[-1], attend_tile, out)
+
+
+def _attend_blocks(
+    attention: Attention,
+    q: Float[Array, "B X Q H"],
+    position: Int32[Array, "B X"],
+    page_table: Int32[Array, "B M"],
+    block_tokens: int,
+    tree: _Tree | None = None,
+) -> Float[Array, "B X Q V"]:
+    """Attend with X queries each of B sequences, a block of keys at a time; position -1 marks a query to ignore."""
+    B, X, Q, H = q.shape
+    pages = attention.pages
+    K, V, page_size = pages.num_kv_heads, pages.value_dim, pages.page_size
+    block_pages = max(1, block_tokens // page_size)
+    heads_q = q.astype(jnp.float32) * attention.options.scale
+    heads_q = heads_q.reshape(B, X, K, Q // K, H).transpose(0, 2, 3, 1, 4)  # [B, K, G, X, H]
+    window = attention.options.window
+    by_depth = position if tree is None or window is None else tree.nodes[None, :, 1]
+    first_key, end_key = _key_range(position, by_depth, window)
+    first_page = first_key // page_size
+    num_blocks = _ceil_div(jnp.max(_ceil_div(end_key, page_size) - first_page), block_pages)
+
+    def absorb_block(block: Int32[Array, ""], state: _Softmax) -> _Softmax:
+        column = (first_page + block * block_pages)[:, None] + jnp.arange(block_pages, dtype=jnp.int32)[None, :]
+        is_used = column * page_size < end_key[:, None]
+        page_id = jnp.where(is_used, jnp.take_along_axis(page_table, column, axis=1, mode="clip"), 0)
+        k, v = pages.read(page_id)
+        key_position = column[:, :1] * page_size + jnp.arange(block_pages * page_size, dtype=jnp.int32)[None, :]
+        # Zero weights alone would let stale NaN or Inf through.
+        in_range = (key_position >= first_key[:, None]) & (key_position < end_key[:, None])
+        v = jnp.where(in_range[:, None, :, None], v, 0)
+        visible = _visible(position, key_position, window if tree is None else None)
+        if tree is not None:
+            visible &= tree.shows(key_position, window)
+        return _absorb(attention, state, heads_q, k, v, visible)
+
+    state = lax.fori_loop(0, num_blocks, absorb_block, _start(attention.sinks, (*heads_q.shape[:-1], V)))
+    out = state.weighted_sum / jnp.where(state.denominator > 0, state.denominator, 1)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, X, Q, V).astype(q.dtype)
+
+
+def _key_range(
+    position: Int32[Array, "B X"], by_depth: Int32[Array, "B X"], window: int | None
+) -> tuple[Int32[Array, "B"], Int32[Array, "B"]]:
+    """Return the first key that any query of each sequence sees, and the end of the last; windows go by depth."""
+    last = jnp.max(position, axis=1)
+    if window is None:
+        return jnp.zeros_like(last), last + 1
+    first = jnp.min(jnp.where(position >= 0, by_depth, last[:, None]), axis=1)
+    return jnp.maximum(first - window + 1, 0), last + 1
+
+
+def _visible(
+    position: Int32[Array, "B X"], key_position: Int32[Array, "B S"], window: int | None
+) -> Bool[Array, "B X S"]:
+    distance = position[:, :, None] - key_position[:, None, :]
+    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+
+
+def _start(sinks: Float[Array, "Q"] | None, shape: tuple[int, ...]) -> _Softmax:
+    """Return the softmax before any key: empty, or holding one sink per query head."""
+    B, K, G, X, _ = shape
+    if sinks is None:
+        max_score, denominator = jnp.full((B, K, G, X), _LOWEST), jnp.zeros((B, K, G, X))
+    else:
+        per_head = sinks.astype(jnp.float32).reshape(1, K, G, 1)
+        max_score, denominator = jnp.broadcast_to(per_head, (B, K, G, X)), jnp.ones((B, K, G, X))
+    return _Softmax(max_score, denominator, jnp.zeros(shape))
+
+
+def _absorb(
+    attention: Attention,
+    state: _Softmax,
+    q: Float32[Array, "B K G X H"],
+    k: Float32[Array, "B K S H"],
+    v: Float32[Array, "B K S V"],
+    visible: Bool[Array, "B X S"],
+) -> _Softmax:
+    """Return the softmax after one more block of keys."""
+    visible = visible[:, None, None]  # [B, 1, 1, X, S]
+    scores = jnp.einsum("bkgxh,bksh->bkgxs", q, k, precision=lax.Precision.HIGHEST)
+    if (soft_cap := attention.options.soft_cap) is not None:
+        scores = soft_cap * jnp.tanh(scores / soft_cap)
+    scores = jnp.where(visible, scores, _LOWEST)
+    max_score = jnp.maximum(state.max_score, jnp.max(scores, axis=-1))
+    weights = jnp.where(visible, jnp.exp(scores - max_score[..., None]), 0)
+    rescale = jnp.exp(state.max_score - max_score)
+    values = jnp.einsum("bkgxs,bksv->bkgxv", weights, v, precision=lax.Precision.HIGHEST)
+    return _Softmax(
+        max_score=max_score,
+        denominator=state.denominator * rescale + jnp.sum(weights, axis=-1),
+        weighted_sum=state.weighted_sum * rescale[..., None] + values,
+    )
+
+
+def _ceil_div(x: Int32[Array, "*n"], divisor: int) -> Int32[Array, "*n"]:
+    return (x + (divisor - 1)) // divisor

@@ -1,0 +1,202 @@
+"""Attention over latents: every backend against the float32 reference, and the reference against torch."""
+
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
+from jaxserve.pallas_kernels.mla_attention import (
+    BACKENDS,
+    LatentInputs,
+    LatentOptions,
+    PoolDims,
+    Problem,
+    from_canonical,
+    mla_attention,
+    move_tokens,
+    new_pages,
+    reference,
+    select_backend,
+    to_canonical,
+)
+from jaxserve.pallas_kernels.mla_attention.cases import CASES
+from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
+from tests.parameters import some_by_default
+
+PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
+SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
+BY_NAME = {case.name: case for case in CASES}
+# Each case is a program that XLA compiles slowly.
+QUICK = ("two_prompts_of_many_tiles", "shared_prefix_written_now", "stale_nan", "int8", "tree")
+jitted = jax.jit(
+    mla_attention,
+    static_argnames=("options", "backend"),
+    donate_argnames="kv_pages",
+    compiler_options={"xla_backend_optimization_level": 0},
+)
+
+
+def run(case, arguments, backend):
+    """Return the output of all tokens and the pool in canonical layout."""
+    inputs, kv_pages, layer = arguments
+    if backend == "reference":
+        out, pool = reference.write_and_attend(inputs, kv_pages, layer, case.options)
+    else:
+        pool = from_canonical(backend, jax.tree.map(jnp.copy, kv_pages))
+        out, pool = jitted(inputs, pool, layer, case.options, backend=backend)
+        pool = to_canonical(backend, pool)
+    return np.asarray(out).astype(np.float32), pool
+
+
+def live(case, out):
+    return out[: sum(case.rows.q_lens)]
+
+
+@functools.cache
+def expected_of(name):
+    return run(BY_NAME[name], BY_NAME[name].arguments(), "reference")
+
+
+@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("name", some_by_default(list(BY_NAME), *QUICK))
+def test_matches_reference(name, backend):
+    case, (expected, expected_pool) = BY_NAME[name], expected_of(name)
+    out, pool = run(case, case.arguments(), backend)
+    tolerance = 1e-2 if case.rows.dtype == "bfloat16" else 1e-5
+    np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
+    assert np.isfinite(out).all()
+    # Elements near zero that a rotation makes are as exact as those it was made of.
+    error = pool_error(*jax.tree.map(lambda x: x[..., : case.rank], (pool, expected_pool)))
+    assert error <= case.rows.pool_tolerance
+
+
+def test_reference_is_multi_head_attention_over_expanded_latents():
+    """Queries times the keys' matrix, and outputs times the values', are torch's attention over every head's own."""
+    torch = pytest.importorskip("torch")
+    case, rng = BY_NAME["ragged"], np.random.default_rng(1)
+    (inputs, kv_pages, layer), Q, rank, nope, value = case.arguments(), case.rows.num_query_heads, case.rank, 24, 20
+    w_k, w_v = rng.normal(size=(Q, nope, rank)), rng.normal(size=(Q, value, rank))
+    q_nope = rng.normal(size=(inputs.q.shape[0], Q, nope)) / 5
+    q_rope = np.asarray(inputs.q)[..., rank:]
+    absorbed = np.concatenate([np.einsum("tqn,qnr->tqr", q_nope, w_k), q_rope], axis=-1)
+    inputs = inputs._replace(q=jnp.asarray(absorbed, jnp.float32))
+    out, pool = run(case, (inputs, kv_pages, layer), "reference")
+    found = np.einsum("tqr,qvr->tqv", out, w_v)
+    pool, table, start = np.asarray(pool)[layer], np.asarray(inputs.rows.page_table), 0
+    for row, (q_len, kv_len) in enumerate(zip(case.rows.q_lens, case.rows.kv_lens, strict=True)):
+        tokens = slice(start, start + q_len)
+        latents = pool[table[row, : case.rows.pages_per_row[row]]].reshape(-1, case.rows.head_dim)[:kv_len]
+        expanded = np.einsum("sr,qnr->qsn", latents[:, :rank], w_k)
+        shared = np.broadcast_to(latents[:, rank:], (Q, kv_len, latents.shape[1] - rank))
+        k, v = np.concatenate([expanded, shared], axis=-1), np.einsum("sr,qvr->qsv", latents[:, :rank], w_v)
+        q = np.concatenate([q_nope[tokens], q_rope[tokens]], axis=-1).swapaxes(0, 1)
+        seen = torch.tensor(np.arange(kv_len - q_len, kv_len)[:, None] >= np.arange(kv_len))
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(torch.tensor(x) for x in (q, k, v)), attn_mask=seen, scale=case.options.scale
+        )
+        np.testing.assert_allclose(found[tokens], wanted.transpose(0, 1).numpy(), rtol=1e-4, atol=1e-4)
+        start += q_len
+
+
+@pytest.mark.parametrize("backend", SERVING)
+def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
+    case = BY_NAME["all_decode_ragged"]
+    inputs, kv_pages, layer = case.arguments()
+    out, _ = run(case, (inputs, kv_pages, layer), backend)
+    for row in (1, 5):
+        rolled = inputs._replace(
+            q=jnp.roll(inputs.q, -row, 0),
+            latents=jnp.roll(inputs.latents, -row, 0),
+            rope=jnp.roll(inputs.rope, -row, 1),
+            rows=inputs.rows._replace(
+                kv_lens=jnp.roll(inputs.rows.kv_lens, -row),
+                page_table=jnp.roll(inputs.rows.page_table, -row, 0),
+                num_rows=jnp.int32(1),
+            ),
+        )
+        alone, _ = run(case, (rolled, kv_pages, layer), backend)
+        np.testing.assert_array_equal(alone[0], out[row])
+
+
+@pytest.mark.parametrize("backend", SERVING)
+def test_donated_pool_is_updated_in_place(backend):
+    T, R, M, Q, rank, W, P, N, L = 32, 8, 64, 4, 32, 48, 16, 512, 3
+    pool = jax.ShapeDtypeStruct(BACKENDS[backend].LAYOUT.kv_shape(PoolDims(L, N, P, W)), jnp.float32)
+
+    def step(q, pool, rows):
+        for layer in range(L):
+            inputs = LatentInputs(q, q[:, 0], rows)
+            out, pool = mla_attention(inputs, pool, layer, LatentOptions(rank, 0.1), backend=backend)
+            q = q.at[..., :rank].add(out)
+        return q, pool
+
+    def ints(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    rows = RaggedRows(ints(R), ints(R, M), ints(R + 1), ints())
+    q = jax.ShapeDtypeStruct((T, Q, W), jnp.float32)
+    compiled = jax.jit(step, donate_argnums=1).lower(q, pool, rows).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= math.prod(pool.shape) * 4
+    assert memory.temp_size_in_bytes < 2**20 < math.prod(pool.shape) * 4
+    pool_shape = re.escape(f"f32[{','.join(map(str, pool.shape))}]")
+    assert not re.search(rf"= {pool_shape}\S* (copy|transpose)\(", compiled.as_text())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_move_within_their_rows(backend):
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(2, 7, 8, 12)).astype(np.float32)
+    table, first, source = np.array([[3, 1], [0, 6]]), np.array([5, 2]), np.array([[0, 2, 2], [0, 1, 2]])
+    pool = from_canonical(backend, jnp.asarray(values))
+    assert BACKENDS[backend].LAYOUT.pool_dims(pool.shape) == PoolDims(2, 7, 8, 12)
+    moved = to_canonical(
+        backend, move_tokens(backend, pool, *(jnp.asarray(x, jnp.int32) for x in (table, first, source)))
+    )
+    expected = values.copy()
+    expected[:, 3, 6] = expected[:, 3, 7]  # tokens 5, 6 and 7 of row 0 become 5, 7 and 7
+    np.testing.assert_array_equal(moved, expected)
+
+
+def call(**changes):
+    inputs, kv_pages, layer = BY_NAME["ragged"].arguments()
+    given = {"kv_pages": kv_pages, "layer": layer, "options": BY_NAME["ragged"].options, "backend": "xla"}
+    given |= {name: changes.pop(name) for name in list(changes) if name in given}
+    return mla_attention(inputs._replace(**changes), **given)
+
+
+@pytest.mark.usefixtures("without_jaxtyping")
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latents": jnp.zeros((40, 32))}, r"q must be \[T, Q, W\] and latents \[T, W\]"),
+        ({"options": LatentOptions(49, 1.0)}, "rank must be at most the 48 elements"),
+        ({"rope": jnp.zeros((2, 40, 24))}, r"rope must be float32 of shape \(2, 40, 8\)"),
+        ({"kv_pages": jnp.zeros((2, 9, 16, 40))}, "kv_pages holds latents of 40 elements, those of this call have 48"),
+        ({"kv_pages": jnp.zeros((2, 9, 2, 16, 48))}, r"must be \[L, N, P, W\]"),
+        ({"kv_pages": jnp.zeros((2, 9, 16, 48), jnp.int8)}, "got int8 without scales; use new_pages"),
+        ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
+        ({"tree_mask": jnp.zeros(3, jnp.int32)}, r"tree_mask must be int32 of shape \(40,\)"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_arguments_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_backends_that_cannot_serve_say_why():
+    sizes = {"num_query_heads": 4, "rank": 32, "rope_dim": 16, "page_size": None}
+    with pytest.raises(UnsupportedBackendError, match=r"must be one of .*, got 'mosaic_gpu'"):
+        select_backend("mosaic_gpu", **sizes, kv_dtype="float32")
+    with pytest.raises(UnsupportedBackendError, match="not int16"):
+        select_backend("xla", **sizes, kv_dtype="int16")
+    name = select_backend(**sizes, kv_dtype="int8")
+    pool = new_pages(name, num_layers=2, num_pages=3, page_size=8, width=48, dtype="int8")
+    assert sum(x.nbytes for x in jax.tree.leaves(pool)) == 2 * 3 * 8 * (48 + 4)
