@@ -123,12 +123,17 @@ def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pr
     model = transformers.AutoModelForCausalLM.from_config(build_config(family, **overrides), dtype=torch.float32).eval()
     if family in MIXTURES:
         model.set_experts_implementation("eager")  # torch's grouped product takes no odd sizes
+    randomize(model, seed)
+    return model
+
+
+def randomize(model: transformers.PreTrainedModel, seed: int = 0) -> None:
+    """Make every parameter random, norms and biases included."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * _WEIGHT_STD
             parameter.copy_(noise + (1.0 if "norm" in name or ".ln_" in name else 0.0))
-    return model
 
 
 def write_checkpoint(

@@ -12,6 +12,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
+from jaxserve.pooling import Pooler
 from jaxserve.sharding import TENSOR, held_heads
 from jaxserve.weights import Schemes
 
@@ -78,6 +79,7 @@ class ArchConfig:
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
     experts: Experts | None = None  # experts of every layer, each with `ffn_size`; None for one MLP
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
+    pooler: Pooler | None = None  # what a model has in the place of logits that does not generate
 
     def __post_init__(self) -> None:
         assert len(self.windows) == len(self.ropes) == self.num_layers, (

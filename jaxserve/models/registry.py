@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from jaxserve.errors import ConfigError
-from jaxserve.models import gemma, gpt, granite, llama, mistral, moe, qwen
+from jaxserve.models import gemma, gpt, granite, llama, mistral, moe, pooling, qwen
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS
@@ -62,7 +62,7 @@ def family(arch: ArchConfig) -> ModelFamily:
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return one row per tensor of a model."""
-    return family(arch).param_specs(arch)
+    return [*family(arch).param_specs(arch), *pooling.head_specs(arch)]
 
 
 def num_params(arch: ArchConfig) -> int:
