@@ -58,6 +58,7 @@ class Pooler:
         kind: tokens that stand for the prompt.
         num_labels: labels of the classification head; 0 for embeddings, which have no head.
         activation: function of the head's outputs.
+        labels: names of the labels, if the checkpoint has any.
         normalize: True if embeddings have length 1 unless a request says otherwise.
         dimensions: sizes to which embeddings may be shortened; empty for all.
     """
@@ -67,6 +68,7 @@ class Pooler:
     activation: Activation = Activation.SOFTMAX
     normalize: bool = True
     dimensions: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
 
     @property
     def task(self) -> str:
@@ -141,6 +143,11 @@ class PoolingParams:
             reason = _OTHER_TASKS.get(self.task, "there are no others") if isinstance(self.task, str) else "wrong type"
             raise RequestError(f"task must be {EMBED!r} or {CLASSIFY!r}, got {brief(self.task)}: {reason}")
         self.sampling_params()
+
+    @property
+    def n(self) -> int:
+        """Number of results, as in SamplingParams."""
+        return 1
 
     def sampling_params(self) -> SamplingParams:
         """Return the parameters of the request that computes the prompt. What the device samples is never read."""

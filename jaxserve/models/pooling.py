@@ -77,7 +77,9 @@ def read_head(config: Mapping[str, Any]) -> Pooler:
     kind = config.get("problem_type") or None
     if kind not in activations:
         raise ConfigError(f"problem_type must be one of {list(activations)}, got {kind!r}")
-    return Pooler(PoolingKind.LAST, num_labels, activations[kind])
+    names = [labels.get(str(i), labels.get(i)) for i in range(num_labels)] if isinstance(labels, dict) else []
+    own = () if None in names else tuple(map(str, names))
+    return Pooler(PoolingKind.LAST, num_labels, activations[kind], labels=own)
 
 
 def _cross_encoder_activation(config: Mapping[str, Any]) -> Activation | None:
