@@ -6,29 +6,58 @@ if TYPE_CHECKING:
     from jaxserve.errors import ConfigError, RequestError
     from jaxserve.llm import LLM
     from jaxserve.outputs import CompletionOutput, RequestOutput
+    from jaxserve.pooling import PoolingParams
+    from jaxserve.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
+    )
     from jaxserve.sampling_params import SamplingParams
     from jaxserve.structured_output.params import StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "ConfigError",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
+    "PoolingOutput",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestError",
     "RequestOutput",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
 ]
 
 _MODULES = {
+    "ClassificationOutput": "pooling_outputs",
+    "ClassificationRequestOutput": "pooling_outputs",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
+    "EmbeddingOutput": "pooling_outputs",
+    "EmbeddingRequestOutput": "pooling_outputs",
     "EngineConfig": "config",
     "LLM": "llm",
+    "PoolingOutput": "pooling_outputs",
+    "PoolingParams": "pooling",
+    "PoolingRequestOutput": "pooling_outputs",
     "RequestError": "errors",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "ScoringOutput": "pooling_outputs",
+    "ScoringRequestOutput": "pooling_outputs",
     "StructuredOutputsParams": "structured_output.params",
 }
 

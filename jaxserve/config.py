@@ -18,6 +18,7 @@ from typing import Any, no_type_check
 
 from jaxserve.errors import ConfigError
 from jaxserve.kv_cache.groups import KVGroups
+from jaxserve.pooling import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.pacer import MAX_STEPS
 from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
@@ -59,6 +60,13 @@ class EngineConfig:
 
     Attributes:
         model: directory of a Hugging Face checkpoint, or a GGUF file; None loads the embedded default.
+        runner: "generate" serves text, "pooling" one vector per prompt: an embedding, or the outputs of a
+            classification head. "auto" pools where `convert` says so, with a ...ForSequenceClassification or a decoder
+            without a head, and where sentence-transformers has left its files.
+        convert: "embed" makes embeddings of any model, "classify" reads the head `score`; "auto" and "none" decide as
+            the checkpoint does.
+        pooler_config: how a model pools, under vLLM's names, as a dict or as JSON: `pooling_type` LAST, MEAN or CLS,
+            `normalize` and `use_activation`. What it leaves out is as in the checkpoint, else LAST and True.
         tokenizer: directory of the tokenizer, or a GGUF file; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint
@@ -131,6 +139,9 @@ class EngineConfig:
     model: str | None = None
     tokenizer: str | None = None
     skip_tokenizer_init: bool = False
+    runner: str = "auto"
+    convert: str = "auto"
+    pooler_config: str | Mapping[str, Any] | None = None
     dtype: str = "auto"
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
@@ -183,6 +194,7 @@ class EngineConfig:
         _check_choice("quantization", self.quantization, tuple(WEIGHT_FORMATS))
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
+        _check_runner(self)
         _read_weights(self.tenant_weights)
         _read_targets(self)
         object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
@@ -215,6 +227,19 @@ class EngineConfig:
         if self.multi_step == "auto":
             return 1 if self.compile_ahead == "minimal" else MAX_STEPS
         return int(self.multi_step)
+
+    @property
+    def pooler_options(self) -> dict[str, Any]:
+        """Options of `pooler_config` that are given."""
+        value = self.pooler_config
+        if isinstance(value, str):  # text from a command line
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise ConfigError(f"pooler_config must be a JSON object, got {value!r}: {error}") from None
+        if not isinstance(value, Mapping | None):
+            raise ConfigError(f"pooler_config must be a dict, got {value!r}")
+        return read_pooler_config(value or {})
 
     @property
     def speculation(self) -> SpeculationConfig | None:
@@ -338,6 +363,7 @@ class ScheduleConfig:
     max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
     num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
     has_split_steps: bool = False  # True if there are split plans, for rows that wait for tokens
+    pools: bool = False  # True if requests end with their prompts
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -345,6 +371,11 @@ class ScheduleConfig:
                 f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
                 f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
             )
+
+    @property
+    def max_total_tokens(self) -> int:
+        """Limit of a request's prompt and output, where a vector counts as a token of output."""
+        return self.max_model_len + self.pools
 
     @property
     def max_nodes(self) -> int:
@@ -464,6 +495,7 @@ def resolve_schedule(
     page_size: int,
     num_pages: int,
     windows: tuple[int | None, ...] = (None,),
+    pools: bool = False,
 ) -> ScheduleConfig:
     """Resolve all defaults for a jax platform; ConfigError if the model does not support the options."""
     max_model_len = config.max_model_len or max_position
@@ -485,6 +517,7 @@ def resolve_schedule(
         targets=_read_targets(config),
         max_drafts=config.speculation.max_drafts if config.speculation else 0,
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
+        pools=pools,
     )
 
 
@@ -552,6 +585,14 @@ def _read_target(name: str, value: Any) -> dict[int | None, float]:
     if not all(0 < time_s < math.inf for time_s in read.values()):
         raise ConfigError(f"{name} must be positive, got {value!r}")
     return read
+
+
+def _check_runner(config: EngineConfig) -> None:
+    _check_choice("runner", config.runner, ("auto", "generate", "pooling"))
+    _check_choice("convert", config.convert, ("auto", "none", EMBED, CLASSIFY))
+    if config.runner == "generate" and config.convert in (EMBED, CLASSIFY):
+        raise ConfigError(f"convert={config.convert!r} needs runner='pooling', got runner='generate'; drop one")
+    _ = config.pooler_options
 
 
 def _check_positive(name: str, value: object) -> None:

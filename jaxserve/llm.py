@@ -2,31 +2,37 @@
 
 import copy
 import dataclasses
-import itertools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, partial
-from numbers import Integral
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-import numpy as np
-from tqdm import tqdm
-
+from jaxserve import scoring
+from jaxserve.calls import Calls, ProgressBar, as_list, check_served, per_prompt
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.lock_step import follow
-from jaxserve.engine.outputs import RequestGroup
 from jaxserve.engine.parameters import Weights
 from jaxserve.engine.prompt import Prompt
 from jaxserve.engine.threads import EngineThreads
-from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
+from jaxserve.errors import ConfigError, RequestError, brief
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.metrics import Metric, vllm_metrics
 from jaxserve.models.params import Params
 from jaxserve.outputs import RequestOutput
+from jaxserve.pooling import CLASSIFY, EMBED, PoolingParams
+from jaxserve.pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    ScoringRequestOutput,
+    pooling_output,
+)
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_hf_tokenizer
 from jaxserve.text.tokenizer import Tokenizer
@@ -36,7 +42,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = Mapping[str, Any]
-ProgressBar = Callable[..., Any]  # tqdm, or a factory such as functools.partial(tqdm, leave=False)
 
 
 class LLM:
@@ -79,7 +84,7 @@ class LLM:
             follow(engine.peers, replica.scheduler, replica.executor, engine.devices)
             raise SystemExit(0)
         self._threads = EngineThreads(engine)
-        self._ids = itertools.count()
+        self._calls = Calls(engine, self._threads)
 
     def __enter__(self) -> "LLM":
         return self
@@ -151,16 +156,10 @@ class LLM:
             RequestError: a prompt or its parameters cannot be served; the message names it, and no prompt is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
-        many = _as_list(prompts)
+        many = as_list(prompts)
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        groups = self._prepare(many, _per_prompt(params, len(many)), _priorities(priority, len(many)))
-        ended: SimpleQueue[RequestGroup] = SimpleQueue()
-        try:
-            self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
-            self._wait(ended, len(groups), use_tqdm)
-        finally:  # an interrupted call must not leave requests in the engine
-            self._cancel(groups)
-        return [group.output for group in groups]
+        all_params = per_prompt(params, SamplingParams, "sampling_params", len(many))
+        return self._calls.run(many, all_params, use_tqdm, _priorities(priority, len(many)))
 
     def chat(
         self,
@@ -186,6 +185,84 @@ class LLM:
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        truncate_prompt_tokens: int | None = None,
+        use_tqdm: bool | ProgressBar = True,
+        pooling_task: str | None = None,
+        **vllm_arguments: Any,
+    ) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return a vector of each prompt, in their order: what `embed` or `classify` return, as an array.
+
+        Args:
+            prompts: see `generate`.
+            pooling_params: one for all, or one per prompt.
+            truncate_prompt_tokens: that of PoolingParams, for all prompts.
+            use_tqdm: see `generate`.
+            pooling_task: "embed" or "classify"; None is the model's own.
+            vllm_arguments: see `generate`.
+
+        Raises:
+            RequestError: the engine generates text, or a prompt or its parameters cannot be served.
+        """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
+        many = as_list(prompts)
+        given = PoolingParams() if pooling_params is None else pooling_params
+        params = per_prompt(given, PoolingParams, "pooling_params", len(many))
+        common: dict[str, Any] = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
+        common = {name: value for name, value in common.items() if value is not None}
+        outputs = self._calls.run(many, [dataclasses.replace(p, **common) for p in params], use_tqdm)
+        return [pooling_output(output) for output in outputs]
+
+    def embed(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt; `options` are those of `encode`."""
+        return [
+            output.converted(EmbeddingRequestOutput, EmbeddingOutput(output.outputs.data.tolist()))
+            for output in self.encode(prompts, pooling_task=EMBED, **options)
+        ]
+
+    def classify(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[ClassificationRequestOutput]:
+        """Return the probabilities of each prompt's labels; `options` are those of `encode`."""
+        return [
+            output.converted(ClassificationRequestOutput, ClassificationOutput(output.outputs.data.tolist()))
+            for output in self.encode(prompts, pooling_task=CLASSIFY, **options)
+        ]
+
+    def reward(self, prompts: Prompt | Sequence[Prompt], **options: Any) -> list[PoolingRequestOutput[PoolingOutput]]:
+        """Return what the head `score` says of each prompt's last token, without an activation.
+
+        `options` are those of `encode`, without `pooling_params`. Heads that reward every token are not supported.
+        """
+        params = PoolingParams(use_activation=False)
+        return self.encode(prompts, params, pooling_task=CLASSIFY, **options)
+
+    def score(
+        self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], **options: Any
+    ) -> list[ScoringRequestOutput]:
+        """Return the likeness of the two prompts of each pair.
+
+        That is the cosine of their embeddings; with a classification head of one label, what it says of both as one
+        prompt, joined as the tokenizer joins a pair of texts.
+
+        Args:
+            data_1: one prompt for all, or as many as there are in `data_2`.
+            data_2: the other prompts.
+            options: those of `encode`.
+
+        Raises:
+            RequestError: the numbers do not match, or the engine cannot score.
+        """
+        pairs = scoring.pairs(as_list(data_1), as_list(data_2))
+        pooler = self.engine.arch.pooler
+        if pooler is not None and pooler.num_labels:
+            prompts = scoring.joined(pairs, pooler, self.get_tokenizer)
+            return scoring.scores_of_head(self.encode(prompts, pooling_task=CLASSIFY, **options))
+        both = self.encode([prompt for pair in pairs for prompt in pair], pooling_task=EMBED, **options)
+        return scoring.scores_of_embeddings(both)
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Complete one prompt, yielding increments: each output's text and ids hold only what is new.
 
@@ -195,7 +272,7 @@ class LLM:
             RequestError: the prompt or its parameters cannot be served; raised with the first increment.
         """
         params = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        (group,) = self._prepare([prompt], _per_prompt(params, 1), [0])
+        (group,) = self._calls.prepare([prompt], per_prompt(params, SamplingParams, "sampling_params", 1), [0])
         output, reader = group.output, OutputReader(group.output)
         news: SimpleQueue[None] = SimpleQueue()
         try:
@@ -204,7 +281,7 @@ class LLM:
             while not finished:
                 news.get()
                 with self.engine.frontend.lock:  # excludes concurrent updates of the outputs
-                    _check_served(group)
+                    check_served(group)
                     if output.metrics.num_restarts:
                         raise RequestError("the request was restarted with other weights: what was streamed is void")
                     finished = output.finished
@@ -213,7 +290,7 @@ class LLM:
                 if increment is not None:
                     yield increment
         finally:
-            self._cancel([group])
+            self._calls.cancel([group])
 
     def get_metrics(self) -> list[Metric]:
         """Return counters and gauges under vLLM's names, those of speculative decoding among them."""
@@ -272,42 +349,6 @@ class LLM:
         """True if weights or KV pool are asleep, so that requests are refused."""
         return self.engine.devices.is_sleeping
 
-    def _prepare(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priorities: Sequence[int]
-    ) -> list[RequestGroup]:
-        """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
-        self.engine.devices.check_serve()
-        groups = []
-        for index, (prompt, p, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
-            try:
-                groups.append(self.engine.frontend.prepare(str(next(self._ids)), prompt, p, priority=priority))
-            except RequestError as error:
-                raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
-        return groups
-
-    def _cancel(self, groups: Sequence[RequestGroup]) -> None:
-        for group in groups:
-            self.engine.frontend.cancel(group.request_id)
-
-    def _wait(self, ended: "SimpleQueue[RequestGroup]", count: int, use_tqdm: bool | ProgressBar) -> None:
-        new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
-        tokens_in = tokens_out = 0
-        started = time.monotonic()
-        with new_bar(total=count, desc="Generating", unit="req") as bar:
-            seen: set[str] = set()
-            while len(seen) < count:
-                group = ended.get()
-                if group.request_id in seen:  # an interrupt can lead to a second notification
-                    continue
-                seen.add(group.request_id)
-                _check_served(group)
-                tokens_in += len(group.output.prompt_token_ids)
-                tokens_out += sum(len(o.token_ids) for o in group.output.outputs)
-                seconds = time.monotonic() - started
-                rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
-                bar.set_postfix_str(rates, refresh=False)
-                bar.update()
-
 
 def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[int]:
     if priority is None:
@@ -317,25 +358,6 @@ def _priorities(priority: Sequence[int] | None, num_prompts: int) -> Sequence[in
             f"priority must be a list with one integer per prompt, of {num_prompts}, got {brief(priority)}"
         )
     return priority
-
-
-def _check_served(group: RequestGroup) -> None:
-    """Raise the error that ended a request early, if any."""
-    if isinstance(group.error, PeerLostError):
-        raise group.error
-    if group.error is not None:
-        raise RuntimeError(f"the step that served this request broke off: {group.error!r}") from group.error
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return the prompts as a list; a single prompt may itself be a list of ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
-        raise RequestError(f"prompts must be text, token ids, a dict, or a list of such prompts, got {brief(prompts)}")
-    if len(prompts) and isinstance(prompts[0], Integral):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
 
 
 def _as_conversations(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> Sequence[Sequence[Message]]:
@@ -357,16 +379,6 @@ def _are_conversations(
 
 def _is_conversation(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> TypeGuard[Sequence[Message]]:
     return all(isinstance(entry, Mapping) for entry in messages)
-
-
-def _per_prompt(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
-        raise RequestError(f"sampling_params must be SamplingParams(...), or a list of them, got {brief(params)}")
-    if len(params) != count:
-        raise RequestError(f"sampling_params must be one for all or one per prompt, got {len(params)} for {count}")
-    return list(params)
 
 
 def _with_increments(output: RequestOutput, increments: Sequence[Increment]) -> RequestOutput:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from jaxserve.errors import RequestError
 from jaxserve.request import TokenIds
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(slots=True)  # not frozen: that would double the construction time, and a token can have 21
@@ -199,6 +203,7 @@ class RequestOutput:
         finished: True if all completions have ended.
         prompt_logprobs: dict from token id to Logprob for each prompt token, None for the first token; None unless
             requested.
+        pooled: vector of an engine that pools, whose requests generate nothing; None before the end.
     """
 
     request_id: str
@@ -207,6 +212,7 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool = False
     prompt_logprobs: Sequence[dict[int, Logprob] | None] | None = None
+    pooled: NDArray[np.float32] | None = None
 
     @property
     def metrics(self) -> RequestMetrics:

@@ -76,9 +76,7 @@ VLLM_OPTIONS = (
     VllmOption("disable_sliding_window", "a model's sliding window is kept", (False,)),
     VllmOption("calculate_kv_scales", "scales of a quantised KV cache are per token and head", (False,)),
     # Tasks, adapters and other features
-    VllmOption("task", "models generate text", ("auto", "generate", None)),
-    VllmOption("runner", "models generate text", ("auto", "generate")),
-    VllmOption("convert", "models generate text", ("auto", "none")),
+    VllmOption("task", "runner and convert say what a model does", ("auto", "generate", None)),
     VllmOption("enable_lora", "there are no LoRA adapters", (False,)),
     VllmOption("enable_prompt_embeds", "prompts are text or token ids", (False,)),
     VllmOption("limit_mm_per_prompt", "prompts are text or token ids", _NONE_OR_EMPTY),
@@ -185,7 +183,7 @@ _SHARED = (  # fields of EngineConfig with vLLM's name and meaning
     *("model", "tokenizer", "skip_tokenizer_init", "dtype", "quantization", "kv_cache_dtype", "tensor_parallel_size"),
     *("data_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "max_num_partial_prefills"),
     *("max_long_partial_prefills", "long_prefill_token_threshold", "gpu_memory_utilization", "enable_prefix_caching"),
-    "seed",
+    *("seed", "runner", "convert", "pooler_config"),
 )
 
 if __name__ == "__main__":

@@ -218,6 +218,12 @@ def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pr
     model = transformers.AutoModelForCausalLM.from_config(build_config(family, **overrides), dtype=torch.float32).eval()
     if family in MIXTURES:
         model.set_experts_implementation("eager")  # torch's grouped product takes no odd sizes
+    randomize(model, seed)
+    return model
+
+
+def randomize(model: transformers.PreTrainedModel, seed: int = 0) -> None:
+    """Make every parameter random, norms and biases included."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -226,7 +232,6 @@ def build_model(family: str, seed: int = 0, **overrides: Any) -> transformers.Pr
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(torch.randn(buffer.shape, generator=generator) * _WEIGHT_STD)
-    return model
 
 
 def write_checkpoint(
@@ -355,14 +360,18 @@ def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) 
         "rope_parameters": rope | (mscales if rope["rope_type"] == "yarn" else {}),
     }
     if family == "deepseek_v2":
-        return {**overrides, "topk_method": rng.choice(["greedy", "group_limited_greedy"]), **_dense(rng, layers)}
+        return {
+            **overrides,
+            "topk_method": rng.choice(["greedy", "group_limited_greedy"]),
+            **_dense_layers(rng, layers),
+        }
     overrides |= {"norm_topk_prob": rng.random() < 0.5, "rope_interleave": rng.random() < 0.7}
     if family == "deepseek_v3":
-        return {**overrides, **_dense(rng, layers)}
+        return {**overrides, **_dense_layers(rng, layers)}
     return {**overrides, "mlp_layer_types": [rng.choice(["dense", "sparse"]) for _ in range(layers)]}
 
 
-def _dense(rng: random.Random, layers: int) -> dict[str, Any]:
+def _dense_layers(rng: random.Random, layers: int) -> dict[str, Any]:
     return {"first_k_dense_replace": rng.randint(0, layers)}
 
 

@@ -11,11 +11,13 @@ from jaxserve.weights.quantized import QuantizedPart, Scheme, Schemes, read_sche
 from jaxserve.weights.rows import TensorRow
 from jaxserve.weights.safetensors_store import read_generation_config
 from jaxserve.weights.save import save, save_orbax
+from jaxserve.weights.sentence_transformers import EmbeddingModules, read_embedding_modules
 from jaxserve.weights.stored_tensor import StoredTensor, host_buffer
 from jaxserve.weights.stores import has_config, read_config
 
 __all__ = [
     "CheckpointError",
+    "EmbeddingModules",
     "OpenCheckpoint",
     "QuantizedPart",
     "Scheme",
@@ -32,6 +34,7 @@ __all__ = [
     "load",
     "open_checkpoint",
     "read_config",
+    "read_embedding_modules",
     "read_generation_config",
     "read_schemes",
     "save",

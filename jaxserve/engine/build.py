@@ -31,6 +31,7 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
         platform=jax.default_backend(),
         page_size=config.page_size or 1,
         num_pages=config.num_pages or 1,
+        pools=arch.pooler is not None,
     )
     meshes_of(config)
     arch.local(config.tensor_parallel_size)

@@ -1,12 +1,15 @@
 """The configuration of a checkpoint: sizes of its model, and the sampling that it recommends."""
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from jaxserve import weights
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
-from jaxserve.models import registry
+from jaxserve.models import pooling, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
+from jaxserve.pooling import CLASSIFY, EMBED, Activation, Pooler, PoolingKind, pooling_kind
 from jaxserve.sampling_params import SamplingParams
 
 _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
@@ -26,10 +29,57 @@ def build_arch(config: EngineConfig) -> ArchConfig:
         generation = weights.read_generation_config(config.model_path)
     except weights.CheckpointError as error:
         raise ConfigError(str(error)) from error
-    arch = registry.from_hf_config(raw)
+    if (pooler := _build_pooler(config, raw)) is None:
+        arch = registry.from_hf_config(raw)
+    else:
+        generator = pooling.generator_config(raw, registry.FAMILIES)
+        arch = pooling.pooling_arch(registry.from_hf_config(generator), pooler)
     arch = arch.within(config.max_model_len or arch.max_position)
     # generation_config.json adds the ids that end a chat turn.
     return dataclasses.replace(arch, eos_ids=arch.eos_ids | token_id_set(generation.get("eos_token_id")))
+
+
+_MODES = {"lasttoken": "LAST", "mean": "MEAN", "cls_token": "CLS", "cls": "CLS"}  # sentence-transformers' -> vLLM's
+
+
+def _build_pooler(config: EngineConfig, raw: Mapping[str, Any]) -> Pooler | None:
+    """Return how the model pools; None if it generates.
+
+    Raises:
+        ConfigError: the checkpoint or an option is not supported.
+    """
+    try:
+        modules = weights.read_embedding_modules(config.model_path)
+    except weights.CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    is_made_to_pool = pooling.has_head(raw) or pooling.is_bare(raw) or modules is not None
+    is_wanted = config.runner == "pooling" or config.convert in (EMBED, CLASSIFY)
+    if config.runner == "generate" or not (is_wanted or is_made_to_pool):
+        return None
+    if config.speculation is not None:
+        raise ConfigError("speculative_config needs a model that generates, got one that pools; drop it")
+    options = config.pooler_options
+    if config.convert == CLASSIFY or (config.convert != EMBED and pooling.has_head(raw)):
+        pooler = pooling.read_head(raw)
+        if options.get("use_activation") is False:
+            pooler = dataclasses.replace(pooler, activation=Activation.IDENTITY)
+    else:
+        pooler = _embedding_pooler(raw, modules)
+    kind, normalize = options.get("pooling_type", pooler.kind), options.get("normalize", pooler.normalize)
+    return dataclasses.replace(pooler, kind=kind, normalize=normalize)
+
+
+def _embedding_pooler(raw: Mapping[str, Any], modules: weights.EmbeddingModules | None) -> Pooler:
+    sizes = raw.get("matryoshka_dimensions") or ()
+    if modules is None:
+        return Pooler(dimensions=tuple(sizes))
+    if modules.others or (modules.pooling and modules.pooling not in _MODES):
+        raise ConfigError(
+            f"modules.json must have a transformer, a pooling of one of {sorted(_MODES)} and a normalisation, got "
+            f"{modules.pooling!r} and {list(modules.others)}; remove the file, and set pooler_config"
+        )
+    kind = pooling_kind(_MODES[modules.pooling]) if modules.pooling else PoolingKind.LAST
+    return Pooler(kind, normalize=modules.normalize, dimensions=tuple(sizes))
 
 
 def build_sampling_params(config: EngineConfig) -> SamplingParams:

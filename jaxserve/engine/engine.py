@@ -29,6 +29,7 @@ from jaxserve.execution.executor import Executor
 from jaxserve.execution.runner import Runner
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.outputs import RequestOutput
+from jaxserve.pooling import PoolingParams
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.text.loading import load_tokenizer
 
@@ -85,6 +86,8 @@ class Engine:
             self.tokenizer,
             vocab_size=self.arch.vocab_size,
             max_position=self.arch.max_position,
+            hidden_size=self.arch.hidden_size,
+            pooler=self.arch.pooler,
             eos_ids=eos_ids,
             inbox=self.core.inbox,
             outbox=self.core.outbox,
@@ -101,7 +104,7 @@ class Engine:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | PoolingParams | None = None,
         *,
         cache_salt: str | None = None,
         tenant: str = "",
@@ -112,7 +115,8 @@ class Engine:
         Args:
             request_id: unique among unfinished requests.
             prompt: text, token ids, or {"prompt": ...} or {"prompt_token_ids": [...]}, with "cache_salt" if wanted.
-            params: sampling parameters; default `default_sampling_params`.
+            params: parameters of sampling, or of pooling where the engine pools; by default
+                `default_sampling_params`, or those of PoolingParams.
             cache_salt: only requests with the same salt share cached pages.
             tenant: name of whom it is for; tenants get equal service.
             priority: class; requests of a lower number go first.
@@ -124,10 +128,15 @@ class Engine:
         if (until_idle := self._until_idle()) is not None:
             until_idle()
         self.devices.check_serve()
-        params = params or self.default_sampling_params
+        params = params or self.default_params
         group = self.frontend.prepare(request_id, prompt, params, cache_salt, tenant, priority)
         self.frontend.start(group, self._note_progress)
         return group.output
+
+    @property
+    def default_params(self) -> SamplingParams | PoolingParams:
+        """Parameters of a request that brings none."""
+        return self.default_sampling_params if self.arch.pooler is None else PoolingParams()
 
     def driven_by(self, until_idle: Callable[[], None]) -> None:
         """Have whoever adds a request by hand wait for this method, which waits until no thread steps the engine."""

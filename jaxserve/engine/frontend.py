@@ -6,6 +6,7 @@ request, its end too, comes through there, so that outputs have one writer.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import random
@@ -24,6 +25,7 @@ from jaxserve.engine.prompt import Prompt, prompt_limit, read_prompt
 from jaxserve.engine.replica import StepTokens
 from jaxserve.errors import RequestError, brief
 from jaxserve.metrics import EngineStats
+from jaxserve.pooling import Pooler, PoolingParams
 from jaxserve.request import FinishReason, Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
@@ -50,7 +52,9 @@ class Frontend:
         tokenizer: None where prompts must be token ids.
         vocab_size: tokens of the model.
         max_position: tokens that the model was made for.
+        hidden_size: elements of a hidden state.
         eos_ids: tokens that end an output.
+        pooler: what the model does instead of generating; None if it generates.
         inbox: events for the core.
         outbox: deltas from the core, or the exception that has lost it all requests.
         check_fits: function that raises RequestError for a request that could not run to its end even alone.
@@ -66,13 +70,16 @@ class Frontend:
         *,
         vocab_size: int,
         max_position: int,
+        hidden_size: int,
         eos_ids: frozenset[int],
         inbox: deque[Event],
         outbox: deque[Delta | BaseException],
         check_fits: Callable[[Request], None],
         stats: EngineStats,
+        pooler: Pooler | None = None,
         is_lock_step: bool = False,
     ) -> None:
+        self._pooler, self._hidden_size = pooler, hidden_size
         self._is_lock_step = is_lock_step
         self._grammars: GrammarCompiler | None = None  # made for the first request that needs one
         self._grammars_lock = threading.Lock()
@@ -95,7 +102,7 @@ class Frontend:
         self,
         request_id: str,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         cache_salt: str | None = None,
         tenant: str = "",
         priority: int = 0,
@@ -105,7 +112,7 @@ class Frontend:
         Args:
             request_id: name of the request.
             prompt: prompt of the request.
-            params: sampling parameters of the request.
+            params: parameters of the request, of the kind that the model needs.
             cache_salt: only requests with the same salt share cached pages.
             tenant: name of whom it is for; tenants get equal service.
             priority: class; requests of a lower number go first.
@@ -113,15 +120,15 @@ class Frontend:
         Raises:
             RequestError: it cannot be served.
         """
-        params = params.clone()  # checked anew: the caller may have changed it
-        limit = prompt_limit(params, self._schedule.max_model_len)
+        params, pooling = self._read_params(params)
+        limit = prompt_limit(params, self._schedule.max_total_tokens)
         text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
         self._check(token_ids, params)
         self._check_priority(priority)
         requests = self._expand(request_id, token_ids, params, salt, tenant, priority)
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
-        return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic)
+        return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
 
     def start(self, group: RequestGroup, listener: Listener | None = None) -> None:
         """Queue a request.
@@ -248,6 +255,10 @@ class Frontend:
                 continue
             reason = request.finish_reason if request in ended else None
             self._untold[group.request_id] = group
+            if self._pooler is not None and group.pooling is not None and result.pooled is not None:
+                group.pool(request, self._pooler.finish(result.pooled[row], group.pooling), at_s)
+                self._finish(group, request, FinishReason.STOP, at_s)
+                continue
             if result.rounds is not None:
                 group.count_drafts(request, result.rounds.drafted[row].tolist(), result.rounds.accepted[row].tolist())
             num_kept, stop = group.append(request, token_ids, reason, at_s, logprobs, row * width)
@@ -296,14 +307,36 @@ class Frontend:
 
     # Parts of `prepare`
 
+    def _read_params(self, params: SamplingParams | PoolingParams) -> tuple[SamplingParams, PoolingParams | None]:
+        """Return the parameters of the scheduler's request, checked anew as the caller may have changed them.
+
+        Those of a request to a model that pools come with it.
+        """
+        if isinstance(params, PoolingParams):
+            if self._pooler is None:
+                raise RequestError(
+                    "this engine generates text, and a vector was asked for; "
+                    "start one with runner='pooling', which makes embeddings of any model"
+                )
+            params = dataclasses.replace(params)
+            self._pooler.check(params, self._hidden_size)
+            return params.sampling_params(), params
+        if self._pooler is not None:
+            raise RequestError(
+                f"this engine pools ({self._pooler.task}), and text was asked for; use its {self._pooler.task}, "
+                "or start one with runner='generate' for a model with a matrix of logits"
+            )
+        return params.clone(), None
+
     def _check(self, token_ids: TokenIds, params: SamplingParams) -> None:
-        longest, vocab = self._schedule.max_model_len, self._vocab_size
+        longest, vocab = self._schedule.max_total_tokens, self._vocab_size
         if not token_ids:
             raise RequestError("a prompt must have at least 1 token, got 0; begin it with any text or token")
         if len(token_ids) >= longest:
+            bound = "fewer than" if self._pooler is None else "at most"
             raise RequestError(
-                f"a prompt must have fewer than max_model_len tokens, got {len(token_ids)} with "
-                f"max_model_len {longest}; shorten it{self._advice_on_length()}"
+                f"a prompt must have {bound} max_model_len tokens, got {len(token_ids)} with "
+                f"max_model_len {self._schedule.max_model_len}; shorten it{self._advice_on_length()}"
             )
         named = {
             "prompt": token_ids,
@@ -357,7 +390,7 @@ class Frontend:
     ) -> list[Request]:
         """Return the `n` requests of the scheduler; siblings find their prompt's pages in the prefix cache."""
         seed, arrival = params.seed if params.seed is not None else self._seeds.getrandbits(63), next(self._arrivals)
-        limit = self._schedule.max_model_len
+        limit = self._schedule.max_total_tokens
         if params.max_tokens is not None:
             limit = min(limit, len(token_ids) + params.max_tokens)
         else:  # all that there is room for; the last token is never computed, and so needs none
@@ -370,6 +403,7 @@ class Frontend:
         if params.bad_words and self._tokenizer:
             encode = partial(self._tokenizer.encode, add_special_tokens=False)
             bad_sequences = encode_bad_words(params.bad_words, encode)
+        reads_cache = self._pooler is None or self._pooler.reads_prefix_cache
         namespace = f"user:{salt or ''}" if self._config.enable_prefix_caching else f"private:{arrival}"
         return [
             Request(
@@ -384,7 +418,7 @@ class Frontend:
                 tenant=tenant,
                 priority=priority,
                 arrival_s=time.monotonic(),
-                read_prefix_cache=index > 0 or params.prompt_logprobs is None,
+                read_prefix_cache=reads_cache and (index > 0 or params.prompt_logprobs is None),
                 waits_for_tokens=form is not None,
                 may_be_extended=form is not None and form.append_forced_tokens,
                 constraint=self._constraint(params, stop_ids),

@@ -117,6 +117,7 @@ def build_schedule(
         page_size=page_size,
         num_pages=num_pages,
         windows=arch.kv_windows,
+        pools=arch.pooler is not None,
     )
 
 
@@ -128,6 +129,8 @@ def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: s
 
 def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
     """Return the bytes of the tables by slot on a device that has `arch` of the model."""
+    if arch.pooler is not None:
+        return 4 * default_batch(config, on_cpu=on_cpu)[0] * arch.hidden_size
     seqs, _ = default_batch(config, on_cpu=on_cpu)
     return tree_bytes(jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position)))
 

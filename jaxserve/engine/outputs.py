@@ -16,6 +16,9 @@ from jaxserve.text.logprobs import LogprobList, largest
 from jaxserve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from jaxserve.pooling import PoolingParams
     from jaxserve.sampling import TokenLogprobs
 
 Clock = Callable[[], float]
@@ -38,6 +41,7 @@ class RequestGroup:
         output: output that the user sees.
         listener: function called when outputs have grown or ended.
         error: exception that ended the request before its time.
+        pooling: parameters of a request to an engine that pools; None elsewhere.
     """
 
     def __init__(
@@ -47,8 +51,9 @@ class RequestGroup:
         requests: Sequence[Request],
         tokenizer: Tokenizer | None,
         clock: Clock,
+        pooling: PoolingParams | None = None,
     ) -> None:
-        self.request_id = request_id
+        self.request_id, self.pooling = request_id, pooling
         self.params: SamplingParams = requests[0].params
         self.listener: Callable[[RequestGroup], None] | None = None
         self.error: BaseException | None = None
@@ -95,6 +100,7 @@ class RequestGroup:
             vars(output).update(vars(again.output))
             self._completions[request.request_id] = _Completion(request, output, again.detokenizer, again.logprobs)
         self._prompt_logprobs = self.output.prompt_logprobs = self._new_prompt_logprobs()
+        self.output.pooled = None
         return requests
 
     def admitted(self, request: Request, num_cached_tokens: int, now_s: float) -> None:
@@ -139,6 +145,12 @@ class RequestGroup:
                 logprob = _append_logprobs(completion.logprobs, logprobs, row, token_id, self.params.logprobs or 0)
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprob
         return num_kept, stop_string
+
+    def pool(self, request: Request, vector: NDArray[np.float32], now_s: float) -> None:
+        """Take the vector of the prompt, which came at `now_s`."""
+        metrics = self._completions[request.request_id].output.metrics
+        metrics.first_token_s = metrics.last_token_s = now_s
+        self.output.pooled = vector
 
     def count_drafts(self, request: Request, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """Count the tokens that were drafted and accepted for a sample in each of some rounds."""
@@ -186,7 +198,11 @@ class RequestGroup:
         output.finish_reason = str(reason)
         if stop_string is not None:
             output.finish_reason, output.stop_reason = str(FinishReason.STOP), stop_string
-        elif reason is FinishReason.STOP and output.token_ids[-1] in (self.params.stop_token_ids or ()):
+        elif (
+            reason is FinishReason.STOP
+            and output.token_ids[-1:]
+            and output.token_ids[-1] in (self.params.stop_token_ids or ())
+        ):
             output.stop_reason = output.token_ids[-1]
         metrics.finished_s = now_s
         metrics.num_preemptions = request.num_preemptions

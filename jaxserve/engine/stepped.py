@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.outputs import RequestFailure, RequestOutput
+from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 
@@ -35,7 +36,12 @@ class BatchEngine(Protocol):
         """Tokenizer of prompts; None if prompts must be token ids."""
 
     def add_request(
-        self, request_id: str, prompt: str | TokenIds, params: SamplingParams, *, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt: str | TokenIds,
+        params: SamplingParams | PoolingParams,
+        *,
+        cache_salt: str | None = None,
     ) -> object:
         """Queue a request."""
 

@@ -50,6 +50,7 @@ class StepResult:
     logprobs: TokenLogprobs | None = None  # [R * columns of token_ids]
     prompt_logprobs: TokenLogprobs | None = None  # [T]
     rounds: RoundCounts | None = None  # counts of a step with drafts
+    pooled: NDArray[np.float32] | None = None  # [R, size]: vectors of rows whose prompts are computed
 
     def sampled(self, num_rows: int) -> list[list[int]]:
         """Return the tokens that each of the first rows sampled."""

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, MaskLayout
+from jaxserve.execution.pooling import make_pooling_step
 from jaxserve.execution.program_store import ProgramStore
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, new_state
 from jaxserve.execution.step import (
@@ -105,7 +106,7 @@ class Programs:
         self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)
-        self._max_steps = max_steps
+        self._max_steps = max_steps if arch.pooler is None else 1
         self.num_devices = tensor_size(mesh)
         self.steps: dict[int, Compiled] = {}
         self.multi_steps: dict[int, Compiled] = {}
@@ -154,6 +155,9 @@ class Programs:
     def lower(self, bucket: int, *, multi_step: bool = False) -> jax.stages.Lowered:
         """Trace and lower the step of one bucket, of one round or of several."""
         layout = BatchLayout.of(self.schedule, bucket)
+        if self.arch.pooler is not None:
+            pooling_step = make_pooling_step(self.arch, layout, backend=self._backend, num_devices=self.num_devices)
+            return self._lower(pooling_step, layout, self.param_shapes)
         step = make_serve_step(
             self.arch,
             layout,
@@ -333,6 +337,8 @@ class Programs:
             self._operand(shape, jnp.int32) for shape in ((), (admissions.blob.size,), (masks.blob.size,))
         )
         self.admit = get("admit", make_admit(admissions, self.proposer), state, blob)
+        if self.arch.pooler is not None:
+            return
         self.set_slot = get("set_slot", make_set_slot(self.arch, num_devices=num_devices), state, index, row)
         set_masks = make_set_masks(self.arch, masks, num_devices=num_devices)
         self.set_masks = get("set_masks", set_masks, state.slots.allowed, words)

@@ -98,11 +98,13 @@ class StepOutput:
             wants them. Those of a whole vocabulary are of the first round alone.
         prompt_logprobs: log probabilities of the token after each token that the host packed for the first round; zeros
             unless wanted.
+        pooled: vectors of a model that pools, which has no log probabilities; None of one that generates.
     """
 
     sampled: Int[Array, "R columns"]
     logprobs: Int[Array, "R logprob_steps words"]
     prompt_logprobs: Int[Array, "T words"]
+    pooled: Float[Array, "R outputs"] | None = None
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is

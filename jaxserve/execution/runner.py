@@ -83,13 +83,15 @@ class RunningStep:
             unpack(np.asarray(out.logprobs).reshape(-1, self.layout.num_words)) if self.wants_logprobs else None,
             unpack(np.asarray(out.prompt_logprobs)) if self.wants_prompt_logprobs else None,
             rounds,
+            None if out.pooled is None else np.asarray(out.pooled),
         )
 
     def start_download(self) -> None:
         """Start the download of the wanted outputs, each as soon as it is ready."""
         out = self._sampled
         wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
-        for array in (out.sampled, *(array for array, is_wanted in wanted if is_wanted)):
+        vectors = () if out.pooled is None else (out.pooled,)
+        for array in (out.sampled, *vectors, *(array for array, is_wanted in wanted if is_wanted)):
             array.copy_to_host_async()
 
 

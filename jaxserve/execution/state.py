@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.config import ScheduleConfig
 from jaxserve.execution.batch import (
@@ -21,6 +21,7 @@ from jaxserve.execution.batch import (
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages
+from jaxserve.pooling import PoolingKind
 from jaxserve.sampling import (
     RECORD_WORDS,
     SlotRow,
@@ -72,6 +73,7 @@ class ServeState:
     sequences: Sequences
     slots: SlotTable  # inputs of sampling: tokens, their counts, biases and stop ids
     draft: Any = None  # state of the proposer of speculative decoding; None without one
+    pooled: Float[Array, "S D"] | None = None  # what the chunks of prompts so far leave to the next: see `pooling.pool`
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
@@ -125,8 +127,12 @@ def new_state(
         new_draft: function that makes the state of a proposer.
     """
     pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
-    slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
-    return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, draft=new_draft())
+    if (pooler := arch.pooler) is None:
+        slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
+        return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, draft=new_draft())
+    kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((schedule.max_num_seqs, arch.hidden_size))
+    slots = new_slots(dataclasses.replace(arch, vocab_size=1), schedule.max_num_seqs, 1)  # which nothing reads
+    return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, pooled=kept)
 
 
 def abstract_state(

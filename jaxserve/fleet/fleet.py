@@ -25,6 +25,7 @@ from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.engine.stepped import SteppedEngine
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
+from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
@@ -54,7 +55,7 @@ class NewRequest:
 
     request_id: str
     prompt: str | TokenIds
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     cache_salt: str | None
 
 
@@ -271,7 +272,12 @@ class Fleet:
         )
 
     def add_request(
-        self, request_id: str, prompt: str | TokenIds, params: SamplingParams, *, cache_salt: str | None = None
+        self,
+        request_id: str,
+        prompt: str | TokenIds,
+        params: SamplingParams | PoolingParams,
+        *,
+        cache_salt: str | None = None,
     ) -> None:
         """Queue a request; `request_id` must be unique among unfinished ones."""
         job = _Job(request_id, NewRequest(request_id, prompt, params, cache_salt))

@@ -13,6 +13,7 @@ from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
+from jaxserve.pooling import Pooler
 from jaxserve.sharding import TENSOR, held_heads
 from jaxserve.weights import Schemes
 
@@ -103,6 +104,7 @@ class ArchConfig:
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP although others have experts
     latent: LatentAttention | None = None  # sizes of attention over latents; None for keys and values of heads
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
+    pooler: Pooler | None = None  # what a model has in the place of logits that does not generate
 
     def __post_init__(self) -> None:
         assert len(self.windows) == len(self.ropes) == self.num_layers, (

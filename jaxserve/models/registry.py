@@ -21,6 +21,7 @@ from jaxserve.models import (
     neox,
     olmo,
     phi3,
+    pooling,
     qwen,
 )
 from jaxserve.models.arch import ArchConfig
@@ -95,7 +96,7 @@ def family(arch: ArchConfig) -> ModelFamily:
 
 def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return one row per tensor of a model."""
-    return family(arch).param_specs(arch)
+    return [*family(arch).param_specs(arch), *pooling.head_specs(arch)]
 
 
 def num_params(arch: ArchConfig) -> int:

@@ -31,6 +31,7 @@ from jaxserve.openai.batch_output import BatchOutput, DoneLines, fingerprint_of,
 from jaxserve.openai.format import (
     CHAT,
     COMPLETIONS,
+    EMBEDDINGS,
     BadRequestError,
     Json,
     ParsedRequest,
@@ -39,6 +40,7 @@ from jaxserve.openai.format import (
     parse_body,
     refuse_unknown,
 )
+from jaxserve.openai.pooling import PoolingReply, parse_pooling
 from jaxserve.openai.replies import Reply
 from jaxserve.outputs import RequestFailure, RequestOutput
 
@@ -99,7 +101,7 @@ def run_batch(
 
     Args:
         engine: an `LLM`, an `Engine` or a `Fleet` that nothing else is using.
-        in_path: a regular file of OpenAI batch requests for /v1/completions and /v1/chat/completions.
+        in_path: a regular file of OpenAI batch requests for /v1/completions, /v1/chat/completions and /v1/embeddings.
         out_path: output file; created, or resumed if it exists.
         seed: seed of the run, for requests without a seed; None takes the engine's.
         model_names: accepted values of `model` in a request, the first being the default. If empty, any name is
@@ -232,8 +234,11 @@ class _BatchRun:
         method, url = content.get("method"), content.get("url")
         if method != "POST":
             raise BadRequestError(f'method must be "POST", got {brief(method)}', "method")
-        if url not in (COMPLETIONS, CHAT):
-            raise BadRequestError(f"url must be {COMPLETIONS} or {CHAT}, got {brief(url)}", "url", "invalid_url")
+        if url not in (COMPLETIONS, CHAT, EMBEDDINGS):
+            message = f"url must be {COMPLETIONS}, {CHAT} or {EMBEDDINGS}, got {brief(url)}"
+            raise BadRequestError(message, "url", "invalid_url")
+        if url == EMBEDDINGS:
+            return parse_pooling(url, content.get("body"), self.own_name, self.model_names)
         return parse_body(
             url,
             content.get("body"),
@@ -254,7 +259,8 @@ class _BatchRun:
         if params.seed is None:
             params = dataclasses.replace(params, seed=_derived_seed(self.key, line.number, index))
         try:
-            self.engine.add_request(request_id, request.prompts[index], params, cache_salt=request.cache_salt)
+            wanted = request.pooling or params
+            self.engine.add_request(request_id, request.prompts[index], wanted, cache_salt=request.cache_salt)
         except PeerLostError:  # not an error of the line: the run ends
             raise
         except Exception as error:
@@ -298,6 +304,8 @@ class _BatchRun:
     def _response(self, line: _Line) -> Json:
         outputs = [line.outputs[index] for index in range(len(line.outputs))]
         created_s = int(time.time())
+        if line.request.pooling is not None:
+            return PoolingReply(line.request, line.fingerprint, created_s).body(outputs)
         reply = Reply(line.request, self.engine.tokenizer, response_id=line.fingerprint, created_s=created_s)
         return reply.body(outputs)
 

@@ -27,12 +27,14 @@ from jaxserve.openai.tools import (
     template_messages,
     token_id_of,
 )
+from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured_output.params import StructuredOutputsParams
 from jaxserve.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+EMBEDDINGS, POOLING, CLASSIFICATION = "/v1/embeddings", "/pooling", "/classify"
 Json = dict[str, Any]
 Prompt = str | TokenIds
 
@@ -103,6 +105,14 @@ _FIELDS = {
     | {"tools", "tool_choice", "parallel_tool_calls", "include_reasoning", "documents", "continue_final_message"},
 }
 _CHECKED = _TYPES | _LABELS | _PREFERENCES
+POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of their own
+    EMBEDDINGS: {"dimensions", "normalize", "truncate_prompt_tokens"},
+    POOLING: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens"},
+    CLASSIFICATION: {"use_activation", "truncate_prompt_tokens"},
+}
+_INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt", "encoding_format"}
+_FIELDS |= {url: _INPUT_FIELDS | names for url, names in POOLING_PARAMETERS.items()}
+_PROMPT_FIELDS = {COMPLETIONS: "prompt", CHAT: "messages"}  # field of the prompt; "input" elsewhere
 _IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
 _SUCCESSORS = {  # names here of fields of earlier or other interfaces
@@ -145,6 +155,9 @@ class ParsedRequest:
         priority: class, of which lower numbers go first; None if the body does not say.
         form: form of a chat's message.
         form_field: field that says which form the output must have.
+        pooling: parameters of a request for vectors; None of one for text.
+        is_base64: True if vectors are wanted as bytes in base64.
+        labels: names of the labels that a model gives probabilities of.
         ignored: fields that were accepted and changed nothing.
     """
 
@@ -166,6 +179,9 @@ class ParsedRequest:
     priority: int | None = None
     form: MessageForm = field(default_factory=MessageForm)
     form_field: str = "structured_outputs"
+    pooling: PoolingParams | None = None
+    is_base64: bool = False
+    labels: tuple[str, ...] = ()
     ignored: tuple[str, ...] = field(default=(), compare=False)
 
     @property
@@ -200,24 +216,7 @@ def parse_body(
     Raises:
         RequestError: the body cannot be served; a `BadRequestError` if the error belongs to a field.
     """
-    if not isinstance(body, dict):
-        raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
-    given = {name: value for name, value in body.items() if value is not None}
-    refuse_unknown("body", given, _FIELDS[url])
-    _refuse_features(given, _NEUTRAL[url])
-    for name, wanted in _CHECKED.items():
-        if name in given:
-            _check_type(given, name, wanted)
-    if given.get("priority") and not may_stream:
-        message = "a line of a batch file must have priority 0, as all lines are of one batch"
-        raise BadRequestError(message, "priority", "unsupported_value")
-    if "request_id" in given and not (may_stream and re.fullmatch(r"[\w.-]{1,128}", given["request_id"], re.ASCII)):
-        message = "request_id must be up to 128 letters, digits, dots and dashes; a line of a batch file has custom_id"
-        raise BadRequestError(message, "request_id", "unsupported_value")
-    model = given.get("model", own_name)
-    if model_names and model not in model_names:
-        message = f"model must be one of {list(model_names)}, got {brief(model)}"
-        raise BadRequestError(message, "model", "model_not_found", 404)
+    given = check_fields(url, body, own_name, model_names, may_stream=may_stream)
     is_chat = url == CHAT
     with naming_fields(url):
         params = _chat_params(given, defaults) if is_chat else _completion_params(given, defaults)
@@ -225,8 +224,8 @@ def parse_body(
     options = _stream_options(given, may_stream=may_stream)
     return ParsedRequest(
         url,
-        model,
-        [chat.prompt] if chat else _completion_prompts(given.get("prompt")),
+        given["model"],
+        [chat.prompt] if chat else completion_prompts(given.get("prompt")),
         chat.params if chat else params,
         given.get("cache_salt"),
         params.logprobs if is_chat else None,
@@ -245,6 +244,35 @@ def parse_body(
     )
 
 
+def check_fields(
+    url: str, body: object, own_name: str, model_names: Sequence[str], *, may_stream: bool = False
+) -> Json:
+    """Return the fields of a body that are given, and the name of the model; the arguments are those of `parse_body`.
+
+    Raises:
+        BadRequestError: a field is not known, or of another type.
+    """
+    if not isinstance(body, dict):
+        raise BadRequestError(f"body must be an object, got {brief(body)}", "body")
+    given = {name: value for name, value in body.items() if value is not None}
+    refuse_unknown("body", given, _FIELDS[url])
+    _refuse_features(given, _NEUTRAL.get(url, {}))
+    for name, wanted in _CHECKED.items():
+        if name in given:
+            _check_type(given, name, wanted)
+    if given.get("priority") and not may_stream:
+        message = "a line of a batch file must have priority 0, as all lines are of one batch"
+        raise BadRequestError(message, "priority", "unsupported_value")
+    if "request_id" in given and not (may_stream and re.fullmatch(r"[\w.-]{1,128}", given["request_id"], re.ASCII)):
+        message = "request_id must be up to 128 letters, digits, dots and dashes; a line of a batch file has custom_id"
+        raise BadRequestError(message, "request_id", "unsupported_value")
+    model = given.setdefault("model", own_name)
+    if model_names and model not in model_names:
+        message = f"model must be one of {list(model_names)}, got {brief(model)}"
+        raise BadRequestError(message, "model", "model_not_found", 404)
+    return given
+
+
 @contextlib.contextmanager
 def naming_fields(url: str) -> Iterator[None]:
     """Add the field to errors of values: the first that the message names."""
@@ -253,7 +281,8 @@ def naming_fields(url: str) -> Iterator[None]:
     except BadRequestError:
         raise
     except RequestError as error:
-        words = ["messages" if word == "prompt" and url == CHAT else word for word in re.findall(r"\w+", str(error))]
+        own = _PROMPT_FIELDS.get(url, "input")
+        words = [own if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
         raise BadRequestError(str(error), next((word for word in words if word in _FIELDS[url]), None)) from error
 
 
@@ -462,7 +491,8 @@ def check_messages(messages: Any) -> list[Json]:
     ]
 
 
-def _completion_prompts(prompt: Any) -> list[Prompt]:
+def completion_prompts(prompt: Any, name: str = "prompt") -> list[Prompt]:
+    """Return the prompts in a field."""
     if isinstance(prompt, str):
         return [prompt]
     if isinstance(prompt, list) and _are_token_ids(prompt):
@@ -472,8 +502,8 @@ def _completion_prompts(prompt: Any) -> list[Prompt]:
             return prompt
         if all(isinstance(item, list) and _are_token_ids(item) for item in prompt):
             return prompt
-    message = "prompt must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
-    raise BadRequestError(f"{message}, got {brief(prompt)}", "prompt")
+    message = f"{name} must be a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    raise BadRequestError(f"{message}, got {brief(prompt)}", name)
 
 
 def _are_token_ids(items: list[Any]) -> bool:

@@ -11,6 +11,7 @@ from jaxserve.openai import messages, responses
 from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, error_body, naming_fields
 from jaxserve.openai.message_replies import MessageReply, message_error_body
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_count, chat_of_message
+from jaxserve.openai.pooling import TASKS, PoolingReply
 from jaxserve.openai.replies import Reply
 from jaxserve.openai.response_replies import ResponseReply
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES, chat_of_response
@@ -105,11 +106,16 @@ def _message_reply(request: ParsedRequest, body: Json, chat: Reply, response_id:
     return MessageReply(request, chat, response_id=response_id)
 
 
+def _pooling_reply(request: ParsedRequest, body: Json, reply: Reply, response_id: str, created_s: int) -> AnyReply:
+    return PoolingReply(request, response_id, created_s)
+
+
 _OF_RESPONSES = Interface(CHAT, "resp", chat_of_response, responses.NAMES, _response_reply)
 _OF_MESSAGES = Interface(CHAT, "msg", chat_of_message, messages.NAMES, _message_reply)
 INTERFACES = {
     COMPLETIONS: Interface(COMPLETIONS, "cmpl"),
     CHAT: Interface(CHAT, "chatcmpl"),
+    **{path: Interface(path, "pool", reply=_pooling_reply) for path in TASKS},
     RESPONSES: _OF_RESPONSES,
     INPUT_TOKENS: _OF_RESPONSES,
     MESSAGES: _OF_MESSAGES,

@@ -147,7 +147,7 @@ class Scheduler:
             max_num_batched_tokens=schedule.max_num_batched_tokens,
             groups=schedule.kv_groups,
             num_pages=schedule.num_pages,
-            max_model_len=schedule.max_model_len,
+            max_model_len=schedule.max_total_tokens,
             policy=schedule.policy,
             num_spare_tokens=schedule.num_spare_drafts,
         )

@@ -181,7 +181,7 @@ class Admission:
 
     def fewest_tokens(self, body: Mapping[str, Any]) -> int:
         """Return a number of tokens that the prompt of a body has at least."""
-        prompt = body.get("prompt")
+        prompt = body.get("prompt", body.get("input"))
         if isinstance(prompt, str):
             return max(int(len(prompt) / self._longest_token), 1)
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], int):

@@ -15,6 +15,7 @@ from jaxserve.errors import RequestError, brief
 from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, as_bad_request
 from jaxserve.openai.interfaces import error_body_at
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
+from jaxserve.openai.pooling import TASKS
 from jaxserve.openai.responses import INPUT_TOKENS, RESPONSES
 from jaxserve.server import http
 from jaxserve.server.admission import RefusedError
@@ -68,6 +69,7 @@ class App:
             ("POST", "/tokenize"): info.tokenize,
             ("POST", "/detokenize"): info.detokenize,
             **{("POST", path): info.pool for path in POOLING},
+            **{("POST", path): generation.serve for path in TASKS if engine.arch.pooler is not None},
             ("GET", "/"): info.page,
             ("GET", "/v1/models"): info.models,
             ("GET", "/health"): info.health,

@@ -139,7 +139,9 @@ class Generation:
                 params = replace(params, seed=params.seed + len(groups))
             # The field of the request, not the parameter of the engine.
             with interface.naming(), naming({"structured_outputs": request.form_field}), naming_fields(request.url):
-                groups.append(prepare(f"{name}-{next(self._ids)}", prompt, params, request.cache_salt, *whose))
+                groups.append(
+                    prepare(f"{name}-{next(self._ids)}", prompt, request.pooling or params, request.cache_salt, *whose)
+                )
         return groups
 
     async def _reply(self, call: Call, stream: Stream, reply: AnyReply, headers: http.Headers) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from jaxserve.errors import ConfigError
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.format import parse_body
+from jaxserve.openai.pooling import TASKS, parse_pooling
 from jaxserve.server.admission import Admission
 from jaxserve.server.auth import Keys
 from jaxserve.server.health import Health
@@ -76,6 +77,9 @@ class Service:
         """Return the request in a body of OpenAI's form. On any thread; RequestError if it cannot be served."""
         names, defaults = self.model_names, self.engine.default_sampling_params
         tokenizer, form = self.engine.tokenizer, self.chat_format
+        if url in TASKS:
+            pooler = self.engine.arch.pooler
+            return parse_pooling(url, body, names[0], names, pooler.labels if pooler else (), may_stream=True)
         return parse_body(url, body, names[0], names, tokenizer, defaults, may_stream=True, chat_format=form)
 
     @property

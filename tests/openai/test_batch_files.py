@@ -241,7 +241,7 @@ def test_a_batch_samples_as_the_checkpoint_recommends(engine: FakeEngine, tmp_pa
         ({"method": "POST"}, "invalid_request", "custom_id must be a non-empty string, got None"),
         (completion("a") | {"custom_id": [17]}, "invalid_request", "custom_id must be a non-empty string, got [17]"),
         (completion("a") | {"method": "GET"}, "invalid_request", "method must be"),
-        (completion("a") | {"url": "/v1/embeddings"}, "invalid_url", "url must be"),
+        (completion("a") | {"url": "/v1/images"}, "invalid_url", "url must be"),
         (completion("a") | {"url": ["/v1/completions"]}, "invalid_url", "url must be"),
         (completion("a") | {"extra": 1}, "unsupported_parameter", r"['extra'] in the line"),
         (completion("a") | {"body": "x"}, "invalid_request", "body must be an object"),

@@ -1,0 +1,139 @@
+"""Calls: requests of one offline call, from their prompts to their ends, on the engine's threads."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from numbers import Integral
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+from tqdm import tqdm
+
+from jaxserve.errors import PeerLostError, RequestError, brief
+
+if TYPE_CHECKING:
+    from jaxserve.engine.engine import Engine
+    from jaxserve.engine.outputs import RequestGroup
+    from jaxserve.engine.prompt import Prompt
+    from jaxserve.engine.threads import EngineThreads
+    from jaxserve.outputs import RequestOutput
+    from jaxserve.pooling import PoolingParams
+    from jaxserve.sampling_params import SamplingParams
+
+ProgressBar = Callable[..., Any]  # tqdm, or a factory such as functools.partial(tqdm, leave=False)
+P = TypeVar("P")
+
+
+class Calls:
+    """Calls that serve lists of prompts.
+
+    Args:
+        engine: the engine.
+        threads: threads that drive it.
+    """
+
+    def __init__(self, engine: Engine, threads: EngineThreads) -> None:
+        self._engine, self._threads = engine, threads
+        self._ids = itertools.count()
+
+    def run(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        use_tqdm: bool | ProgressBar,
+        priorities: Sequence[int] = (),
+    ) -> list[RequestOutput]:
+        """Serve prompts to their ends and return their outputs in the same order.
+
+        Args:
+            prompts: the prompts.
+            params: parameters of each.
+            use_tqdm: see `LLM.generate`.
+            priorities: class of each; empty for 0.
+
+        Raises:
+            RequestError: a prompt or its parameters cannot be served; no prompt is started.
+        """
+        groups = self.prepare(prompts, params, priorities or [0] * len(prompts))
+        ended: SimpleQueue[RequestGroup] = SimpleQueue()
+        try:
+            self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
+            _wait(ended, len(groups), use_tqdm)
+        finally:  # an interrupted call must not leave requests in the engine
+            self.cancel(groups)
+        return [group.output for group in groups]
+
+    def prepare(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        priorities: Sequence[int],
+    ) -> list[RequestGroup]:
+        """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
+        self._engine.devices.check_serve()
+        groups = []
+        for index, (prompt, p, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
+            try:
+                groups.append(self._engine.frontend.prepare(str(next(self._ids)), prompt, p, priority=priority))
+            except RequestError as error:
+                raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+        return groups
+
+    def cancel(self, groups: Sequence[RequestGroup]) -> None:
+        """End the requests that are unfinished."""
+        for group in groups:
+            self._engine.frontend.cancel(group.request_id)
+
+
+def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | ProgressBar) -> None:
+    new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+    tokens_in = tokens_out = 0
+    started = time.monotonic()
+    with new_bar(total=count, desc="Generating", unit="req") as bar:
+        seen: set[str] = set()
+        while len(seen) < count:
+            group = ended.get()
+            if group.request_id in seen:  # an interrupt can lead to a second notification
+                continue
+            seen.add(group.request_id)
+            check_served(group)
+            tokens_in += len(group.output.prompt_token_ids)
+            tokens_out += sum(len(o.token_ids) for o in group.output.outputs)
+            seconds = time.monotonic() - started
+            rates = f"in {tokens_in / seconds:.0f} tok/s, out {tokens_out / seconds:.0f} tok/s"
+            bar.set_postfix_str(rates, refresh=False)
+            bar.update()
+
+
+def check_served(group: RequestGroup) -> None:
+    """Raise the error that ended a request early, if any."""
+    if isinstance(group.error, PeerLostError):
+        raise group.error
+    if group.error is not None:
+        raise RuntimeError(f"the step that served this request broke off: {group.error!r}") from group.error
+
+
+def as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts as a list; a single prompt may itself be a list of ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Sequence | np.ndarray) or isinstance(prompts, bytes):
+        raise RequestError(f"prompts must be text, token ids, a dict, or a list of such prompts, got {brief(prompts)}")
+    if len(prompts) and isinstance(prompts[0], Integral):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def per_prompt(params: P | Sequence[P], kind: type[P], name: str, count: int) -> list[P]:
+    """Return the parameters of each of so many prompts; RequestError unless there is one for all or one for each."""
+    if isinstance(params, kind):
+        return [params] * count
+    if not isinstance(params, Sequence) or not all(isinstance(p, kind) for p in params):
+        raise RequestError(f"{name} must be {kind.__name__}(...), or a list of them, got {brief(params)}")
+    if len(params) != count:
+        raise RequestError(f"{name} must be one for all or one per prompt, got {len(params)} for {count}")
+    return list(params)

@@ -1,0 +1,180 @@
+"""Pooling: what a prompt becomes where a model does not generate. Host values only, without jax."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, no_type_check
+
+import numpy as np
+
+from jaxserve.errors import ConfigError, RequestError, brief
+from jaxserve.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+EMBED, CLASSIFY = "embed", "classify"  # tasks by vLLM's names
+_OTHER_TASKS = {
+    "token_embed": "a vector per token is not returned",
+    "token_classify": "labels per token are not returned",
+    "plugin": "there are no plug-ins",
+}
+_SMALLEST_NORM = 1e-12  # torch's, below which a vector is not scaled to length 1
+
+
+class PoolingKind(enum.StrEnum):
+    """Tokens whose hidden states stand for a prompt, by vLLM's names."""
+
+    LAST = "LAST"
+    MEAN = "MEAN"
+    CLS = "CLS"
+
+
+class Activation(enum.StrEnum):
+    """Function of the outputs of a classification head."""
+
+    SOFTMAX = "softmax"
+    SIGMOID = "sigmoid"
+    IDENTITY = "identity"
+
+    def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
+        """Return the activated outputs of one prompt."""
+        if self is Activation.IDENTITY:
+            return logits
+        if self is Activation.SIGMOID:
+            return np.asarray(0.5 * (1 + np.tanh(0.5 * logits)), np.float32)  # does not overflow
+        powers = np.exp(logits - logits.max())
+        return np.asarray(powers / powers.sum(), np.float32)
+
+
+@dataclass(frozen=True)
+class Pooler:
+    """Way from the hidden states of a prompt to its vector.
+
+    Attributes:
+        kind: tokens that stand for the prompt.
+        num_labels: labels of the classification head; 0 for embeddings, which have no head.
+        activation: function of the head's outputs.
+        labels: names of the labels, if the checkpoint has any.
+        normalize: True if embeddings have length 1 unless a request says otherwise.
+        dimensions: sizes to which embeddings may be shortened; empty for all.
+    """
+
+    kind: PoolingKind = PoolingKind.LAST
+    num_labels: int = 0
+    activation: Activation = Activation.SOFTMAX
+    normalize: bool = True
+    dimensions: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> str:
+        """Task of the model: "embed" or "classify"."""
+        return CLASSIFY if self.num_labels else EMBED
+
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """True if the vector depends on the last token's hidden state alone."""
+        return self.kind is PoolingKind.LAST
+
+    def check(self, params: PoolingParams, hidden_size: int) -> None:
+        """Raise RequestError unless a request's parameters are for this model."""
+        if params.task not in (None, self.task):
+            raise RequestError(
+                f"the task must be {self.task!r} with this model, got {params.task!r}; "
+                f"{'load an embedding model' if self.num_labels else 'load a model with a classification head'}, or "
+                f"start the engine with convert={'embed' if self.num_labels else 'classify'!r}"
+            )
+        own, others = ("use_activation",), ("dimensions", "normalize")
+        for name in others if self.num_labels else own:
+            if getattr(params, name) is not None:
+                raise RequestError(f"{name} must be None for the task {self.task!r}, got {getattr(params, name)!r}")
+        sizes, wanted = self.dimensions, params.dimensions
+        if wanted is not None and (wanted > hidden_size or (sizes and wanted not in sizes)):
+            known = f"one of {list(sizes)}" if sizes else f"at most {hidden_size}"
+            raise RequestError(f"dimensions must be {known} with this model, got {wanted}")
+
+    def finish(self, vector: NDArray[np.float32], params: PoolingParams) -> NDArray[np.float32]:
+        """Return the result of a request from what the device has pooled: a copy, of float32."""
+        if self.num_labels:
+            activation = Activation.IDENTITY if params.use_activation is False else self.activation
+            return activation.apply(np.array(vector, np.float32))
+        vector = np.array(vector[: params.dimensions], np.float32)
+        is_normal = self.normalize if params.normalize is None else params.normalize
+        return vector / max(np.linalg.norm(vector), np.float32(_SMALLEST_NORM)) if is_normal else vector
+
+
+@no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError
+@dataclass
+class PoolingParams:
+    """Parameters of one request to a model that pools. Names, meanings and defaults are vLLM's.
+
+    Attributes:
+        truncate_prompt_tokens: as in SamplingParams.
+        dimensions: elements of an embedding to keep, the first ones; it is normalised afterwards. None keeps all. No
+            model is refused that does not say that it was trained for this (Matryoshka); one that names sizes takes
+            these alone.
+        normalize: scale embeddings to length 1; None as the checkpoint says, and True if it does not.
+        use_activation: apply softmax or sigmoid to the outputs of a classification head; None is True.
+        task: "embed" or "classify"; None is the model's own.
+
+    Raises:
+        RequestError: a value is out of range.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    dimensions: int | None = None
+    normalize: bool | None = None
+    use_activation: bool | None = None
+    task: str | None = None
+
+    def __post_init__(self) -> None:
+        value = self.dimensions
+        is_size = isinstance(value, Integral) and not isinstance(value, bool) and value > 0
+        if value is not None and not is_size:
+            raise RequestError(f"dimensions must be a positive integer, got {brief(value)}")
+        for name in ("normalize", "use_activation"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise RequestError(f"{name} must be a bool or None, got {brief(getattr(self, name))}")
+        if self.task not in (None, EMBED, CLASSIFY):
+            reason = _OTHER_TASKS.get(self.task, "there are no others") if isinstance(self.task, str) else "wrong type"
+            raise RequestError(f"task must be {EMBED!r} or {CLASSIFY!r}, got {brief(self.task)}: {reason}")
+        self.sampling_params()
+
+    @property
+    def n(self) -> int:
+        """Number of results, as in SamplingParams."""
+        return 1
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the parameters of the request that computes the prompt. What the device samples is never read."""
+        return SamplingParams(
+            temperature=0, max_tokens=1, ignore_eos=True, truncate_prompt_tokens=self.truncate_prompt_tokens
+        )
+
+
+_OPTIONS = {"pooling_type": str, "normalize": bool, "use_activation": bool}
+
+
+def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are given; ConfigError for others than vLLM's `pooling_type` and switches."""
+    if unknown := sorted(map(str, value.keys() - _OPTIONS.keys())):
+        raise ConfigError(f"pooler_config takes {sorted(_OPTIONS)}, got {unknown}")
+    given = {name: each for name, each in value.items() if each is not None}
+    for name, each in given.items():
+        if not isinstance(each, _OPTIONS[name]):
+            raise ConfigError(f"{name} of pooler_config must be a {_OPTIONS[name].__name__}, got {brief(each)}")
+    if "pooling_type" in given:
+        given["pooling_type"] = pooling_kind(given["pooling_type"])
+    return given
+
+
+def pooling_kind(name: str) -> PoolingKind:
+    """Return the kind of vLLM's name; ConfigError if it is not supported."""
+    try:
+        return PoolingKind(name.upper())
+    except ValueError:
+        raise ConfigError(f"pooling_type must be one of {[*map(str, PoolingKind)]}, got {name!r}") from None

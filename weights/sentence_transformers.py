@@ -1,0 +1,67 @@
+"""Files of sentence-transformers beside a checkpoint: how embeddings are made of its hidden states."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path as FilePath
+from typing import Any, NamedTuple
+
+from jaxserve.weights.errors import CheckpointError
+
+_MODULES = "modules.json"
+
+
+class EmbeddingModules(NamedTuple):
+    """Modules behind the transformer.
+
+    Attributes:
+        pooling: name of the pooling module's mode: its field without `pooling_mode_` and `_tokens`, such as
+            "lasttoken", "mean" or "cls_token".
+        normalize: True if vectors are scaled to length 1.
+        others: types of modules besides.
+    """
+
+    pooling: str
+    normalize: bool
+    others: tuple[str, ...]
+
+
+def read_embedding_modules(path: str | os.PathLike[str]) -> EmbeddingModules | None:
+    """Return the modules of a directory; None if sentence-transformers has left none.
+
+    Raises:
+        CheckpointError: a file is malformed.
+    """
+    directory = FilePath(path)
+    if not (directory / _MODULES).is_file():
+        return None
+    entries = _read(directory / _MODULES)
+    try:
+        modules = [(entry["type"].rpartition(".")[2], entry["path"]) for entry in entries]
+    except (TypeError, KeyError, AttributeError):
+        raise CheckpointError(f"{directory / _MODULES} must be a list of modules with type and path") from None
+    pooling = next((folder for name, folder in modules if name == "Pooling"), None)
+    return EmbeddingModules(
+        pooling="" if pooling is None else _mode(_read(directory / pooling / "config.json")),
+        normalize=any(name == "Normalize" for name, _ in modules),
+        others=tuple(name for name, _ in modules if name not in ("Transformer", "Pooling", "Normalize")),
+    )
+
+
+def _mode(config: Any) -> str:
+    """Return the mode of a pooling module; several joined by "+"."""
+    if not isinstance(config, dict):
+        return ""
+    if isinstance(config.get("pooling_mode"), str):
+        return str(config["pooling_mode"])
+    prefix = "pooling_mode_"
+    names = [name.removeprefix(prefix) for name, value in config.items() if name.startswith(prefix) and value is True]
+    return "+".join(name.removesuffix("_tokens") for name in names)
+
+
+def _read(file: FilePath) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} must be a readable JSON file, got a fault: {error}") from error
