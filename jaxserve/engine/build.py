@@ -56,7 +56,8 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     schedule = build_schedule(config, local_arch, kv_dtype, backend, _devices(meshes), draft_page)
     if peers is not None:
         schedule = dataclasses.replace(schedule, num_pages=min(peers.exchange(schedule.num_pages)))
-    schedule = dataclasses.replace(schedule, has_split_steps=peers is None and may_constrain(config))
+    is_split = peers is None and not schedule.pools and may_constrain(config)
+    schedule = dataclasses.replace(schedule, has_split_steps=is_split)
     logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
     directory = programs_dir(config)
     runners = [
