@@ -100,9 +100,7 @@ class Programs:
         draft_shapes: Params | None = None,
     ) -> None:
         self.proposer, self._draft_shapes = proposer, draft_shapes or {}
-        self.observer = (
-            proposer if isinstance(proposer, Observer) else None
-        )  # found once: asking a protocol takes 20 us
+        self.observer = proposer if isinstance(proposer, Observer) else None  # asking takes 20 us
         self.arch, self.param_shapes, self.schedule, self.mesh = arch, param_shapes, schedule, mesh
         self._backend = backend
         self._kv_dtype = jnp.dtype(kv_dtype)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Unsampled(NamedTuple):
-    """What the sampling of a split plan needs."""
+    """Inputs of the sampling of a split plan."""
 
     plan: StepPlan
     bucket: int

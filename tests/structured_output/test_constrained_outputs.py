@@ -326,9 +326,11 @@ def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM)
 
 
 @pytest.mark.full
-def test_nothing_is_drafted_for_rows_with_constraints() -> None:
-    speculation = {"method": "ngram", "num_speculative_tokens": 3}
-    llm = LLM(str(MODEL), **SIZES, speculative_config=speculation)
+@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+def test_nothing_is_drafted_for_rows_with_constraints(method: str) -> None:
+    """Beside others and, in split plans, alone: there the heads of EAGLE-3 read the hidden states all the same."""
+    speculation = {"method": method, "num_speculative_tokens": 3}
+    llm = LLM(**SIZES, speculative_config=speculation)
     llm.engine.wait_until_warm()
     form = StructuredOutputsParams(regex=r"(ab){30}")
     each = [SamplingParams(seed=s, max_tokens=80, temperature=0.0) for s in range(3)]
@@ -338,6 +340,8 @@ def test_nothing_is_drafted_for_rows_with_constraints() -> None:
     for output in outputs[3:]:
         assert output.outputs[0].metrics.num_drafted_tokens == 0
         assert check(llm, output, form)
+    alone = generate(llm, each[3:])
+    assert [output.outputs[0].token_ids for output in alone] == [output.outputs[0].token_ids for output in outputs[3:]]
 
 
 def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
