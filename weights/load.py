@@ -1,5 +1,6 @@
 """Parameter trees from checkpoints of any form, or from tensors in memory."""
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +22,11 @@ from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tenso
 from jaxserve.weights.stores import store_of
 from jaxserve.weights.tree import tensors_of
 
+logger = logging.getLogger(__name__)
+
 _NUM_READERS = 8
 _MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attn.attention") for mask in ("bias", "masked_bias"))
+_DRAFT_PROJECTION = "eh_proj.weight"  # end of the name of a tensor that only layers for multi-token prediction have
 _COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -206,9 +210,12 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     tensors = _with_full_names(specs, tensors)
     expected = _all_hf_shapes(specs)
     shared = [name for name in expected if name in tensors]
+    ignored = _draft_layers(tensors)
+    if ignored:
+        logger.info("%s: layers that draft tokens are not read: %s", where, ", ".join(ignored))
     Mismatch(
         missing=[name for name in expected if name not in tensors],
-        unexpected=[name for name in tensors if name not in expected and not _is_ignored(name)],
+        unexpected=[name for name in tensors if name not in expected and not _is_ignored(name, ignored)],
         misshapen=[
             f"{name} {tensors[name].shape} instead of {expected[name]}"
             for name in shared
@@ -218,9 +225,20 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     ).raise_if_any(where, advice)
 
 
-def _is_ignored(name: str) -> bool:
-    """Return whether a tensor is computed or replaced by tied embeddings; transformers ignores such tensors too."""
-    return name == "lm_head.weight" or name.endswith(_COMPUTED)
+def _draft_layers(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the prefixes of layers for multi-token prediction, which follow those of the model and have a projection.
+
+    Transformers ignores them too.
+    """
+    return tuple(sorted(name.removesuffix(_DRAFT_PROJECTION) for name in tensors if name.endswith(_DRAFT_PROJECTION)))
+
+
+def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
+    """Return whether a tensor is computed, replaced by tied embeddings or in a layer with one of these prefixes.
+
+    Transformers ignores such tensors too.
+    """
+    return name == "lm_head.weight" or name.endswith(_COMPUTED) or name.startswith(prefixes)
 
 
 def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:

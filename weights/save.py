@@ -72,6 +72,10 @@ def save_orbax(
 
 
 def _with_dtype(hf_config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the config with the dtype of the weights, under the keys of both new and old versions of transformers."""
-    dtype = jnp.result_type(*{tensor.dtype for tensor in tensors.values()}).name
+    """Return the config with the dtype of the weights, under the keys of both new and old versions of transformers.
+
+    Vectors do not count where there are matrices: some stay in float32.
+    """
+    matrices = {tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1}
+    dtype = jnp.result_type(*(matrices or {tensor.dtype for tensor in tensors.values()})).name
     return {**hf_config, "dtype": dtype, **({"torch_dtype": dtype} if "torch_dtype" in hf_config else {})}

@@ -130,7 +130,7 @@ def _make_params(config: EngineConfig, arch: ArchConfig, make: Callable[..., Par
 def stacked_if_scanned(params: Params, arch: ArchConfig) -> Params:
     """The layers as programs take them here: on TPUs stacked, where they can be scanned; elsewhere as they are."""
     scan = jax.default_backend() == "tpu" and decoder.can_scan(arch)
-    return stack_layers(params, arch.period) if scan else params
+    return stack_layers(params, arch.period, num_first=arch.num_first_layers) if scan else params
 
 
 def _shardings(mesh: Mesh | None, specs: Sequence[ParamSpec]) -> Shardings | None:

@@ -201,12 +201,17 @@ class ArchConfig:
         return Latents(self.latent.rank, self.head_dim)
 
     @cached_property
+    def num_first_layers(self) -> int:
+        """Number of layers before those whose kinds repeat: layers without experts, if only the first ones are."""
+        num_first = len(self.dense_layers)
+        return num_first if self.dense_layers == frozenset(range(num_first)) and num_first < self.num_layers else 0
+
+    @cached_property
     def period(self) -> int:
-        """Number of layers after which their kinds repeat."""
-        layers = range(self.num_layers)
+        """Number of layers after which their kinds repeat, from layer `num_first_layers` on."""
+        layers = range(self.num_first_layers, self.num_layers)
         kinds = [(self.attention(layer), self.ropes[layer], layer in self.dense_layers) for layer in layers]
-        periods = range(1, self.num_layers)
-        return next((p for p in periods if kinds[p:] == kinds[:-p]), self.num_layers)
+        return next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), len(kinds))
 
     @cached_property
     def kv_places(self) -> tuple[KVPlace, ...]:

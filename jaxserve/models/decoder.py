@@ -69,8 +69,9 @@ def forward_with_features(
         x = embed_tokens(params, arch, token_ids, positions)
         ropes = {config: rotation(positions, config, arch.head_dim) for config in dict.fromkeys(arch.ropes)}
     layers = params["layers"]
-    scanned, unrolled = (layers.periodic, layers.rest) if isinstance(layers, ScannedLayers) else ((), layers)
-    num_scanned = arch.num_layers - len(unrolled)
+    if not isinstance(layers, ScannedLayers):
+        layers = ScannedLayers((), layers, [])
+    scanned, start, end = layers.periodic, len(layers.first), arch.num_layers - len(layers.rest)
 
     places = arch.kv_places
 
@@ -82,7 +83,7 @@ def forward_with_features(
     num_features = len(feature_layers)
     features = jnp.zeros((num_features, *x.shape), x.dtype)
     wanted = {layer: place for place, layer in enumerate(feature_layers)}
-    place_of = [wanted.get(layer, num_features) for layer in range(num_scanned)]  # out of range, dropped
+    place_of = [wanted.get(layer, num_features) for layer in range(start, end)]  # out of range, dropped
 
     def keep(features: Array, layer: int, x: Array) -> Array:
         return features.at[wanted[layer]].set(x) if layer in wanted else features
@@ -95,14 +96,18 @@ def forward_with_features(
         for kind, p in enumerate(period):
             if num_features:
                 features = features.at[places_in_features[kind]].set(x, mode="drop")
-            x, carry = run(family.block, kind, p, x, carry, first + places[kind].layer)
+            x, carry = run(family.block, start + kind, p, x, carry, first + places[start + kind].layer)
         return (x, features, carry), None
 
+    for layer, p in enumerate(layers.first):
+        features = keep(features, layer, x)
+        x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))
     if scanned:
-        firsts = jnp.array([places[layer].layer for layer in range(0, num_scanned, len(scanned))])
+        # Layers of a group that are one period apart are equally far apart in it.
+        firsts = jnp.array([places[layer].layer - places[start].layer for layer in range(start, end, len(scanned))])
         per_period = jnp.array(place_of).reshape(len(firsts), len(scanned))
         (x, features, carry), _ = lax.scan(run_period, (x, features, carry), (scanned, per_period, firsts))
-    for layer, p in enumerate(unrolled, start=num_scanned):
+    for layer, p in enumerate(layers.rest, start=end):
         features = keep(features, layer, x)
         x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))
     features = keep(features, arch.num_layers, x)
@@ -126,7 +131,7 @@ def embed_tokens(
 
 def can_scan(arch: ArchConfig) -> bool:
     """Return whether the kinds of layers repeat, so that the layers can be stacked and scanned."""
-    return 2 * arch.period <= arch.num_layers
+    return 2 * arch.period <= arch.num_layers - arch.num_first_layers
 
 
 def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:

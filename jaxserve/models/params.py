@@ -262,13 +262,17 @@ class ScannedLayers(NamedTuple):
     Attributes:
         periodic: one tree of stacked arrays [periods, ...] for each place in the period of the layers' kinds.
         rest: layers behind the last whole period.
+        first: layers before the first period.
     """
 
     periodic: tuple[Params, ...]
     rest: list[Params]
+    first: list[Params]
 
 
-def stack_layers(params: Params, period: int, stack: Callable[..., Any] = lambda *arrays: jnp.stack(arrays)) -> Params:
+def stack_layers(
+    params: Params, period: int, stack: Callable[..., Any] = lambda *arrays: jnp.stack(arrays), *, num_first: int = 0
+) -> Params:
     """Return a tree whose list of layers is stacked for a scan.
 
     Takes the tensors out of `params["layers"]` as it goes, so that only one of them at a time is held twice.
@@ -277,15 +281,16 @@ def stack_layers(params: Params, period: int, stack: Callable[..., Any] = lambda
         params: tree with a list of layers.
         period: number of layers after which their kinds repeat.
         stack: function of the arrays of alike layers, in their order.
+        num_first: number of layers that come before those of the first period.
     """
-    layers = params["layers"]
+    first, layers = params["layers"][:num_first], params["layers"][num_first:]
     num_scanned = len(layers) // period * period
 
     def stack_alike(alike: list[Params]) -> Params:
         return {name: jax.tree.map(stack, *[layer.pop(name) for layer in alike]) for name in list(alike[0])}
 
     periodic = tuple(stack_alike(layers[place:num_scanned:period]) for place in range(period))
-    return {**params, "layers": ScannedLayers(periodic, layers[num_scanned:])}
+    return {**params, "layers": ScannedLayers(periodic, layers[num_scanned:], first)}
 
 
 def lookup_tables(params: Params) -> Params:

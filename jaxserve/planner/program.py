@@ -206,7 +206,7 @@ def abstract_params(
         return own.weight(*(_tensor(*leaf, mesh) for leaf in leaves))
 
     params: Params = build_tree(registry.param_specs(arch.local(num_devices)), tensor)
-    return stack_layers(params, arch.period, _stacked) if is_stacked else params
+    return stack_layers(params, arch.period, _stacked, num_first=arch.num_first_layers) if is_stacked else params
 
 
 def _stacked(*leaves: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -50,7 +50,7 @@ def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=ma
     specs = registry.param_specs(arch)
     params = weights.load(path, specs, jnp.float32, transform=make_transform(specs))
     token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, num_tokens).astype(np.int32)
-    params = stack_layers(params, arch.period) if stacked else params
+    params = stack_layers(params, arch.period, num_first=arch.num_first_layers) if stacked else params
     logits, carry = run(params, arch, jnp.asarray(token_ids))
     return arch, token_ids, np.asarray(logits), int(carry)
 
@@ -91,11 +91,13 @@ SCANNED = {
     "gpt_neo": ({"num_hidden_layers": 5, "attention_types": [[["global", "local"], 2], [["global"], 1]]}, 2),
     "granite_swa": ({"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "layer_rope_theta": [1e4, 0] * 2}, 2),
     "olmoe": ({"num_hidden_layers": 3}, 1),
+    "qwen3_moe": ({"num_hidden_layers": 5, "decoder_sparse_step": 2}, 2),
+    "deepseek_v3": ({"num_hidden_layers": 4, "first_k_dense_replace": 2}, 1),
     "gemma3": ({"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]}, 3),
 }
 
 
-@pytest.mark.parametrize("family", some_by_default(SCANNED, "llama", "gpt_neo", "gemma3"))
+@pytest.mark.parametrize("family", some_by_default(SCANNED, "deepseek_v3", "gpt_neo", "gemma3"))
 def test_scanned_layers_match_unrolled(tmp_path, family):
     sizes, period = SCANNED[family]
     write_checkpoint(tmp_path, family, **sizes)

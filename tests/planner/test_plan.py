@@ -31,6 +31,7 @@ from jaxserve.planner.plan import Memory, Plan, make_plan, read_model
 from jaxserve.planner.program import Collective, StepCompiler, StepProgram, collectives, layer_collectives
 from jaxserve.planner.report import build_report, capacity_curve, render
 from jaxserve.planner.targets import Target, find_target, parse_target
+from tests.parameters import mainly
 
 PARAMS = {  # millions of parameters, as published by the makers
     "llama-3.1-8b": 8030,
@@ -43,6 +44,10 @@ PARAMS = {  # millions of parameters, as published by the makers
     "mixtral-8x7b": 46703,
     "qwen3-30b-a3b": 30532,
     "olmoe-1b-7b": 6919,
+    "deepseek-v2-lite": 15706,
+    "deepseek-v3": 671026,
+    "kimi-k2": 1026408,
+    "glm-4.7-flash": 29943,
 }
 GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
 DENSE_PARAMS = {
@@ -283,6 +288,14 @@ def test_what_fits_on_how_many(name: str, smallest: str | None) -> None:
     fitting = [target.name for target in GPUS if plan_of(name, target, max_model_len=8192).fits]
     assert (fitting[0] if fitting else None) == smallest
     assert fitting == [target.name for target in GPUS][len(GPUS) - len(fitting) :]
+
+
+@pytest.mark.parametrize("target", mainly(["h200x8"], "v6e:4x4", "tpu7x:2x2x1"))
+def test_every_chip_has_whole_latents_of_576_elements(target: str) -> None:
+    wide, plan = (plan_of("deepseek-v3", target, quantization=form, max_model_len=8192) for form in (None, "int8"))
+    assert plan.memory.page == 61 * 576 * 2 * plan.schedule.page_size * plan.target.devices_per_chip
+    assert not wide.fits
+    assert plan.fits == (target != "v6e:4x4")  # 671 GB of 512
 
 
 def test_the_last_missing_byte_makes_it_fit() -> None:

@@ -95,6 +95,15 @@ def test_large_tensors_are_read_in_several_pieces(checkpoint, params, monkeypatc
     assert_trees_equal(weights.load(checkpoint, SPECS), params)
 
 
+def test_layers_that_draft_tokens_are_left_out_and_named(checkpoint, params, caplog):
+    """DeepSeek-V3's layer for multi-token prediction follows the others, and is known by its projection."""
+    caplog.set_level("INFO", "jaxserve.weights.load")
+    extra = {f"model.layers.2.{name}.weight": np.ones((4, 4), np.float32) for name in ("eh_proj", "self_attn.o_proj")}
+    rewrite(checkpoint, lambda t: t.update(extra))
+    assert_trees_equal(weights.load(checkpoint, SPECS), params)
+    assert "layers that draft tokens are not read: model.layers.2." in caplog.text
+
+
 def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
     tied = [spec for spec in SPECS if spec.path != ("lm_head",)]
     inv_freq = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(8, np.float32)}

@@ -40,7 +40,7 @@ def split_logits(path: Path, token_ids: np.ndarray, n: int, *, packed: bool = PA
     specs = registry.param_specs(arch)
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
     params = weights.load(path, specs, jnp.float32, shardings, matrix_transform(specs, native=packed))
-    params = stack_layers(params, arch.period) if stacked else params
+    params = stack_layers(params, arch.period, num_first=arch.num_first_layers) if stacked else params
 
     def run(params: Any, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(len(token_ids))
