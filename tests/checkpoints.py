@@ -170,7 +170,7 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "olmoe": {"num_experts": 7, "num_experts_per_tok": 2},
-    "phi3": {"sliding_window": 9, "rope_parameters": LONGROPE},
+    "phi3": {"sliding_window": 9, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16},
     "smollm3": {"no_rope_layers": [1, 0]},
     "seed_oss": {"head_dim": 12, "attention_out_bias": True},
     "arcee": {},

@@ -58,6 +58,7 @@ def arch(config: Mapping[str, Any], *, rope_fraction: float | None = None, **ove
     values = read_fields(config, _FIELDS)
     hidden, heads, layers = values["hidden_size"], values["num_attention_heads"], values["num_hidden_layers"]
     rope = read_rope(config, rope_fraction)
+    longest = max_position(values["max_position_embeddings"], rope)
     fields: dict[str, Any] = {
         "architecture": config["architectures"][0],
         "vocab_size": values["vocab_size"],
@@ -67,9 +68,9 @@ def arch(config: Mapping[str, Any], *, rope_fraction: float | None = None, **ove
         "num_kv_heads": values["num_key_value_heads"] or heads,
         "head_dim": values["head_dim"] or hidden // heads,
         "ffn_size": values["intermediate_size"],
-        "max_position": max_position(values["max_position_embeddings"], rope),
+        "max_position": longest,
         "norm_eps": float(values["rms_norm_eps"]),
-        "ropes": (rope,) * layers,
+        "ropes": (rope.within(longest),) * layers,
         "windows": (None,) * layers,
         "tied_embeddings": values["tie_word_embeddings"],
         "qkv_bias": values["attention_bias"],

@@ -18,6 +18,7 @@ from jaxserve.outputs import Logprob, RequestOutput
 from jaxserve.pallas_kernels import native
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.plan import StepPlan
+from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.sizes import SIZES
 from tests.e2e.workloads import TOLERANCE, generate, tokens
 
@@ -41,6 +42,21 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v3": ("deepseek_v3", {}),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
+    "phi3": ("phi3", {"original_max_position_embeddings": SIZES["max_model_len"]}),
+    "smollm3": ("smollm3", {}),
+    "seed-oss": ("seed_oss", {}),
+    "arcee": ("arcee", {}),
+    "ministral3": ("ministral3", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {}),
+    "gpt-neox": ("gpt_neox", {}),
+    "gpt-neox-sequential": ("gpt_neox", {"use_parallel_residual": False}),
+    "phi": ("phi", {}),
+    "starcoder2": ("starcoder2", {}),
 }
 NUM_OUTPUT = 9
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4, prompt_logprobs=2)
@@ -110,7 +126,7 @@ def pair(
     start: Start,
     oracle: transformers.PreTrainedModel,
     tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[Callable[[], Engine], Oracle]:
+) -> tuple[Callable[..., Engine], Oracle]:
     """Return a starter of an engine with an empty cache, and the oracle of the same checkpoint."""
     name, kernels = request.param
     model: transformers.PreTrainedModel = oracle
@@ -125,10 +141,10 @@ def pair(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "unavailable", lambda: "switched off")
             start(**options)  # the matrices stay as they were loaded here
-    return lambda: start(**options), Oracle(model)
+    return lambda **more: start(**options | more), Oracle(model)
 
 
-def test_ragged_batch_in_chunks(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+def test_ragged_batch_in_chunks(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     start, oracle = pair
     for output in generate(start(), PROMPTS, GREEDY):
         oracle.check(output)
@@ -144,7 +160,7 @@ def test_a_sequence_takes_all_learned_positions(start: Start, tmp_path: Path) ->
     assert output.outputs[0].finish_reason == "length"
 
 
-def test_prefix_hits(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     start, oracle = pair
     engine = start()
     params = SamplingParams(temperature=0, max_tokens=NUM_OUTPUT, ignore_eos=True, logprobs=4)
@@ -159,7 +175,22 @@ def test_prefix_hits(pair: tuple[Callable[[], Engine], Oracle]) -> None:
             oracle.check_entry(entry, row, 4)
 
 
-def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> None:
+    start, oracle = pair
+    drafts = SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, adaptive=False)
+    engine = start(speculative_config=drafts, num_pages=SIZES["num_pages"])
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    prompts = [tokens(7, n) * 4 for n in range(4)]
+    before = engine.stats.num_preemptions
+    outputs = generate(engine, prompts, params)
+    # Where every layer has a window, pages are given back in time.
+    is_limited = engine.frontend._schedule.kv_groups.most_tokens(SIZES["num_pages"]) is not None
+    assert (engine.stats.num_preemptions > before) == is_limited
+    for output in outputs:
+        assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids, 24)
+
+
+def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     start, oracle = pair
     engine = start()
     for _ in range(2):
@@ -167,7 +198,7 @@ def test_prompt_logprobs_of_a_cached_prompt(pair: tuple[Callable[[], Engine], Or
             oracle.check(output)
 
 
-def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[[], Engine], Oracle]) -> None:
+def test_prompt_logprobs_of_several_samples(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     start, oracle = pair
     params = SamplingParams(n=3, seed=3, max_tokens=4, ignore_eos=True, logprobs=0, prompt_logprobs=1)
     (output,) = generate(start(), [tokens(37, "n")], params)

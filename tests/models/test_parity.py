@@ -44,9 +44,10 @@ def attend(q, k, v, rope, carry, layer, options, sinks=None):
     return jnp.einsum("qts,sqh->tqh", jax.nn.softmax(scores)[..., :T], v), carry + layer
 
 
-def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform):
+def load_logits(path, *, stacked=False, num_tokens=NUM_TOKENS, make_transform=matrix_transform, max_len=None):
     """Return arch, token ids, logits and the carry for the checkpoint at `path`, computed in float32."""
     arch = registry.from_hf_config(weights.read_config(path))
+    arch = arch.within(max_len or arch.max_position)
     specs = registry.param_specs(arch)
     params = weights.load(path, specs, jnp.float32, transform=make_transform(specs))
     token_ids = np.random.default_rng(0).integers(0, arch.vocab_size, num_tokens).astype(np.int32)
@@ -128,6 +129,13 @@ def test_sharded_checkpoint(tmp_path):
     model = write_checkpoint(tmp_path, "mistral", max_shard_size="50KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     _, token_ids, logits, _ = load_logits(tmp_path)
+    assert_close(logits, reference_logits(model, token_ids))
+
+
+@pytest.mark.parametrize(("max_position", "max_len"), [(512, 16), (16, None)])
+def test_short_sequences_have_the_short_factors_of_longrope(tmp_path, max_position, max_len):
+    model = write_checkpoint(tmp_path, "phi3", max_position_embeddings=max_position)
+    _, token_ids, logits, _ = load_logits(tmp_path, num_tokens=16, max_len=max_len)
     assert_close(logits, reference_logits(model, token_ids))
 
 

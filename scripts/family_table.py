@@ -1,0 +1,137 @@
+"""Write a table of the model families and of the tests that have passed for each, from the registry and test results.
+
+    pytest -n 0 -m "full or not full" --junitxml parity.xml tests/models/test_parity.py -k random_configs
+    JAX_PLATFORMS=cpu XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest -n 0 -m "full or not full" \
+        --junitxml split.xml tests/sharded/devices/check_logits.py -k test_logits_match
+    pytest -n 0 -m deviceless --junitxml compiled.xml tests/deviceless/test_whole_models.py
+    python scripts/family_table.py parity.xml split.xml compiled.xml
+
+Results are added to `--results`, those of an architecture in place of its old ones; a test that was skipped is no
+result. Without a file of results the table is written anew.
+"""
+
+import argparse
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxserve.models.registry import FAMILIES
+
+ROOT = Path(__file__).parent.parent
+RESULTS, TABLE = ROOT / "scripts/results/families.json", ROOT / "jaxserve/models/README.md"
+CONFIGS = ROOT / "jaxserve/planner/configs"
+NOT_TESTED = "not tested"
+Outcomes = dict[str, int]  # numbers of tests that have passed and failed
+Results = dict[str, dict[str, Outcomes]]  # outcomes by check and architecture
+TEXT = """# Families
+
+Each family is a `ModelFamily` in a file of this folder and a line in [`registry.py`](registry.py);
+[CONTRIBUTING.md](../../CONTRIBUTING.md#the-change-map) says what a new one needs, and the
+[user guide](../README.md#models) what each supports.
+
+[`scripts/family_table.py`](../../scripts/family_table.py) writes this table from the registry and from the results of
+tests in [`families.json`](../../scripts/results/families.json). Parity: logits of random tiny models within 1e-4 of
+transformers in float32, and the same greedy tokens. Tensor parallel: the same over 2, 4 and 8 virtual devices.
+Compiled: machine code of the steps of a published size, by the chip's compiler without the chip; where a machine
+lacks memory for all layers, of some of them. The number is that of the tests.
+
+"""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Kind of test, a column of the table.
+
+    Attributes:
+        title: title of the column.
+        module: last part of the name of the test's module.
+        pattern: pattern of the test's name, whose first group names the model.
+        architecture: function of that name; None for a model that has no architecture of its own.
+    """
+
+    title: str
+    module: str
+    pattern: str
+    architecture: Callable[[str], str | None]
+
+
+def of_family(name: str) -> str | None:
+    """Return the architecture of a family of the tests' checkpoints."""
+    from tests import checkpoints  # noqa: PLC0415 - imports torch
+
+    return str(checkpoints.hf_dict(name)["architectures"][0]) if name in checkpoints.FAMILIES else None
+
+
+def of_config(name: str) -> str | None:
+    """Return the architecture of one of the planner's configs."""
+    path = CONFIGS / f"{name}.json"
+    return str(json.loads(path.read_text())["architectures"][0]) if path.is_file() else None
+
+
+WHOLE_MODEL = r"test_steps_work_in_place\[(.+?)-{}[^-]*-"
+CHECKS = {
+    "parity": Check("parity", "test_parity", r"test_random_configs_match_transformers\[(.+)-\d+\]", of_family),
+    "split": Check("tensor parallel", "check_logits", r"test_logits_match_transformers\[(.+)\]", of_family),
+    "h200": Check("compiled for H200", "test_whole_models", WHOLE_MODEL.format("h200"), of_config),
+    "v6e": Check("compiled for v6e", "test_whole_models", WHOLE_MODEL.format("v6e"), of_config),
+}
+
+
+def read_results(paths: Sequence[Path]) -> Results:
+    """Return the outcomes in pytest's files of results."""
+    found: Results = {name: defaultdict(lambda: {"passed": 0, "failed": 0}) for name in CHECKS}
+    for case in (case for path in paths for case in ET.parse(path).getroot().iter("testcase")):
+        children = {child.tag for child in case}
+        if "skipped" in children:
+            continue
+        for name, check in CHECKS.items():
+            is_own = case.get("classname", "").rpartition(".")[2] == check.module
+            match = re.fullmatch(check.pattern + ".*", case.get("name", "")) if is_own else None
+            if match is not None and (architecture := check.architecture(match[1])) is not None:
+                found[name][architecture]["failed" if children & {"failure", "error"} else "passed"] += 1
+    return found
+
+
+def merged(old: Results, new: Results) -> Results:
+    """Return results of which the new ones replace those of the same check and architecture."""
+    return {name: dict(sorted({**old.get(name, {}), **new.get(name, {})}.items())) for name in CHECKS}
+
+
+def cell(outcomes: Outcomes | None) -> str:
+    """Return what the table says of a check."""
+    if outcomes is None or not sum(outcomes.values()):
+        return NOT_TESTED
+    passed, failed = outcomes["passed"], outcomes["failed"]
+    return f"failed ({failed} of {passed + failed})" if failed else f"yes ({passed})"
+
+
+def render(results: Results) -> str:
+    """Return the table, a line for each architecture of the registry."""
+    titles = ["family", "architecture", *(check.title for check in CHECKS.values())]
+    lines = [titles, ["---"] * len(titles)]
+    families = {name: family.read_arch.__module__.rpartition(".")[2] for name, family in FAMILIES.items()}
+    for name, module in sorted(families.items(), key=lambda pair: (pair[1], pair[0])):
+        cells = [cell(results.get(check, {}).get(name)) for check in CHECKS]
+        lines.append([f"[`{module}`]({module}.py)", f"`{name}`", *cells])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Add results and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("junit", nargs="*", type=Path, help="pytest's results, as --junitxml writes them")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="JSON with the results of all runs")
+    parser.add_argument("--table", type=Path, default=TABLE, help="file that the table is written to")
+    args = parser.parse_args(argv)
+    old: Results = json.loads(args.results.read_text()) if args.results.is_file() else {}
+    results = merged(old, read_results(args.junit))
+    args.results.write_text(json.dumps(results, indent=1) + "\n")
+    args.table.write_text(TEXT + render(results))
+
+
+if __name__ == "__main__":
+    main()
