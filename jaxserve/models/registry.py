@@ -26,6 +26,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "GraniteForCausalLM": granite.GRANITE,
     "GraniteSWAForCausalLM": granite.GRANITE_SWA,
     "MixtralForCausalLM": moe.MIXTRAL,
+    "Qwen2MoeForCausalLM": moe.QWEN2_MOE,
     "Qwen3MoeForCausalLM": moe.QWEN3_MOE,
     "OlmoeForCausalLM": moe.OLMOE,
     "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
