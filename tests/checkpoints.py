@@ -25,6 +25,7 @@ CONFIGS = {
     "granite": transformers.GraniteConfig,
     "granite_swa": transformers.GraniteSWAConfig,
     "mixtral": transformers.MixtralConfig,
+    "qwen2_moe": transformers.Qwen2MoeConfig,
     "qwen3_moe": transformers.Qwen3MoeConfig,
     "olmoe": transformers.OlmoeConfig,
     "phi3": transformers.Phi3Config,
@@ -47,7 +48,7 @@ CONFIGS = {
 }
 FAMILIES = tuple(CONFIGS)
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
-MIXTURES = ("mixtral", "qwen3_moe", "olmoe", *LATENT)  # families with experts
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", *LATENT)  # families with experts
 PARTIAL = ("phi3", "glm", "glm4", "gpt_neox", "phi")  # families that may rotate the first dimensions of heads alone
 _NOT_IN_GPT = (
     *("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads"),
@@ -78,6 +79,7 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
     },
     "gpt_neo": {**_GPT_NAMES, "num_hidden_layers": "num_layers", "num_attention_heads": "num_heads"},
     "mixtral": {"num_experts": "num_local_experts", "attention_bias": None, "mlp_bias": None},
+    "qwen2_moe": {"head_dim": None, "attention_bias": "qkv_bias", "mlp_bias": None},
     "qwen3_moe": {"mlp_bias": None},
     "olmoe": {"head_dim": None, "mlp_bias": None},
     "phi3": {"head_dim": None, "attention_bias": None, "mlp_bias": None},
@@ -162,6 +164,12 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "granite": _FACTORS,
     "granite_swa": {**_FACTORS, "sliding_window": 9, "layer_types": _LAYER_TYPES, "layer_rope_theta": [1e4, 0]},
     "mixtral": {"num_experts": 5, "sliding_window": 9},
+    "qwen2_moe": {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "shared_expert_intermediate_size": 56,
+    },
     "qwen3_moe": {
         "num_experts": 6,
         "num_experts_per_tok": 3,
@@ -333,6 +341,7 @@ def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
     switches = {"norm_topk_prob": rng.random() < 0.5, "attention_bias": rng.random() < 0.5}
     if family == "qwen3_moe":
         switches |= {"use_sliding_window": rng.random() < 0.5, "sliding_window": rng.choice([3, 8])}
+    if family.startswith("qwen"):
         switches |= {"mlp_only_layers": [rng.randrange(4)], "decoder_sparse_step": rng.choice([1, 2])}
         switches |= {"moe_intermediate_size": rng.randrange(17, 60)}
     return {**sizes, **switches}

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.norm import rms_norm
-from jaxserve.models import latent, llama, moe
+from jaxserve.models import latent, llama, mixtures
 from jaxserve.models.arch import ArchConfig, LatentAttention, LayerOptions
 from jaxserve.models.family import ModelFamily
 from jaxserve.models.hf_config import COUNT, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
@@ -157,7 +157,7 @@ def _arch(config: Mapping[str, Any], **routing: Any) -> ArchConfig:
 def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapping[str, Any]) -> Experts:
     num_experts, num_groups = values["n_routed_experts"], values["n_group"] or 1
     top_groups = values["topk_group"] or 1
-    experts = moe.read_experts(
+    experts = mixtures.read_experts(
         {**config, "num_local_experts": num_experts},
         size="moe_intermediate_size",
         normalized=values["norm_topk_prob"],
@@ -180,8 +180,8 @@ def _experts(config: Mapping[str, Any], values: Mapping[str, Any], routing: Mapp
 
 
 def param_specs(arch: ArchConfig, *, router_bias: bool) -> list[ParamSpec]:
-    """Return the rows of `moe.param_specs` with the matrices of attention over latents in place of Llama's."""
-    specs = moe.param_specs(arch, router_bias=router_bias)
+    """Return the rows of `mixtures.param_specs` with the matrices of attention over latents in place of Llama's."""
+    specs = mixtures.param_specs(arch, router_bias=router_bias)
     specs = [spec for spec in specs if spec.path[-1] not in ("qkv_proj", "qkv_bias", "o_proj", "o_bias")]
     for layer in range(arch.num_layers):
         specs += latent.attention_specs(arch, layer)
@@ -203,7 +203,7 @@ def block(
     with jax.named_scope("attention"):
         x, carry = latent.attention(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
     with jax.named_scope("mlp"):
-        return moe.feed_forward(p, x, arch), carry
+        return mixtures.feed_forward(p, x, arch), carry
 
 
 _v3_specs = partial(param_specs, router_bias=True)

@@ -42,6 +42,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "GraniteForCausalLM": granite.GRANITE,
     "GraniteSWAForCausalLM": granite.GRANITE_SWA,
     "MixtralForCausalLM": moe.MIXTRAL,
+    "Qwen2MoeForCausalLM": moe.QWEN2_MOE,
     "Qwen3MoeForCausalLM": moe.QWEN3_MOE,
     "OlmoeForCausalLM": moe.OLMOE,
     "Phi3ForCausalLM": phi3.PHI3,

@@ -37,6 +37,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt-neo": ("gpt_neo", {}),
     "granite-swa": ("granite_swa", {}),
     "mixtral": ("mixtral", {}),
+    "qwen2-moe": ("qwen2_moe", {}),
     "qwen3-moe": ("qwen3_moe", {}),
     "olmoe": ("olmoe", {}),
     "deepseek-v2": ("deepseek_v2", {}),

@@ -1,0 +1,140 @@
+"""Mixtures of experts in the layers of a family: sizes, tensors and computation, whatever the attention."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.experts import Experts, ExpertWeights, mixture
+from jaxserve.layers.norm import RmsNorm, rms_norm
+from jaxserve.models import llama
+from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.hf_config import SIZE, read_fields
+from jaxserve.models.params import Params, ParamSpec
+
+
+def read_experts(config: Mapping[str, Any], *, size: str = "intermediate_size", **facts: Any) -> Experts:
+    """Read the number of experts, which transformers writes under either of two names, and their size.
+
+    Args:
+        config: content of config.json.
+        size: name of the feed-forward size of an expert.
+        facts: other fields of `Experts`.
+    """
+    count = {"num_experts": config.get("num_local_experts", config.get("num_experts"))}
+    fields = read_fields({**config, **count}, {"num_experts": SIZE, "num_experts_per_tok": SIZE, size: SIZE})
+    experts = Experts(fields["num_experts"], fields["num_experts_per_tok"], fields[size], **facts)
+    if experts.per_token > experts.num_experts:
+        raise ConfigError(
+            f"num_experts_per_tok must be at most num_experts, got {experts.per_token} and {experts.num_experts}"
+        )
+    return experts
+
+
+def param_specs(
+    arch: ArchConfig,
+    *,
+    module: str = "mlp",
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    shared: str = "shared_experts",
+    shared_gate: bool = False,
+    router_bias: bool = False,
+) -> list[ParamSpec]:
+    """Return Llama's rows with a router and experts in place of the MLP of layers that have them.
+
+    Args:
+        arch: sizes of the model.
+        module: name of the mixture in checkpoints.
+        parts: names of an expert's gate, up and down projections.
+        shared: name of the experts of every token, where there are any.
+        shared_gate: True if the weight of these experts depends on the token.
+        router_bias: True if terms are added to scores where experts are chosen.
+    """
+    sparse = [layer for layer in range(arch.num_layers) if layer not in arch.dense_layers]
+    of_mlp = {("layers", layer, name) for layer in sparse for name in ("gate_up_proj", "down_proj")}
+    specs = [spec for spec in llama.param_specs(arch) if spec.path not in of_mlp]
+    E = _of(arch).num_experts
+    for layer in sparse:
+        gate = f"model.layers.{layer}.{module}.gate"
+        specs += _mixture_specs(arch, layer, f"model.layers.{layer}.{module}", parts)
+        specs += _shared_specs(arch, layer, f"model.layers.{layer}.{module}.{shared}")
+        if shared_gate:
+            path, names = ("layers", layer, "shared_gate"), (f"model.layers.{layer}.{module}.{shared}_gate.weight",)
+            specs.append(ParamSpec(path, (1, arch.hidden_size), (None, "embed"), names, (1,), exact=True))
+        if router_bias:
+            path, names = ("layers", layer, "router_bias"), (f"{gate}.e_score_correction_bias",)
+            specs.append(ParamSpec(path, (E,), (None,), names, (E,), "zeros", exact=True))
+    return specs
+
+
+def _of(arch: ArchConfig) -> Experts:
+    assert arch.experts is not None, "every model of these families has experts"
+    return arch.experts
+
+
+def _shared_specs(arch: ArchConfig, layer: int, module: str) -> list[ParamSpec]:
+    D, F = arch.hidden_size, _of(arch).shared_ffn_size
+    if not F:
+        return []
+    gate_up = tuple(f"{module}.{part}_proj.weight" for part in ("gate", "up"))
+    path, down = ("layers", layer), (f"{module}.down_proj.weight",)
+    return [
+        ParamSpec((*path, "shared_gate_up"), (2 * F, D), ("ffn", "embed"), gate_up, (F, F), gated=True),
+        ParamSpec((*path, "shared_down"), (D, F), ("embed", "ffn"), down, (D,)),
+    ]
+
+
+def _mixture_specs(arch: ArchConfig, layer: int, module: str, parts: tuple[str, str, str]) -> list[ParamSpec]:
+    experts, D, F = _of(arch), arch.hidden_size, _of(arch).ffn_size
+    E, (gate, up, down) = experts.num_experts, parts
+
+    def matrices(name: str, axes: tuple[str, str], parts: list[str], size: int, inner: int, gated: bool) -> ParamSpec:
+        names = tuple(f"{module}.experts.{expert}.{part}.weight" for expert in range(E) for part in parts)
+        shape, rows = (len(names) * size, inner), (size,) * len(names)
+        return ParamSpec(("layers", layer, name), shape, axes, names, rows, gated=gated, experts=experts)
+
+    router = (f"{module}.gate.weight",)
+    return [
+        ParamSpec(("layers", layer, "router"), (E, D), (None, "embed"), router, (E,), exact=True),
+        matrices("experts_gate_up", ("ffn", "embed"), [gate, up], F, D, gated=True),
+        matrices("experts_down", ("embed", "ffn"), [down], D, F, gated=False),
+    ]
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"] | None,
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: LayerOptions,
+    attend: Any,
+    project: Callable[..., Any] = llama.project_qkv,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Apply one pre-norm decoder layer: x + attention, then + its MLP or mixture of experts. See `llama.block`."""
+    with jax.named_scope("attention"):
+        q, k, v = project(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
+        out, carry = attend(q, k, v, rope, carry, layer, options)
+        x = llama.project_out(p, out, x, arch)
+    with jax.named_scope("mlp"):
+        return feed_forward(p, x, arch), carry
+
+
+def feed_forward(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
+    """Return x + the mixture of experts of its norm, or + SwiGLU in a layer without experts."""
+    if "router" not in p:
+        return llama.mlp(p, x, arch)
+    matrices = ExpertWeights(
+        p["router"],
+        p["experts_gate_up"],
+        p["experts_down"],
+        p.get("router_bias"),
+        p.get("shared_gate_up"),
+        p.get("shared_down"),
+        p.get("shared_gate"),
+    )
+    return x + mixture(rms_norm(x, p["mlp_norm"], arch.norm_eps), matrices, _of(arch), arch.tensor_axis)
