@@ -53,6 +53,7 @@ _REQUEST_FIELDS = [
     "num_preemptions",  # not 0 for one that came from another replica, as are the outputs
     "read_prefix_cache",
     "waits_for_tokens",
+    "shares_last_page",
     "arrival",
     "output_token_ids",  # not empty for a preempted request that went to another replica
 ]

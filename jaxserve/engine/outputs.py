@@ -261,6 +261,7 @@ def _again(request: Request) -> Request:
         arrival_s=request.arrival_s,
         read_prefix_cache=request.read_prefix_cache,
         waits_for_tokens=request.waits_for_tokens,
+        shares_last_page=request.shares_last_page,
         constraint=None if request.constraint is None else request.constraint.again(),
         arrival=request.arrival,
     )

@@ -235,6 +235,8 @@ class Runner:
             self.state = self.programs.set_slot(self.state, np.int32(slot), row)
         for blob in upload.masks:
             self.state = self._set_masks(self.state, blob)
+        for blob in upload.copies:
+            self.state = self._copy_pages(self.state, blob)
         takes_both = plan.num_drafts or self.programs.observer is not None
         params: Any = (self.params, self.draft_params) if takes_both else self.params
         self.state, output = self.programs.of_kind(plan.kind)[bucket](params, self.state, upload.blob)
@@ -250,6 +252,11 @@ class Runner:
         assert state is not None, "a state that sleeps gets no masks"
         allowed = self.programs.set_masks(state.slots.allowed, blob)
         return dataclasses.replace(state, slots=dataclasses.replace(state.slots, allowed=allowed))
+
+    def _copy_pages(self, state: ServeState | None, blob: NDArray[np.int32]) -> ServeState:
+        """Return the state with copies of some pages. Only the pool goes through the program."""
+        assert state is not None, "a state that sleeps has no pages"
+        return dataclasses.replace(state, kv_pages=self.programs.copy_pages(state.kv_pages, blob))
 
 
 def shapes_of(params: Params) -> Params:
