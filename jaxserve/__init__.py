@@ -2,6 +2,7 @@
 
 TYPE_CHECKING = False  # importing typing would take longer than installing the interrupt handler
 if TYPE_CHECKING:
+    from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
     from jaxserve.config import EngineConfig
     from jaxserve.errors import ConfigError, RequestError
     from jaxserve.llm import LLM
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "ClassificationOutput",
     "ClassificationRequestOutput",
     "CompletionOutput",
@@ -42,6 +46,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "BeamSearchOutput": "beam_search",
+    "BeamSearchParams": "beam_search",
+    "BeamSearchSequence": "beam_search",
     "ClassificationOutput": "pooling_outputs",
     "ClassificationRequestOutput": "pooling_outputs",
     "CompletionOutput": "outputs",

@@ -46,6 +46,8 @@ class Calls:
         params: Sequence[SamplingParams | PoolingParams],
         use_tqdm: bool | ProgressBar,
         priorities: Sequence[int] = (),
+        *,
+        shares_last_page: bool = False,
     ) -> list[RequestOutput]:
         """Serve prompts to their ends and return their outputs in the same order.
 
@@ -54,11 +56,13 @@ class Calls:
             params: parameters of each.
             use_tqdm: see `LLM.generate`.
             priorities: class of each; empty for 0.
+            shares_last_page: see `Request`.
 
         Raises:
             RequestError: a prompt or its parameters cannot be served; no prompt is started.
         """
-        groups = self.prepare(prompts, params, priorities or [0] * len(prompts))
+        all_priorities = priorities or [0] * len(prompts)
+        groups = self.prepare(prompts, params, all_priorities, shares_last_page=shares_last_page)
         ended: SimpleQueue[RequestGroup] = SimpleQueue()
         try:
             self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
@@ -72,13 +76,16 @@ class Calls:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | PoolingParams],
         priorities: Sequence[int],
+        *,
+        shares_last_page: bool = False,
     ) -> list[RequestGroup]:
         """Prepare requests; RequestError names the prompt that cannot be served, and then none is queued."""
         self._engine.devices.check_serve()
+        prepare = partial(self._engine.frontend.prepare, shares_last_page=shares_last_page)
         groups = []
         for index, (prompt, p, priority) in enumerate(zip(prompts, params, priorities, strict=True)):
             try:
-                groups.append(self._engine.frontend.prepare(str(next(self._ids)), prompt, p, priority=priority))
+                groups.append(prepare(str(next(self._ids)), prompt, p, priority=priority))
             except RequestError as error:
                 raise RequestError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
         return groups

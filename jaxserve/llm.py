@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from jaxserve import scoring
+from jaxserve.beam_search import BeamSearchOutput, BeamSearchParams, search
 from jaxserve.calls import Calls, ProgressBar, as_list, check_served, per_prompt
 from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower
@@ -184,6 +185,33 @@ class LLM:
         texts = [tokenizer.render_chat(chat, variables, chat_template) for chat in _as_conversations(messages)]
         prompts = [{"prompt": t, "prompt_token_ids": tokenizer.encode(t, add_special_tokens=False)} for t in texts]
         return self.generate(prompts, sampling_params, use_tqdm, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        concurrency_limit: int | None = None,
+        **vllm_arguments: Any,
+    ) -> list[BeamSearchOutput]:
+        """Return the best continuations of each prompt, as transformers' beam search finds them: see `beam_search`.
+
+        Args:
+            prompts: see `generate`.
+            params: parameters of all searches.
+            concurrency_limit: most prompts to search for at once; None is all.
+            vllm_arguments: see `generate`.
+
+        Raises:
+            RequestError: a prompt or the parameters cannot be served.
+        """
+        check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
+        many = as_list(prompts)
+        some = len(many) if concurrency_limit is None else concurrency_limit
+        outputs: list[BeamSearchOutput] = []
+        for first in range(0, len(many), max(some, 1)):
+            outputs += search(self.engine, self._calls, many[first : first + some], params)
+        return outputs
 
     def encode(
         self,

@@ -75,6 +75,7 @@ class Request:
     bad_sequences: tuple[tuple[int, ...], ...] = ()  # sequences of token ids that the output must not contain
     salt: bytes = b""  # prefix-cache namespace: requests share pages only if their salts are equal
     read_prefix_cache: bool = True  # False if every prompt position must be computed (prompt_logprobs)
+    shares_last_page: bool = False  # True if its last page is cached though not full, and others copy it (beams)
     waits_for_tokens: bool = False  # True if each token must be read before the next is sampled
     may_be_extended: bool = False  # True if tokens may be appended: each token is read before it is computed
     constraint: Constraint | None = None  # tokens that may come next, of a request that waits for tokens

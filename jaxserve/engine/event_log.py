@@ -54,6 +54,7 @@ _REQUEST_FIELDS = [
     "read_prefix_cache",
     "waits_for_tokens",
     "may_be_extended",
+    "shares_last_page",
     "arrival",
     "output_token_ids",  # not empty for a preempted request that went to another replica
 ]

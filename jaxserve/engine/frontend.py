@@ -106,6 +106,8 @@ class Frontend:
         cache_salt: str | None = None,
         tenant: str = "",
         priority: int = 0,
+        *,
+        shares_last_page: bool = False,
     ) -> RequestGroup:
         """Check a request and read its prompt; nothing is queued.
 
@@ -116,6 +118,7 @@ class Frontend:
             cache_salt: only requests with the same salt share cached pages.
             tenant: name of whom it is for; tenants get equal service.
             priority: class; requests of a lower number go first.
+            shares_last_page: see `Request`.
 
         Raises:
             RequestError: it cannot be served.
@@ -126,6 +129,8 @@ class Frontend:
         self._check(token_ids, params)
         self._check_priority(priority)
         requests = self._expand(request_id, token_ids, params, salt, tenant, priority)
+        for request in requests:
+            request.shares_last_page = shares_last_page
         _check_some_allowed(requests[0])
         self._check_fits(requests[0])  # its siblings then fit as well, and any replica has room
         return RequestGroup(request_id, text, requests, self._tokenizer, time.monotonic, pooling)
@@ -174,6 +179,11 @@ class Frontend:
     def has_unfinished(self) -> bool:
         """Return whether there is a request whose end its listener has not heard of."""
         return bool(self._groups or self._untold)
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an output."""
+        return self._eos_ids
 
     @property
     def num_unfinished(self) -> int:

@@ -263,6 +263,7 @@ def _again(request: Request) -> Request:
         read_prefix_cache=request.read_prefix_cache,
         waits_for_tokens=request.waits_for_tokens,
         may_be_extended=request.may_be_extended,
+        shares_last_page=request.shares_last_page,
         constraint=None if request.constraint is None else request.constraint.again(),
         arrival=request.arrival,
     )

@@ -297,6 +297,32 @@ class MaskLayout:
         return BlobLayout((("slot", (self.num_rows,), self.num_slots), ("words", (self.num_rows, self.num_words), 0)))
 
 
+@dataclass(frozen=True)
+class CopyLayout:
+    """Shapes of copies that are made together, E of them. A target out of range pads."""
+
+    num_copies: int
+    num_pages: int
+
+    @classmethod
+    def of(cls, config: ScheduleConfig) -> CopyLayout:
+        """Return the layout for these sizes."""
+        return cls(min(config.max_num_seqs, ADMISSION_ROWS) * config.kv_groups.size, config.num_pages)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Shape of a blob: sources, and targets."""
+        return 2, self.num_copies
+
+    def blobs(self, copies: Sequence[tuple[int, int]]) -> Iterator[NDArray[np.int32]]:
+        """Yield the blobs of some copies."""
+        for first in range(0, len(copies), self.num_copies):
+            some = copies[first : first + self.num_copies]
+            blob = np.full(self.shape, self.num_pages, _INT)
+            blob[:, : len(some)] = np.array(some, _INT).T
+            yield blob
+
+
 def _page_field(num_pages: int, num_slots: int) -> tuple[str, tuple[int, ...], int]:
     return "pages", (len(fields(PageEntries)), num_pages), num_slots  # out of range
 
@@ -313,12 +339,14 @@ class StepUpload(NamedTuple):
         slot_rows: slots whose requests need more than an admission carries, with what that is.
         masks: blobs of masks by `MaskLayout`; none in most steps.
         blob: blob of `StepBatch`.
+        copies: blobs of `CopyLayout`, for before the step; none in most steps.
     """
 
     admissions: Sequence[NDArray[np.int32]]
     slot_rows: Sequence[tuple[int, SlotRow]]
     masks: Sequence[NDArray[np.int32]]
     blob: NDArray[np.int32]
+    copies: Sequence[NDArray[np.int32]] = ()
 
 
 class BatchPacker:
@@ -337,6 +365,7 @@ class BatchPacker:
         }
         self._admission = AdmissionLayout.of(config)
         self._masks = MaskLayout.of(config, vocab_size)
+        self._copies = CopyLayout.of(config)
         self._constrained: dict[int, Request] = {}  # rows with a constraint, by slot
         self._sent_masks: dict[int, NDArray[np.int32]] = {}  # masks by slot
         self._ones = np.ones(config.max_num_seqs, _INT)
@@ -386,7 +415,7 @@ class BatchPacker:
             to["next_ids"][:num_rows] = list(map(_next_id, plan.requests, stops))
         admissions = list(self._admissions(plan, new_pages[:, num_new_pages:]))
         masks = () if plan.is_split else list(self.masks(plan))
-        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob)
+        return StepUpload(admissions, list(self._slot_rows(plan)), masks, blob, list(self._copies.blobs(plan.copies)))
 
     def _new_pages(self, plan: StepPlan) -> NDArray[np.int32]:
         """Return slots, columns and pages of those that the device does not know of, those of admissions last."""

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.config import ScheduleConfig
-from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, MaskLayout
+from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, CopyLayout, MaskLayout
 from jaxserve.execution.pooling import make_pooling_step
 from jaxserve.execution.program_store import ProgramStore
-from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, new_state
+from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state, copy_pages, new_state
 from jaxserve.execution.step import (
     Compute,
     Program,
@@ -80,6 +80,7 @@ class Programs:
         admit: the program that lets requests enter their slots.
         set_slot: the program that enters a request's other data.
         set_masks: the program that sets the masks of rows with a constraint.
+        copy_pages: the program that copies pages of the pool.
         num_devices: number of devices that the model is split over.
         observer: proposer that takes part in plain steps; None where there is none.
     """
@@ -113,6 +114,7 @@ class Programs:
         self.admit: Compiled = None
         self.set_slot: Compiled = None
         self.set_masks: Compiled = None
+        self.copy_pages: Compiled = None
         self._make_state: Compiled = None
         self._closing = threading.Event()
         # Not the thread: in Python 3.11 and 3.12 a join that is interrupted takes it for ended (cpython issue 90882).
@@ -337,6 +339,8 @@ class Programs:
         self.admit = get("admit", make_admit(admissions, self.proposer), state, blob)
         if self.arch.pooler is not None:
             return
+        copies = self._operand(CopyLayout.of(self.schedule).shape, jnp.int32)
+        self.copy_pages = get("copy_pages", copy_pages, state.kv_pages, copies)
         self.set_slot = get("set_slot", make_set_slot(self.arch, num_devices=num_devices), state, index, row)
         set_masks = make_set_masks(self.arch, masks, num_devices=num_devices)
         self.set_masks = get("set_masks", set_masks, state.slots.allowed, words)
@@ -393,7 +397,7 @@ class Programs:
         self.multi_steps.clear()
         self.speculative.clear()
         self.split.clear()
-        self.admit = self.set_slot = self.set_masks = None
+        self.admit = self.set_slot = self.set_masks = self.copy_pages = None
 
     def _stop(self) -> None:
         """Stop compiling ahead of jax's clean-up at exit, which ends badly while XLA compiles."""

@@ -255,6 +255,8 @@ class Runner:
         for slot, row in upload.slot_rows:
             self.state = self.programs.set_slot(self.state, np.int32(slot), row)
         self._set_masks(upload.masks)
+        for blob in upload.copies:
+            self.state = self._copy_pages(self.state, blob)
         takes_both = plan.num_drafts or self.programs.observer is not None
         params: Any = (self.params, self.draft_params) if takes_both else self.params
         program: Any = self.programs.of_kind(plan.kind)[bucket]
@@ -295,6 +297,11 @@ class Runner:
             slots = self.state.slots
             slots = dataclasses.replace(slots, allowed=self.programs.set_masks(slots.allowed, blob))
             self.state = dataclasses.replace(self.state, slots=slots)
+
+    def _copy_pages(self, state: ServeState | None, blob: NDArray[np.int32]) -> ServeState:
+        """Return the state with copies of some pages. Only the pool goes through the program."""
+        assert state is not None, "a state that sleeps has no pages"
+        return dataclasses.replace(state, kv_pages=self.programs.copy_pages(state.kv_pages, blob))
 
 
 def shapes_of(params: Params) -> Params:

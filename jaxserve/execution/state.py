@@ -180,6 +180,12 @@ def abstract_slot_row(schedule: ScheduleConfig, vocab_size: int) -> SlotRow:
     return shapes
 
 
+def copy_pages(kv_pages: Pages, blob: Int[Array, "2 E"]) -> Pages:
+    """Return a pool, which is donated, with copies of some pages; every layout has them on axis 1."""
+    source, target = blob
+    return jax.tree.map(lambda x: x.at[:, target].set(x.at[:, source].get(mode="clip"), mode="drop"), kv_pages)
+
+
 def set_pages(sequences: Sequences, entries: PageEntries) -> Sequences:
     """Return the sequences with new entries of their page tables."""
     table = sequences.page_table.at[entries.slot, entries.column].set(entries.page, mode="drop")

@@ -6,7 +6,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from heapq import heapify, heappop, heappush
-from struct import Struct
+from struct import Struct, pack
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
@@ -108,6 +108,25 @@ class PrefixCache:
             for column in range(first, len(hashes)):
                 pages[column * groups.size + group] = pages_of[hashes[column]]
         return pages
+
+    def last_page_hash(self, request: Request, num_tokens: int) -> bytes:
+        """Return the hash of the page, partly filled, that the first `num_tokens` of a request end in."""
+        column, hashes = num_tokens // self.page_size, self.hashes(request)
+        previous = hashes[column - 1] if column else _root_hash(request.salt)
+        token_ids = request.tokens(column * self.page_size, num_tokens)
+        return _page_hash(previous, pack(f"{len(token_ids)}i", *token_ids))
+
+    def match_last(self, request: Request, num_columns: int) -> list[int]:
+        """Return the pages, one per group, that hold what lies between so many cached columns and the last known token.
+
+        Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so.
+        """
+        num_tokens = request.num_known_tokens - 1
+        if num_tokens // self.page_size != num_columns or not num_tokens % self.page_size:
+            return []
+        page_hash = self.last_page_hash(request, num_tokens)
+        pages = [pages_of[page_hash] for pages_of in self._page_by_hash if page_hash in pages_of]
+        return pages if len(pages) == self._groups.size else []
 
     def _num_matchable(self, request: Request) -> int:
         return (request.num_known_tokens - 1) // self.page_size

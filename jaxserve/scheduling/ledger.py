@@ -110,7 +110,7 @@ class Ledger:
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
         if self.groups.sliding:  # its only pages are those of the cached prefix
-            num_cached = self.groups.num_columns(num_computed_tokens)
+            num_cached = num_computed_tokens // self.page_size
             request.num_released_columns = max(num_cached - self.groups.num_window_columns, 0)
         self.running[request.request_id] = request
         self.num_running_of[request.priority] = self.num_running_of.get(request.priority, 0) + 1
@@ -120,6 +120,8 @@ class Ledger:
 
     def stop(self, request: Request) -> None:
         """Take slot and pages from a running request."""
+        if request.shares_last_page:
+            self._register_last_page(request)
         self.waiting.stopped(request)
         del self.running[request.request_id]
         self.num_running_of[request.priority] -= 1
@@ -274,6 +276,17 @@ class Ledger:
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
                 cache.register(hashes[index // size], page, index % size, request.tenant)
+
+    def _register_last_page(self, request: Request) -> None:
+        """Register the last page of a running request though it is not full, for others that begin like it to copy."""
+        num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+        column, size = num_tokens // self.page_size, self._group_size
+        if not num_tokens % self.page_size or request in self.unshared:
+            return
+        page_hash = self.cache.last_page_hash(request, num_tokens)
+        for group, page in enumerate(request.pages[column * size : (column + 1) * size]):
+            if page != RELEASED:
+                self.cache.register(page_hash, page, group, request.tenant)
 
     def check_integrity(self) -> None:
         """Assert that pages and slots are conserved, that requests are where their status says, and the counts."""

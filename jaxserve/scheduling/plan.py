@@ -47,6 +47,7 @@ class StepPlan:
         preempted: requests that lost their pages to older ones while this plan was made; none has a row.
         admitted: requests that start with this plan; their per-request device state must be set.
         grown: requests whose pages this plan extended; one may be there twice, or admitted, or have lost them.
+        copies: pages to copy before the step, each with the page that it is copied to.
         num_pages_used: pages that running requests own once the plan is made.
         wants_logprobs: True if any row asked for log probabilities.
         wants_prompt_logprobs: True if any row asked for those of prompt tokens.
@@ -69,6 +70,7 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
     num_pages_used: int = 0
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False

@@ -270,13 +270,25 @@ class Prefills:
     def _admit(self, request: Request, cached: list[int], num_kept: int, plan: StepPlan) -> bool:
         """Start one request with its cached pages and a first share; False, and no change, where pages are short."""
         ledger = self._ledger
-        start = self._num_cached_tokens(cached)
+        if request.shares_last_page and request.read_prefix_cache:
+            copied = ledger.cache.match_last(request, len(cached) // ledger.groups.size)
+            if copied and self._start(request, cached, copied, num_kept, plan):
+                return True
+        return self._start(request, cached, [], num_kept, plan)
+
+    def _start(self, request: Request, cached: list[int], copied: list[int], num_kept: int, plan: StepPlan) -> bool:
+        """Start a request whose page behind the cached ones is a copy of those in `copied`, if there are any."""
+        ledger = self._ledger
+        start = request.num_known_tokens - 1 if copied else self._num_cached_tokens(cached)
         num_tokens = self._policy.first_share(request.num_tokens - start, self._budget_left(plan))
         num_tokens = min(num_tokens, ledger.num_tokens_with_room(cached))
         num_pages = ledger.groups.num_columns(start + num_tokens) * ledger.groups.size
+        ledger.cache.retain(copied)  # lest the allocation evicts them
         pages = ledger.acquire(request, cached, num_pages - len(cached), num_kept)
+        ledger.cache.release(copied)
         if pages is None:
             return False
+        plan.copies += zip(copied, pages[len(cached) :], strict=False)
         if not request.num_preemptions:
             request.num_cached_tokens = start
         ledger.uncount(request)

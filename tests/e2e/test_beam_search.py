@@ -1,0 +1,127 @@
+"""Beam search against transformers in float32, and what its steps compute."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from jaxserve import LLM, BeamSearchParams
+from jaxserve.errors import RequestError
+from tests.checkpoints import write_checkpoint
+from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
+from tests.e2e.workloads import tokens
+from tests.parameters import some_by_default
+from tests.soon_compiled import soon_compiled
+
+PROMPTS = [tokens(n, f"beam {n}") for n in (1, 6, 30)]
+MAX_TOKENS = 14
+PENALTIES = [0.0, 1.0, 2.5, -1.0]
+
+Pair = tuple[LLM, transformers.PreTrainedModel]
+
+
+@pytest.fixture(scope="module", params=some_by_default(["llama", "gemma3", "gpt2", "qwen2"], "llama", "gemma3"))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Return an engine over a model that often ends, and that model; Gemma's has sliding windows."""
+    path = tmp_path_factory.mktemp(request.param)
+    model = write_checkpoint(path, request.param, seed=3, vocab_size=VOCAB_SIZE, bos_token_id=0, eos_token_id=EOS)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[EOS] *= 3
+    model.save_pretrained(path)
+    with soon_compiled():
+        llm = LLM(str(path), skip_tokenizer_init=True, **SIZES | {"num_pages": 80})
+    with llm:
+        yield llm, transformers.AutoModelForCausalLM.from_pretrained(path).eval()
+        assert llm.engine.stats.num_compiles == 0
+        assert llm.engine.occupancy.num_pages_used == 0
+        llm.engine.check_integrity()
+
+
+def expected(model: transformers.PreTrainedModel, prompt: list[int], **options: Any) -> tuple[Any, Any]:
+    """Return the sequences of transformers, without padding, and their scores."""
+    found = model.generate(
+        torch.tensor([prompt]),
+        num_beams=4,
+        num_return_sequences=4,
+        do_sample=False,
+        max_new_tokens=MAX_TOKENS,
+        pad_token_id=VOCAB_SIZE - 1,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    pad = VOCAB_SIZE - 1
+    return [[t for t in sequence.tolist() if t != pad] for sequence in found.sequences], found.sequences_scores.numpy()
+
+
+@pytest.mark.parametrize("length_penalty", PENALTIES)
+def test_beams_are_those_of_transformers(pair: Pair, length_penalty: float) -> None:
+    llm, model = pair
+    params = BeamSearchParams(beam_width=4, max_tokens=MAX_TOKENS, length_penalty=length_penalty)
+    num_ended = 0
+    for prompt, output in zip(PROMPTS, llm.beam_search(PROMPTS, params), strict=True):
+        sequences, scores = expected(model, prompt, length_penalty=length_penalty, eos_token_id=EOS)
+        assert [beam.tokens for beam in output.sequences] == sequences
+        lengths = [len(beam.tokens) - len(prompt) for beam in output.sequences]
+        own = [b.cum_logprob / n**length_penalty for b, n in zip(output.sequences, lengths, strict=True)]
+        np.testing.assert_allclose(own, scores, rtol=1e-5, atol=1e-5)
+        for beam, length in zip(output.sequences, lengths, strict=True):
+            stops = beam.tokens[-1] == EOS
+            assert (beam.finish_reason, beam.stop_reason) == (("stop", EOS) if stops else ("length", None))
+            entries = zip(beam.logprobs, beam.tokens[-length:], strict=True)
+            assert sum(table[token].logprob for table, token in entries) == pytest.approx(beam.cum_logprob)
+            num_ended += stops
+    assert num_ended or length_penalty > 1, "some beams end before the limit"
+
+
+def test_ignore_eos(pair: Pair) -> None:
+    llm, model = pair
+    params = BeamSearchParams(beam_width=4, max_tokens=MAX_TOKENS, ignore_eos=True)
+    (output,) = llm.beam_search(PROMPTS[1], params)
+    sequences, _ = expected(model, PROMPTS[1], eos_token_id=None)
+    assert [beam.tokens for beam in output.sequences] == sequences
+
+
+def test_a_step_computes_one_token_per_beam(pair: Pair) -> None:
+    llm, _ = pair
+    llm.reset_prefix_cache()
+    stats, prompt = llm.engine.stats, tokens(30, "counted")
+    before = stats.num_tokens
+    llm.beam_search(prompt, BeamSearchParams(beam_width=4, max_tokens=9, ignore_eos=True))
+    assert stats.num_tokens - before == 30 + 8 * 4
+
+
+def test_beams_that_do_not_fit_are_computed_again(pair: Pair) -> None:
+    llm, _ = pair
+    params = BeamSearchParams(beam_width=4, max_tokens=10)
+    prompts = [tokens(40, f"many {n}") for n in range(6)]  # 6 x 10 pages of prompts alone
+    together = llm.beam_search(prompts, params)
+    alone = llm.beam_search(prompts, params, concurrency_limit=1)
+    assert [b.tokens for o in together for b in o.sequences] == [b.tokens for o in alone for b in o.sequences]
+
+
+def test_without_a_prefix_cache(pair: Pair, start: Callable[..., Any], llm: LLM) -> None:
+    params = BeamSearchParams(beam_width=3, max_tokens=6)
+    uncached = LLM.over(start(enable_prefix_caching=False))
+    for prompt in PROMPTS[:2]:
+        own, wanted = (each.beam_search(prompt, params)[0] for each in (uncached, llm))
+        assert [beam.tokens for beam in own.sequences] == [beam.tokens for beam in wanted.sequences]
+    assert llm.beam_search("a text", params)[0].sequences[0].text is not None
+
+
+@pytest.mark.usefixtures("no_type_checks")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beam_width": 0, "max_tokens": 1}, "beam_width must be an integer"),
+        ({"beam_width": 2, "max_tokens": 1, "temperature": 0.5}, "temperature must be 0"),
+        ({"beam_width": 11, "max_tokens": 1}, "start the engine with max_logprobs=22"),
+        ({"beam_width": 2, "max_tokens": 1, "length_penalty": "long"}, "length_penalty must be a number"),
+    ],
+)
+def test_errors(llm: LLM, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        llm.beam_search("a", BeamSearchParams(**options))
