@@ -19,6 +19,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
+from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
     AttentionOptions,
@@ -27,12 +28,12 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    QUANTIZED_MAX,
+    INT4,
+    QUANTIZED,
     Pages,
-    QuantizedPages,
-    dequantize,
+    decode,
     encode,
-    is_quantized,
+    pool_dtype,
     values_of,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import MAX_NODES, seen_nodes, tree_starts
@@ -51,11 +52,11 @@ LAYOUT = HeadMajor()
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
     dtype = problem.kv_dtype
-    if is_quantized(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
+    if dtype == INT4 and (reason := int4.failure(problem.head_dim)) is not None:
+        return reason
+    if dtype.name in QUANTIZED or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
         return None
-    return (
-        f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(QUANTIZED_MAX)}, not {dtype}"
-    )
+    return f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(QUANTIZED)}, not {dtype}"
 
 
 def write_and_attend(
@@ -67,7 +68,11 @@ def write_and_attend(
     mask, rows = inputs.tree_mask, inputs.rows
     nodes = None if mask is None else seen_nodes(mask, rows, options.window)
     attention = _Attention(kv_pages, layer, options, inputs.sinks, nodes)
-    return _attend(attention, inputs.q, rows).astype(dtype), kv_pages
+    if pool_dtype(kv_pages) != INT4:
+        return _attend(attention, inputs.q, rows).astype(dtype), kv_pages
+    factor = 1 / int4.block_size(inputs.q.shape[-1])
+    out = int4.rotate(_attend(attention, int4.rotate(inputs.q) * factor, rows)) * factor
+    return out.astype(dtype), kv_pages
 
 
 def _write_kv(
@@ -80,7 +85,7 @@ def _write_kv(
     """Write the keys and values of this step to their pages by one scatter in place; the pool is donated."""
     (T, K, H), (_, num_pages, _, page_size, _) = k.shape, values_of(kv_pages).shape
     page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
-    kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
+    kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), pool_dtype(kv_pages))
 
     # Each head has its own index: a scatter of all heads of a token at once makes XLA:TPU want them side by side in
     # memory and copy the whole pool from that layout to the one that is read.
@@ -260,8 +265,7 @@ def _read_pages(
         return blocks.reshape(B, K, -1, *pages.shape[4:])
 
     def read(head_page_id: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
-        found = jax.tree.map(lambda pages: gather(pages, head_page_id), kv_pages)
-        return dequantize(*found) if isinstance(found, QuantizedPages) else found.astype(jnp.float32)
+        return decode(jax.tree.map(lambda pages: gather(pages, head_page_id), kv_pages))
 
     return read(k_id), read(k_id + 1)
 
