@@ -1,6 +1,6 @@
 """Bits per byte of the embedded checkpoint and its draft on held-out modules, beside xz, and how often the two agree.
 
-    python scripts/eval_bpb.py [--limit BYTES] [--quantization int8]
+    python scripts/eval_bpb.py [--limit BYTES] [--quantization int8] [--kv-cache-dtypes int8 float8_e4m3fn int4]
 
 Every module is scored by itself, after <|endoftext|>, in windows that overlap by half: each token is predicted from at
 least half a window of the text before it, or from all there is. xz -9e compresses all of them as one stream.
@@ -23,7 +23,7 @@ from jax import Array
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from jaxserve.config import WEIGHT_FORMATS
+from jaxserve.config import KV_DTYPES, WEIGHT_FORMATS
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, step_bytes
@@ -36,10 +36,11 @@ _BATCH = 4
 
 @dataclass(frozen=True)
 class Scores:
-    """Cost of every scored token, and the id that the model holds likeliest in its place."""
+    """Cost of every scored token, and the id that the model holds likeliest in its place; its place in the window."""
 
     nats: NDArray[np.float32]
     greedy_ids: NDArray[np.int32]
+    positions: NDArray[np.int32]
 
 
 def windows(ids: Sequence[int], size: int) -> Iterator[tuple[list[int], int]]:
@@ -50,30 +51,41 @@ def windows(ids: Sequence[int], size: int) -> Iterator[tuple[list[int], int]]:
         yield list(ids[start : start + size + 1]), half
 
 
-def score(params: Params, arch: ArchConfig, documents: Sequence[Sequence[int]], window: int) -> Scores:
-    """Score all ids but the first of each document."""
+def score(
+    params: Params, arch: ArchConfig, documents: Sequence[Sequence[int]], window: int, kv_dtype: str | None = None
+) -> Scores:
+    """Score all ids but the first of each document, with keys and values as a pool of `kv_dtype` would store them."""
     cut = [w for ids in documents for w in windows(ids, window)]
-    nats, greedy = [], []
+    nats, greedy, positions = [], [], []
     for i in range(0, len(cut), _BATCH):
         group = cut[i : i + _BATCH]
         tokens = np.zeros((_BATCH, window + 1), np.int32)
         for row, (ids, _) in zip(tokens, group, strict=False):
             row[: len(ids)] = ids
-        group_nats, group_greedy = jax.device_get(_score_batch(params, jnp.asarray(tokens), arch=arch))
+        group_nats, group_greedy = jax.device_get(
+            _score_batch(params, jnp.asarray(tokens), arch=arch, kv_dtype=kv_dtype)
+        )
         for j, (ids, first) in enumerate(group):
             nats.append(group_nats[j, first : len(ids) - 1])
             greedy.append(group_greedy[j, first : len(ids) - 1])
-    return Scores(np.concatenate(nats), np.concatenate(greedy))
+            positions.append(np.arange(first, len(ids) - 1, dtype=np.int32))
+    return Scores(np.concatenate(nats), np.concatenate(greedy), np.concatenate(positions))
 
 
-@partial(jax.jit, static_argnames="arch")
-def _score_batch(params: Params, tokens: Array, *, arch: ArchConfig) -> tuple[Array, Array]:
-    out = logits(params, arch, tokens[:, :-1])
+@partial(jax.jit, static_argnames=("arch", "kv_dtype"))
+def _score_batch(params: Params, tokens: Array, *, arch: ArchConfig, kv_dtype: str | None) -> tuple[Array, Array]:
+    out = logits(params, arch, tokens[:, :-1], kv_dtype)
     return token_nats(out, tokens[:, 1:]), out.argmax(-1).astype(jnp.int32)
 
 
 def bits_per_byte(scores: Scores, documents: Sequence[bytes]) -> float:
     return float(scores.nats.sum(dtype=np.float64)) / math.log(2) / sum(map(len, documents))
+
+
+def above_percent(scores: Scores, exact: Scores, first: int = 0) -> float:
+    """Bits above those of the exact model, in percent, over tokens from place `first` of their windows on."""
+    late = exact.positions >= first
+    return round(100 * (float(scores.nats[late].sum(dtype=np.float64) / exact.nats[late].sum(dtype=np.float64)) - 1), 3)
 
 
 def xz_bits_per_byte(documents: Sequence[bytes]) -> float:
@@ -101,6 +113,14 @@ def main() -> None:
     parser.add_argument(
         "--quantization", choices=list(filter(None, WEIGHT_FORMATS)), help="score the model quantised as well"
     )
+    parser.add_argument(
+        "--kv-cache-dtypes",
+        nargs="+",
+        choices=[name for name in KV_DTYPES if name != "float32"],
+        default=[],
+        metavar="NAME",
+        help="score the model with such pools as well",
+    )
     args = parser.parse_args()
 
     documents = take(stdlib_corpus.read(held_out=True), args.limit)
@@ -127,6 +147,17 @@ def main() -> None:
             "params": registry.num_params(arch),
             "weight_mb": round(step_bytes(params) / 1e6, 2),
             "bits_per_byte": round(bits_per_byte(found, documents), 4),
+        }
+        print(json.dumps(row), flush=True)
+    params, arch = load_model(args.model)
+    exact, last = scores[args.model, None], args.window - args.window // 8
+    for kv_dtype in args.kv_cache_dtypes:
+        stored = score(params, arch, ids, args.window, kv_dtype)
+        row = {
+            "name": f"{args.model.name}, keys and values in {kv_dtype}",
+            "bits_per_byte": round(bits_per_byte(stored, documents), 4),
+            "above_percent": above_percent(stored, exact),
+            f"above_percent_from_token_{last}": above_percent(stored, exact, last),
         }
         print(json.dumps(row), flush=True)
     agreement = (scores[args.model, None].greedy_ids == scores[args.draft, None].greedy_ids).mean()

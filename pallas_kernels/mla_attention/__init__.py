@@ -27,7 +27,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as 
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     Pages,
     QuantizedPages,
-    is_quantized,
+    has_scales,
     values_of,
 )
 
@@ -122,7 +122,7 @@ def new_pages(backend: str, *, num_layers: int, num_pages: int, page_size: int, 
     layout, dtype = BACKENDS[backend].LAYOUT, jnp.dtype(dtype)
     dims = PoolDims(num_layers, num_pages, page_size, width)
     values = jnp.zeros(layout.kv_shape(dims), dtype)
-    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), jnp.float32)) if is_quantized(dtype) else values
+    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), jnp.float32)) if has_scales(dtype) else values
 
 
 def to_canonical(backend: str, kv_pages: Pages) -> Pages:

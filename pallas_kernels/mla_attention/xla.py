@@ -9,20 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.blocks import Attention, attend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    Pages,
-    QuantizedPages,
-    dequantize,
-    encode,
-    values_of,
-)
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, Pages, decode, encode, pool_dtype, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 from jaxserve.pallas_kernels.ragged_paged_attention.xla import refused_dtype
 
@@ -31,6 +24,8 @@ LAYOUT = TokenMajor()
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
+    if problem.kv_dtype == INT4:
+        return "latents cannot be in a pool of int4, whose vectors are rotated as a whole: values are a part of latents"
     return refused_dtype(problem.kv_dtype)
 
 
@@ -56,7 +51,7 @@ def _write(kv_pages: Pages, latents: Float[Array, "T W"], layer: int | Int32[Arr
     def write(pages: Shaped[Array, "L N P *W"], new: Shaped[Array, "T 1 *W"]) -> Shaped[Array, "L N P *W"]:
         return pages.at[layer, page_id, offset].set(new[:, 0], mode="drop", unique_indices=True)
 
-    return jax.tree.map(write, kv_pages, encode(latents[:, None], kv_pages))
+    return jax.tree.map(write, kv_pages, encode(latents[:, None], pool_dtype(kv_pages)))
 
 
 @dataclass(frozen=True)
@@ -81,6 +76,5 @@ class _LatentPages:
             found = every_page.at[ids].get(mode="promise_in_bounds", wrap_negative_indices=False)
             return found.reshape(B, 1, b * self.page_size, *pages.shape[3:])
 
-        found = jax.tree.map(gather, self.kv_pages)
-        latents = dequantize(*found) if isinstance(found, QuantizedPages) else found.astype(jnp.float32)
+        latents = decode(jax.tree.map(gather, self.kv_pages))
         return latents, latents[..., : self.value_dim]

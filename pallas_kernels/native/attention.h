@@ -7,6 +7,9 @@
 // does not depend on its neighbours: blocks of keys start at multiples of kBlockTokens whatever the tile, and blocks
 // that a query does not see leave its state bit-identical. This holds for finite inputs: a NaN reaches all queries that
 // see it, may reach others of the tile, and never turns into a number.
+//
+// Keys and values of int4 pools become floats a block at a time, and stay in a core's first-level cache while the
+// queries of a tile pass. They are stored rotated: queries are rotated too, and outputs back.
 
 #pragma once
 
@@ -14,9 +17,11 @@
 #include <array>
 #include <bitset>
 #include <limits>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "int4.h"
 #include "kernels.h"
 #include "simd.h"
 
@@ -25,6 +30,7 @@ namespace NATIVE_ISA {
 using native::AttentionProblem;
 using native::Executor;
 using native::parallel_for;
+using native::PoolFormat;
 
 constexpr int64_t kBlockTokens = 64;
 constexpr int64_t kTreeNodes = 32;    // bits of a word of a tree mask
@@ -63,6 +69,7 @@ struct Block {
 // Working memory of one thread, reused from tile to tile.
 struct Scratch {
   std::vector<float> q, scores, sums, max_scores, weights;
+  std::vector<float> keys, values;  // [H, kBlockTokens] and [kBlockTokens, H]: a block of an int4 pool
   void resize(int64_t num_vectors, int64_t head_dim, int64_t width) {
     q.resize(num_vectors * head_dim);
     sums.resize(num_vectors * head_dim);
@@ -131,7 +138,10 @@ template <int W, typename Number>
 class Attention {
  public:
   explicit Attention(const AttentionProblem& p)
-      : p_(p), group_(p.num_query_heads / p.num_kv_heads), page_elements_(p.page_size * p.head_dim) {
+      : p_(p),
+        group_(p.num_query_heads / p.num_kv_heads),
+        stored_size_(native::stored_size(p.format, p.head_dim)),
+        page_elements_(p.page_size * stored_size_) {
     layer_ = static_cast<Number*>(p.pool) + p.layer * p.num_pages * 2 * p.num_kv_heads * page_elements_;
   }
 
@@ -147,6 +157,9 @@ class Attention {
   }
 
  private:
+  static constexpr bool kIsInt4 = std::is_same_v<Number, Nibbles>;
+  using Element = std::conditional_t<kIsInt4, float, Number>;  // of keys and values as they meet queries
+
   Number* keys(int64_t page, int64_t kv_head) const {
     return layer_ + (page * p_.num_kv_heads + kv_head) * 2 * page_elements_;
   }
@@ -176,11 +189,22 @@ class Attention {
         const float* k = new_head(token, p_.num_query_heads + head);
         const float* v = new_head(token, p_.num_query_heads + p_.num_kv_heads + head);
         Number* key = keys(page, head) + slot;
-        Number* value = values(page, head) + slot * p_.head_dim;
+        Number* value = values(page, head) + slot * stored_size_;
         rotate(k, token, rotated.data());
-        for (int64_t h = 0; h < p_.head_dim; ++h) store_one(key + h * p_.page_size, rotated[h]);
-        for (int64_t h = 0; h < p_.head_dim; ++h) store_one(value + h, v[h]);
+        store_vector(rotated.data(), key, p_.page_size);
+        std::copy_n(v, p_.head_dim, rotated.data());
+        store_vector(rotated.data(), value, 1);
       }
+    }
+  }
+
+  // Write a vector to elements that are `stride` apart; may change it.
+  void store_vector(float* x, Number* to, int64_t stride) const {
+    if constexpr (kIsInt4) {
+      hadamard(x, p_.head_dim);
+      pack_int4(x, p_.head_dim, to, stride);
+    } else {
+      for (int64_t h = 0; h < p_.head_dim; ++h) store_one(to + h * stride, x[h]);
     }
   }
 
@@ -256,13 +280,17 @@ class Attention {
     int64_t num_vectors = 0;
     for (int64_t i = tile.first_part; i < tile.end_part; ++i) num_vectors += parts_[i].num_queries * group_;
     scratch.resize(num_vectors, p_.head_dim, W);
+    if constexpr (kIsInt4) {
+      scratch.keys.resize(kBlockTokens * p_.head_dim);
+      scratch.values.resize(kBlockTokens * p_.head_dim);
+    }
     int64_t vector = 0;
     for (int64_t i = tile.first_part; i < tile.end_part; ++i) {
       start(parts_[i], kv_head, vector, scratch);
       vector += parts_[i].num_queries * group_;
     }
     for (int64_t block = 0; block < tile.num_shared; block += kBlockTokens) {
-      const auto keys = find_block(parts_[tile.first_part].row, kv_head, block, block, block + kBlockTokens);
+      const auto keys = find_block(parts_[tile.first_part].row, kv_head, block, block, block + kBlockTokens, scratch);
       score_block(keys, kBlockTokens, 0, num_vectors, scratch);
       for (int64_t v = 0; v < num_vectors; ++v) absorb(kAllTokens, v, scratch);
       add_values(keys, 0, num_vectors, scratch);
@@ -281,7 +309,7 @@ class Attention {
     const int64_t first = first_key(std::min(part.first_position, part.tree_start));
     for (int64_t start = std::max(done, first / kBlockTokens * kBlockTokens); start < end; start += kBlockTokens) {
       const int64_t stop = std::min(end, start + kBlockTokens);
-      const auto block = find_block(part.row, kv_head, start, std::max(start, first), stop);
+      const auto block = find_block(part.row, kv_head, start, std::max(start, first), stop, s);
       score_block(block, stop - start, vector, num_vectors, s);
       for (int64_t v = 0; v < num_vectors; ++v) absorb(visible_tokens(part, v / group_, start), vector + v, s);
       add_values(block, vector, num_vectors, s);
@@ -310,20 +338,47 @@ class Attention {
   }
 
   // Return the keys of the tokens [start, end) and the values of [first, end): stale ones outside might be NaN.
-  Block<W, Number> find_block(int64_t row, int64_t kv_head, int64_t start, int64_t first, int64_t end) const {
-    Block<W, Number> block;
+  Block<W, Element> find_block(int64_t row, int64_t kv_head, int64_t start, int64_t first, int64_t end,
+                               Scratch& s) const {
+    Block<W, Element> block;
     int column = 0;
     for (int64_t position = start, next; position < end; position = next) {
       const int64_t slot = position % p_.page_size, page = page_of(row, position);
       next = std::min(end, position - slot + p_.page_size);
-      for (int64_t t = slot; t < slot + next - position; t += W) block.columns[column++] = keys(page, kv_head) + t;
+      for (int64_t t = slot; t < slot + next - position; t += W, ++column) {
+        block.columns[column] = find_keys(keys(page, kv_head) + t, column * W, s);
+      }
       if (const int64_t from = std::max(position, first); from < next) {
-        block.spans[block.num_spans++] = {values(page, kv_head) + (slot + from - position) * p_.head_dim, from - start,
-                                          next - from};
+        const Number* stored = values(page, kv_head) + (slot + from - position) * stored_size_;
+        block.spans[block.num_spans++] = {find_values(stored, from - start, next - from, s), from - start, next - from};
       }
     }
     for (; column < kBlockTokens / W; ++column) block.columns[column] = block.columns[column - 1];
     return block;
+  }
+
+  // Return the keys of W tokens of a page, the first of them `at` tokens after the block's start.
+  const Element* find_keys(const Number* stored, int64_t at, Scratch& s) const {
+    if constexpr (kIsInt4) {
+      float* to = s.keys.data() + at;
+      unpack_keys<W>(stored, p_.page_size, p_.head_dim, to, kBlockTokens);
+      return to;
+    } else {
+      return stored;
+    }
+  }
+
+  // Return the values of some tokens of a page, the first of them `at` tokens after the block's start.
+  const Element* find_values(const Number* stored, int64_t at, int64_t num_tokens, Scratch& s) const {
+    if constexpr (kIsInt4) {
+      float* to = s.values.data() + at * p_.head_dim;
+      for (int64_t t = 0; t < num_tokens; ++t) {
+        unpack_value<W>(stored + t * stored_size_, p_.head_dim, to + t * p_.head_dim);
+      }
+      return to;
+    } else {
+      return stored;
+    }
   }
 
   // Return the token and the query head of one vector of a part.
@@ -337,7 +392,8 @@ class Attention {
       const int64_t v = vector + i;
       float* q = &s.q[v * p_.head_dim];
       rotate(new_head(token, head), token, q);
-      for (int64_t h = 0; h < p_.head_dim; ++h) q[h] *= p_.scale;
+      if constexpr (kIsInt4) hadamard(q, p_.head_dim);
+      for (int64_t h = 0; h < p_.head_dim; ++h) q[h] *= p_.scale * hadamard_factor();
       std::fill_n(&s.sums[v * p_.head_dim], p_.head_dim, 0.0f);
       std::fill_n(&s.weights[v * W], W, 0.0f);
       s.max_scores[v] = p_.sinks ? p_.sinks[head] : kMinusInfinity;
@@ -346,12 +402,12 @@ class Attention {
   }
 
   // Score `num_vectors` vectors with the first `num_tokens` of a block; the scores after those are garbage.
-  void score_block(const Block<W, Number>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
+  void score_block(const Block<W, Element>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
                    Scratch& s) const {
     for (int64_t first = 0; first < num_tokens; first += kChunk * W) {
       for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
-        const auto score = ByVectors<W, Number>::score_of[std::min<int64_t>(kGroup, left) - 1];
-        score(&s.q[v * p_.head_dim], block.columns + first / W, p_.page_size, p_.head_dim,
+        const auto score = ByVectors<W, Element>::score_of[std::min<int64_t>(kGroup, left) - 1];
+        score(&s.q[v * p_.head_dim], block.columns + first / W, kIsInt4 ? kBlockTokens : p_.page_size, p_.head_dim,
               &s.scores[v * kBlockTokens + first]);
       }
     }
@@ -407,13 +463,13 @@ class Attention {
   }
 
   // Add the weighted values of a block's tokens.
-  void add_values(const Block<W, Number>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
+  void add_values(const Block<W, Element>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
     const int64_t H = p_.head_dim;
     for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
       const int64_t count = std::min<int64_t>(kGroup, left);
       for (int64_t h = 0; h < H;) {
         const int64_t chunks = H - h >= kChunk * W ? kChunk : H - h >= 2 * W ? 2 : 1;
-        const auto accumulate = ByVectors<W, Number>::accumulate_of[chunks / 2][count - 1];
+        const auto accumulate = ByVectors<W, Element>::accumulate_of[chunks / 2][count - 1];
         for (int i = 0; i < block.num_spans; ++i) {
           const auto& span = block.spans[i];
           accumulate(&s.scores[v * kBlockTokens + span.first], span.values + h, span.num_tokens, H, &s.sums[v * H + h]);
@@ -429,12 +485,17 @@ class Attention {
       const int64_t v = vector + i;
       float* out = p_.out + (token * p_.num_query_heads + head) * p_.head_dim;
       const float factor = 1.0f / sum_lanes<W>(load<W>(&s.weights[v * W]));
-      for (int64_t h = 0; h < p_.head_dim; ++h) out[h] = s.sums[v * p_.head_dim + h] * factor;
+      for (int64_t h = 0; h < p_.head_dim; ++h) out[h] = s.sums[v * p_.head_dim + h] * factor * hadamard_factor();
+      if constexpr (kIsInt4) hadamard(out, p_.head_dim);
     }
   }
 
+  // Return what undoes the growth of a vector that is rotated twice.
+  float hadamard_factor() const { return kIsInt4 ? 1.0f / hadamard_block(p_.head_dim) : 1.0f; }
+
   const AttentionProblem& p_;
   const int64_t group_;          // query heads per KV head
+  const int64_t stored_size_;    // elements of the pool that hold a vector
   const int64_t page_elements_;  // elements of the keys (or values) of one page and head
   Number* layer_;
   std::vector<Part> parts_;
@@ -444,15 +505,16 @@ class Attention {
 
 template <int W>
 void attention_of_width(Executor& executor, const AttentionProblem& p) {
-  if (p.is_bfloat16) {
-    Attention<W, BFloat16>(p).run(executor);
-  } else {
-    Attention<W, float>(p).run(executor);
+  switch (p.format) {
+    case PoolFormat::kFloat32: return Attention<W, float>(p).run(executor);
+    case PoolFormat::kBFloat16: return Attention<W, BFloat16>(p).run(executor);
+    case PoolFormat::kInt4: return Attention<W, Nibbles>(p).run(executor);
   }
 }
 
 inline void attention(Executor& executor, const AttentionProblem& p) {
-  if (p.page_size % NATIVE_WIDTH == 0 && p.head_dim % NATIVE_WIDTH == 0) {
+  const int64_t run = p.format == PoolFormat::kInt4 ? native::int4_group(p.head_dim) / 2 : p.head_dim;
+  if (p.page_size % NATIVE_WIDTH == 0 && run % NATIVE_WIDTH == 0) {
     attention_of_width<NATIVE_WIDTH>(executor, p);
   } else {
     attention_of_width<4>(executor, p);

@@ -76,6 +76,16 @@ std::optional<native::WeightFormat> weight_format(ffi::DataType dtype) {
   }
 }
 
+// Return the format of a pool by the dtype of its array, or kInt4 for bytes.
+std::optional<native::PoolFormat> pool_format(ffi::DataType dtype) {
+  switch (dtype) {
+    case ffi::F32: return native::PoolFormat::kFloat32;
+    case ffi::BF16: return native::PoolFormat::kBFloat16;
+    case ffi::U8: return native::PoolFormat::kInt4;
+    default: return std::nullopt;
+  }
+}
+
 // Fill `p` with the product of x with each of `num_matrices` matrices, of which `p.weight` is the first.
 ffi::Error read_product(const ffi::Buffer<ffi::F32>& x, const ffi::AnyBuffer& weight,
                         const ffi::Buffer<ffi::F32>& scales, const ffi::Buffer<ffi::F32>& zeros, int64_t num_matrices,
@@ -169,8 +179,10 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   }
   const auto pages = kv_pages.dimensions();  // [L, N, 2K, P, H]
   const auto heads = qkv.dimensions(), of_q = out->dimensions();
+  const auto format = pool_format(kv_pages.element_type());
+  if (!format.has_value()) return ffi::Error::InvalidArgument("the pool must be float32, bfloat16, or uint8 for int4");
   if (pages.size() != 5 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != heads[2] ||
-      pages[4] != heads[2] || pages[2] < 2 || heads[1] != of_q[1] + pages[2] || of_q[1] % (pages[2] / 2) != 0) {
+      pages[4] != native::stored_size(*format, heads[2]) || pages[2] < 2 || heads[1] != of_q[1] + pages[2] || of_q[1] % (pages[2] / 2) != 0) {
     return ffi::Error::InvalidArgument("qkv [T, Q + 2K, H] must fit the pool [L, N, 2K, P, H] and give out [T, Q, H]");
   }
   const auto angles = rope.dimensions();
@@ -182,7 +194,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.qkv = qkv.typed_data();
   p.rope = rope.element_count() > 0 ? rope.typed_data() : nullptr;
   p.pool = kv_pages.untyped_data();
-  p.is_bfloat16 = kv_pages.element_type() == ffi::BF16;
+  p.format = *format;
   p.kv_lens = kv_lens.typed_data();
   p.page_table = page_table.typed_data();
   p.cu_q_lens = cu_q_lens.typed_data();
@@ -215,7 +227,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 6; }
+extern "C" int jaxserve_native_abi() { return 7; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {

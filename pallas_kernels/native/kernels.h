@@ -42,12 +42,26 @@ struct GroupedProblem {
   int64_t num_groups;
 };
 
+enum class PoolFormat { kFloat32, kBFloat16, kInt4 };
+
+// Groups of an int4 pool, as pallas_kernels/ragged_paged_attention/int4.py has them.
+constexpr int64_t kInt4Group = 64;
+constexpr int64_t kInt4Numbers = 4;  // bytes of a group's step and least element
+constexpr int64_t int4_group(int64_t head_dim) { return head_dim % kInt4Group ? head_dim : kInt4Group; }
+
+// Return the elements of a pool's array that hold a vector.
+constexpr int64_t stored_size(PoolFormat format, int64_t head_dim) {
+  if (format != PoolFormat::kInt4) return head_dim;
+  return head_dim / 2 + head_dim / int4_group(head_dim) * kInt4Numbers;
+}
+
 // Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a KV head: keys [H, P], values [P, H].
+// In int4 pools, H stands for the bytes of a vector.
 struct AttentionProblem {
   const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v
   const float* rope;  // [2, T, H / 2], cosines and sines that rotate q and k; null for none
-  void* pool;  // [L, N, K, 2, P * H], float or bfloat16
-  bool is_bfloat16;
+  void* pool;  // [L, N, K, 2, P * H]
+  PoolFormat format;
   const int32_t* kv_lens;
   const int32_t* page_table;  // [R, M]
   const int32_t* cu_q_lens;

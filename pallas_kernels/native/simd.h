@@ -53,6 +53,19 @@ inline I<W> widen(const int8_t* from) {
 }
 
 template <int W>
+inline I<W> widen(const uint8_t* from) {
+#ifdef __AVX512F__
+  if constexpr (W == 16) return (I<W>)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#endif
+#ifdef __AVX2__
+  if constexpr (W == 8) return (I<W>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#endif
+  I<W> to;
+  for (int i = 0; i < W; ++i) to[i] = from[i];
+  return to;
+}
+
+template <int W>
 inline I<W> widen(const uint16_t* from) {
 #ifdef __AVX512F__
   if constexpr (W == 16) return (I<W>)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
@@ -113,6 +126,15 @@ inline void store_one(BFloat16* to, float value) {
   const bool is_nan = value != value;
   bits += 0x7fff + ((bits >> 16) & 1);
   to->bits = is_nan ? 0x7fc0 : static_cast<uint16_t>(bits >> 16);
+}
+
+inline float to_float(BFloat16 number) { return bits_of<float>(static_cast<uint32_t>(number.bits) << 16); }
+
+// Round to bfloat16.
+inline BFloat16 rounded(float value) {
+  BFloat16 to;
+  store_one(&to, value);
+  return to;
 }
 
 // Load the first `size` of W floats, or all; the rest are zeros.

@@ -9,7 +9,8 @@ Contract of the operation, the same for all backends:
   (a shared prefix), and one of them may write to it in the same step: the others then see the new content. No two rows
   of a step write the same position of a page. Schedulers rely on this order to share pages between rows of one step.
 - The pool is one array for all layers, in a layout that belongs to the backend: make it with `new_pages`. An int8 or
-  fp8 pool has an array of scales beside it, one scale per token and head (`QuantizedPages`). Code that moves pages
+  fp8 pool has an array of scales beside it, one scale per token and head (`QuantizedPages`). In an int4 pool, a vector
+  is a run of bytes with its scales among them (`int4.py`), and H the number of these bytes. Code that moves pages
   elsewhere converts them by `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
   Under jit, donate the pool and pass it from layer to layer: it is then updated in place and never copied, as long as
   each layer's keys depend on the output of the layer before. In a transformer they do, which orders reads and writes.
@@ -42,7 +43,10 @@ from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QUANTIZED_MAX,
     Pages,
     QuantizedPages,
-    is_quantized,
+    array_dtype,
+    has_scales,
+    pool_dtype,
+    stored_size,
     values_of,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
@@ -170,9 +174,9 @@ def new_pages(
       ValueError: the name is not that of a backend.
     """
     layout, dtype = _layout_of(backend), jnp.dtype(dtype)
-    dims = PoolDims(num_layers, num_pages, page_size, num_kv_heads, head_dim)
-    values = jnp.zeros(layout.kv_shape(dims), dtype)
-    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), jnp.float32)) if is_quantized(dtype) else values
+    dims = PoolDims(num_layers, num_pages, page_size, num_kv_heads, stored_size(head_dim, dtype))
+    values = jnp.zeros(layout.kv_shape(dims), array_dtype(dtype))
+    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), jnp.float32)) if has_scales(dtype) else values
 
 
 def to_canonical(backend: str, kv_pages: Pages) -> Pages:
@@ -210,7 +214,7 @@ def _select_for_pool(backend: str, inputs: AttentionInputs, kv_pages: Pages) -> 
 
     def supports(candidate: Backend) -> str | None:
         page_size = candidate.LAYOUT.pool_dims(values.shape).page_size
-        return candidate.supports(Problem(Q, K, H, page_size, values.dtype, platform))
+        return candidate.supports(Problem(Q, K, H, page_size, pool_dtype(kv_pages), platform))
 
     return select("ragged_paged_attention", BACKENDS, backend, supports)
 
@@ -262,9 +266,10 @@ def check_tree_mask(mask: Array | None, T: int) -> None:
 def _check_pool(layout: Layout, k: Array, kv_pages: Pages, layer: int | Array) -> None:
     values = values_of(kv_pages)
     dims = layout.pool_dims(values.shape)
-    if (dims.num_kv_heads, dims.head_dim) != k.shape[1:]:
+    size = stored_size(k.shape[2], pool_dtype(kv_pages))
+    if (dims.num_kv_heads, dims.head_dim) != (k.shape[1], size):
         raise ValueError(
-            f"kv_pages holds {dims.num_kv_heads} kv heads of {dims.head_dim}, k has {k.shape[1]} of {k.shape[2]} "
+            f"kv_pages holds {dims.num_kv_heads} kv heads of {dims.head_dim}, k has {k.shape[1]} of {size} "
             f"(pool shape {values.shape}); make the pool with new_pages of the same backend"
         )
     check_scales(kv_pages, lambda: layout.scale_shape(dims))
@@ -274,7 +279,7 @@ def _check_pool(layout: Layout, k: Array, kv_pages: Pages, layer: int | Array) -
 
 def check_scales(kv_pages: Pages, scale_shape: Callable[[], tuple[int, ...]]) -> None:
     """Check that a pool has scales, of this shape, exactly if its dtype needs them; ValueError if not."""
-    if is_quantized(values_of(kv_pages).dtype) != isinstance(kv_pages, QuantizedPages):
+    if has_scales(values_of(kv_pages).dtype) != isinstance(kv_pages, QuantizedPages):
         raise ValueError(
             f"a pool has scales if it is one of {list(QUANTIZED_MAX)}, got {_form(kv_pages)}; use new_pages"
         )

@@ -14,15 +14,21 @@ from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    QUANTIZED_MAX,
+    QUANTIZED,
     Pages,
-    QuantizedPages,
-    dequantize,
-    is_quantized,
-    quantize,
+    decode,
+    encode,
+    pool_dtype,
 )
 
-STEPS = {"float32": 2**-23, "float16": 2**-10, "bfloat16": 2**-7, "int8": 1 / 127, "float8_e4m3fn": 32 / 448}
+STEPS = {
+    "float32": 2**-23,
+    "float16": 2**-10,
+    "bfloat16": 2**-7,
+    "int8": 1 / 127,
+    "float8_e4m3fn": 32 / 448,
+    "int4": 2 / 15,  # of a vector with elements as large as the largest on either side of zero
+}
 """Relative distance of neighbouring values of a dtype; of quantised values relative to the vector's largest element."""
 
 
@@ -87,7 +93,8 @@ class Case:
         """Largest `pool_error` allowed: rotated keys may round to the neighbouring value, all others must be exact."""
         if not self.has_rope:
             return 0.0
-        return STEPS[self.kv_dtype] * (1.001 if self.kv_dtype in QUANTIZED_MAX else 1)  # scales are rounded, too
+        rounding = 1.02 if self.kv_dtype == "int4" else 1.001 if self.kv_dtype in QUANTIZED else 1  # of scales
+        return STEPS[self.kv_dtype] * rounding
 
     @property
     def num_tokens(self) -> int:
@@ -182,17 +189,14 @@ class Case:
     def _stored(self, pool: np.ndarray) -> Pages:
         """Return the pool in its dtype; stale elements of a quantised pool have stale scales."""
         dtype = jnp.dtype(self.kv_dtype)
-        if not is_quantized(dtype):
-            return _array(pool, dtype)
-        values, scales = _quantize(_array(pool.reshape(-1, *pool.shape[3:]), "float32"), dtype)
-        return QuantizedPages(values.reshape(pool.shape), scales.reshape(pool.shape[:-1]))
+        return _encode(_array(pool, "float32"), dtype) if self.kv_dtype in QUANTIZED else _array(pool, dtype)
 
     def _pad_rows(self, rng: np.random.Generator, values: np.ndarray) -> Int32[Array, "n"]:
         garbage = rng.integers(-100, 100, size=self.padding_rows)
         return _array(np.concatenate([values, garbage]), jnp.int32)
 
 
-_quantize = jax.jit(quantize, static_argnums=1)
+_encode = jax.jit(encode, static_argnums=1)
 
 
 def _array(x: np.ndarray | int, dtype: DTypeLike) -> Array:
@@ -212,19 +216,20 @@ def pool_error(found: Pages, expected: Pages) -> float:
     """Return the largest relative error in a pool `[L, N, P, 2K, H]`; infinite if stale infinities or NaN changed.
 
     Errors of a quantised pool are relative to the largest element of their vector, other errors to the element itself.
+    Vectors of an int4 pool are compared as they are stored, rotated.
     """
     (numbers, stale), (right, right_stale) = (_numbers(kv_pages) for kv_pages in (found, expected))
     if not np.array_equal(stale, right_stale, equal_nan=True):
         return float("inf")
     sizes = np.abs(right)
-    if isinstance(expected, QuantizedPages):
+    if pool_dtype(expected).name in QUANTIZED:
         sizes = sizes.max(axis=-1, keepdims=True)
     return float(np.max(np.abs(numbers - right) / np.maximum(sizes, 1e-6), initial=0))
 
 
 def _numbers(kv_pages: Pages) -> tuple[np.ndarray, np.ndarray]:
     """Return the finite elements of the pages in float32, then the others, each with zeros for the rest."""
-    x = np.asarray(dequantize(*kv_pages) if isinstance(kv_pages, QuantizedPages) else kv_pages, np.float32)
+    x = np.asarray(decode(jax.tree.map(jnp.asarray, kv_pages)))
     finite = np.isfinite(x)
     return np.where(finite, x, 0), np.where(finite, 0, x)
 
@@ -239,7 +244,7 @@ _SHARED_TREES = ((3,) * 9 + (7, 1, 20, 32), tuple(kv_len + 40 for kv_len in _SHA
 
 _QUANTIZED = tuple(
     replace(case, name=f"{dtype}_{case.name}", kv_dtype=dtype)
-    for dtype in QUANTIZED_MAX
+    for dtype in QUANTIZED
     for case in (
         Case("ragged", *_RAGGED, padding_rows=2, padding_tokens=3),
         Case("pages_of_8_rope", *_RAGGED, num_query_heads=9, num_kv_heads=3, page_size=8, has_rope=True),
@@ -309,6 +314,10 @@ CASES: tuple[Case, ...] = (
     Case("tree_window_of_one_token", *_RAGGED, tree="binary", window=1),
     Case("tree_shared_prefix", *_SHARED_TREES, tree="random", shared_pages=8),
     Case("tree_int8", *_TREES, tree="random", page_size=32, kv_dtype="int8"),
+    Case("tree_int4", *_TREES, tree="random", page_size=32, kv_dtype="int4", head_dim=64, has_rope=True),
+    Case("int4_head_dim_128_soft_cap", *_SHARING, shared_pages=8, soft_cap=5.0, kv_dtype="int4", head_dim=128),
+    Case("int4_head_dim_96_window", *_RAGGED, window=20, num_query_heads=6, head_dim=96, kv_dtype="int4"),
+    Case("int4_head_dim_8", *_RAGGED, head_dim=8, page_size=4, kv_dtype="int4"),
     Case("rope_head_dim_12", *_RAGGED, has_rope=True, head_dim=12),
     Case("rope_head_dim_96", *_RAGGED, has_rope=True, head_dim=96),
     Case("rope_head_dim_128", *_RAGGED, has_rope=True, head_dim=128, num_query_heads=8, num_kv_heads=1),
@@ -320,7 +329,7 @@ GPU_CASES: tuple[Case, ...] = (
     *(
         replace(case, dtype="bfloat16", kv_dtype="bfloat16" if case.kv_dtype == "float32" else case.kv_dtype)
         for case in CASES
-        if case.name != "rope_head_dim_12"
+        if case.name != "rope_head_dim_12" and case.kv_dtype != "int4"
     ),
     Case("float16", *_RAGGED, dtype="float16", kv_dtype="float16"),
     Case("head_dim_64", *_RAGGED, head_dim=64, dtype="bfloat16", kv_dtype="bfloat16"),

@@ -1,7 +1,7 @@
 """Layouts of the page pool in memory, and their conversion to the canonical one.
 
-The canonical layout is `[L, N, P, 2K, H]`, keys of head h at 2h and values at 2h + 1. The scales of a quantised pool
-are an array beside it, canonically `[L, N, P, 2K]`.
+The canonical layout is `[L, N, P, 2K, H]`, keys of head h at 2h and values at 2h + 1. The scales of an int8 or fp8 pool
+are an array beside it, canonically `[L, N, P, 2K]`. In an int4 pool, H is the bytes of a vector (`int4.stored_bytes`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALL_PAGE_TOKENS = 16  # leaves little of a row's last page empty
 
 
 class PoolDims(NamedTuple):
-    """Sizes of a page pool, whatever the order of its axes."""
+    """Sizes of a page pool, whatever the order of its axes; `head_dim` is the elements stored for a vector."""
 
     num_layers: int
     num_pages: int

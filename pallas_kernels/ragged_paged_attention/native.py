@@ -11,11 +11,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int32
 
 from jaxserve.pallas_kernels import native
+from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TransposedKeys
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, Pages, QuantizedPages
 
-POOL_DTYPES = ("float32", "bfloat16")
+POOL_DTYPES = ("float32", "bfloat16", "int4")
 VECTOR = 4  # elements of the narrowest vectors in use
 
 LAYOUT = TransposedKeys()
@@ -31,7 +32,9 @@ def supports(problem: Problem) -> str | None:
         return f"the pool must be one of {POOL_DTYPES}, not {problem.kv_dtype}"
     if problem.page_size % VECTOR or problem.head_dim % VECTOR:
         return f"page_size and head_dim must be multiples of {VECTOR}, not {problem.page_size} and {problem.head_dim}"
-    return None
+    if problem.kv_dtype == INT4 and problem.head_dim % (2 * VECTOR):
+        return f"head_dim must be a multiple of {2 * VECTOR} in a pool of int4, not {problem.head_dim}"
+    return int4.failure(problem.head_dim) if problem.kv_dtype == INT4 else None
 
 
 def write_and_attend(

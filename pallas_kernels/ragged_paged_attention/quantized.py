@@ -1,4 +1,4 @@
-"""Quantised pools: int8 and fp8 (e4m3), with one scale per token and head."""
+"""Quantised pools: int8 and fp8 (e4m3), with one scale per token and head; int4, whose vectors hold their scales."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Shaped
 
+from jaxserve.pallas_kernels.ragged_paged_attention import int4
+
+INT4 = jnp.dtype("int4")
+_PACKED = jnp.dtype("uint8")  # dtype of the arrays that hold the bytes of an int4 pool
+
 QUANTIZED_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
-"""Quantised value of the largest element of a vector, by the dtype of the pool."""
+"""Quantised value of the largest element of a vector, by the dtype of a pool that has an array of scales."""
+QUANTIZED = (*QUANTIZED_MAX, INT4.name)
+"""Dtypes of quantised pools."""
 
 
 class QuantizedPages(NamedTuple):
@@ -28,9 +35,24 @@ class QuantizedPages(NamedTuple):
 Pages = Shaped[Array, "..."] | QuantizedPages
 
 
-def is_quantized(dtype: jnp.dtype) -> bool:
-    """Return whether a pool of this dtype has scales."""
+def has_scales(dtype: jnp.dtype) -> bool:
+    """Return whether a pool of this dtype has an array of scales."""
     return dtype.name in QUANTIZED_MAX
+
+
+def array_dtype(kv_dtype: jnp.dtype) -> jnp.dtype:
+    """Return the dtype of the array of a pool."""
+    return _PACKED if kv_dtype == INT4 else kv_dtype
+
+
+def pool_dtype(kv_pages: Pages) -> jnp.dtype:
+    """Return the dtype of a pool, which is int4 if its array holds bytes."""
+    return INT4 if (dtype := values_of(kv_pages).dtype) == _PACKED else dtype
+
+
+def stored_size(head_dim: int, kv_dtype: jnp.dtype) -> int:
+    """Return the elements that the array of a pool has for a vector."""
+    return int4.stored_bytes(head_dim) if kv_dtype == INT4 else head_dim
 
 
 def values_of(kv_pages: Pages) -> Shaped[Array, "..."]:
@@ -38,14 +60,23 @@ def values_of(kv_pages: Pages) -> Shaped[Array, "..."]:
     return kv_pages.values if isinstance(kv_pages, QuantizedPages) else kv_pages
 
 
-def encode(x: Float[Array, "T N H"], kv_pages: Pages) -> Pages:
-    """Return vectors as a pool stores them: cast to its dtype, or quantised, with scales `[T, N]`."""
-    if isinstance(kv_pages, QuantizedPages):
-        return QuantizedPages(*quantize(x, kv_pages.values.dtype))
-    return x.astype(kv_pages.dtype)
+def encode(x: Float[Array, "*vectors H"], kv_dtype: jnp.dtype) -> Pages:
+    """Return vectors as a pool stores them: cast to its dtype, packed, or quantised with scales `[*vectors]`."""
+    if has_scales(kv_dtype):
+        return QuantizedPages(*quantize(x, kv_dtype))
+    return int4.pack(int4.rotate(x)) if kv_dtype == INT4 else x.astype(kv_dtype)
 
 
-def quantize(x: Float[Array, "T N H"], dtype: jnp.dtype) -> tuple[Shaped[Array, "T N H"], Float32[Array, "T N"]]:
+def decode(stored: Pages) -> Float32[Array, "*vectors H"]:
+    """Return the vectors that some elements of a pool stand for; those of int4 pools stay rotated."""
+    if isinstance(stored, QuantizedPages):
+        return dequantize(*stored)
+    return int4.unpack(stored) if stored.dtype == _PACKED else stored.astype(jnp.float32)
+
+
+def quantize(
+    x: Float[Array, "*vectors H"], dtype: jnp.dtype
+) -> tuple[Shaped[Array, "*vectors H"], Float32[Array, "*vectors"]]:
     """Return each vector in `dtype` with its scale; all products of the two are NaN for a vector that is not finite."""
     x = x.astype(jnp.float32)
     # Multiply instead of dividing: XLA turns some divisions into products, which round differently.

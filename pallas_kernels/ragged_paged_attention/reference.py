@@ -13,7 +13,15 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, Pages, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    INT4,
+    QUANTIZED_MAX,
+    Pages,
+    QuantizedPages,
+    pool_dtype,
+)
+
+_GROUP = 64  # elements of a group of int4 pools
 
 
 def write_and_attend(
@@ -45,13 +53,53 @@ def _write_kv(
     """Return a copy of the pool with the keys and values of this step in their pages."""
     kv = np.stack([np.asarray(k), np.asarray(v)], axis=2).reshape(k.shape[0], -1, k.shape[2])  # [T, 2K, H]
     if not isinstance(kv_pages, QuantizedPages):
-        return _write(kv_pages, kv, layer, rows)
+        is_int4 = pool_dtype(kv_pages) == INT4
+        return _write(kv_pages, _pack(_mixed(kv.astype(np.float32))) if is_int4 else kv, layer, rows)
     kv = kv.astype(np.float32)
     step = np.float32(1 / QUANTIZED_MAX[kv_pages.values.dtype.name])
     scales = np.maximum(np.abs(kv).max(axis=-1) * step, np.finfo(np.float32).tiny)
     values = kv * (1 / scales)[..., None]
     values = np.rint(values) if kv_pages.values.dtype == np.int8 else values
     return QuantizedPages(_write(kv_pages.values, values, layer, rows), _write(kv_pages.scales, scales, layer, rows))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """Multiply each block of 2^n elements by a Hadamard matrix, in the order of additions that int4 pools require."""
+    block, shape = _block_size(x.shape[-1]), x.shape
+    index = np.arange(block)
+    x = x.reshape(*shape[:-1], -1, block)
+    for distance in 2 ** np.arange(np.log2(block), dtype=int):
+        partner = x[..., index ^ distance]
+        x = np.where(index & distance, partner - x, x + partner)
+    return x.reshape(shape)
+
+
+def _block_size(head_dim: int) -> int:
+    return int(np.gcd(head_dim, 1 << 30))
+
+
+def _pack(x: np.ndarray) -> np.ndarray:
+    """Return the bytes of vectors in an int4 pool."""
+    size = x.shape[-1] if x.shape[-1] % _GROUP else _GROUP
+    groups = x.reshape(*x.shape[:-1], -1, size)
+    least, largest = groups.min(axis=-1), groups.max(axis=-1)
+    least = least.astype("bfloat16")
+    step = (largest - least.astype(np.float32)) * np.float32(1 / 15)
+    step = np.maximum(step, np.finfo(np.float32).tiny).astype("bfloat16")
+    numbers = np.stack([step, least], axis=-1)
+    step, least = (numbers[..., i, None].astype(np.float32) for i in (0, 1))
+    elements = np.rint((groups - least) * (1 / step)).clip(0, 15).astype(np.uint8)
+    packed = elements[..., : size // 2] + 16 * elements[..., size // 2 :]
+    return np.concatenate([packed, numbers.view(np.uint8)], axis=-1).reshape(*x.shape[:-1], -1)
+
+
+def _unpack(stored: np.ndarray, head_dim: int) -> np.ndarray:
+    """Return the vectors that bytes of an int4 pool stand for, `f32[..., H]`."""
+    num_groups = 1 if head_dim % _GROUP else head_dim // _GROUP
+    groups = stored.reshape(*stored.shape[:-1], num_groups, -1)
+    numbers = np.ascontiguousarray(groups[..., -4:]).view("bfloat16").astype(np.float32)
+    elements = np.concatenate([groups[..., :-4] % 16, groups[..., :-4] // 16], axis=-1)
+    return np.asarray(elements * numbers[..., :1] + numbers[..., 1:]).reshape(*stored.shape[:-1], head_dim)
 
 
 def _write(
@@ -70,7 +118,7 @@ def _attend(
 ) -> Float[Array, "T Q H"]:
     """Attend with every query over the keys that it sees; zeros for padding tokens."""
     queries, rows = np.asarray(inputs.q).astype(np.float32), inputs.rows
-    pages = _numbers(kv_pages, int(layer))
+    pages = _numbers(kv_pages, int(layer), queries.shape[-1])
     page_table = np.asarray(rows.page_table)
     sinks = None if inputs.sinks is None else np.asarray(inputs.sinks).astype(np.float32)
     out = np.zeros_like(queries)
@@ -87,8 +135,11 @@ def _attend(
     return jnp.asarray(out.astype(inputs.q.dtype))
 
 
-def _numbers(kv_pages: Pages, layer: int) -> np.ndarray:
+def _numbers(kv_pages: Pages, layer: int, head_dim: int) -> np.ndarray:
     """Return the pages of one layer in float32, `[N, P, 2K, H]`."""
+    if pool_dtype(kv_pages) == INT4:
+        # Mixed twice, a vector is as many times as large as a block.
+        return _mixed(_unpack(np.asarray(kv_pages)[layer], head_dim)) / _block_size(head_dim)
     if not isinstance(kv_pages, QuantizedPages):
         return np.asarray(kv_pages)[layer]
     values, scales = (np.asarray(x)[layer] for x in kv_pages)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.blocks import Attention, attend
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
     AttentionInputs,
@@ -21,12 +22,12 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import HeadMajor
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
-    QUANTIZED_MAX,
+    INT4,
+    QUANTIZED,
     Pages,
-    QuantizedPages,
-    dequantize,
+    decode,
     encode,
-    is_quantized,
+    pool_dtype,
     values_of,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
@@ -36,16 +37,16 @@ LAYOUT = HeadMajor()
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
+    if problem.kv_dtype == INT4 and (reason := int4.failure(problem.head_dim)) is not None:
+        return reason
     return refused_dtype(problem.kv_dtype)
 
 
 def refused_dtype(dtype: jnp.dtype) -> str | None:
     """Return the reason why XLA cannot attend over a pool of this dtype, or None if it can."""
-    if is_quantized(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
+    if dtype.name in QUANTIZED or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize > 1):
         return None
-    return (
-        f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(QUANTIZED_MAX)}, not {dtype}"
-    )
+    return f"the pool must hold floating point numbers of 16 bits or more, or be one of {list(QUANTIZED)}, not {dtype}"
 
 
 def write_and_attend(
@@ -56,8 +57,13 @@ def write_and_attend(
     kv_pages = _write_kv(kv_pages, inputs.k, inputs.v, layer, inputs.rows)
     mask, rows = inputs.tree_mask, inputs.rows
     nodes = None if mask is None else seen_nodes(mask, rows, options.window)
-    attention = Attention(_HeadPages(kv_pages, layer), options, inputs.sinks, nodes)
-    return attend(attention, inputs.q, rows).astype(dtype), kv_pages
+    head_dim = inputs.q.shape[-1]
+    attention = Attention(_HeadPages(kv_pages, layer, head_dim), options, inputs.sinks, nodes)
+    if pool_dtype(kv_pages) != INT4:
+        return attend(attention, inputs.q, rows).astype(dtype), kv_pages
+    factor = 1 / int4.block_size(head_dim)
+    out = int4.rotate(attend(attention, int4.rotate(inputs.q) * factor, rows)) * factor
+    return out.astype(dtype), kv_pages
 
 
 def _write_kv(
@@ -70,7 +76,7 @@ def _write_kv(
     """Write the keys and values of this step to their pages by one scatter in place; the pool is donated."""
     (T, K, H), (_, num_pages, _, page_size, _) = k.shape, values_of(kv_pages).shape
     page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
-    kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages)
+    kv = encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), pool_dtype(kv_pages))
 
     # Each head has its own index: a scatter of all heads of a token at once makes XLA:TPU want them side by side in
     # memory and copy the whole pool from that layout to the one that is read.
@@ -88,6 +94,7 @@ class _HeadPages:
 
     kv_pages: Pages
     layer: int | Int32[Array, ""]
+    value_dim: int
 
     @property
     def num_kv_heads(self) -> int:
@@ -96,10 +103,6 @@ class _HeadPages:
     @property
     def page_size(self) -> int:
         return int(values_of(self.kv_pages).shape[3])
-
-    @property
-    def value_dim(self) -> int:
-        return int(values_of(self.kv_pages).shape[4])
 
     def read(self, page_id: Int32[Array, "B b"]) -> tuple[Float32[Array, "B K S H"], Float32[Array, "B K S H"]]:
         B, K, (_, num_pages, num_heads, _, _) = page_id.shape[0], self.num_kv_heads, values_of(self.kv_pages).shape
@@ -112,7 +115,6 @@ class _HeadPages:
             return blocks.reshape(B, K, -1, *pages.shape[4:])
 
         def read(ids: Int32[Array, "B K b"]) -> Float32[Array, "B K S H"]:
-            found = jax.tree.map(lambda pages: gather(pages, ids), self.kv_pages)
-            return dequantize(*found) if isinstance(found, QuantizedPages) else found.astype(jnp.float32)
+            return decode(jax.tree.map(lambda pages: gather(pages, ids), self.kv_pages))
 
         return read(k_id), read(k_id + 1)

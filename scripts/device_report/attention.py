@@ -26,14 +26,13 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
     AttentionInputs,
     AttentionOptions,
     Pages,
-    QuantizedPages,
     RaggedRows,
     from_canonical,
     mosaic_tpu,
     ragged_paged_attention,
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import is_quantized, quantize
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import encode
 
 machine = machines.with_jax
 
@@ -211,7 +210,7 @@ def _block(grid: Grid, page_size: int, kv_dtype: str) -> Pages:
     """Random pages of one layer, canonical."""
     shape = (1, BLOCK_PAGES, page_size, 2 * grid.num_kv_heads, grid.head_dim)
     numbers, dtype = jax.random.normal(jax.random.key(7), shape, DTYPE), jnp.dtype(kv_dtype)
-    return QuantizedPages(*quantize(numbers, dtype)) if is_quantized(dtype) else numbers.astype(dtype)
+    return encode(numbers, dtype)
 
 
 @partial(jax.jit, static_argnums=(1, 2))

@@ -14,7 +14,8 @@ from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.decoder import Attend
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.models.registry import from_hf_config, param_specs
-from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope
+from jaxserve.pallas_kernels.ragged_paged_attention import apply_rope, int4
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import decode, encode
 from jaxserve.quant import weight_format
 from jaxserve.weights import load, read_config
 
@@ -28,11 +29,18 @@ def load_model(directory: Path, *, quantization: str | None = None) -> tuple[Par
     return load(directory, specs, jnp.float32, transform=matrix_transform(specs, weight_format(quantization))), arch
 
 
-def logits(params: Params, arch: ArchConfig, tokens: Array) -> Array:
-    """Next-token logits f32[B, S, V] of `tokens` i32[B, S]; every sequence starts at position 0."""
+def logits(params: Params, arch: ArchConfig, tokens: Array, kv_dtype: str | None = None) -> Array:
+    """Next-token logits f32[B, S, V] of `tokens` i32[B, S]; every sequence starts at position 0.
+
+    Args:
+        params: parameters of the model.
+        arch: its sizes.
+        tokens: ids.
+        kv_dtype: dtype to which keys and values are rounded as a pool would; None to leave them as they are.
+    """
     B, S = tokens.shape
     positions = jnp.tile(jnp.arange(S), B)
-    hidden, _ = decoder.forward(params, arch, tokens.reshape(-1), positions, dense_attend(S), None)
+    hidden, _ = decoder.forward(params, arch, tokens.reshape(-1), positions, dense_attend(S, kv_dtype), None)
     return decoder.compute_logits(params, arch, hidden).reshape(B, S, -1)
 
 
@@ -42,9 +50,15 @@ def token_nats(logits: Array, targets: Array) -> Array:
     return jax.nn.logsumexp(logits, axis=-1) - picked
 
 
+def as_stored(x: Array, kv_dtype: str) -> Array:
+    """Keys or values as a pool of this dtype gives them back."""
+    found = decode(encode(x, jnp.dtype(kv_dtype)))
+    return int4.rotate(found) / int4.block_size(x.shape[-1]) if kv_dtype == "int4" else found
+
+
 @cache
-def dense_attend(seq_len: int) -> Attend:
-    """Causal attention inside each run of `seq_len` tokens of the token axis.
+def dense_attend(seq_len: int, kv_dtype: str | None = None) -> Attend:
+    """Causal attention inside each run of `seq_len` tokens of the token axis, on keys and values as a pool stores them.
 
     The carry is None, or the keys and values of earlier calls. A query then sees those of the first call up to its own
     place, and of each call after that, its own among them, those in its place alone. If calls after the first have
@@ -62,6 +76,8 @@ def dense_attend(seq_len: int) -> Attend:
         T, K, H = k.shape
         B, G = T // seq_len, q.shape[1] // K
         q, k = apply_rope(q, rope), apply_rope(k, rope)
+        if kv_dtype is not None:
+            k, v = as_stored(k, kv_dtype), as_stored(v, kv_dtype)
         q = q.reshape(B, seq_len, K, G, H).transpose(0, 2, 3, 1, 4) * options.attention.scale  # [B, K, G, S, H]
         k, v = (x.reshape(B, seq_len, K, H).transpose(0, 2, 1, 3) for x in (k, v))  # [B, K, S, H]
         entries = ((k, v),) if carry is None else (*carry, (k, v))

@@ -22,7 +22,7 @@ from jaxserve.quant import packed
 from jaxserve.sampling_params import SamplingParams
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
-from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, tokens
+from tests.e2e.workloads import Job, few_but_rich, generate, jobs, run, run_alone, tokens
 from tests.parameters import mainly
 from tests.soon_compiled import soon_compiled
 
@@ -177,9 +177,12 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
 SMALL = {"max_num_batched_tokens": 4, "max_num_seqs": 2}
 
 
-@pytest.mark.parametrize("dtype", ["int8", pytest.param("fp8", marks=pytest.mark.full)])
-def test_narrow_pools(start: Start, dtype: str) -> None:
-    """Outputs are near, and depend on neither batch, cache nor chunks; tokens take few bytes."""
+@pytest.mark.parametrize(
+    ("dtype", "head_bytes", "error"),
+    [("int8", 16 + 4, 0.05), ("int4", 8 + 4, 0.2), pytest.param("fp8", 16 + 4, 0.05, marks=pytest.mark.full)],
+)
+def test_narrow_pools(start: Start, dtype: str, head_bytes: int, error: float) -> None:
+    """Outputs are near, and depend on neither batch, cache, chunks nor preemption; tokens take few bytes."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     prompts = [tokens(length, length) for length in (1, 23, 9)]
     exact = start()
@@ -194,11 +197,17 @@ def test_narrow_pools(start: Start, dtype: str) -> None:
         assert len(ids) == 1
         (reference,) = generate(exact, [prompt], params)
         a, b = (next(iter(o.outputs[0].logprobs[0].values())).logprob for o in (reference, alone))
-        assert a == pytest.approx(b, abs=0.05)
-    per_head = exact.replicas[0].executor.arch.head_dim
-    assert narrow.replicas[0].executor.kv_token_bytes / exact.replicas[0].executor.kv_token_bytes == (per_head + 4) / (
-        4 * per_head
-    )
+        assert a == pytest.approx(b, abs=error)
+    narrow.reset_prefix_cache()
+    crowd = [Job(tokens(20, i), replace(params, max_tokens=25)) for i in range(4)]
+    outputs = run(narrow, crowd)
+    assert narrow.stats.num_preemptions > 0
+    for output, job in zip(outputs, crowd, strict=True):
+        narrow.reset_prefix_cache()
+        assert output.outputs[0].token_ids == run_alone(narrow, job).outputs[0].token_ids
+    wide, few = (engine.replicas[0].executor for engine in (exact, narrow))
+    assert wide.arch.head_dim == 16
+    assert few.kv_token_bytes / wide.kv_token_bytes == head_bytes / (4 * 16)
 
 
 def test_background_compiles_end_and_serve(llama: Path) -> None:

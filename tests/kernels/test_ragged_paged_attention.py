@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.linalg
 from hypothesis import given, settings
 
 from jaxserve.pallas_kernels import native
@@ -28,7 +29,15 @@ from jaxserve.pallas_kernels.ragged_paged_attention import (
 )
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, ancestors, pool_error
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import Problem
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX, dequantize, quantize, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    INT4,
+    QUANTIZED_MAX,
+    decode,
+    dequantize,
+    encode,
+    quantize,
+    values_of,
+)
 from tests.parameters import mainly, seeds
 from tests.random_runs import examples
 
@@ -37,7 +46,7 @@ PLAIN = Problem(4, 2, 32, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
 # The best instruction set serves; the others must be right as well, if there are any.
 OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
-QUANTIZED = ("int8", "float8_e4m3fn")
+WITH_SCALES = ("int8", "float8_e4m3fn")
 BY_NAME = {case.name: case for case in CASES}
 
 compiled = functools.partial(
@@ -83,7 +92,11 @@ def live(case, out):
 
 def assert_same_pool(case, pool, expected):
     """Check that pools are bit-identical, except for the rounding of rotated keys."""
-    if isinstance(pool, QuantizedPages):
+    if case.kv_dtype == "int4":
+        values = slice(1, None, 2)
+        np.testing.assert_array_equal(pool[..., values, :], expected[..., values, :])
+        assert pool_error(*map(jnp.asarray, (pool, expected))) <= case.pool_tolerance
+    elif isinstance(pool, QuantizedPages):
         assert_same_heads(case, pool.values, expected.values, case.kv_dtype)
         assert_same_heads(case, pool.scales, expected.scales, "float32")
     else:
@@ -125,6 +138,9 @@ QUICK_ON_XLA = {
     "int8_shared_prefix_window_sinks",
     "float8_e4m3fn_pages_of_8_rope",
     "float8_e4m3fn_stale_nan",
+    "int4_pages_of_8_rope",
+    "int4_stale_nan",
+    "int4_head_dim_128_soft_cap",
     "rope_shared_prefix",
     "rope_head_dim_12",
     "rope_bfloat16_pool",
@@ -150,7 +166,7 @@ assert set(BY_NAME) > QUICK_ON_XLA
 )
 def test_matches_reference(case, backend):
     expected, expected_pool = expected_of(case.name)
-    if case.kv_dtype in QUANTIZED and backend.startswith("native"):
+    if case.kv_dtype in WITH_SCALES and backend.startswith("native"):
         sizes = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16}
         with pytest.raises(UnsupportedBackendError, match=rf"not {case.kv_dtype}; use one of \['xla'\]"):
             select_backend("native", **sizes, kv_dtype=case.kv_dtype)
@@ -372,7 +388,7 @@ def test_a_path_of_a_tree_is_a_row_of_its_own(backend, window, draft, past):
     np.testing.assert_allclose(in_tree[path], alone[: len(path)], rtol=1e-5, atol=1e-5)
 
 
-WRITTEN_NOW = [case for case in CASES if case.name.endswith("written_now") and case.kv_dtype not in QUANTIZED]
+WRITTEN_NOW = [case for case in CASES if case.name.endswith("written_now") and case.kv_dtype not in WITH_SCALES]
 
 
 @pytest.mark.parametrize("backend", ["reference", *SERVING, *OTHER_SETS])
@@ -598,6 +614,13 @@ def test_layout_needs_a_resolved_name():
     assert pool.shape == (1, 3, 4, 16, 32)
 
 
+@pytest.mark.parametrize("head_dim", [33, 136])
+def test_int4_pool_of_other_heads_is_refused(head_dim):
+    sizes = {"num_query_heads": 4, "num_kv_heads": 2, "page_size": 16, "head_dim": head_dim}
+    with pytest.raises(UnsupportedBackendError, match=f"head_dim must be even, and above 128 .* not {head_dim}"):
+        select_backend("xla", **sizes, kv_dtype="int4")
+
+
 @pytest.mark.parametrize("dtype", ["int16", "float8_e5m2"])
 def test_pool_of_another_dtype_is_refused(dtype):
     sizes = {"num_query_heads": 4, "num_kv_heads": 2, "head_dim": 32, "page_size": 16}
@@ -605,7 +628,7 @@ def test_pool_of_another_dtype_is_refused(dtype):
         select_backend("xla", **sizes, kv_dtype=jnp.dtype(dtype))
 
 
-@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("dtype", WITH_SCALES)
 def test_quantized_numbers_are_near(dtype):
     """Errors are within half a step: of the largest element for int8, of each element for fp8; zeros stay zeros."""
     x = np.random.default_rng(0).normal(0, 10.0 ** np.arange(-3, 4), size=(50, 6, 7)).swapaxes(1, 2).astype("float32")
@@ -616,11 +639,27 @@ def test_quantized_numbers_are_near(dtype):
     assert (np.abs(found - x) <= step * (0.5 + 1e-5)).all()
 
 
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 192])
+def test_int4_vectors_are_near(head_dim):
+    """Errors of rotated vectors are within half a step of their group, beside the rounding of its numbers."""
+    x = np.random.default_rng(0).normal(3, 10.0 ** np.arange(-3, 4), size=(head_dim, 50, 7)).T.astype("float32")
+    x[0] = 0
+    block, size = head_dim & -head_dim, 64 if head_dim % 64 == 0 else head_dim
+    stored = encode(jnp.asarray(x), INT4)
+    assert stored.nbytes == x.size // 2 + x.size // size * 4
+    rotated = x.astype(float).reshape(-1, block) @ scipy.linalg.hadamard(block)
+    found, rotated = (np.reshape(each, (7, 50, -1, size)) for each in (decode(stored), rotated))
+    step = np.ptp(rotated, axis=-1, keepdims=True) / 15
+    rounding = np.abs(rotated).max(axis=-1, keepdims=True) * 2**-8
+    assert (np.abs(found - rotated) <= step / 2 + 2 * rounding).all()
+    assert not found[0].any()
+
+
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", QUANTIZED)
+@pytest.mark.parametrize("dtype", [*WITH_SCALES, "int4"])
 def test_what_is_not_finite_stays_so_when_quantized(dtype, broken):
     x = jnp.ones((600, 3, 32)).at[1, 2, 3].set(broken)
-    found = np.asarray(dequantize(*quantize(x, jnp.dtype(dtype))))
+    found = np.asarray(decode(encode(x, jnp.dtype(dtype))))
     is_broken = np.arange(600 * 3).reshape(600, 3) == 5
     np.testing.assert_array_equal(np.isnan(found), np.broadcast_to(is_broken[..., None], x.shape))
 

@@ -309,9 +309,12 @@ def test_the_last_missing_byte_makes_it_fit() -> None:
 
 
 def test_more_memory_is_more_pages_and_narrow_ones_are_half_as_wide() -> None:
-    plain, narrow = (plan_of("llama-3.1-8b", kv_cache_dtype=kind).memory for kind in ("auto", "fp8"))
-    assert narrow.pool_limit == plain.pool_limit
+    kinds = ("auto", "fp8", "int4")
+    plain, narrow, narrowest = (plan_of("llama-3.1-8b", kv_cache_dtype=kind).memory for kind in kinds)
+    assert narrow.pool_limit == narrowest.pool_limit == plain.pool_limit
     assert narrow.page == plain.page * (128 + 4) / 256  # one scale per 128 elements of a token and head
+    assert narrowest.page == plain.page * (64 + 8) / 256
+    assert narrowest.num_pages > 3.5 * plain.num_pages
     pages = [
         plan_of("llama-3.1-8b", with_memory(parse_target("h200"), n * 10**9)).memory.num_pages for n in (100, 120, 140)
     ]

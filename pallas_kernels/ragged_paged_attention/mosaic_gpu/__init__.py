@@ -181,7 +181,7 @@ def _write_kv(
     """Return the pool with the keys and values of this step in their pages; padding tokens are dropped."""
     (T, K, H), (_, num_pages, page_size, _, _) = k.shape, values_of(kv_pages).shape
     page_id, offset = rows.place(T, num_pages=num_pages, page_size=page_size)
-    kv = LAYOUT.from_canonical(encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), kv_pages))
+    kv = LAYOUT.from_canonical(encode(jnp.stack([k, v], axis=2).reshape(T, 2 * K, H), values_of(kv_pages).dtype))
 
     def write(pages: Shaped[Array, "L N P *head"], new: Shaped[Array, "T *head"]) -> Shaped[Array, "L N P *head"]:
         return pages.at[layer, page_id, offset].set(new, mode="drop", unique_indices=True)

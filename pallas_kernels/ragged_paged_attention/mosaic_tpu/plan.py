@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import is_quantized
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import has_scales
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 LANES = 128  # elements in a row of a memory tile
@@ -111,7 +111,7 @@ class Call:
     @property
     def has_scales(self) -> bool:
         """Return whether the pool has scales."""
-        return is_quantized(self.kv_dtype)
+        return has_scales(self.kv_dtype)
 
     @property
     def product_dtype(self) -> jnp.dtype:

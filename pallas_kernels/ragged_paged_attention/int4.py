@@ -1,0 +1,105 @@
+"""Vectors of int4 pools: rotated by a Hadamard matrix, then rounded to 16 steps between two bounds per group.
+
+A stored vector is a run of bytes, group after group. A group of G elements has G / 2 bytes, of which byte i holds
+element i in its low and element i + G / 2 in its high half, and 4 bytes of two bfloat16: the size of a step and the
+least element. It stands for `least + step * element`. With groups of 64 that is 36 bytes for 64 elements. As in other
+quantised pools, stored vectors never change, and they are the same however a prompt is cut into chunks.
+
+The rotation spreads what stands out in a few channels, as it often does in keys, over all of them (QuaRot, Ashkboos et
+al., 2024). Scores are the same if queries are rotated too, and outputs are rotated back. All of it is sums and powers
+of two, so that every backend computes the same bits.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, UInt8, UInt32
+
+GROUP = 64  # elements of a group; heads of any other size than a multiple of it are one group
+MAX_HEAD_DIM = 2 * GROUP  # largest head of any other size, so that the bytes of a vector tell its size
+STEPS = 15  # steps from the least to the largest element
+NUMBERS = 4  # bytes of a group's step and least element
+
+
+def group_size(head_dim: int) -> int:
+    """Return the elements of a group."""
+    return head_dim if head_dim % GROUP else GROUP
+
+
+def stored_bytes(head_dim: int) -> int:
+    """Return the bytes of a stored vector."""
+    return head_dim // 2 + head_dim // group_size(head_dim) * NUMBERS
+
+
+def vector_size(num_bytes: int) -> int:
+    """Invert `stored_bytes`."""
+    group_bytes = stored_bytes(GROUP)
+    return (num_bytes - NUMBERS) * 2 if num_bytes % group_bytes else num_bytes // group_bytes * GROUP
+
+
+def failure(head_dim: int) -> str | None:
+    """Return the reason why vectors of this size cannot be stored, or None if they can."""
+    if head_dim % 2 == 0 and (head_dim % GROUP == 0 or head_dim <= MAX_HEAD_DIM):
+        return None
+    return f"head_dim must be even, and above {MAX_HEAD_DIM} a multiple of {GROUP}, in a pool of int4, not {head_dim}"
+
+
+def block_size(head_dim: int) -> int:
+    """Return the elements that are rotated together: the largest power of two that divides a head."""
+    return head_dim & -head_dim
+
+
+def rotate(x: Float[Array, "*vectors H"]) -> Float32[Array, "*vectors H"]:
+    """Multiply each block of a vector by the Hadamard matrix of ones and minus ones, of Sylvester's order.
+
+    Twice, it multiplies by the size of a block.
+    """
+    shape, x = x.shape, x.astype(jnp.float32)
+    half = 1
+    while half < block_size(shape[-1]):
+        pairs = x.reshape(*shape[:-1], -1, 2, half)
+        first, second = pairs[..., 0, :], pairs[..., 1, :]
+        x = jnp.stack([first + second, first - second], axis=-2).reshape(shape)
+        half *= 2
+    return x
+
+
+def pack(x: Float32[Array, "*vectors H"]) -> UInt8[Array, "*vectors bytes"]:
+    """Return rotated vectors as they are stored; those that are not finite stand for NaN."""
+    size = group_size(x.shape[-1])
+    groups = x.reshape(*x.shape[:-1], -1, size)
+    # A conversion to bfloat16 and back would be left out by XLA.
+    least = lax.reduce_precision(jnp.min(groups, axis=-1), 8, 7)
+    step = (jnp.max(groups, axis=-1) - least) * np.float32(1 / STEPS)
+    step = lax.reduce_precision(jnp.maximum(step, np.finfo(np.float32).tiny), 8, 7)
+    # The maximum of many vectors ignores NaN on XLA:CPU.
+    step = jnp.where(jnp.all(jnp.isfinite(groups), axis=-1), step, jnp.nan)
+    elements = jnp.clip(jnp.round((groups - least[..., None]) * (1 / step)[..., None]), 0, STEPS).astype(jnp.uint8)
+    low, high = jnp.split(elements, 2, axis=-1)
+    packed = jnp.concatenate([low | high << 4, _to_bytes(step), _to_bytes(least)], axis=-1)
+    return packed.reshape(*x.shape[:-1], -1)
+
+
+def unpack(packed: UInt8[Array, "*vectors bytes"]) -> Float32[Array, "*vectors H"]:
+    """Return the rotated vectors that are stored."""
+    head_dim = vector_size(packed.shape[-1])
+    half = group_size(head_dim) // 2
+    groups = packed.reshape(*packed.shape[:-1], -1, half + NUMBERS)
+    step, least = (_to_float(groups[..., half + at : half + at + 2]) for at in (0, 2))
+    bytes_ = groups[..., :half]
+    elements = jnp.concatenate([bytes_ & 15, bytes_ >> 4], axis=-1).astype(jnp.float32)
+    return (elements * step + least).reshape(*packed.shape[:-1], head_dim)
+
+
+def _to_bytes(x: Float32[Array, "*groups"]) -> UInt8[Array, "*groups 2"]:
+    """Return the two bytes of bfloat16 numbers, the lower first."""
+    words: UInt32[Array, "*groups"] = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.stack([words >> 16 & 0xFF, words >> 24], axis=-1).astype(jnp.uint8)
+
+
+def _to_float(pair: UInt8[Array, "*groups 2"]) -> Float32[Array, "*groups 1"]:
+    """Invert `_to_bytes`, with an axis of the elements of a group."""
+    low, high = jnp.split(pair.astype(jnp.uint32), 2, axis=-1)
+    return lax.bitcast_convert_type(low << 16 | high << 24, jnp.float32)
