@@ -17,6 +17,7 @@ import xml.etree.ElementTree as ET
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from jaxserve.models.registry import FAMILIES
@@ -59,6 +60,7 @@ class Check:
     architecture: Callable[[str], str | None]
 
 
+@cache
 def of_family(name: str) -> str | None:
     """Return the architecture of a family of the tests' checkpoints."""
     from tests import checkpoints  # noqa: PLC0415 - imports torch

@@ -15,13 +15,17 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
     return x32.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
-def layer_norm(x: Float[Array, "T D"], p: Mapping[str, Float[Array, " D"]], eps: float) -> Float[Array, "T D"]:
-    """Return the layer norm with `weight` and, where there is one, `bias` of `p`, in float32 (Ba et al. 2016)."""
+def layer_norm(x: Float[Array, "*B D"], p: Mapping[str, Float[Array, "*own D"]], eps: float) -> Float[Array, "*B D"]:
+    """Return the layer norm over the last axis with `weight` and, if any, `bias` of `p`, in float32 (Ba et al. 2016).
+
+    Weights of several dimensions are those of heads, one vector for each.
+    """
     x32 = x.astype(jnp.float32)
     x32 -= jnp.mean(x32, axis=-1, keepdims=True)
     x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    x32 *= p["weight"].astype(jnp.float32)[None, :]
-    return (x32 + p["bias"].astype(jnp.float32)[None, :] if "bias" in p else x32).astype(x.dtype)
+    wide = {name: v.astype(jnp.float32).reshape((1,) * (x.ndim - v.ndim) + v.shape) for name, v in p.items()}
+    x32 *= wide["weight"]
+    return (x32 + wide["bias"] if "bias" in wide else x32).astype(x.dtype)
 
 
 @dataclass(frozen=True)

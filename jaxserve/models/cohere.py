@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.layers.linear import LinearContext, linear
@@ -74,14 +73,6 @@ def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     return [of_heads(spec) for spec in llama.param_specs(arch) if spec.path[-1] != "mlp_norm"]
 
 
-def _head_norm(x: Float[Array, "T heads H"], weight: Float[Array, "heads H"], eps: float) -> Float[Array, "T heads H"]:
-    """Return the layer norm of each head, with the weights of that head."""
-    x32 = x.astype(jnp.float32)
-    x32 -= jnp.mean(x32, axis=-1, keepdims=True)
-    x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    return (x32 * weight.astype(jnp.float32)[None]).astype(x.dtype)
-
-
 def block(
     p: Params,
     x: Float[Array, "T D"],
@@ -100,7 +91,7 @@ def block(
         qkv = linear(normed, p["qkv_proj"], bias=p.get("qkv_bias")).reshape(T, Q + 2 * K, H)
         q, k, v = jnp.split(qkv, [Q, Q + K], axis=1)
         if arch.qk_norm:
-            q, k = _head_norm(q, p["q_norm"], arch.norm_eps), _head_norm(k, p["k_norm"], arch.norm_eps)
+            q, k = (layer_norm(x, {"weight": p[f"{name}_norm"]}, arch.norm_eps) for name, x in (("q", q), ("k", k)))
         q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
         out, carry = attend(q, k, v, rope, carry, layer, options)
         x = llama.project_out(p, out, x, arch)

@@ -49,20 +49,11 @@ def check_exchanges(arch, num_tokens, text, num_copies):
         pytest.param("gemma-3-27b", "h200x2", None, 420, 450, marks=pytest.mark.full),
         ("gemma-3-27b", "v6e:2x2", None, 410, 440),
         pytest.param("gpt-neo-2.7b", "h200", None, 800, 850, marks=pytest.mark.full),
-        pytest.param("phi-4-mini", "h200", 4, 800, 850, marks=pytest.mark.full),
-        pytest.param("phi-4-mini", "v6e:1x1", None, 400, 400, marks=pytest.mark.full),
-        pytest.param("glm-4-9b", "h200", 4, 800, 850, marks=pytest.mark.full),
+        pytest.param("glm-4-9b", "h200", 4, 475, 490, marks=pytest.mark.full),
         pytest.param("glm-4-9b", "v6e:1x1", None, 400, 400, marks=pytest.mark.full),
-        pytest.param("olmo-3-7b", "h200x2", 4, 800, 850, marks=pytest.mark.full),
-        pytest.param("olmo-3-7b", "v6e:1x1", None, 400, 400, marks=pytest.mark.full),
-        pytest.param("command-r7b", "h200", 4, 800, 850, marks=pytest.mark.full),
-        pytest.param("command-r7b", "v6e:1x1", None, 400, 400, marks=pytest.mark.full),
-        pytest.param("pythia-6.9b", "h200", 4, 800, 850, marks=pytest.mark.full),
-        pytest.param("pythia-6.9b", "v6e:1x1", None, 400, 400, marks=pytest.mark.full),
-        pytest.param("phi-2", "h200", 4, 800, 850, marks=pytest.mark.full),
     ],
 )
-def test_steps_work_in_place(targets, record_property, name, target, num_layers, decode_megabytes, largest_megabytes):
+def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes, largest_megabytes):
     target, arch = targets(target), first_layers(read_model(name)[1], num_layers)
     platform, local = target.sheet.chip.platform, arch.local(target.num_devices)
     backend, sizes = BACKENDS[platform], {"num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
@@ -78,7 +69,6 @@ def test_steps_work_in_place(targets, record_property, name, target, num_layers,
         memory, text = program.memory_analysis(), program.as_text()
         assert memory.argument_size_in_bytes == pytest.approx(planned, rel=0.001)
         assert memory.alias_size_in_bytes >= tree_bytes(state.kv_pages)
-        record_property(f"temporary megabytes of {num_tokens} tokens", round(temp_bytes(program) / 1e6))
         assert temp_bytes(program) <= limit * 1e6
         shape = ",".join(map(str, jax.tree.leaves(state.kv_pages)[0].shape))
         makers = re.findall(rf"= bf16\[{shape}\]\S* ([a-z-]+)\(", text)

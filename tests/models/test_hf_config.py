@@ -7,7 +7,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
-from tests.checkpoints import CONFIGS, FAMILIES, PARTIAL, ROPES, hf_dict, renamed
+from tests.checkpoints import CONFIGS, FAMILIES, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
 LLAMA_FIELDS = [family for family in FAMILIES if "rms_norm_eps" in hf_dict(family)]  # families with Llama's fields
@@ -92,6 +92,26 @@ MIXTURE_UNSUPPORTED = [
     ),
 ]
 
+DENSE_UNSUPPORTED = [
+    ("phi3", {"rope_parameters": {**LONGROPE, "short_factor": [1.0], "long_factor": [2.0]}}, ["short_factor", "6"]),
+    ("phi3", {"rope_parameters": {**LONGROPE, "short_factor": "x"}}, ["short_factor", "'x'"]),
+    ("smollm3", {"no_rope_layers": [1]}, ["no_rope_layers", "2"]),
+    ("smollm3", {"no_rope_layers": [2, 1]}, ["no_rope_layers", "[2, 1]"]),
+    ("seed_oss", {"attention_out_bias": None}, ["attention_out_bias"]),
+    ("arcee", {"hidden_act": "silu"}, ["hidden_act", "relu2"]),
+    ("ministral3", {"rope_parameters": {**YARN, "llama_4_scaling_beta": "x"}}, ["llama_4_scaling_beta", "'x'"]),
+    ("olmo3", {"rope_parameters": {"sliding_attention": [1], "full_attention": {}}}, ["sliding_attention"]),
+    ("olmo3", {"layer_types": ["full_attention"]}, ["layer_types", "2"]),
+    ("glm4", {"rope_parameters": {"partial_rotary_factor": 0.2}}, ["partial_rotary_factor", "even", "16"]),
+    ("glm4", {"rope_parameters": {"partial_rotary_factor": 1.5}}, ["partial_rotary_factor", "1.5"]),
+    ("cohere", {"use_qk_norm": None}, ["use_qk_norm"]),
+    ("cohere", {"logit_scale": 0}, ["logit_scale"]),
+    ("cohere2", {"layer_types": ["chunked", "full_attention"]}, ["layer_types", "chunked"]),
+    ("gpt_neox", {"use_parallel_residual": 1}, ["use_parallel_residual"]),
+    ("phi", {"qk_layernorm": True}, ["qk_layernorm"]),
+    ("starcoder2", {"use_bias": "yes"}, ["use_bias"]),
+]
+
 
 @pytest.mark.parametrize(
     ("family", "change", "named"),
@@ -104,6 +124,7 @@ MIXTURE_UNSUPPORTED = [
         ),
         *GPT_UNSUPPORTED,
         *MIXTURE_UNSUPPORTED,
+        *DENSE_UNSUPPORTED,
     ],
 )
 def test_unsupported_config_is_named(family, change, named):
@@ -229,6 +250,17 @@ OWN_ABSENT = {
     "deepseek_v2": [*LATENT_ABSENT, "topk_method"],
     "deepseek_v3": [*LATENT_ABSENT, "norm_topk_prob", "rope_interleave"],
     "glm4_moe_lite": [*LATENT_ABSENT, "norm_topk_prob", "rope_interleave", "mlp_layer_types"],
+    "phi3": ["sliding_window"],
+    "smollm3": ["no_rope_layers", "no_rope_layer_interval", "layer_types", "use_sliding_window"],
+    "seed_oss": ["attention_out_bias"],
+    "arcee": ["hidden_act"],
+    "ministral3": ["sliding_window"],
+    "olmo3": ["layer_types", "sliding_window"],
+    "cohere": ["use_qk_norm", "logit_scale"],
+    "cohere2": ["layer_types", "sliding_window", "logit_scale"],
+    "gpt_neox": ["hidden_act", "use_parallel_residual"],
+    "phi": ["hidden_act", "qk_layernorm"],
+    "starcoder2": ["hidden_act", "use_bias", "sliding_window"],
 }
 
 
