@@ -111,16 +111,21 @@ def _bias_and_mask(
     def own_ids(ids: Int[Array, "R B"], wanted: Bool[Array, " R"]) -> Int[Array, "R B"]:
         return jnp.where(wanted[:, None] & (ids >= 0), ids - first_id, -1)
 
+    def add_of_slots() -> Float[Array, "R V"]:
+        bad_words = of_slots(table.bad_words)
+        bad_ids = bad_word_ends(bad_words, _recent_output(rows, table, bad_words.shape[2] - 1))
+        bias_ids = own_ids(of_slots(table.bias_ids), biased)
+        forbidden_ids = jnp.concatenate(
+            [own_ids(of_slots(table.stop_ids), rows.is_masked), own_ids(bad_ids, biased)], axis=1
+        )
+        token_ids = jnp.concatenate([bias_ids, forbidden_ids], axis=1)
+        values = [of_slots(table.bias_values), jnp.full(forbidden_ids.shape, _FORBIDDEN, jnp.float32)]
+        return add_at(logits, token_ids, jnp.concatenate(values, axis=1))
+
     biased = rows.is_biased
-    bad_words = of_slots(table.bad_words)
-    bad_ids = bad_word_ends(bad_words, _recent_output(rows, table, bad_words.shape[2] - 1))
-    bias_ids = own_ids(of_slots(table.bias_ids), biased)
-    forbidden_ids = jnp.concatenate(
-        [own_ids(of_slots(table.stop_ids), rows.is_masked), own_ids(bad_ids, biased)], axis=1
-    )
-    token_ids = jnp.concatenate([bias_ids, forbidden_ids], axis=1)
-    values = [of_slots(table.bias_values), jnp.full(forbidden_ids.shape, _FORBIDDEN, jnp.float32)]
-    out = add_at(logits, token_ids, jnp.concatenate(values, axis=1))
+    # The first bias and the end of the first bad word are there if any is. Rows with a constraint mostly have none.
+    has_ids = (of_slots(table.bias_ids[:, 0]) >= 0) | (of_slots(table.bad_words[:, 0, -1]) >= 0)
+    out = lax.cond(jnp.any(rows.is_masked | (biased & has_ids)), add_of_slots, lambda: logits)
     allowed = unpack_mask(of_slots(table.allowed), logits.shape[1]) | ~biased[:, None]
     return jnp.where(allowed & (out > _FORBIDDEN / 2), out, -jnp.inf)
 
