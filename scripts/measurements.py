@@ -25,12 +25,13 @@ import numpy as np
 from jaxserve import LLM, EngineConfig, SamplingParams
 from jaxserve.bench.workloads import load_workload, token_ids
 from jaxserve.engine.checkpoint import build_arch
+from jaxserve.engine.memory import select_backend
 from jaxserve.engine.parameters import build_params
 from jaxserve.execution.round import AttentionCarry, paged_attend
 from jaxserve.execution.state import new_pool
 from jaxserve.models import decoder
 from jaxserve.pallas_kernels import packed_linear
-from jaxserve.pallas_kernels import ragged_paged_attention as attention
+from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 
 ROOT = Path(__file__).parent.parent
 CONFIGS_PER_FAMILY = 5
@@ -68,18 +69,12 @@ def served_logits(path: str, ids: np.ndarray) -> tuple[np.ndarray, str]:
     config = EngineConfig(model=path, dtype="float32", page_size=PAGE_SIZE)
     arch = build_arch(config)
     params = build_params(config, arch)
-    backend = attention.select_backend(
-        num_query_heads=arch.num_heads,
-        num_kv_heads=arch.num_kv_heads,
-        head_dim=arch.head_dim,
-        page_size=PAGE_SIZE,
-        kv_dtype=jnp.float32,
-    )
+    backend = select_backend(config, arch, jnp.dtype("float32"))
     num_pages, num_groups = -(-len(ids) // PAGE_SIZE), len(arch.kv_windows)
     carry = AttentionCarry(
         kv_pages=new_pool(arch, num_groups * num_pages, PAGE_SIZE, kv_dtype=jnp.float32, backend=backend),
         groups=tuple(
-            attention.RaggedRows(
+            RaggedRows(
                 kv_lens=jnp.array([len(ids)], jnp.int32),
                 page_table=jnp.arange(group * num_pages, (group + 1) * num_pages, dtype=jnp.int32)[None],
                 cu_q_lens=jnp.array([0, len(ids)], jnp.int32),

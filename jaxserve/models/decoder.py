@@ -134,6 +134,11 @@ def can_scan(arch: ArchConfig) -> bool:
     return 2 * arch.period <= arch.num_layers - arch.num_first_layers
 
 
+def num_layer_copies(arch: ArchConfig) -> int:
+    """Return the number of layers in the program of a model whose layers are scanned: one period, and the unrolled."""
+    return arch.num_first_layers + arch.period + (arch.num_layers - arch.num_first_layers) % arch.period
+
+
 def compute_logits(params: Params, arch: ArchConfig, hidden: Float[Array, "R D"]) -> Float[Array, "R V"]:
     """Return next-token logits in float32, of a device's own part of the vocabulary where that is split."""
     with jax.named_scope("logits"):

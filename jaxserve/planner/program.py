@@ -87,7 +87,7 @@ class StepCompiler:
         Raises:
             ConfigError: they cannot be compiled.
         """
-        num_copies = 1 if self._is_scanned(arch) else arch.num_layers
+        num_copies = decoder.num_layer_copies(arch) if self._is_scanned(arch) else arch.num_layers
         programs = self.compile(arch, buckets)
         with self._refusals():
             texts = [program.as_text() or "" if self.target.num_devices > 1 else "" for program in programs]

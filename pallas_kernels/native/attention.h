@@ -10,6 +10,9 @@
 //
 // Keys and values of int4 pools become floats a block at a time, and stay in a core's first-level cache while the
 // queries of a tile pass. They are stored rotated: queries are rotated too, and outputs back.
+//
+// Latents are stored by token, [P, H], since their beginnings are the values. The keys of a block are transposed into
+// working memory, once for all queries of a tile.
 
 #pragma once
 
@@ -55,13 +58,13 @@ struct QueryTile {
 };
 
 // Up to kBlockTokens consecutive tokens of a row, for one KV head.
-template <int W, typename Number>
+template <int W, typename Number, typename Key>
 struct Block {
   struct Span {  // tokens on one page
     const Number* values;
     int64_t first, num_tokens;  // counted from the block's start
   };
-  const Number* columns[kBlockTokens / W];  // keys, W tokens each; surplus columns repeat the last one
+  const Key* columns[kBlockTokens / W];  // keys, W tokens each; surplus columns repeat the last one
   Span spans[kBlockTokens / kMinPageTokens + 1];
   int num_spans = 0;
 };
@@ -69,7 +72,7 @@ struct Block {
 // Working memory of one thread, reused from tile to tile.
 struct Scratch {
   std::vector<float> q, scores, sums, max_scores, weights;
-  std::vector<float> keys, values;  // [H, kBlockTokens] and [kBlockTokens, H]: a block of an int4 pool
+  std::vector<float> keys, values;  // [H, kBlockTokens] and [kBlockTokens, H]: a block of an int4 pool, keys of latents
   void resize(int64_t num_vectors, int64_t head_dim, int64_t width) {
     q.resize(num_vectors * head_dim);
     sums.resize(num_vectors * head_dim);
@@ -134,32 +137,45 @@ struct ByVectors {
       accumulates<1>(all), accumulates<2>(all), accumulates<kChunk>(all)};
 };
 
-template <int W, typename Number>
+template <int W, typename Number, bool kLatents>
 class Attention {
+  static constexpr bool kIsInt4 = std::is_same_v<Number, Nibbles>;
+  using Element = std::conditional_t<kIsInt4, float, Number>;  // of values as they meet weights
+  using Key = std::conditional_t<kLatents, float, Element>;    // of keys as they meet queries
+
  public:
   explicit Attention(const AttentionProblem& p)
       : p_(p),
-        group_(p.num_query_heads / p.num_kv_heads),
+        group_(kLatents ? largest_share(p.num_query_heads) : p.num_query_heads / p.num_kv_heads),
+        num_groups_(p.num_query_heads / group_),
+        num_heads_(p.num_query_heads + (kLatents ? 1 : 2 * p.num_kv_heads)),
         stored_size_(native::stored_size(p.format, p.head_dim)),
-        page_elements_(p.page_size * stored_size_) {
-    layer_ = static_cast<Number*>(p.pool) + p.layer * p.num_pages * 2 * p.num_kv_heads * page_elements_;
+        page_elements_(p.page_size * stored_size_),
+        key_stride_(kLatents || kIsInt4 ? kBlockTokens : p.page_size) {
+    const int64_t pages_per_id = kLatents ? 1 : 2 * p.num_kv_heads;
+    layer_ = static_cast<Number*>(p.pool) + p.layer * p.num_pages * pages_per_id * page_elements_;
   }
 
   void run(Executor& executor) {
     write(executor);
     find_parts();
     join_parts(executor.num_threads());
-    const int64_t K = p_.num_kv_heads;
+    const int64_t K = num_groups_;
     parallel_for(executor, static_cast<int64_t>(tiles_.size()) * K,
                  [&](int64_t task) { attend(tiles_[task / K], task % K); });
-    std::fill(p_.out + end_token_ * p_.num_query_heads * p_.head_dim,
-              p_.out + p_.num_tokens * p_.num_query_heads * p_.head_dim, 0.0f);
+    std::fill(p_.out + end_token_ * p_.num_query_heads * p_.value_dim,
+              p_.out + p_.num_tokens * p_.num_query_heads * p_.value_dim, 0.0f);
   }
 
  private:
-  static constexpr bool kIsInt4 = std::is_same_v<Number, Nibbles>;
-  using Element = std::conditional_t<kIsInt4, float, Number>;  // of keys and values as they meet queries
+  // Return the number of query heads of a tile, which divides all: those of a latent are shared by several tiles.
+  static int64_t largest_share(int64_t num_heads) {
+    int64_t share = std::min(num_heads, kTileVectors);
+    while (num_heads % share != 0) --share;
+    return share;
+  }
 
+  Number* latents(int64_t page) const { return layer_ + page * page_elements_; }
   Number* keys(int64_t page, int64_t kv_head) const {
     return layer_ + (page * p_.num_kv_heads + kv_head) * 2 * page_elements_;
   }
@@ -185,6 +201,12 @@ class Attention {
     const int64_t first = p_.cu_q_lens[row], end = p_.cu_q_lens[row + 1], shift = p_.kv_lens[row] - end;
     for (int64_t token = first + (num_tasks + task - first % num_tasks) % num_tasks; token < end; token += num_tasks) {
       const int64_t page = page_of(row, token + shift), slot = (token + shift) % p_.page_size;
+      if constexpr (kLatents) {
+        Number* latent = latents(page) + slot * p_.head_dim;
+        rotate(new_head(token, p_.num_query_heads), token, rotated.data());
+        for (int64_t h = 0; h < p_.head_dim; ++h) store_one(latent + h, rotated[h]);
+        continue;
+      }
       for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
         const float* k = new_head(token, p_.num_query_heads + head);
         const float* v = new_head(token, p_.num_query_heads + p_.num_kv_heads + head);
@@ -208,18 +230,23 @@ class Attention {
     }
   }
 
-  // Return one head of a token, counted over q, then k, then v.
+  // Return one head of a token, counted over q, then k, then v, or over q, then the latent.
   const float* new_head(int64_t token, int64_t head) const {
-    return p_.qkv + (token * (p_.num_query_heads + 2 * p_.num_kv_heads) + head) * p_.head_dim;
+    return p_.qkv + (token * num_heads_ + head) * p_.head_dim;
   }
 
-  // Rotate the two halves of a token's query or key by the token's angles.
+  // Rotate the two halves of a token's query or key, of latents those behind the value, by the token's angles.
   void rotate(const float* x, int64_t token, float* __restrict to) const {
     if (!p_.rope) {
       std::copy_n(x, p_.head_dim, to);
       return;
     }
-    const int64_t half = p_.head_dim / 2;
+    if constexpr (kLatents) {
+      std::copy_n(x, p_.value_dim, to);
+      x += p_.value_dim;
+      to += p_.value_dim;
+    }
+    const int64_t half = (kLatents ? p_.head_dim - p_.value_dim : p_.head_dim) / 2;
     const float *cos = p_.rope + token * half, *sin = cos + p_.num_tokens * half;
     for (int64_t h = 0; h < half; ++h) to[h] = x[h] * cos[h] - x[half + h] * sin[h];
     for (int64_t h = 0; h < half; ++h) to[half + h] = x[half + h] * cos[h] + x[h] * sin[h];
@@ -247,7 +274,7 @@ class Attention {
   // Make tiles of parts: neighbours in the order of their pages are joined while they share a block and fit.
   void join_parts(int64_t num_threads) {
     const int64_t num_parts = static_cast<int64_t>(parts_.size());
-    const int64_t most_joined = num_parts * p_.num_kv_heads / (kTilesPerThread * num_threads);
+    const int64_t most_joined = num_parts * num_groups_ / (kTilesPerThread * num_threads);
     const bool joins = p_.window == 0 && most_joined > 1;
     if (joins) {
       std::stable_sort(parts_.begin(), parts_.end(), [&](const Part& a, const Part& b) {
@@ -338,18 +365,20 @@ class Attention {
   }
 
   // Return the keys of the tokens [start, end) and the values of [first, end): stale ones outside might be NaN.
-  Block<W, Element> find_block(int64_t row, int64_t kv_head, int64_t start, int64_t first, int64_t end,
-                               Scratch& s) const {
-    Block<W, Element> block;
+  Block<W, Element, Key> find_block(int64_t row, int64_t kv_head, int64_t start, int64_t first, int64_t end,
+                                    Scratch& s) const {
+    Block<W, Element, Key> block;
     int column = 0;
+    if constexpr (kLatents) s.keys.resize(p_.head_dim * kBlockTokens);
     for (int64_t position = start, next; position < end; position = next) {
       const int64_t slot = position % p_.page_size, page = page_of(row, position);
       next = std::min(end, position - slot + p_.page_size);
+      const Number* stored_keys = kLatents ? latents(page) : keys(page, kv_head);
       for (int64_t t = slot; t < slot + next - position; t += W, ++column) {
-        block.columns[column] = find_keys(keys(page, kv_head) + t, column * W, s);
+        block.columns[column] = find_keys(stored_keys + (kLatents ? t * p_.head_dim : t), column * W, s);
       }
       if (const int64_t from = std::max(position, first); from < next) {
-        const Number* stored = values(page, kv_head) + (slot + from - position) * stored_size_;
+        const Number* stored = (kLatents ? latents(page) : values(page, kv_head)) + (slot + from - position) * stored_size_;
         block.spans[block.num_spans++] = {find_values(stored, from - start, next - from, s), from - start, next - from};
       }
     }
@@ -358,8 +387,10 @@ class Attention {
   }
 
   // Return the keys of W tokens of a page, the first of them `at` tokens after the block's start.
-  const Element* find_keys(const Number* stored, int64_t at, Scratch& s) const {
-    if constexpr (kIsInt4) {
+  const Key* find_keys(const Number* stored, int64_t at, Scratch& s) const {
+    if constexpr (kLatents) {
+      return transpose(stored, s.keys.data() + at);
+    } else if constexpr (kIsInt4) {
       float* to = s.keys.data() + at;
       unpack_keys<W>(stored, p_.page_size, p_.head_dim, to, kBlockTokens);
       return to;
@@ -379,6 +410,21 @@ class Attention {
     } else {
       return stored;
     }
+  }
+
+  // Write W consecutive latents as columns; return `to`.
+  const float* transpose(const Number* from, float* to) const {
+    const int64_t H = p_.head_dim;
+    for (int64_t h = 0; h < H; h += W) {
+      F<W> rows[W];
+      for (int t = 0; t < W; ++t) rows[t] = load<W>(from + t * H + h);
+      for (int i = 0; i < W; ++i) {
+        F<W> column;
+        for (int t = 0; t < W; ++t) column[t] = rows[t][i];
+        store<W>(to + (h + i) * kBlockTokens, column);
+      }
+    }
+    return to;
   }
 
   // Return the token and the query head of one vector of a part.
@@ -402,12 +448,12 @@ class Attention {
   }
 
   // Score `num_vectors` vectors with the first `num_tokens` of a block; the scores after those are garbage.
-  void score_block(const Block<W, Element>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
+  void score_block(const Block<W, Element, Key>& block, int64_t num_tokens, int64_t vector, int64_t num_vectors,
                    Scratch& s) const {
     for (int64_t first = 0; first < num_tokens; first += kChunk * W) {
       for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
-        const auto score = ByVectors<W, Element>::score_of[std::min<int64_t>(kGroup, left) - 1];
-        score(&s.q[v * p_.head_dim], block.columns + first / W, kIsInt4 ? kBlockTokens : p_.page_size, p_.head_dim,
+        const auto score = ByVectors<W, Key>::score_of[std::min<int64_t>(kGroup, left) - 1];
+        score(&s.q[v * p_.head_dim], block.columns + first / W, key_stride_, p_.head_dim,
               &s.scores[v * kBlockTokens + first]);
       }
     }
@@ -445,7 +491,7 @@ class Attention {
     }
     store<W>(&s.weights[vector * W], total);
     if (rescale != 1.0f) {
-      for (int64_t h = 0; h < p_.head_dim; ++h) s.sums[vector * p_.head_dim + h] *= rescale;
+      for (int64_t h = 0; h < p_.value_dim; ++h) s.sums[vector * p_.head_dim + h] *= rescale;
     }
   }
 
@@ -463,18 +509,16 @@ class Attention {
   }
 
   // Add the weighted values of a block's tokens.
-  void add_values(const Block<W, Element>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
-    const int64_t H = p_.head_dim;
-    for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
-      const int64_t count = std::min<int64_t>(kGroup, left);
-      for (int64_t h = 0; h < H;) {
-        const int64_t chunks = H - h >= kChunk * W ? kChunk : H - h >= 2 * W ? 2 : 1;
-        const auto accumulate = ByVectors<W, Element>::accumulate_of[chunks / 2][count - 1];
+  void add_values(const Block<W, Element, Key>& block, int64_t vector, int64_t num_vectors, Scratch& s) const {
+    const int64_t H = p_.head_dim, V = p_.value_dim;
+    for (int64_t h = 0, chunks; h < V; h += chunks * W) {  // outside, so that values stay in the first-level cache
+      chunks = V - h >= kChunk * W ? kChunk : V - h >= 2 * W ? 2 : 1;
+      for (int64_t v = vector, left = num_vectors; left > 0; v += kGroup, left -= kGroup) {
+        const auto accumulate = ByVectors<W, Element>::accumulate_of[chunks / 2][std::min<int64_t>(kGroup, left) - 1];
         for (int i = 0; i < block.num_spans; ++i) {
           const auto& span = block.spans[i];
           accumulate(&s.scores[v * kBlockTokens + span.first], span.values + h, span.num_tokens, H, &s.sums[v * H + h]);
         }
-        h += chunks * W;
       }
     }
   }
@@ -483,9 +527,9 @@ class Attention {
     for (int64_t i = 0; i < part.num_queries * group_; ++i) {
       const auto [token, head] = token_and_head(part, kv_head, i);
       const int64_t v = vector + i;
-      float* out = p_.out + (token * p_.num_query_heads + head) * p_.head_dim;
+      float* out = p_.out + (token * p_.num_query_heads + head) * p_.value_dim;
       const float factor = 1.0f / sum_lanes<W>(load<W>(&s.weights[v * W]));
-      for (int64_t h = 0; h < p_.head_dim; ++h) out[h] = s.sums[v * p_.head_dim + h] * factor * hadamard_factor();
+      for (int64_t h = 0; h < p_.value_dim; ++h) out[h] = s.sums[v * p_.head_dim + h] * factor * hadamard_factor();
       if constexpr (kIsInt4) hadamard(out, p_.head_dim);
     }
   }
@@ -494,30 +538,43 @@ class Attention {
   float hadamard_factor() const { return kIsInt4 ? 1.0f / hadamard_block(p_.head_dim) : 1.0f; }
 
   const AttentionProblem& p_;
-  const int64_t group_;          // query heads per KV head
+  const int64_t group_;          // query heads of a tile: those of a KV head, or some of those of the latents
+  const int64_t num_groups_;
+  const int64_t num_heads_;      // of a token in `qkv`
   const int64_t stored_size_;    // elements of the pool that hold a vector
   const int64_t page_elements_;  // elements of the keys (or values) of one page and head
+  const int64_t key_stride_;     // elements between those of a token's key
   Number* layer_;
   std::vector<Part> parts_;
   std::vector<QueryTile> tiles_;
   int64_t end_token_ = 0;
 };
 
-template <int W>
+template <int W, bool kLatents>
 void attention_of_width(Executor& executor, const AttentionProblem& p) {
   switch (p.format) {
-    case PoolFormat::kFloat32: return Attention<W, float>(p).run(executor);
-    case PoolFormat::kBFloat16: return Attention<W, BFloat16>(p).run(executor);
-    case PoolFormat::kInt4: return Attention<W, Nibbles>(p).run(executor);
+    case PoolFormat::kFloat32: return Attention<W, float, kLatents>(p).run(executor);
+    case PoolFormat::kBFloat16: return Attention<W, BFloat16, kLatents>(p).run(executor);
+    case PoolFormat::kInt4:
+      if constexpr (!kLatents) return Attention<W, Nibbles, false>(p).run(executor);
+  }
+}
+
+template <bool kLatents>
+void attention_over(Executor& executor, const AttentionProblem& p) {
+  const int64_t run = p.format == PoolFormat::kInt4 ? native::int4_group(p.head_dim) / 2 : p.head_dim;
+  if (p.page_size % NATIVE_WIDTH == 0 && run % NATIVE_WIDTH == 0 && p.value_dim % NATIVE_WIDTH == 0) {
+    attention_of_width<NATIVE_WIDTH, kLatents>(executor, p);
+  } else {
+    attention_of_width<4, kLatents>(executor, p);
   }
 }
 
 inline void attention(Executor& executor, const AttentionProblem& p) {
-  const int64_t run = p.format == PoolFormat::kInt4 ? native::int4_group(p.head_dim) / 2 : p.head_dim;
-  if (p.page_size % NATIVE_WIDTH == 0 && run % NATIVE_WIDTH == 0) {
-    attention_of_width<NATIVE_WIDTH>(executor, p);
+  if (p.has_latents) {
+    attention_over<true>(executor, p);
   } else {
-    attention_of_width<4>(executor, p);
+    attention_over<false>(executor, p);
   }
 }
 

@@ -167,8 +167,10 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
   return ffi::Error::Success();
 }
 
-// `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees.
-ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, ffi::Buffer<ffi::F32> qkv,
+// `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees. `rank` is the size of
+// the values in latents, 0 for keys and values of heads.
+ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, int64_t rank,
+                         ffi::Buffer<ffi::F32> qkv,
                          ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> kv_lens,
                          ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> cu_q_lens,
                          ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> rope,
@@ -177,18 +179,23 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   if (updated->untyped_data() != kv_pages.untyped_data()) {
     return ffi::Error::InvalidArgument("the pool must be updated in place; donate it to the jitted function");
   }
-  const auto pages = kv_pages.dimensions();  // [L, N, 2K, P, H]
+  const auto pages = kv_pages.dimensions();  // [L, N, 2K, P, H] or [L, N, P, H]
   const auto heads = qkv.dimensions(), of_q = out->dimensions();
   const auto format = pool_format(kv_pages.element_type());
   if (!format.has_value()) return ffi::Error::InvalidArgument("the pool must be float32, bfloat16, or uint8 for int4");
-  if (pages.size() != 5 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != heads[2] ||
+  if (rank > 0) {
+    if (pages.size() != 4 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != rank ||
+        rank > heads[2] || pages[3] != heads[2] || heads[1] != of_q[1] + 1) {
+      return ffi::Error::InvalidArgument("q and latents [T, Q + 1, W] must fit the pool [L, N, P, W] and give [T, Q, r]");
+    }
+  } else if (pages.size() != 5 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != heads[2] ||
       pages[4] != native::stored_size(*format, heads[2]) || pages[2] < 2 || heads[1] != of_q[1] + pages[2] || of_q[1] % (pages[2] / 2) != 0) {
     return ffi::Error::InvalidArgument("qkv [T, Q + 2K, H] must fit the pool [L, N, 2K, P, H] and give out [T, Q, H]");
   }
   const auto angles = rope.dimensions();
   if (rope.element_count() > 0 &&
-      (angles.size() != 3 || angles[0] != 2 || angles[1] != heads[0] || 2 * angles[2] != heads[2])) {
-    return ffi::Error::InvalidArgument("rope must be [2, T, H / 2]");
+      (angles.size() != 3 || angles[0] != 2 || angles[1] != heads[0] || 2 * angles[2] != heads[2] - rank)) {
+    return ffi::Error::InvalidArgument("rope must be [2, T, H / 2], of latents [2, T, (W - r) / 2]");
   }
   native::AttentionProblem p{};
   p.qkv = qkv.typed_data();
@@ -209,13 +216,15 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.out = out->typed_data();
   p.num_tokens = heads[0];
   p.num_query_heads = of_q[1];
-  p.num_kv_heads = pages[2] / 2;
+  p.has_latents = rank > 0;
+  p.num_kv_heads = rank > 0 ? 1 : pages[2] / 2;
   p.head_dim = heads[2];
+  p.value_dim = rank > 0 ? rank : heads[2];
   p.num_rows = *num_rows.typed_data();
   p.table_width = page_table.dimensions()[1];
   p.layer = *layer.typed_data();
   p.num_pages = pages[1];
-  p.page_size = pages[3];
+  p.page_size = pages[rank > 0 ? 2 : 3];
   p.scale = scale;
   p.soft_cap = soft_cap;
   p.window = window;
@@ -227,7 +236,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 7; }
+extern "C" int jaxserve_native_abi() { return 8; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -244,6 +253,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Attr<float>("scale")
                                   .Attr<float>("soft_cap")
                                   .Attr<int64_t>("window")
+                                  .Attr<int64_t>("rank")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::S32>>()

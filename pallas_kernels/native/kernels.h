@@ -57,20 +57,22 @@ constexpr int64_t stored_size(PoolFormat format, int64_t head_dim) {
 
 // Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a KV head: keys [H, P], values [P, H].
 // In int4 pools, H stands for the bytes of a vector.
+// With latents (pallas_kernels/mla_attention) a page is [P, H]: every token's key, which begins with its value.
 struct AttentionProblem {
-  const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v
-  const float* rope;  // [2, T, H / 2], cosines and sines that rotate q and k; null for none
-  void* pool;  // [L, N, K, 2, P * H]
+  const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v; [T, Q + 1, H], heads of q, then the latent
+  const float* rope;  // [2, T, H / 2], cosines and sines that rotate q and k, of latents what is behind the value, or null
+  void* pool;  // [L, N, K, 2, P * H] or, of latents, [L, N, P, H]
   PoolFormat format;
+  bool has_latents;
   const int32_t* kv_lens;
   const int32_t* page_table;  // [R, M]
   const int32_t* cu_q_lens;
   const float* sinks;  // [Q] or null
   const int32_t* tree_mask;  // [T], a word of visible nodes per token; null for no trees
-  float* out;          // [T, Q, H]
+  float* out;          // [T, Q, value_dim]
   int64_t num_tokens, num_rows, table_width;
   int64_t layer, num_pages, page_size;
-  int64_t num_query_heads, num_kv_heads, head_dim;
+  int64_t num_query_heads, num_kv_heads, head_dim, value_dim;  // value_dim is head_dim without latents
   float scale, soft_cap;  // soft_cap 0 for none
   int64_t window;         // 0 for none
 };

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.pallas_kernels.mla_attention import (
     BACKENDS,
@@ -27,13 +28,15 @@ from jaxserve.pallas_kernels.mla_attention import (
 from jaxserve.pallas_kernels.mla_attention.cases import CASES
 from jaxserve.pallas_kernels.ragged_paged_attention import RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import pool_error
-from tests.parameters import some_by_default
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import QUANTIZED_MAX
 
 PLAIN = Problem(4, 32, 16, 16, jnp.dtype("float32"), jax.default_backend())
 SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
+# The best instruction set serves; the others must be right as well, if there are any.
+OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
 BY_NAME = {case.name: case for case in CASES}
-# Each case is a program that XLA compiles slowly.
-QUICK = ("two_prompts_of_many_tiles", "shared_prefix_written_now", "stale_nan", "int8", "tree")
+# Each case is a program that XLA compiles slowly: by default it runs some.
+QUICK_ON_XLA = ("two_prompts_of_many_tiles", "shared_prefix_written_now", "stale_nan", "int8", "tree")
 jitted = jax.jit(
     mla_attention,
     static_argnames=("options", "backend"),
@@ -45,6 +48,10 @@ jitted = jax.jit(
 def run(case, arguments, backend):
     """Return the output of all tokens and the pool in canonical layout."""
     inputs, kv_pages, layer = arguments
+    backend, _, instruction_set = backend.partition(":")
+    if instruction_set:
+        with native.using(instruction_set):
+            return run(case, arguments, backend)
     if backend == "reference":
         out, pool = reference.write_and_attend(inputs, kv_pages, layer, case.options)
     else:
@@ -63,17 +70,37 @@ def expected_of(name):
     return run(BY_NAME[name], BY_NAME[name].arguments(), "reference")
 
 
-@pytest.mark.parametrize("backend", SERVING)
-@pytest.mark.parametrize("name", some_by_default(list(BY_NAME), *QUICK))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(
+            name,
+            backend,
+            id=f"{name}-{backend}",
+            marks=[] if backend != "xla" or name in QUICK_ON_XLA else pytest.mark.full,
+        )
+        for name in BY_NAME
+        for backend in SERVING + OTHER_SETS
+    ],
+)
 def test_matches_reference(name, backend):
     case, (expected, expected_pool) = BY_NAME[name], expected_of(name)
+    if case.rows.kv_dtype in QUANTIZED_MAX and backend.startswith("native"):
+        with pytest.raises(UnsupportedBackendError, match=f"not {case.rows.kv_dtype}"):
+            run(case, case.arguments(), backend)
+        return
     out, pool = run(case, case.arguments(), backend)
     tolerance = 1e-2 if case.rows.dtype == "bfloat16" else 1e-5
     np.testing.assert_allclose(live(case, out), live(case, expected), rtol=tolerance, atol=tolerance)
     assert np.isfinite(out).all()
-    # Elements near zero that a rotation makes are as exact as those it was made of.
-    error = pool_error(*jax.tree.map(lambda x: x[..., : case.rank], (pool, expected_pool)))
-    assert error <= case.rows.pool_tolerance
+    if case.rows.kv_dtype in QUANTIZED_MAX:
+        assert pool_error(pool, expected_pool) <= case.rows.pool_tolerance
+        return
+    stored, wanted = (np.asarray(x, np.float32) for x in (pool, expected_pool))
+    np.testing.assert_array_equal(stored[..., : case.rank], wanted[..., : case.rank])
+    # Rotations are rounded: elements near zero are as exact as those that they are made of.
+    step = float(jnp.finfo(case.rows.kv_dtype).eps)
+    np.testing.assert_allclose(stored[..., case.rank :], wanted[..., case.rank :], rtol=step, atol=1e-6)
 
 
 def test_reference_is_multi_head_attention_over_expanded_latents():
@@ -104,7 +131,7 @@ def test_reference_is_multi_head_attention_over_expanded_latents():
         start += q_len
 
 
-@pytest.mark.parametrize("backend", SERVING)
+@pytest.mark.parametrize("backend", SERVING + OTHER_SETS)
 def test_a_decode_row_does_not_depend_on_its_neighbours(backend):
     case = BY_NAME["all_decode_ragged"]
     inputs, kv_pages, layer = case.arguments()
