@@ -66,7 +66,7 @@ class Calls:
         ended: SimpleQueue[RequestGroup] = SimpleQueue()
         try:
             self._threads.submit(groups, lambda group: ended.put(group) if group.output.finished else None)
-            _wait(ended, len(groups), use_tqdm)
+            _wait(ended, len(groups), use_tqdm, "Generating" if self._engine.arch.pooler is None else "Pooling")
         finally:  # an interrupted call must not leave requests in the engine
             self.cancel(groups)
         return [group.output for group in groups]
@@ -96,11 +96,11 @@ class Calls:
             self._engine.frontend.cancel(group.request_id)
 
 
-def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | ProgressBar) -> None:
+def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | ProgressBar, title: str) -> None:
     new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
     tokens_in = tokens_out = 0
     started = time.monotonic()
-    with new_bar(total=count, desc="Generating", unit="req") as bar:
+    with new_bar(total=count, desc=title, unit="req") as bar:
         seen: set[str] = set()
         while len(seen) < count:
             group = ended.get()

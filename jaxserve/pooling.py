@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, no_type_check
 
-import numpy as np
-
 from jaxserve.errors import ConfigError, RequestError, brief
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import numpy as np
     from numpy.typing import NDArray
 
 EMBED, CLASSIFY = "embed", "classify"  # tasks by vLLM's names
@@ -42,6 +41,8 @@ class Activation(enum.StrEnum):
 
     def apply(self, logits: NDArray[np.float32]) -> NDArray[np.float32]:
         """Return the activated outputs of one prompt."""
+        import numpy as np  # noqa: PLC0415 - not needed to parse a command line
+
         if self is Activation.IDENTITY:
             return logits
         if self is Activation.SIGMOID:
@@ -99,6 +100,8 @@ class Pooler:
 
     def finish(self, vector: NDArray[np.float32], params: PoolingParams) -> NDArray[np.float32]:
         """Return the result of a request from what the device has pooled: a copy, of float32."""
+        import numpy as np  # noqa: PLC0415 - not needed to parse a command line
+
         if self.num_labels:
             activation = Activation.IDENTITY if params.use_activation is False else self.activation
             return activation.apply(np.array(vector, np.float32))

@@ -98,6 +98,7 @@ class Device:
 
     def run(self, plan):
         """The sampled ids of each row."""
+        self._copy(plan.copies)
         rows = rows_of(plan)
         for row in rows:
             if row.admitted:
@@ -127,6 +128,12 @@ class Device:
                     ids.append(token)
                     self._stop(row.request, row.slot, token)
         return sampled
+
+    def _copy(self, copies):
+        """Copy pages, all of which are read before any is written."""
+        offsets = range(self.groups.page_size)
+        copied = {(to, i): self.kv[page, i] for page, to in copies for i in offsets if (page, i) in self.kv}
+        self.kv.update(copied)
 
     def _speculate(self, planned, num_drafts, ids):
         """A round with drafts, of which some are accepted; the others leave their content behind."""

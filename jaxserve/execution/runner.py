@@ -160,7 +160,8 @@ class Runner:
         # XLA's CPU client lets 32 programs be in flight on a device. With more, it starts a step on some devices and
         # waits before it does on the others, for which the step's collectives wait; updates of slots make that many.
         self._one_at_a_time = len(devices) > 1 and devices[0].platform == "cpu"
-        self._weight_reads = WeightReads.of(params, param_specs(arch.local(tensor_size(mesh))), device_bytes)
+        own_specs, has_logits = param_specs(arch.local(tensor_size(mesh))), arch.pooler is None
+        self._weight_reads = WeightReads.of(params, own_specs, device_bytes, has_logits=has_logits)
         self.state: ServeState | None = self.programs.new_state()  # None while it sleeps, and once it is closed
         self._sleeping_params: Params | None = None  # copy in the host's memory
         self._sleeping_draft: Params = {}

@@ -293,9 +293,9 @@ def stack_layers(
     return {**params, "layers": ScannedLayers(periodic, layers[num_scanned:], first)}
 
 
-def lookup_tables(params: Params) -> Params:
+def lookup_tables(params: Params, *, has_logits: bool = True) -> Params:
     """Return the tables of which a step reads a row per token and nothing else: not an embedding that is the head."""
-    names = ("embed", POSITION_EMBED) if "lm_head" in params else (POSITION_EMBED,)
+    names = (POSITION_EMBED,) if has_logits and "lm_head" not in params else ("embed", POSITION_EMBED)
     return {name: params[name] for name in names if name in params}
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 HEAD = "score"  # name of the head, in parameter trees as in checkpoints
 _CLASSIFIER = "ForSequenceClassification"
 _GENERATORS = ("ForCausalLM", "LMHeadModel")
-_BIDIRECTIONAL = {"is_causal": False, "use_bidirectional_attention": True, "is_decoder": False}
+_BIDIRECTIONAL = {"is_causal": False, "use_bidirectional_attention": True}
 
 
 def has_head(config: Mapping[str, Any]) -> bool:

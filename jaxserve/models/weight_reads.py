@@ -25,13 +25,16 @@ class WeightReads(NamedTuple):
     experts: Experts | None = None
 
     @classmethod
-    def of(cls, params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int]) -> "WeightReads":
+    def of(
+        cls, params: Params, specs: Sequence[ParamSpec], num_bytes: Callable[[Any], int], *, has_logits: bool = True
+    ) -> "WeightReads":
         """Count the bytes of parameters.
 
         Args:
             params: parameters, whose layers may be stacked.
             specs: specs of the tensors of one device.
             num_bytes: function that returns the bytes of a tree on one device.
+            has_logits: False if the model pools.
         """
         experts = next((spec.experts for spec in specs if spec.experts is not None), None)
         names = {spec.path[-1] for spec in specs if spec.experts is not None}
@@ -41,7 +44,7 @@ class WeightReads(NamedTuple):
             if any(isinstance(key, jax.tree_util.DictKey) and key.key in names for key in path)
         ]
         all_experts = num_bytes(of_experts)
-        whole = num_bytes(params) - num_bytes(lookup_tables(params)) - all_experts
+        whole = num_bytes(params) - num_bytes(lookup_tables(params, has_logits=has_logits)) - all_experts
         per_expert = 0 if experts is None else all_experts // experts.num_experts
         return cls(whole, lookup_bytes(params, specs, num_bytes), per_expert, experts)
 

@@ -279,7 +279,8 @@ class Ledger:
 
     def _register_last_page(self, request: Request) -> None:
         """Register the last page of a running request though it is not full, for others that begin like it to copy."""
-        num_tokens = min(request.num_computed_tokens, request.num_known_tokens)
+        num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
+        num_tokens = min(request.num_computed_tokens, num_certain)
         column, size = num_tokens // self.page_size, self._group_size
         if not num_tokens % self.page_size or request in self.unshared:
             return

@@ -100,11 +100,21 @@ def test_embeddings_match_transformers(
 def test_prompts_give_way_to_others_and_keep_their_vectors(
     start: Start, embedder: Path, decoder: transformers.PreTrainedModel
 ) -> None:
-    llm = start(embedder, pooler_config={"pooling_type": "MEAN"}, num_pages=18, max_num_partial_prefills=4)
-    prompts = [tokens(60, f"long {n}") for n in range(4)]
-    for output, prompt in zip(llm.embed(prompts, use_tqdm=False), prompts, strict=True):
+    options = {"scheduling_policy": "priority", "max_num_partial_prefills": 4}
+    engine = start(embedder, pooler_config={"pooling_type": "MEAN"}, max_num_seqs=2, **options).engine
+    prompts = [tokens(40, f"long {n}") for n in range(4)]
+    outputs = {}
+    for number, prompt in enumerate(prompts):
+        outputs[number] = engine.add_request(str(number), prompt, priority=9 - number)
+        engine.step()
+        engine.step()
+    while engine.has_unfinished():
+        engine.step()
+    assert engine.stats.num_preemptions > 0
+    for number, prompt in enumerate(prompts):
         vector = hidden_states(decoder, prompt).mean(0)
-        np.testing.assert_allclose(output.outputs.embedding, vector / np.linalg.norm(vector), rtol=0, atol=TOLERANCE)
+        wanted = vector / np.linalg.norm(vector)
+        np.testing.assert_allclose(outputs[number].pooled, wanted, rtol=0, atol=TOLERANCE)
 
 
 def test_parameters_of_requests(start: Start, embedder: Path, decoder: transformers.PreTrainedModel) -> None:

@@ -82,6 +82,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         read_prefix_cache=st.sampled_from([True, True, True, False]),
         waits_for_tokens=st.sampled_from([False, False, True]),
         may_be_extended=st.sampled_from([False, False, True]),
+        shares_last_page=st.sampled_from([False, True]),
     )
     def add(self, prompt, max_tokens, **kwargs):
         request = make_request(str(len(self.requests)), prompt, max_tokens, **kwargs)
