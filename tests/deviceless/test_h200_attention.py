@@ -1,11 +1,19 @@
-"""Attention for Hopper GPUs: every case compiles to machine code for an H200, in place and without spilling."""
+"""Attention for Hopper GPUs: every case compiles to machine code for an H200, in place and without spilling.
+
+XLA's backend, which serves int4 pools there, compiles too.
+"""
 
 import re
 
 import jax
 import pytest
 
-from jaxserve.pallas_kernels.ragged_paged_attention import from_canonical, ragged_paged_attention
+from jaxserve.pallas_kernels.ragged_paged_attention import (
+    from_canonical,
+    new_pages,
+    ragged_paged_attention,
+    select_backend,
+)
 from jaxserve.pallas_kernels.ragged_paged_attention.cases import GPU_CASES, Case
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import MIN_TALL_TOKENS
 
@@ -86,3 +94,19 @@ def test_compile_without_spills_in_place(h200, cases, capfd, monkeypatch):
     assert set(spills) == {("0", "0")}, [case.name for case in cases]
     for case, program in zip(cases, programs, strict=True):
         check_memory(case, program.memory_analysis())
+
+
+def test_xla_serves_int4_pools_in_place(h200):
+    case = Case("int4", *_MANY, 32, 8, 128, dtype="bfloat16", kv_dtype="int4", has_rope=True)
+    heads = {"num_kv_heads": 8, "head_dim": 128, "page_size": 16}
+    assert select_backend(num_query_heads=32, **heads, kv_dtype="int4", platform="gpu") == "xla"
+    inputs = jax.eval_shape(case.arguments).inputs
+    pool = jax.eval_shape(lambda: new_pages("xla", num_layers=2, num_pages=20_000, **heads, dtype="int4"))
+
+    def attend(inputs, kv_pages, layer):
+        return ragged_paged_attention(inputs, kv_pages, layer, case.options, backend="xla")
+
+    args = (inputs, pool, jax.ShapeDtypeStruct((), "int32"))
+    memory = h200.compile(attend, args, donate_argnums=(1,)).memory_analysis()
+    assert memory.alias_size_in_bytes >= pool.size == 2 * 20_000 * 16 * 16 * 72
+    assert memory.temp_size_in_bytes < pool.size / 8
