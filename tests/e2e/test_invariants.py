@@ -169,7 +169,9 @@ def test_steps_are_full_while_requests_wait(start: Start, monkeypatch: pytest.Mo
     engine, plans = start(step_ahead=step_ahead), []
     schedule = engine.replicas[0].scheduler.schedule
     monkeypatch.setattr(
-        engine.replicas[0].scheduler, "schedule", lambda *args: plans.append(schedule(*args)) or plans[-1]
+        engine.replicas[0].scheduler,
+        "schedule",
+        lambda *args, **options: plans.append(schedule(*args, **options)) or plans[-1],
     )
     for index in range(8):
         engine.add_request(str(index), tokens(3, index), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True))
