@@ -1,8 +1,11 @@
 """Beam search against transformers in float32, and what its steps compute."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
@@ -10,6 +13,7 @@ import transformers
 
 from jaxserve import LLM, BeamSearchParams
 from jaxserve.errors import RequestError
+from jaxserve.execution.state import copy_pages
 from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import EOS, SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
@@ -125,3 +129,10 @@ def test_without_a_prefix_cache(pair: Pair, start: Callable[..., Any], llm: LLM)
 def test_errors(llm: LLM, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.beam_search("a", BeamSearchParams(**options))
+
+
+def test_pages_are_copied_in_place() -> None:
+    pool, copies = jax.ShapeDtypeStruct((2, 200, 4, 4, 8), jnp.float32), jax.ShapeDtypeStruct((2, 8), jnp.int32)
+    memory = jax.jit(copy_pages, donate_argnums=0).lower(pool, copies).compile().memory_analysis()
+    assert memory.alias_size_in_bytes == 4 * math.prod(pool.shape)
+    assert memory.temp_size_in_bytes < memory.alias_size_in_bytes / 10
