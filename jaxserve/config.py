@@ -469,7 +469,10 @@ class ScheduleConfig:
         return max(1, self.max_steps(bucket, max_steps) // (self.max_drafts + 1))
 
     def num_programs(self, max_steps: int) -> int:
-        """Return the number of programs: those of steps, and the two that admit requests and set a slot."""
+        """Return the number of programs: those of steps, and the two that admit requests and set a slot.
+
+        Those that set masks and copy pages, for forms and beams alone, are not counted.
+        """
         num_plain = len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
         return 2 + num_plain + len(self.speculative_buckets()) + 2 * len(self.split_buckets())
 

@@ -301,7 +301,7 @@ class Replica:
 
     def _may_split(self) -> bool:
         """Return whether rows with a constraint can compute a token before the host has read it."""
-        if not self._constrained or self._most_in_flight == 1:
+        if not self._constrained or self._most_in_flight == 1 or not self.scheduler.has_split_rows:
             return False
         return self.executor.split_bucket_for(self.scheduler.num_running) is not None
 

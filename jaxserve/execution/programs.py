@@ -255,7 +255,7 @@ class Programs:
                 Buckets(speculative=ends),
                 Buckets(rest, multi_steps, drafting, split),
             ],
-            "minimal": [Buckets((buckets[0], buckets[-1]), multi_steps[-1:], ends), Buckets(split=split[-1:])],
+            "minimal": [Buckets((buckets[0], buckets[-1]), multi_steps[-1:], ends)],
         }
         first, *later = in_turn[compile_ahead]
         ready = threading.Event()

@@ -101,7 +101,9 @@ class StepPlan:
         """Return a checksum of the plans so far, of which that before this one is `previous`. Ask before the next."""
         pages = [page for request in self.admitted for page in request.pages]
         pages += [entry for request in self.grown for entry in (len(request.pages), *request.pages[-1:])]
-        for column in (self.slots, self.starts, self.counts, self.max_new, self.num_drafts, pages):
+        copies = [page for copy in self.copies for page in copy]
+        rest = [int(self.is_split), len(copies), *copies]
+        for column in (self.slots, self.starts, self.counts, self.max_new, self.num_drafts, pages, rest):
             previous = zlib.crc32(array("q", column).tobytes(), previous)
         return previous
 

@@ -174,8 +174,14 @@ class Scheduler:
 
     @property
     def waiting_slots(self) -> list[int]:
-        """Slots of the running requests whose every token must be read before the next is computed."""
+        """Slots of the running requests whose every token must be read before the next is sampled."""
         return [request.slot for request in self._ledger.running.values() if request.waits_for_tokens]
+
+    @property
+    def has_split_rows(self) -> bool:
+        """True if a running request can compute a token before it is read, but not sample the next."""
+        rows = self._ledger.running.values()
+        return any(request.waits_for_tokens and not request.may_be_extended for request in rows)
 
     @property
     def num_pages_used(self) -> int:

@@ -306,6 +306,20 @@ def test_a_row_that_waits_for_its_tokens_advances_every_second_plan_or_every_spl
     assert len(lengths) <= 12 + 2, "the others did not wait for it"
 
 
+@pytest.mark.parametrize("is_queued", [True, False])
+def test_rows_that_cannot_be_split_leave_others_their_several_steps(is_queued: bool) -> None:
+    driven = Driven(sizes=replace(SIZES, has_split_steps=True), max_steps=8)
+    for n in range(SIZES.max_num_seqs if is_queued else 2):
+        driven.submit(prompt=[n], max_tokens=20)
+    driven.submit(prompt=[99], max_tokens=2, waits_for_tokens=True, may_be_extended=not is_queued)
+    most_steps = 0
+    while driven.unfinished:
+        driven.step()
+        most_steps = max([most_steps, *(step.plan.num_steps for step in driven.replicas[0].in_flight)])
+        assert not any(step.plan.is_split and step.plan.num_steps > 1 for step in driven.replicas[0].in_flight)
+    assert most_steps > 1
+
+
 def test_time_comes_from_the_executor_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     import time
 

@@ -27,7 +27,7 @@ SIZES: dict[str, Any] = {
     "max_model_len": 256,
     "page_size": 16,
     "num_pages": 40,
-    "compile_ahead": "minimal",
+    "compile_ahead": "background",
 }
 
 
@@ -291,10 +291,7 @@ def test_the_model_runs_before_the_masks_are_there(llm: LLM, monkeypatch: pytest
 
 
 def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM) -> None:
-    """As long as there are no programs for split plans.
-
-    Constrained rows alone go in one step with all of them; beside others they go in every second step.
-    """
+    """Without programs for split plans, all constrained rows share a step, or every second one beside other rows."""
     plans: list[list[bool]] = []
     replica = llm.engine.core.replicas[0]
     schedule, programs = replica.scheduler.schedule, replica.executor.programs  # type: ignore[attr-defined]
