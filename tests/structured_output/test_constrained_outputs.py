@@ -28,6 +28,7 @@ SIZES: dict[str, Any] = {
     "page_size": 16,
     "num_pages": 40,
     "compile_ahead": "background",
+    "multi_step": 1,
 }
 
 
@@ -109,7 +110,7 @@ def test_white_space_does_not_fill_an_output(llm: LLM) -> None:
 def busy() -> Iterator[LLM]:
     """Return an engine that preempts, drafts, and goes several steps at once."""
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
-    with LLM(str(MODEL), **SIZES | {"num_pages": 34}, speculative_config=speculation, multi_step=4) as llm:
+    with LLM(str(MODEL), **SIZES | {"num_pages": 34, "multi_step": 4}, speculative_config=speculation) as llm:
         llm.engine.wait_until_warm()
         yield llm
         llm.engine.check_integrity()
@@ -192,13 +193,14 @@ def test_samples_of_one_request_are_constrained_each_by_itself(llm: LLM) -> None
 
 
 def test_other_rows_do_not_change(llm: LLM) -> None:
-    # As many that all steps run in the same bucket: results of other programs may differ in their last bits.
-    plain = [SamplingParams(seed=seed, max_tokens=40, logprobs=1) for seed in range(9)]
+    # All prompts in one step, then as many rows to the end: programs for other numbers may differ in their last bits.
+    plain = [SamplingParams(seed=seed, max_tokens=40, ignore_eos=True, logprobs=1) for seed in range(8)]
     alone = generate(llm, plain)
-    among = generate(llm, plain + [params(seed, regex=r"[a-z ]{30}") for seed in range(6)])
-    for one, other in zip(alone, among, strict=False):
+    among = generate(llm, plain[:5] + [params(seed, 40, regex=r"[a-z ]{400}") for seed in range(3)])
+    for one, other in zip(alone[:5], among, strict=False):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].cumulative_logprob == other.outputs[0].cumulative_logprob
+    assert all(len(output.outputs[0].token_ids) == 40 for output in among)
 
 
 def test_the_output_depends_on_its_seed_alone(llm: LLM) -> None:
@@ -358,7 +360,7 @@ def test_restarted_requests_begin_their_forms_again(llm: LLM) -> None:
 
 def test_a_recorded_run_replays(tmp_path: Path) -> None:
     log = tmp_path / "events"
-    with LLM(str(MODEL), **SIZES, multi_step=8, event_log=str(log)) as llm:
+    with LLM(str(MODEL), **SIZES | {"multi_step": 8}, event_log=str(log)) as llm:
         forms = [{"regex": "[a-z]{5}[0-9]{20}"}, {"regex": "[a-z]then this text[0-9]", "append_forced_tokens": True}]
         generate(llm, [params(seed, **form) for seed in range(3) for form in forms] + [params(9), params(10)])
     assert replay_log(log) > 10
