@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import registry
 from jaxserve.pooling import Activation, PoolingKind, PoolingParams
 from jaxserve.sampling_params import SamplingParams
-from tests.checkpoints import build_config, randomize, write_checkpoint
+from tests.checkpoints import FAMILIES, build_config, randomize, write_checkpoint
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
 from tests.parameters import some_by_default
@@ -180,13 +180,29 @@ def test_a_head_of_one_label_scores_pairs(tmp_path: Path) -> None:
     np.testing.assert_allclose(scores, torch.sigmoid(torch.stack(logits)).numpy(), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "gpt_neo", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "gpt_neo", "qwen3_moe", "phi", "gpt_neox"])
 def test_classifiers_of_all_families_are_read(tmp_path: Path, family: str) -> None:
     write_classifier(tmp_path, family)
     weights.check(tmp_path, registry.param_specs(build_arch(EngineConfig(str(tmp_path)))))
 
 
 @pytest.mark.parametrize(
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_of_all_families_are_read(tmp_path: Path, family: str) -> None:
+    model = write_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE)
+    weights.check(tmp_path, registry.param_specs(build_arch(EngineConfig(str(tmp_path), convert="embed"))))
+    model.base_model.save_pretrained(tmp_path / "bare")
+    weights.check(tmp_path / "bare", registry.param_specs(build_arch(EngineConfig(str(tmp_path / "bare")))))
+
+
+def test_a_head_that_only_pooling_may_leave_out(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "gpt2")
+    specs = registry.param_specs(build_arch(EngineConfig(str(tmp_path))))
+    tensors = {n: np.zeros(s, np.float32) for row in specs for n, s in weights.rows.hf_shapes(row).items()}
+    with pytest.raises(weights.CheckpointError, match=r"1 unexpected: lm_head.bias"):
+        weights.assemble(tensors | {"lm_head.bias": np.zeros(131, np.float32)}, specs)
+
+
     ("fields", "activation"),
     [
         ({"num_labels": 1}, Activation.SIGMOID),
