@@ -191,6 +191,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
+        use_tqdm: bool | ProgressBar = False,
         concurrency_limit: int | None = None,
         **vllm_arguments: Any,
     ) -> list[BeamSearchOutput]:
@@ -199,19 +200,15 @@ class LLM:
         Args:
             prompts: see `generate`.
             params: parameters of all searches.
+            use_tqdm: see `generate`; the bar counts prompts.
             concurrency_limit: most prompts to search for at once; None is all.
             vllm_arguments: see `generate`.
 
         Raises:
-            RequestError: a prompt or the parameters cannot be served.
+            RequestError: a prompt or the parameters cannot be served; the message names it, and no prompt is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
-        many = as_list(prompts)
-        some = len(many) if concurrency_limit is None else concurrency_limit
-        outputs: list[BeamSearchOutput] = []
-        for first in range(0, len(many), max(some, 1)):
-            outputs += search(self.engine, self._calls, many[first : first + some], params)
-        return outputs
+        return search(self.engine, self._calls, as_list(prompts), params, concurrency_limit, use_tqdm)
 
     def encode(
         self,
