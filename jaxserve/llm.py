@@ -225,9 +225,9 @@ class LLM:
         Args:
             prompts: see `generate`.
             pooling_params: one for all, or one per prompt.
-            truncate_prompt_tokens: that of PoolingParams, for all prompts.
+            truncate_prompt_tokens: that of PoolingParams, for all prompts; theirs must not differ.
             use_tqdm: see `generate`.
-            pooling_task: "embed" or "classify"; None is the model's own.
+            pooling_task: "embed" or "classify", that of PoolingParams; None is the model's own.
             vllm_arguments: see `generate`.
 
         Raises:
@@ -239,6 +239,9 @@ class LLM:
         params = per_prompt(given, PoolingParams, "pooling_params", len(many))
         common: dict[str, Any] = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
         common = {name: value for name, value in common.items() if value is not None}
+        for name, value in common.items():
+            if others := [own for p in params if (own := getattr(p, name)) not in (None, value)]:
+                raise RequestError(f"{name} of pooling_params must be None or the call's, {value!r}, got {others[0]!r}")
         outputs = self._calls.run(many, [dataclasses.replace(p, **common) for p in params], use_tqdm)
         return [pooling_output(output) for output in outputs]
 

@@ -223,7 +223,15 @@ def test_activations(tmp_path: Path, fields: dict[str, Any], activation: Activat
     oracle = {Activation.SIGMOID: torch.sigmoid, Activation.SOFTMAX: lambda x: x.softmax(-1)}.get(
         activation, lambda x: x
     )
-    np.testing.assert_allclose(activation.apply(logits), oracle(torch.tensor(logits)).numpy(), atol=1e-6)
+    active = oracle(torch.tensor(logits)).numpy()
+    for default in (None, False):
+        options = {"pooler_config": {"use_activation": default}}
+        pooler = build_arch(EngineConfig(str(tmp_path), **options)).pooler
+        assert pooler is not None
+        for own in (None, True, False):
+            wanted = logits if (default is False and own is None) or own is False else active
+            found = pooler.finish(logits, PoolingParams(use_activation=own))
+            np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 class TestSentenceTransformers:
@@ -279,6 +287,10 @@ def test_each_kind_of_engine_refuses_the_other_requests(start: Start, embedder: 
     with pytest.raises(RequestError, match=r"at most max_model_len tokens, got 65 with max_model_len 64"):
         pooling.embed([tokens(65, 0)])
     with pytest.raises(RequestError, match=r"pooling_params must be PoolingParams"):
+    with pytest.raises(RequestError, match=r"task of pooling_params must be None or .*'embed', got 'classify'"):
+        pooling.embed("a", pooling_params=PoolingParams(task="classify"))
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens of pooling_params must be None or .* 2, got 3"):
+        pooling.embed("a", pooling_params=PoolingParams(truncate_prompt_tokens=3), truncate_prompt_tokens=2)
         pooling.encode("a", SamplingParams())  # type: ignore[arg-type]
 
 
@@ -297,6 +309,27 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
 
 
 def test_models_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("end", "option", "message"),
+    [
+        ("ForCausalLM", {"pooling_type": "MEAN"}, "pooler_config needs a model that pools, got one that generates"),
+        ("Model", {"use_activation": False}, "use_activation of pooler_config must be absent for the task 'embed'"),
+        (
+            "ForSequenceClassification",
+            {"normalize": True},
+            "normalize of pooler_config must be absent for .*'classify'",
+        ),
+    ],
+)
+def test_options_that_change_nothing_are_refused(
+    tmp_path: Path, end: str, option: dict[str, Any], message: str
+) -> None:
+    config = build_config("llama").to_dict() | {"architectures": [f"Llama{end}"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        build_arch(EngineConfig(str(tmp_path), pooler_config=option))
+
+
     config = build_config("gemma3").to_dict() | {
         "architectures": ["Gemma3TextModel"],
         "use_bidirectional_attention": True,
