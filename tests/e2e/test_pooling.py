@@ -68,6 +68,7 @@ def start() -> Iterator[Start]:
     yield start
     for llm in engines.values():
         assert llm.engine.occupancy.num_pages_used == 0
+        assert llm.engine.stats.num_sampled_tokens == 0, "what the device samples of prompts alone is not counted"
         llm.engine.check_integrity()
         llm.close()
 
@@ -186,7 +187,6 @@ def test_classifiers_of_all_families_are_read(tmp_path: Path, family: str) -> No
     weights.check(tmp_path, registry.param_specs(build_arch(EngineConfig(str(tmp_path)))))
 
 
-@pytest.mark.parametrize(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoders_of_all_families_are_read(tmp_path: Path, family: str) -> None:
     model = write_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE)
@@ -203,6 +203,7 @@ def test_a_head_that_only_pooling_may_leave_out(tmp_path: Path) -> None:
         weights.assemble(tensors | {"lm_head.bias": np.zeros(131, np.float32)}, specs)
 
 
+@pytest.mark.parametrize(
     ("fields", "activation"),
     [
         ({"num_labels": 1}, Activation.SIGMOID),
@@ -286,11 +287,11 @@ def test_each_kind_of_engine_refuses_the_other_requests(start: Start, embedder: 
         pooling.encode("a", PoolingParams(dimensions=65))
     with pytest.raises(RequestError, match=r"at most max_model_len tokens, got 65 with max_model_len 64"):
         pooling.embed([tokens(65, 0)])
-    with pytest.raises(RequestError, match=r"pooling_params must be PoolingParams"):
     with pytest.raises(RequestError, match=r"task of pooling_params must be None or .*'embed', got 'classify'"):
         pooling.embed("a", pooling_params=PoolingParams(task="classify"))
     with pytest.raises(RequestError, match=r"truncate_prompt_tokens of pooling_params must be None or .* 2, got 3"):
         pooling.embed("a", pooling_params=PoolingParams(truncate_prompt_tokens=3), truncate_prompt_tokens=2)
+    with pytest.raises(RequestError, match=r"pooling_params must be PoolingParams"):
         pooling.encode("a", SamplingParams())  # type: ignore[arg-type]
 
 
@@ -308,7 +309,6 @@ def test_options_are_checked(options: dict[str, Any], message: str) -> None:
         EngineConfig(**options)
 
 
-def test_models_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("end", "option", "message"),
     [
@@ -330,6 +330,7 @@ def test_options_that_change_nothing_are_refused(
         build_arch(EngineConfig(str(tmp_path), pooler_config=option))
 
 
+def test_models_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:
     config = build_config("gemma3").to_dict() | {
         "architectures": ["Gemma3TextModel"],
         "use_bidirectional_attention": True,
