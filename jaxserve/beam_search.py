@@ -18,21 +18,24 @@ the worst of them. vLLM itself finishes all that end, scores the prompt's tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, no_type_check
+from typing import TYPE_CHECKING, Any, no_type_check
 
+from jaxserve.calls import progress_bar
 from jaxserve.errors import RequestError, brief
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from jaxserve.calls import Calls
+    from jaxserve.calls import Calls, ProgressBar
     from jaxserve.engine.engine import Engine
     from jaxserve.engine.prompt import Prompt
     from jaxserve.outputs import Logprob, RequestOutput
     from jaxserve.request import TokenIds
 
 MAX_BEAM_WIDTH = 256
+MAX_LENGTH_PENALTY = 32  # of which the power of any length is a finite float
 
 
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError
@@ -45,7 +48,8 @@ class BeamSearchParams:
         max_tokens: most tokens to generate.
         ignore_eos: go on after the end-of-sequence token.
         temperature: 0: beams are never sampled.
-        length_penalty: exponent of the length by which scores are divided; more than 0 prefers longer sequences.
+        length_penalty: exponent of the length by which scores are divided, from -32 to 32; more than 0 prefers longer
+            sequences.
 
     Raises:
         RequestError: a value is out of range.
@@ -60,14 +64,15 @@ class BeamSearchParams:
     def __post_init__(self) -> None:
         for name, most in (("beam_width", MAX_BEAM_WIDTH), ("max_tokens", 2**31 - 1)):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            if not _is_positive_int(value) or value > most:
                 raise RequestError(f"{name} must be an integer in [1, {most}], got {brief(value)}")
         if not isinstance(self.ignore_eos, bool):
             raise RequestError(f"ignore_eos must be a bool, got {brief(self.ignore_eos)}")
         if self.temperature != 0:
             raise RequestError(f"temperature must be 0, as beams are not sampled, got {brief(self.temperature)}")
-        if not isinstance(self.length_penalty, int | float) or isinstance(self.length_penalty, bool):
-            raise RequestError(f"length_penalty must be a number, got {brief(self.length_penalty)}")
+        value, most = self.length_penalty, MAX_LENGTH_PENALTY
+        if not isinstance(value, int | float) or isinstance(value, bool) or not -most <= value <= most:
+            raise RequestError(f"length_penalty must be a number in [-{most}, {most}], got {brief(value)}")
 
 
 @dataclass(slots=True)
@@ -117,12 +122,14 @@ class _Search:
     Attributes:
         running: beams that go on, the best first; empty once the search has ended.
         finished: scores and beams that have ended, the best first.
+        cache_salt: salt of the prompt.
     """
 
     def __init__(
         self, prompt: Prompt, token_ids: TokenIds, params: BeamSearchParams, eos_ids: frozenset[int], max_steps: int
     ) -> None:
         self.running = [BeamSearchSequence(prompt, token_ids)]
+        self.cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         self.finished: list[tuple[float, BeamSearchSequence]] = []
         self._width, self._length_penalty = params.beam_width, params.length_penalty
         self._eos_ids, self._max_steps = eos_ids, min(params.max_tokens, max_steps)
@@ -166,17 +173,33 @@ class _Search:
         return score
 
 
+def _is_positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def num_candidates(beam_width: int, eos_ids: frozenset[int]) -> int:
     """Return how many continuations a step looks at: enough that `beam_width` of them do not end."""
     return max(2, 1 + len(eos_ids)) * beam_width
 
 
-def search(engine: Engine, calls: Calls, prompts: Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-    """Return the best continuations of prompts, all of which are searched at once.
+def search(
+    engine: Engine,
+    calls: Calls,
+    prompts: Sequence[Prompt],
+    params: BeamSearchParams,
+    concurrency_limit: int | None = None,
+    use_tqdm: bool | ProgressBar = False,
+) -> list[BeamSearchOutput]:
+    """Return the best continuations of prompts; the arguments are those of `LLM.beam_search`.
 
     Raises:
-        RequestError: a prompt or the parameters cannot be served.
+        RequestError: a prompt or the parameters cannot be served; no prompt is started.
     """
+    if not isinstance(params, BeamSearchParams):
+        raise RequestError(f"params must be BeamSearchParams(...), got {brief(params)}")
+    if concurrency_limit is not None and not _is_positive_int(concurrency_limit):
+        raise RequestError(f"concurrency_limit must be a positive integer or None, got {brief(concurrency_limit)}")
+    params = dataclasses.replace(params)  # checked anew, as the caller may have changed them
     eos_ids = frozenset[int]() if params.ignore_eos else engine.frontend.eos_ids
     num_logprobs, most = num_candidates(params.beam_width, eos_ids), engine.config.max_logprobs
     if 0 <= most < num_logprobs:
@@ -187,24 +210,31 @@ def search(engine: Engine, calls: Calls, prompts: Sequence[Prompt], params: Beam
         )
     num_logprobs = min(num_logprobs, engine.arch.vocab_size)
     one_token = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=num_logprobs, detokenize=False)
-    groups = calls.prepare(prompts, [one_token] * len(prompts), [0] * len(prompts))  # read, and checked
-    most_tokens = engine.schedule.max_model_len
+    whole = dataclasses.replace(one_token, max_tokens=params.max_tokens)  # a beam needs the room of such a request
+    groups = calls.prepare(prompts, [whole] * len(prompts), [0] * len(prompts))  # read, and checked
     searches = [
-        _Search(prompt, ids, params, eos_ids, most_tokens - len(ids))
-        for prompt, ids in zip(prompts, [group.output.prompt_token_ids for group in groups], strict=True)
+        _Search(prompt, request.prompt_token_ids, params, eos_ids, request.max_total_tokens - request.num_prompt_tokens)
+        for prompt, request in zip(prompts, [group.requests[0] for group in groups], strict=True)
     ]
-    salts = [prompt.get("cache_salt") if isinstance(prompt, dict) else None for prompt in prompts]
-    while any(each.running for each in searches):
+    some = concurrency_limit or max(len(searches), 1)
+    with progress_bar(use_tqdm, total=len(searches), desc="Beam search", unit="prompt") as bar:
+        for first in range(0, len(searches), some):
+            _run(calls, searches[first : first + some], one_token, bar.update)
+    return [BeamSearchOutput([_with_text(engine, beam) for _, beam in each.finished]) for each in searches]
+
+
+def _run(calls: Calls, searches: Sequence[_Search], one_token: SamplingParams, ended: Callable[[int], Any]) -> None:
+    """Run searches to their ends, all at once; `ended` takes the number of those that a step has ended."""
+    while running := [each for each in searches if each.running]:
         beams: list[Prompt] = [
-            {"prompt_token_ids": beam.tokens, "cache_salt": salt}
-            for each, salt in zip(searches, salts, strict=True)
+            {"prompt_token_ids": beam.tokens, "cache_salt": each.cache_salt}
+            for each in running
             for beam in each.running
         ]
         outputs = iter(calls.run(beams, [one_token] * len(beams), use_tqdm=False, shares_last_page=True))
-        for each in searches:
-            if each.running:
-                each.advance([_table(next(outputs)) for _ in each.running])
-    return [BeamSearchOutput([_with_text(engine, beam) for _, beam in each.finished]) for each in searches]
+        for each in running:
+            each.advance([_table(next(outputs)) for _ in each.running])
+        ended(sum(not each.running for each in running))
 
 
 def _table(output: RequestOutput) -> dict[int, Logprob]:

@@ -96,11 +96,16 @@ class Calls:
             self._engine.frontend.cancel(group.request_id)
 
 
-def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | ProgressBar, title: str) -> None:
+def progress_bar(use_tqdm: bool | ProgressBar, **options: Any) -> Any:
+    """Return a progress bar with these options of tqdm; see `LLM.generate`."""
     new_bar = use_tqdm if callable(use_tqdm) else partial(tqdm, disable=not use_tqdm)
+    return new_bar(**options)
+
+
+def _wait(ended: SimpleQueue[RequestGroup], count: int, use_tqdm: bool | ProgressBar, title: str) -> None:
     tokens_in = tokens_out = 0
     started = time.monotonic()
-    with new_bar(total=count, desc=title, unit="req") as bar:
+    with progress_bar(use_tqdm, total=count, desc=title, unit="req") as bar:
         seen: set[str] = set()
         while len(seen) < count:
             group = ended.get()

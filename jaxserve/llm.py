@@ -191,6 +191,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
         *,
+        use_tqdm: bool | ProgressBar = False,
         concurrency_limit: int | None = None,
         **vllm_arguments: Any,
     ) -> list[BeamSearchOutput]:
@@ -199,19 +200,15 @@ class LLM:
         Args:
             prompts: see `generate`.
             params: parameters of all searches.
+            use_tqdm: see `generate`; the bar counts prompts.
             concurrency_limit: most prompts to search for at once; None is all.
             vllm_arguments: see `generate`.
 
         Raises:
-            RequestError: a prompt or the parameters cannot be served.
+            RequestError: a prompt or the parameters cannot be served; the message names it, and no prompt is started.
         """
         check_arguments(vllm_arguments, GENERATE_ARGUMENTS)
-        many = as_list(prompts)
-        some = len(many) if concurrency_limit is None else concurrency_limit
-        outputs: list[BeamSearchOutput] = []
-        for first in range(0, len(many), max(some, 1)):
-            outputs += search(self.engine, self._calls, many[first : first + some], params)
-        return outputs
+        return search(self.engine, self._calls, as_list(prompts), params, concurrency_limit, use_tqdm)
 
     def encode(
         self,
@@ -228,9 +225,9 @@ class LLM:
         Args:
             prompts: see `generate`.
             pooling_params: one for all, or one per prompt.
-            truncate_prompt_tokens: that of PoolingParams, for all prompts.
+            truncate_prompt_tokens: that of PoolingParams, for all prompts; theirs must not differ.
             use_tqdm: see `generate`.
-            pooling_task: "embed" or "classify"; None is the model's own.
+            pooling_task: "embed" or "classify", that of PoolingParams; None is the model's own.
             vllm_arguments: see `generate`.
 
         Raises:
@@ -242,6 +239,9 @@ class LLM:
         params = per_prompt(given, PoolingParams, "pooling_params", len(many))
         common: dict[str, Any] = {"task": pooling_task, "truncate_prompt_tokens": truncate_prompt_tokens}
         common = {name: value for name, value in common.items() if value is not None}
+        for name, value in common.items():
+            if others := [own for p in params if (own := getattr(p, name)) not in (None, value)]:
+                raise RequestError(f"{name} of pooling_params must be None or the call's, {value!r}, got {others[0]!r}")
         outputs = self._calls.run(many, [dataclasses.replace(p, **common) for p in params], use_tqdm)
         return [pooling_output(output) for output in outputs]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, no_type_check
 
@@ -61,6 +61,7 @@ class Pooler:
         activation: function of the head's outputs.
         labels: names of the labels, if the checkpoint has any.
         normalize: True if embeddings have length 1 unless a request says otherwise.
+        use_activation: True if the activation is applied unless a request says otherwise.
         dimensions: sizes to which embeddings may be shortened; empty for all.
     """
 
@@ -70,6 +71,7 @@ class Pooler:
     normalize: bool = True
     dimensions: tuple[int, ...] = ()
     labels: tuple[str, ...] = ()
+    use_activation: bool = True
 
     @property
     def task(self) -> str:
@@ -81,6 +83,20 @@ class Pooler:
         """True if the vector depends on the last token's hidden state alone."""
         return self.kind is PoolingKind.LAST
 
+    @property
+    def _switch_of_others(self) -> str:
+        """Switch that only models of the other task have."""
+        return "normalize" if self.num_labels else "use_activation"
+
+    def configured(self, options: Mapping[str, Any]) -> Pooler:
+        """Return the pooler with the options of `read_pooler_config`; ConfigError for one that would change nothing."""
+        if self._switch_of_others in options:
+            raise ConfigError(
+                f"{self._switch_of_others} of pooler_config must be absent for the task {self.task!r}, got "
+                f"{options[self._switch_of_others]}; drop it"
+            )
+        return replace(self, **{_FIELDS.get(name, name): value for name, value in options.items()})
+
     def check(self, params: PoolingParams, hidden_size: int) -> None:
         """Raise RequestError unless a request's parameters are for this model."""
         if params.task not in (None, self.task):
@@ -89,8 +105,7 @@ class Pooler:
                 f"{'load an embedding model' if self.num_labels else 'load a model with a classification head'}, or "
                 f"start the engine with convert={'embed' if self.num_labels else 'classify'!r}"
             )
-        own, others = ("use_activation",), ("dimensions", "normalize")
-        for name in others if self.num_labels else own:
+        for name in (self._switch_of_others, *(("dimensions",) if self.num_labels else ())):
             if getattr(params, name) is not None:
                 raise RequestError(f"{name} must be None for the task {self.task!r}, got {getattr(params, name)!r}")
         sizes, wanted = self.dimensions, params.dimensions
@@ -103,7 +118,8 @@ class Pooler:
         import numpy as np  # noqa: PLC0415 - not needed to parse a command line
 
         if self.num_labels:
-            activation = Activation.IDENTITY if params.use_activation is False else self.activation
+            is_active = self.use_activation if params.use_activation is None else params.use_activation
+            activation = self.activation if is_active else Activation.IDENTITY
             return activation.apply(np.array(vector, np.float32))
         vector = np.array(vector[: params.dimensions], np.float32)
         is_normal = self.normalize if params.normalize is None else params.normalize
@@ -121,7 +137,8 @@ class PoolingParams:
             model is refused that does not say that it was trained for this (Matryoshka); one that names sizes takes
             these alone.
         normalize: scale embeddings to length 1; None as the checkpoint says, and True if it does not.
-        use_activation: apply softmax or sigmoid to the outputs of a classification head; None is True.
+        use_activation: apply softmax or sigmoid to the outputs of a classification head; None as `pooler_config` says,
+            and True if it does not.
         task: "embed" or "classify"; None is the model's own.
 
     Raises:
@@ -160,6 +177,7 @@ class PoolingParams:
 
 
 _OPTIONS = {"pooling_type": str, "normalize": bool, "use_activation": bool}
+_FIELDS = {"pooling_type": "kind"}  # fields of Pooler that have another name
 
 
 def read_pooler_config(value: Mapping[str, Any]) -> dict[str, Any]:

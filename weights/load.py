@@ -47,7 +47,8 @@ def load(
 
     Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of them
     besides the result. Names may lack their first part, as in files of a model without its head. Rotary inverse
-    frequencies and causal masks are ignored, as is `lm_head.weight` if embeddings are tied.
+    frequencies and causal masks are ignored, as are `lm_head.weight` if embeddings are tied, and what `specs` name
+    unread.
 
     Args:
         path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or in the
@@ -210,12 +211,12 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     tensors = _with_full_names(specs, tensors)
     expected = _all_hf_shapes(specs)
     shared = [name for name in expected if name in tensors]
-    ignored = _draft_layers(tensors)
-    if ignored:
-        logger.info("%s: layers that draft tokens are not read: %s", where, ", ".join(ignored))
+    drafting, unread = _draft_layers(tensors), {name for row in specs for name in row.unread}
+    if drafting:
+        logger.info("%s: layers that draft tokens are not read: %s", where, ", ".join(drafting))
     Mismatch(
         missing=[name for name in expected if name not in tensors],
-        unexpected=[name for name in tensors if name not in expected and not _is_ignored(name, ignored)],
+        unexpected=[name for name in tensors if name not in {*expected, *unread} and not _is_ignored(name, drafting)],
         misshapen=[
             f"{name} {tensors[name].shape} instead of {expected[name]}"
             for name in shared

@@ -45,6 +45,10 @@ class TensorRow(Protocol):
     def init(self) -> str:
         """Random initial value: "normal", "ones" or "zeros"."""
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Names of Hugging Face tensors that may be there too, and have no part in this model."""
+
 
 RowT = TypeVar("RowT", bound=TensorRow)
 

@@ -9,7 +9,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import pooling, registry
 from jaxserve.models.arch import ArchConfig, token_id_set
-from jaxserve.pooling import CLASSIFY, EMBED, Activation, Pooler, PoolingKind, pooling_kind
+from jaxserve.pooling import CLASSIFY, EMBED, Pooler, PoolingKind, pooling_kind
 from jaxserve.sampling_params import SamplingParams
 
 _GENERATION_CONFIG = {  # Hugging Face's name -> ours, as vLLM reads them
@@ -54,19 +54,21 @@ def _build_pooler(config: EngineConfig, raw: Mapping[str, Any]) -> Pooler | None
         raise ConfigError(str(error)) from error
     is_made_to_pool = pooling.has_head(raw) or pooling.is_bare(raw) or modules is not None
     is_wanted = config.runner == "pooling" or config.convert in (EMBED, CLASSIFY)
+    options = config.pooler_options
     if config.runner == "generate" or not (is_wanted or is_made_to_pool):
+        if options:
+            raise ConfigError(
+                f"pooler_config needs a model that pools, got one that generates and {options}; "
+                "start the engine with runner='pooling', or drop it"
+            )
         return None
     if config.speculation is not None:
         raise ConfigError("speculative_config needs a model that generates, got one that pools; drop it")
-    options = config.pooler_options
     if config.convert == CLASSIFY or (config.convert != EMBED and pooling.has_head(raw)):
         pooler = pooling.read_head(raw)
-        if options.get("use_activation") is False:
-            pooler = dataclasses.replace(pooler, activation=Activation.IDENTITY)
     else:
         pooler = _embedding_pooler(raw, modules)
-    kind, normalize = options.get("pooling_type", pooler.kind), options.get("normalize", pooler.normalize)
-    return dataclasses.replace(pooler, kind=kind, normalize=normalize)
+    return pooler.configured(options)
 
 
 def _embedding_pooler(raw: Mapping[str, Any], modules: weights.EmbeddingModules | None) -> Pooler:

@@ -124,7 +124,7 @@ class Frontend:
             RequestError: it cannot be served.
         """
         params, pooling = self._read_params(params)
-        limit = prompt_limit(params, self._schedule.max_total_tokens)
+        limit = prompt_limit(params, self._schedule.max_model_len, self._schedule.max_total_tokens)
         text, token_ids, salt = read_prompt(prompt, cache_salt, self._tokenizer, limit)
         self._check(token_ids, params)
         self._check_priority(priority)

@@ -64,15 +64,20 @@ def _read_token_ids(content: object) -> TokenIds:
     return [int(token_id) for token_id in content]
 
 
-def prompt_limit(params: SamplingParams, max_model_len: int) -> int | None:
+def prompt_limit(params: SamplingParams, max_model_len: int, max_total_tokens: int) -> int | None:
     """Return how many tokens to keep of a prompt, by `truncate_prompt_tokens`; None is all.
+
+    Args:
+        params: parameters of the request.
+        max_model_len: most tokens of a prompt and its output, for the model.
+        max_total_tokens: the same for the scheduler, which counts an output even where the model pools.
 
     Raises:
         RequestError: the model has no room for so many.
     """
     wanted = params.truncate_prompt_tokens
     if wanted == -1:
-        return max(1, max_model_len - (params.max_tokens or 1))
+        return max(1, max_total_tokens - (params.max_tokens or 1))
     if wanted is not None and wanted > max_model_len:
         raise RequestError(
             f"truncate_prompt_tokens must be at most max_model_len {max_model_len}, got {wanted}; -1 keeps what fits"

@@ -216,7 +216,8 @@ class Replica:
         else:
             bucket = self.executor.multi_step_bucket_for(plan.num_rows)
             self.pacer.ended(bucket, plan.num_steps, int(num_tokens.max()), result.ended_s)
-        self._stats.num_sampled_tokens += int(num_tokens.sum())
+        if not self.executor.schedule.pools:
+            self._stats.num_sampled_tokens += int(num_tokens.sum())
         ended = self.take(sampled)
         if self.in_flight and self.in_flight[0].plan.is_split:
             self._count_compiles(self.executor.sample(self.in_flight[0].handle))
@@ -250,7 +251,8 @@ class Replica:
             while self.in_flight:
                 step = self.in_flight[0]
                 self.step_stats.ended(step, np.array(step.plan.max_new), step.handle.launched_s)
-                self._stats.num_sampled_tokens += sum(step.plan.max_new)
+                if not self.executor.schedule.pools:
+                    self._stats.num_sampled_tokens += sum(step.plan.max_new)
                 self.take([[0] * most for most in step.plan.max_new])
                 self._has_dropped = True
         self.pacer.pause()

@@ -62,8 +62,10 @@ def param_specs(
     rows = [n * arch.head_dim for n in heads]
     if len(names.qkv) == 1:
         rows, heads = [sum(rows)], heads[:1]
+    head = (f"{names.head}.weight", f"{names.head}.bias")
+    unread = () if arch.pooler is None else head
     specs = [
-        ParamSpec(("embed",), (V, D), ("vocab", "embed"), (f"{names.embed}.weight",), (V,)),
+        ParamSpec(("embed",), (V, D), ("vocab", "embed"), (f"{names.embed}.weight",), (V,), unread=unread),
         *_norm(("final_norm",), names.final_norm, D),
     ]
     if names.positions is not None:
@@ -79,9 +81,9 @@ def param_specs(
         specs += project("up", ("ffn", "embed"), (names.up,), [F], D, bias=arch.mlp_bias)
         specs += project("down", ("embed", "ffn"), (names.down,), [D], F, bias=arch.mlp_bias)
     if not arch.tied_embeddings:
-        specs.append(ParamSpec(("lm_head",), (V, D), ("vocab", "embed"), (f"{names.head}.weight",), (V,)))
-    if head_bias:
-        specs.append(ParamSpec(("lm_head_bias",), (V,), ("vocab",), (f"{names.head}.bias",), (V,), "zeros"))
+        specs.append(ParamSpec(("lm_head",), (V, D), ("vocab", "embed"), head[:1], (V,)))
+    if head_bias and arch.pooler is None:
+        specs.append(ParamSpec(("lm_head_bias",), (V,), ("vocab",), head[1:], (V,), "zeros"))
     return specs
 
 

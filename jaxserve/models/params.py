@@ -60,6 +60,7 @@ class ParamSpec:
         experts: experts whose matrices follow each other in this one; None for a single matrix.
         exact: True if a matrix is never quantised; a vector is then float32, whatever the dtype of the others.
         is_array: True if the block computes with the array itself, so that it is not packed for native kernels either.
+        unread: tensors that a checkpoint may have besides, and that have no part in this model.
     """
 
     path: tuple[str | int, ...]
@@ -74,6 +75,7 @@ class ParamSpec:
     experts: Experts | None = None
     exact: bool = False
     is_array: bool = False
+    unread: tuple[str, ...] = ()
 
     @property
     def is_matrix(self) -> bool:

@@ -110,8 +110,10 @@ POOLING_PARAMETERS = {  # fields of requests for vectors that are parameters of 
     POOLING: {"dimensions", "normalize", "use_activation", "truncate_prompt_tokens"},
     CLASSIFICATION: {"use_activation", "truncate_prompt_tokens"},
 }
-_INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt", "encoding_format"}
+_INPUT_FIELDS = {"input", "model", "user", "priority", "request_id", "cache_salt"}
 _FIELDS |= {url: _INPUT_FIELDS | names for url, names in POOLING_PARAMETERS.items()}
+_FIELDS[EMBEDDINGS] |= {"encoding_format"}
+_FIELDS[POOLING] |= {"encoding_format"}
 _PROMPT_FIELDS = {COMPLETIONS: "prompt", CHAT: "messages"}  # field of the prompt; "input" elsewhere
 _IGNORED = _LABELS.keys() | _PREFERENCES.keys() | {"store", "service_tier"}
 _STREAM_OPTIONS = {"include_usage", "continuous_usage_stats", "include_obfuscation"}  # the last has no effect
@@ -273,6 +275,11 @@ def check_fields(
     return given
 
 
+def prompt_field(url: str) -> str:
+    """Return the field of a body that has the prompts."""
+    return _PROMPT_FIELDS.get(url, "input")
+
+
 @contextlib.contextmanager
 def naming_fields(url: str) -> Iterator[None]:
     """Add the field to errors of values: the first that the message names."""
@@ -281,7 +288,7 @@ def naming_fields(url: str) -> Iterator[None]:
     except BadRequestError:
         raise
     except RequestError as error:
-        own = _PROMPT_FIELDS.get(url, "input")
+        own = prompt_field(url)
         words = [own if word == "prompt" else word for word in re.findall(r"\w+", str(error))]
         raise BadRequestError(str(error), next((word for word in words if word in _FIELDS[url]), None)) from error
 

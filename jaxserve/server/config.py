@@ -42,7 +42,8 @@ class ServerConfig:
         max_open_requests_per_key: unfinished requests of a key; later ones are refused with 429.
         max_body_bytes: largest body of a request.
         max_json_depth: nesting of a body's JSON.
-        max_prompts: most prompts of a completion.
+        max_prompts: most prompts of a completion, or of a request for vectors; OpenAI takes 2048 of the latter, for
+            which max_queued_requests must have room too.
         body_timeout_s: time that a body may take to arrive.
         send_timeout_s: time after which a client that takes nothing is cut off.
         stuck_after_s: time without progress after which /health fails.

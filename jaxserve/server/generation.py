@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxserve.openai.format import BadRequestError, ParsedRequest, naming_fields
+from jaxserve.openai.format import BadRequestError, ParsedRequest, naming_fields, prompt_field
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
 from jaxserve.openai.translation import naming
 from jaxserve.server import http
@@ -113,15 +113,16 @@ class Generation:
         """Return a request and what the engine makes of it. On any thread."""
         service = self._service
         request = interface.read(body, service.parse)
+        field = prompt_field(request.url)
         if len(request.prompts) > service.config.max_prompts:
-            message = f"prompt must be at most {service.config.max_prompts} prompts, got {len(request.prompts)}"
-            raise BadRequestError(message, "prompt")
+            message = f"{field} must be at most {service.config.max_prompts} prompts, got {len(request.prompts)}"
+            raise BadRequestError(message, field)
         num_samples = len(request.prompts) * request.params.n
         if num_samples > service.most_at_once:
             message = (
                 f"a request must have at most {service.most_at_once} samples of all its prompts, got {num_samples}"
             )
-            raise BadRequestError(message, "n")
+            raise BadRequestError(message, "n" if request.params.n > 1 else field)
         if call.tenant:  # nobody finds out what others have asked
             salt = json.dumps([call.tenant, request.cache_salt])
             request = replace(request, cache_salt=salt)

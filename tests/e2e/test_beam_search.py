@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tqdm import tqdm
 
 from jaxserve import LLM, BeamSearchParams
 from jaxserve.errors import RequestError
@@ -123,12 +125,47 @@ def test_without_a_prefix_cache(pair: Pair, start: Callable[..., Any], llm: LLM)
         ({"beam_width": 0, "max_tokens": 1}, "beam_width must be an integer"),
         ({"beam_width": 2, "max_tokens": 1, "temperature": 0.5}, "temperature must be 0"),
         ({"beam_width": 11, "max_tokens": 1}, "start the engine with max_logprobs=22"),
-        ({"beam_width": 2, "max_tokens": 1, "length_penalty": "long"}, "length_penalty must be a number"),
+        *(
+            (
+                {"beam_width": 2, "max_tokens": 1, "length_penalty": value},
+                "length_penalty must be a number in .-32, 32.",
+            )
+            for value in ("long", 1e9, math.nan, -math.inf)
+        ),
     ],
 )
 def test_errors(llm: LLM, options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         llm.beam_search("a", BeamSearchParams(**options))
+
+
+@pytest.mark.usefixtures("no_type_checks")
+def test_arguments_are_checked_at_each_call(llm: LLM) -> None:
+    params, lengths = BeamSearchParams(beam_width=2, max_tokens=2), []
+    for limit in (0, -1, True, 1.5):
+        with pytest.raises(RequestError, match="concurrency_limit must be a positive integer or None"):
+            llm.beam_search(["a", "b"], params, concurrency_limit=limit)
+    bar = partial(tqdm, disable=True)
+    for limit in (1, 2, 5, None):
+        lengths.append(len(llm.beam_search(["a", "b", "c"], params, concurrency_limit=limit, use_tqdm=bar)))
+    assert lengths == [3] * 4
+    with pytest.raises(RequestError, match=r"params must be BeamSearchParams"):
+        llm.beam_search("a", {"beam_width": 2})
+    params.beam_width = 0
+    with pytest.raises(RequestError, match="beam_width must be an integer"):
+        llm.beam_search("a", params)
+
+
+def test_searches_that_exceed_the_pool_are_refused(start: Callable[..., Any], llm: LLM) -> None:
+    """Beams of 20 prompt tokens and 5 others fill 6 pages of 4 tokens, as their last token is never computed."""
+    small, prompts = LLM.over(start(num_pages=6)), [[5], tokens(20, "exact")]
+    before = small.engine.stats.num_tokens
+    with pytest.raises(RequestError, match=r"prompt 1: a request must fit the page pool: 20 prompt tokens and up to 6"):
+        small.beam_search(prompts, BeamSearchParams(beam_width=3, max_tokens=6), concurrency_limit=1)
+    assert small.engine.stats.num_tokens == before
+    params = BeamSearchParams(beam_width=3, max_tokens=5, ignore_eos=True)
+    own, wanted = (each.beam_search(prompts, params) for each in (small, llm))
+    assert [[b.tokens for b in o.sequences] for o in own] == [[b.tokens for b in o.sequences] for o in wanted]
 
 
 def test_pages_are_copied_in_place() -> None:

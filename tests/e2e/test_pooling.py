@@ -20,7 +20,7 @@ from jaxserve.errors import ConfigError, RequestError
 from jaxserve.models import registry
 from jaxserve.pooling import Activation, PoolingKind, PoolingParams
 from jaxserve.sampling_params import SamplingParams
-from tests.checkpoints import build_config, randomize, write_checkpoint
+from tests.checkpoints import FAMILIES, build_config, randomize, write_checkpoint
 from tests.e2e.sizes import SIZES, VOCAB_SIZE
 from tests.e2e.workloads import tokens
 from tests.parameters import some_by_default
@@ -68,6 +68,7 @@ def start() -> Iterator[Start]:
     yield start
     for llm in engines.values():
         assert llm.engine.occupancy.num_pages_used == 0
+        assert llm.engine.stats.num_sampled_tokens == 0, "what the device samples of prompts alone is not counted"
         llm.engine.check_integrity()
         llm.close()
 
@@ -180,10 +181,26 @@ def test_a_head_of_one_label_scores_pairs(tmp_path: Path) -> None:
     np.testing.assert_allclose(scores, torch.sigmoid(torch.stack(logits)).numpy(), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "gpt_neo", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma3", "gpt_neo", "qwen3_moe", "phi", "gpt_neox"])
 def test_classifiers_of_all_families_are_read(tmp_path: Path, family: str) -> None:
     write_classifier(tmp_path, family)
     weights.check(tmp_path, registry.param_specs(build_arch(EngineConfig(str(tmp_path)))))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_decoders_of_all_families_are_read(tmp_path: Path, family: str) -> None:
+    model = write_checkpoint(tmp_path, family, vocab_size=VOCAB_SIZE)
+    weights.check(tmp_path, registry.param_specs(build_arch(EngineConfig(str(tmp_path), convert="embed"))))
+    model.base_model.save_pretrained(tmp_path / "bare")
+    weights.check(tmp_path / "bare", registry.param_specs(build_arch(EngineConfig(str(tmp_path / "bare")))))
+
+
+def test_a_head_that_only_pooling_may_leave_out(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "gpt2")
+    specs = registry.param_specs(build_arch(EngineConfig(str(tmp_path))))
+    tensors = {n: np.zeros(s, np.float32) for row in specs for n, s in weights.rows.hf_shapes(row).items()}
+    with pytest.raises(weights.CheckpointError, match=r"1 unexpected: lm_head.bias"):
+        weights.assemble(tensors | {"lm_head.bias": np.zeros(131, np.float32)}, specs)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +224,15 @@ def test_activations(tmp_path: Path, fields: dict[str, Any], activation: Activat
     oracle = {Activation.SIGMOID: torch.sigmoid, Activation.SOFTMAX: lambda x: x.softmax(-1)}.get(
         activation, lambda x: x
     )
-    np.testing.assert_allclose(activation.apply(logits), oracle(torch.tensor(logits)).numpy(), atol=1e-6)
+    active = oracle(torch.tensor(logits)).numpy()
+    for default in (None, False):
+        options = {"pooler_config": {"use_activation": default}}
+        pooler = build_arch(EngineConfig(str(tmp_path), **options)).pooler
+        assert pooler is not None
+        for own in (None, True, False):
+            wanted = logits if (default is False and own is None) or own is False else active
+            found = pooler.finish(logits, PoolingParams(use_activation=own))
+            np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 class TestSentenceTransformers:
@@ -262,6 +287,10 @@ def test_each_kind_of_engine_refuses_the_other_requests(start: Start, embedder: 
         pooling.encode("a", PoolingParams(dimensions=65))
     with pytest.raises(RequestError, match=r"at most max_model_len tokens, got 65 with max_model_len 64"):
         pooling.embed([tokens(65, 0)])
+    with pytest.raises(RequestError, match=r"task of pooling_params must be None or .*'embed', got 'classify'"):
+        pooling.embed("a", pooling_params=PoolingParams(task="classify"))
+    with pytest.raises(RequestError, match=r"truncate_prompt_tokens of pooling_params must be None or .* 2, got 3"):
+        pooling.embed("a", pooling_params=PoolingParams(truncate_prompt_tokens=3), truncate_prompt_tokens=2)
     with pytest.raises(RequestError, match=r"pooling_params must be PoolingParams"):
         pooling.encode("a", SamplingParams())  # type: ignore[arg-type]
 
@@ -278,6 +307,27 @@ def test_each_kind_of_engine_refuses_the_other_requests(start: Start, embedder: 
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("end", "option", "message"),
+    [
+        ("ForCausalLM", {"pooling_type": "MEAN"}, "pooler_config needs a model that pools, got one that generates"),
+        ("Model", {"use_activation": False}, "use_activation of pooler_config must be absent for the task 'embed'"),
+        (
+            "ForSequenceClassification",
+            {"normalize": True},
+            "normalize of pooler_config must be absent for .*'classify'",
+        ),
+    ],
+)
+def test_options_that_change_nothing_are_refused(
+    tmp_path: Path, end: str, option: dict[str, Any], message: str
+) -> None:
+    config = build_config("llama").to_dict() | {"architectures": [f"Llama{end}"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=message):
+        build_arch(EngineConfig(str(tmp_path), pooler_config=option))
 
 
 def test_models_that_attend_to_later_tokens_are_refused(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def embedder(llama: Path) -> Iterator[LLM]:
 def server(llama: Path) -> Iterator[Running]:
     """Return a server of embeddings."""
     engine = Engine(EngineConfig(str(llama), convert="embed", **SIZES))
-    with running(engine, served_model_name=["tiny"]) as server:
+    with running(engine, served_model_name=["tiny"], max_prompts=4) as server:
         yield server
 
 
@@ -72,6 +72,14 @@ def test_vllms_path(server: Running, embedder: LLM) -> None:
         ("/v1/embeddings", {"input": "a", "temperature": 0}, "temperature", "unsupported fields"),
         ("/v1/embeddings", {"input": "a", "model": "other"}, "model", "model must be one of"),
         ("/v1/embeddings", {"input": [5] * 65}, "input", "at most max_model_len tokens"),
+        ("/v1/embeddings", {"input": ["a"] * 5}, "input", "input must be at most 4 prompts, got 5"),
+        (
+            "/v1/embeddings",
+            {"input": "a", "truncate_prompt_tokens": 65},
+            "truncate_prompt_tokens",
+            "at most max_model_len 64, got 65",
+        ),
+        ("/classify", {"input": "a", "encoding_format": "base64"}, "encoding_format", "unsupported fields"),
         ("/classify", {"input": "a"}, "model", "the task must be 'embed' with this model"),
         ("/score", {"text_1": "a", "text_2": "b"}, None, "/score is not supported"),
         ("/v1/completions", {"prompt": "a"}, "model", "this engine pools"),
