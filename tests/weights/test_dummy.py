@@ -20,6 +20,10 @@ class Row:
     hf_rows: tuple = ()
     transposed: bool = False
 
+    @property
+    def is_matrix(self):
+        return len(self.shape) == 2
+
 
 ROWS = [
     Row(("embed",), (301, 64)),
