@@ -229,3 +229,11 @@ def test_backends_that_cannot_serve_say_why():
     name = select_backend(**sizes, kv_dtype="float8_e4m3fn")
     pool = new_pages(name, num_layers=2, num_pages=3, page_size=8, width=48, dtype="float8_e4m3fn")
     assert sum(x.nbytes for x in jax.tree.leaves(pool)) == 2 * 3 * 8 * (48 + 4)
+
+
+@pytest.mark.skipif("native" not in SERVING, reason="needs the kernels")
+def test_the_native_kernel_refuses_pools_of_bytes():
+    inputs, kv_pages, layer = BY_NAME["ragged"].arguments()
+    attend = jax.jit(BACKENDS["native"].write_and_attend, static_argnums=3, donate_argnums=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="latents must be float32 or bfloat16"):
+        jax.block_until_ready(attend(inputs, kv_pages.astype(jnp.uint8), layer, BY_NAME["ragged"].options))
