@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
-from jaxserve.weights.rows import FLOATS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
+from jaxserve.weights.rows import FLOATS, HEADS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
 from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.stores import store_of
 from jaxserve.weights.tree import tensors_of
@@ -25,7 +25,7 @@ from jaxserve.weights.tree import tensors_of
 logger = logging.getLogger(__name__)
 
 _NUM_READERS = 8
-_MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attn.attention") for mask in ("bias", "masked_bias"))
+_MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias"))
 _DRAFT_PROJECTION = "eh_proj.weight"  # end of the name of a tensor that only layers for multi-token prediction have
 _COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
 
@@ -47,7 +47,7 @@ def load(
 
     Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of them
     besides the result. Names may lack their first part, as in files of a model without its head. Rotary inverse
-    frequencies and causal masks are ignored, as are `lm_head.weight` if embeddings are tied, and what `specs` name
+    frequencies and causal masks are ignored, as are the head's matrix if embeddings are tied, and what `specs` name
     unread.
 
     Args:
@@ -121,7 +121,7 @@ def assemble(
         tensors: Mapping[str, Tensor] = tensors_of(specs, dict(tree), advice)
     else:
         tensors = _with_full_names(specs, tree)
-        tensors = quantized_view(schemes, tensors, _all_hf_shapes(specs), "the weights")
+        tensors = quantized_view(schemes, tensors, specs, "the weights")
         _check("the weights", specs, tensors, advice)
 
     def read(name: str) -> Part:
@@ -184,9 +184,7 @@ def open_tensors(directory: FilePath, specs: Sequence[TensorRow], schemes: Schem
 
     Quantised matrices come under the names that they have unquantised.
     """
-    tensors = quantized_view(
-        schemes, _with_full_names(specs, stored_tensors(directory)), _all_hf_shapes(specs), directory
-    )
+    tensors = quantized_view(schemes, _with_full_names(specs, stored_tensors(directory)), specs, directory)
     advice = "check that config.json belongs to these weights, and has their quantization_config if they are quantised"
     _check(directory, specs, tensors, advice)
     return tensors
@@ -239,7 +237,7 @@ def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
 
     Transformers ignores such tensors too.
     """
-    return name == "lm_head.weight" or name.endswith(_COMPUTED) or name.startswith(prefixes)
+    return name.removesuffix(".weight") in HEADS or name.endswith(_COMPUTED) or name.startswith(prefixes)
 
 
 def _dtype_of(parts: Sequence[Part], dtype: jax.typing.DTypeLike | None) -> np.dtype:

@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # dtypes of weights
+HEADS = ("lm_head", "embed_out")  # modules that compute logits, which tied embeddings replace
 Path = tuple[str | int, ...]
 Params = dict[str, Any]  # nested dicts and lists; strings of a path are keys, integers are indices
 Shardings = Callable[[Path], Sharding] | Params
@@ -40,6 +41,10 @@ class TensorRow(Protocol):
     @property
     def transposed(self) -> bool:
         """True if the Hugging Face tensors are matrices [in, out], to be transposed."""
+
+    @property
+    def is_matrix(self) -> bool:
+        """True if the tensor is a matrix; only matrices are quantised."""
 
     @property
     def init(self) -> str:

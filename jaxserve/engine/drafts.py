@@ -80,6 +80,12 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
     draft_arch = build_arch(own)
     common = _common_tokens(config, own, arch.vocab_size)
     draft_arch = _within_pages(draft_arch, arch)
+    if draft_arch.latent is not None and any(draft_arch.windows):
+        raise ConfigError(
+            f"a draft model with attention over latents, which has no windows, needs a model with full attention in "
+            f"some layers, got a sliding window of {max(filter(None, draft_arch.windows))} tokens in all layers of "
+            f"{config.model}; take a draft model with keys and values of heads"
+        )
     backend = select_backend(own, draft_arch, pool_dtype(config, compute_dtype(config, arch)))
     return Draft(build_params(own, draft_arch) | common, draft_arch, backend)
 

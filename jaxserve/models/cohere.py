@@ -27,6 +27,7 @@ _DEFAULTS = {
     "head_dim": None,
 }
 _FIELDS = {"num_hidden_layers": SIZE, "layer_norm_eps": POSITIVE, "logit_scale": POSITIVE}
+_FIELDS |= {"model_max_length": SIZE.or_null()}
 _COHERE2_DEFAULTS = {"sliding_window": 4096, "sliding_window_pattern": 4}
 _COHERE2_FIELDS = {"sliding_window": SIZE.or_null(), "sliding_window_pattern": SIZE, "layer_types": STRINGS.or_null()}
 
@@ -51,6 +52,8 @@ def cohere2_arch(config: Mapping[str, Any]) -> ArchConfig:
 def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
     config = {**_DEFAULTS, **config}
     values = read_fields(config, _FIELDS)
+    if values["model_max_length"] is not None:  # Command R and R+ were trained on fewer positions, and serve more
+        config["max_position_embeddings"] = values["model_max_length"]
     scale, eps = float(values["logit_scale"]), values["layer_norm_eps"]
     arch = llama.arch({**config, "rms_norm_eps": eps}, logit_scale=scale, parallel=True, mlp_bias=False, **facts)
     ropes = tuple(rope and dataclasses.replace(rope, interleaved=True) for rope in arch.ropes)

@@ -90,7 +90,7 @@ _DENSE, _SPARSE = "dense", "sparse"
 
 def v2_arch(config: Mapping[str, Any]) -> ArchConfig:
     """Parse a DeepSeek-V2 config.json."""
-    config = {**_V2_DEFAULTS, "rope_interleave": True, **config}
+    config = {**_V2_DEFAULTS, **config, "rope_interleave": True}  # transformers does not read it for these
     kinds = {
         "scoring_func": one_of(["softmax"]),
         "topk_method": one_of(["greedy", "group_limited_greedy"]),

@@ -95,7 +95,7 @@ _ROPE_FIELDS = {
     "rope_theta": POSITIVE,
     "partial_rotary_factor": Kind("1 or null", lambda value: value is None or value == 1),
 }
-_FRACTION = Kind("a number above 0, at most 1", lambda value: POSITIVE.holds(value) and value <= 1)
+FRACTION = Kind("a number above 0, at most 1", lambda value: POSITIVE.holds(value) and value <= 1)
 
 
 def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) -> RopeConfig:
@@ -115,7 +115,7 @@ def read_rope(config: Mapping[str, Any], default_fraction: float | None = None) 
     raw = read_fields({"full_attention": raw, **raw}, {"full_attention": TABLE})["full_attention"]
     shared = {name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config}
     kind = raw.get("rope_type") or raw.get("type") or "default"
-    kinds = _ROPE_FIELDS if default_fraction is None else {**_ROPE_FIELDS, "partial_rotary_factor": _FRACTION}
+    kinds = _ROPE_FIELDS if default_fraction is None else {**_ROPE_FIELDS, "partial_rotary_factor": FRACTION}
     defaults = {"rope_theta": 10000.0, "partial_rotary_factor": default_fraction}
     fields = read_fields({**defaults, **shared, **raw, "rope_type": kind}, kinds)
     trained = {_ORIGINAL: config.get("max_position_embeddings"), **raw}

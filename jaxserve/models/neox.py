@@ -15,7 +15,7 @@ from jaxserve.layers.rope import pair_halves
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import Block, Fold, ModelFamily
-from jaxserve.models.hf_config import POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
+from jaxserve.models.hf_config import FRACTION, POSITIVE, SIZE, SWITCH, Kind, one_of, read_fields
 from jaxserve.models.layer_normed import FOLDS, Names, block, param_specs
 from jaxserve.models.params import Params
 
@@ -26,7 +26,7 @@ _NEOX_DEFAULTS = {
     "use_parallel_residual": True,
     "attention_bias": True,
 }
-_NEOX_FIELDS = {"use_parallel_residual": SWITCH, "attention_bias": SWITCH}
+_NEOX_FIELDS = {"use_parallel_residual": SWITCH, "attention_bias": SWITCH, "rotary_pct": FRACTION}
 _PHI_DEFAULTS = {"hidden_act": "gelu_new", "layer_norm_eps": 1e-5, "qk_layernorm": False}
 _PHI_FIELDS = {"qk_layernorm": Kind("false: norms of q and k are not supported", lambda value: value is False)}
 _STARCODER2_DEFAULTS = {
@@ -52,7 +52,7 @@ def neox_arch(config: Mapping[str, Any]) -> ArchConfig:
     return _arch(
         {**config, **shared},
         "layer_norm_eps",
-        fraction=config["rotary_pct"],
+        fraction=values["rotary_pct"],
         parallel=values["use_parallel_residual"],
         qkv_bias=bias,
         o_bias=bias,

@@ -29,10 +29,6 @@ class Row(TensorRow, Protocol):
         """True if SwiGLU follows the product."""
 
     @property
-    def is_matrix(self) -> bool:
-        """True if the tensor is a matrix."""
-
-    @property
     def exact(self) -> bool:
         """True if a matrix is never quantised."""
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from jaxserve.quantize.grid import Grid
 from jaxserve.quantize.scheme import BLOCK_SIZE, Scheme
+from jaxserve.weights.rows import HEADS
 
 _WORD_BITS = 32
 
@@ -45,7 +46,7 @@ def quantization_config(scheme: Scheme, grid: Grid) -> dict[str, Any]:
         "quantization_status": "compressed",
         "format": scheme.layout,
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": list(HEADS),
         "kv_cache_scheme": None,
     }
 

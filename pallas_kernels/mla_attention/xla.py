@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
@@ -24,6 +25,11 @@ LAYOUT = TokenMajor()
 
 def supports(problem: Problem) -> str | None:
     """Return the reason why this backend cannot run the problem, or None if it can."""
+    if problem.kv_dtype == jnp.int8:
+        return (
+            "latents cannot be in a pool of int8, where one scale serves a whole latent: its rotated part, without a "
+            "norm, would set the step of the values; use fp8 or 16 bits"
+        )
     if problem.kv_dtype == INT4:
         return "latents cannot be in a pool of int4, whose vectors are rotated as a whole: values are a part of latents"
     return refused_dtype(problem.kv_dtype)

@@ -184,6 +184,9 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   const auto format = pool_format(kv_pages.element_type());
   if (!format.has_value()) return ffi::Error::InvalidArgument("the pool must be float32, bfloat16, or uint8 for int4");
   if (rank > 0) {
+    if (*format == native::PoolFormat::kInt4) {
+      return ffi::Error::InvalidArgument("the pool of latents must be float32 or bfloat16");
+    }
     if (pages.size() != 4 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != rank ||
         rank > heads[2] || pages[3] != heads[2] || heads[1] != of_q[1] + 1) {
       return ffi::Error::InvalidArgument("q and latents [T, Q + 1, W] must fit the pool [L, N, P, W] and give [T, Q, r]");

@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 
+from jaxserve.config import EngineConfig
+from jaxserve.engine.checkpoint import build_arch
+from jaxserve.engine.drafts import load_draft
 from jaxserve.errors import ConfigError
 from jaxserve.llm import LLM
 from jaxserve.speculation_config import SpeculationConfig
+from tests.checkpoints import write_checkpoint
 from tests.e2e.sizes import SIZES
 
 
@@ -53,3 +57,17 @@ def test_options_are_read_as_vllm_reads_them(given: dict[str, Any], same: dict[s
     config = SpeculationConfig.of(given)
     assert config is not None
     assert {name: getattr(config, name) for name in same} == same
+
+
+def test_latents_draft_only_for_models_without_windows_in_all_layers(tmp_path: Path) -> None:
+    for family in ("mistral", "gemma2", "deepseek_v2"):
+        write_checkpoint(tmp_path / family, family)
+    options = {"model": str(tmp_path / "deepseek_v2"), "num_speculative_tokens": 2}
+    for family in ("mistral", "gemma2"):
+        config = EngineConfig(str(tmp_path / family), speculative_config=options, skip_tokenizer_init=True)
+        arch = build_arch(config)
+        if family == "gemma2":
+            assert load_draft(config, arch).arch is not None
+            continue
+        with pytest.raises(ConfigError, match=r"needs a model with full attention .* window of 9 tokens"):
+            load_draft(config, arch)

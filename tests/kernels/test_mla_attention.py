@@ -36,7 +36,7 @@ SERVING = [name for name in BACKENDS if BACKENDS[name].supports(PLAIN) is None]
 OTHER_SETS = [f"native:{name}" for name in native.instruction_sets()[1:]] if "native" in SERVING else []
 BY_NAME = {case.name: case for case in CASES}
 # Each case is a program that XLA compiles slowly: by default it runs some.
-QUICK_ON_XLA = ("two_prompts_of_many_tiles", "shared_prefix_written_now", "stale_nan", "int8", "tree")
+QUICK_ON_XLA = ("two_prompts_of_many_tiles", "shared_prefix_written_now", "stale_nan", "float8", "tree")
 jitted = jax.jit(
     mla_attention,
     static_argnames=("options", "backend"),
@@ -207,7 +207,7 @@ def call(**changes):
         ({"rope": jnp.zeros((2, 40, 24))}, r"rope must be float32 of shape \(2, 40, 8\)"),
         ({"kv_pages": jnp.zeros((2, 9, 16, 40))}, "kv_pages holds latents of 40 elements, those of this call have 48"),
         ({"kv_pages": jnp.zeros((2, 9, 2, 16, 48))}, r"must be \[L, N, P, W\]"),
-        ({"kv_pages": jnp.zeros((2, 9, 16, 48), jnp.int8)}, "got int8 without scales; use new_pages"),
+        ({"kv_pages": jnp.zeros((2, 9, 16, 48), jnp.float8_e4m3fn)}, "got float8_e4m3fn without scales; use new_pages"),
         ({"layer": 2}, r"layer must be in \[0, 2\), got 2"),
         ({"tree_mask": jnp.zeros(3, jnp.int32)}, r"tree_mask must be int32 of shape \(40,\)"),
     ],
@@ -224,6 +224,16 @@ def test_backends_that_cannot_serve_say_why():
         select_backend("mosaic_gpu", **sizes, kv_dtype="float32")
     with pytest.raises(UnsupportedBackendError, match="not int16"):
         select_backend("xla", **sizes, kv_dtype="int16")
-    name = select_backend(**sizes, kv_dtype="int8")
-    pool = new_pages(name, num_layers=2, num_pages=3, page_size=8, width=48, dtype="int8")
+    with pytest.raises(UnsupportedBackendError, match="xla: latents cannot be in a pool of int8"):
+        select_backend(**sizes, kv_dtype="int8")
+    name = select_backend(**sizes, kv_dtype="float8_e4m3fn")
+    pool = new_pages(name, num_layers=2, num_pages=3, page_size=8, width=48, dtype="float8_e4m3fn")
     assert sum(x.nbytes for x in jax.tree.leaves(pool)) == 2 * 3 * 8 * (48 + 4)
+
+
+@pytest.mark.skipif("native" not in SERVING, reason="needs the kernels")
+def test_the_native_kernel_refuses_pools_of_bytes():
+    inputs, kv_pages, layer = BY_NAME["ragged"].arguments()
+    attend = jax.jit(BACKENDS["native"].write_and_attend, static_argnums=3, donate_argnums=1)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="latents must be float32 or bfloat16"):
+        jax.block_until_ready(attend(inputs, kv_pages.astype(jnp.uint8), layer, BY_NAME["ragged"].options))

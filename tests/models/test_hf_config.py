@@ -7,6 +7,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
+from jaxserve.models.arch import LatentAttention
 from tests.checkpoints import CONFIGS, FAMILIES, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
@@ -106,8 +107,12 @@ DENSE_UNSUPPORTED = [
     ("glm4", {"rope_parameters": {"partial_rotary_factor": 1.5}}, ["partial_rotary_factor", "1.5"]),
     ("cohere", {"use_qk_norm": None}, ["use_qk_norm"]),
     ("cohere", {"logit_scale": 0}, ["logit_scale"]),
+    ("cohere", {"model_max_length": 0}, ["model_max_length", "0"]),
+    ("cohere2", {"model_max_length": "8192"}, ["model_max_length", "'8192'"]),
     ("cohere2", {"layer_types": ["chunked", "full_attention"]}, ["layer_types", "chunked"]),
     ("gpt_neox", {"use_parallel_residual": 1}, ["use_parallel_residual"]),
+    ("gpt_neox", {"rotary_pct": None}, ["rotary_pct", "None"]),
+    ("gpt_neox", {"rotary_pct": 0}, ["rotary_pct", "0"]),
     ("phi", {"qk_layernorm": True}, ["qk_layernorm"]),
     ("starcoder2", {"use_bias": "yes"}, ["use_bias"]),
 ]
@@ -219,6 +224,10 @@ def test_head_dim_must_follow_from_the_sizes():
         ("qwen3_moe", {"mlp_only_layers": None}, "num_layers", 2),
         ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 5}, "windows", (5, 5)),
         ("qwen3_moe", {"mlp_only_layers": [1], "decoder_sparse_step": 1}, "dense_layers", {1}),
+        ("cohere", {"model_max_length": 4096}, "max_position", 4096),
+        ("cohere2", {"model_max_length": None}, "max_position", 512),
+        ("cohere2", {"model_max_length": 100}, "max_position", 100),
+        ("deepseek_v2", {"rope_interleave": False}, "latent", LatentAttention(24, 12, 10, 20, interleaved=True)),
         ("olmoe", {"norm_topk_prob": True}, "experts", Experts(7, 2, 96, normalized=True)),
     ],
 )

@@ -35,8 +35,7 @@ CASES = {
     "fp8": ("granite", {"intermediate_size": 50}),
     "fp8-block": ("qwen3", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}),
 }
-
-
+OTHER_NAMES = ("gpt_neox", "cohere")  # families whose modules have names of their own
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
 
 
@@ -106,9 +105,12 @@ def test_names_dtypes_and_values(model, tmp_path, scheme):
             assert np.square(array - exact).sum() < 0.05 * np.square(exact).sum()
 
 
-@pytest.mark.parametrize("scheme", some_by_default(SCHEMES, "int4-awq", "w8a8-smoothquant"))
+@pytest.mark.parametrize(
+    "scheme", some_by_default([*SCHEMES, *OTHER_NAMES], "int4-awq", "w8a8-smoothquant", *OTHER_NAMES)
+)
 def test_what_was_written_is_read_as_it_is(tmp_path, scheme):
-    write_checkpoint(tmp_path / "model", *CASES.get(scheme, CASES["int4-gptq"])[:1], dtype="bfloat16", **SIZES)
+    family, scheme = (scheme, "int8") if scheme in OTHER_NAMES else (CASES[scheme][0], scheme)
+    write_checkpoint(tmp_path / "model", family, dtype="bfloat16", **SIZES)
     quantize(tmp_path / "model", tmp_path / "new", scheme)
     arch = registry.from_hf_config(weights.read_config(tmp_path / "new"))
     specs = registry.param_specs(arch)

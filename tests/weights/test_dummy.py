@@ -21,6 +21,10 @@ class Row:
     transposed: bool = False
     unread: tuple = ()
 
+    @property
+    def is_matrix(self):
+        return len(self.shape) == 2
+
 
 ROWS = [
     Row(("embed",), (301, 64)),

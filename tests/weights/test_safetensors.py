@@ -112,6 +112,22 @@ def test_computed_and_tied_tensors_are_ignored(checkpoint, params):
     assert_trees_equal(weights.load(checkpoint, tied), params)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_published_files_of_gpt_neox_are_read(tmp_path, tied):
+    """They hold causal masks, and some a head that tied embeddings replace."""
+    write_checkpoint(tmp_path, "gpt_neox", tie_word_embeddings=tied)
+    specs = registry.param_specs(registry.from_hf_config(weights.read_config(tmp_path)))
+    expected = weights.load(tmp_path, specs)
+    masks = {"bias": np.ones((1, 1, 4, 4), bool), "masked_bias": np.ones(1, np.float32)}
+    more = {f"gpt_neox.layers.1.attention.{name}": mask for name, mask in masks.items()}
+    more |= {"embed_out.weight": np.ones((131, 64), np.float32)} if tied else {}
+    rewrite(tmp_path, lambda tensors: tensors.update(more))
+    assert_trees_equal(weights.load(tmp_path, specs), expected)
+    rewrite(tmp_path, lambda tensors: tensors.pop("gpt_neox.layers.1.attention.dense.bias"))
+    with pytest.raises(weights.CheckpointError, match=r"1 missing: gpt_neox\.layers\.1\.attention\.dense\.bias"):
+        weights.load(tmp_path, specs)
+
+
 def test_older_files_of_gpt2_are_read(tmp_path):
     """They hold the model without its head, whose names have no prefix, and its causal masks."""
     write_checkpoint(tmp_path, "gpt2")

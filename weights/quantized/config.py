@@ -10,9 +10,10 @@ from typing import Any, Literal
 
 from jaxserve.weights.errors import CheckpointError
 from jaxserve.weights.quantized.scheme import Activation, Elements, Packing, Role, Rule, Scheme, Schemes
+from jaxserve.weights.rows import HEADS
 
 _LINEAR = "class:Linear$"
-_HEAD = Rule(r"(.*\.)?lm_head$", None)  # left out by the tools that do not list it
+_HEAD = Rule(rf"(.*\.)?({'|'.join(HEADS)})$", None)  # left out by the tools that do not list it
 _PLAIN_SCALED: tuple[tuple[Role, str], ...] = (("elements", "weight"), ("scale", "weight_scale"))
 _PACKED_SCALED: tuple[tuple[Role, str], ...] = (("elements", "weight_packed"), ("scale", "weight_scale"))
 _GLOBAL: tuple[tuple[Role, str], ...] = (("global_scale", "weight_global_scale"),)

@@ -1,7 +1,7 @@
 """QuantizedPart: a quantised matrix of a checkpoint, still unread, of which devices take rows and columns."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ from jaxserve.weights.quantized.packing import (
     read_zero,
 )
 from jaxserve.weights.quantized.scheme import NIBBLES, Role, Scheme, Schemes
+from jaxserve.weights.rows import TensorRow, hf_shapes
 from jaxserve.weights.stored_tensor import HeldTensor, Tensor
 
 _E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
@@ -144,14 +145,14 @@ class QuantizedPart:
 
 
 def quantized_view(
-    schemes: Schemes | None, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], where: object
+    schemes: Schemes | None, tensors: Mapping[str, Any], specs: Sequence[TensorRow], where: object
 ) -> dict[str, Any]:
     """Return the tensors of a checkpoint with a QuantizedPart for each matrix that is quantised.
 
     Args:
         schemes: schemes of the checkpoint; None if it is not quantised.
         tensors: tensors as they are stored, by name.
-        shapes: shapes of the tensors of the model, by the names that they have unquantised.
+        specs: rows of the model, with the names that tensors have unquantised.
         where: place of the checkpoint, for messages.
 
     Raises:
@@ -161,8 +162,10 @@ def quantized_view(
         return dict(tensors)
     view = dict(tensors)
     parts, missing = {}, []
-    for name, shape in shapes.items():
-        if len(shape) < 2 or (scheme := schemes.of_tensor(name)) is None:
+    names_of_model = {name for row in specs for name in row.hf_names}
+    matrices = {name: shape for row in specs if row.is_matrix for name, shape in hf_shapes(row).items()}
+    for name, shape in matrices.items():
+        if (scheme := schemes.of_tensor(name)) is None:
             continue
         module = name.removesuffix(".weight")
         names = {role: f"{module}.{suffix}" for role, suffix in scheme.tensors}
@@ -174,7 +177,7 @@ def quantized_view(
             _check_shapes(part, names)
         for suffix in (*scheme.suffixes.values(), *_EXTRAS):
             view.pop(f"{module}.{suffix}", None)
-        _drop_zero_bias(view, f"{module}.bias", shapes)
+        _drop_zero_bias(view, f"{module}.bias", names_of_model)
     if missing:
         raise CheckpointError(
             f"{where} must hold the tensors of its quantization_config ({schemes.method}), got {len(missing)} modules "

@@ -15,7 +15,7 @@ Elements = Literal["int4", "int8", "e4m3", "e2m1"]
 Packing = Literal["plain", "nibbles", "words", "gptq", "awq"]
 Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_scale"]
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
-_CLASSES = {"embed_tokens": "Embedding", "wte": "Embedding", "wpe": "Embedding"}  # others are linear
+_CLASSES = dict.fromkeys(("embed_tokens", "embed_in", "wte", "wpe"), "Embedding")  # others are linear
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
