@@ -179,7 +179,10 @@ SMALL = {"max_num_batched_tokens": 4, "max_num_seqs": 2}
 
 @pytest.mark.parametrize(
     ("dtype", "head_bytes", "error"),
-    [("int8", 16 + 4, 0.05), ("int4", 8 + 4, 0.2), pytest.param("fp8", 16 + 4, 0.05, marks=pytest.mark.full)],
+    [
+        ("int4", 8 + 4, 0.2),
+        *(pytest.param(dtype, 16 + 4, 0.05, marks=pytest.mark.full) for dtype in ("int8", "fp8")),
+    ],
 )
 def test_narrow_pools(start: Start, dtype: str, head_bytes: int, error: float) -> None:
     """Outputs are near, and depend on neither batch, cache, chunks nor preemption; tokens take few bytes."""

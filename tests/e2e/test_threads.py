@@ -147,7 +147,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
 
     def get_slowly(programs: Programs, name: str, lower: Callable[[], Any]) -> Any:
         made.append(name)
-        if len(made) > 6:  # the state, admit, set_slot, set_masks and two steps are waited for
+        if len(made) > 7:  # the state, admit, set_slot, set_masks, copy_pages and two steps are waited for
             compiling.set()
             assert go_on.wait(PATIENCE_S)
         return get(programs, name, lower)
@@ -169,7 +169,7 @@ def test_what_ends_frees_its_arrays_at_once_though_programs_compile(
         go_on.set()
     compiler.join(PATIENCE_S)
     assert not compiler.is_alive()
-    assert len(made) == 7, "the program at hand is the last"
+    assert len(made) == 8, "the program at hand is the last"
 
 
 def test_whatever_is_asked_of_a_closed_one_is_an_error(llama: Path) -> None:

@@ -161,7 +161,9 @@ def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any], monke
     assert report["weights_bytes_per_chip"] == pytest.approx(device_bytes(runner.params), rel=0.02)
     assert report["kv_bytes_per_chip"] == device_bytes(runner.state.kv_pages)
     assert report["slots_bytes_per_chip"] == device_bytes(runner.state.slots)
-    assert plan.schedule == runner.schedule
+    assert plan.schedule == dataclasses.replace(
+        runner.schedule, has_split_steps=False
+    )  # which take no memory of their own
     assert plan.backend == runner.programs._backend
 
 

@@ -38,8 +38,8 @@ def main() -> None:
 def straying(schedule: Any) -> Any:
     """Return other slots than the scheduler has given."""
 
-    def plan(*args: Any) -> Any:
-        plan = schedule(*args)
+    def plan(*args: Any, **options: Any) -> Any:
+        plan = schedule(*args, **options)
         if plan is not None:
             plan.slots = [slot + 1 for slot in plan.slots]
         return plan
