@@ -225,7 +225,7 @@ class LLM:
         Args:
             prompts: see `generate`.
             pooling_params: one for all, or one per prompt.
-            truncate_prompt_tokens: that of PoolingParams, for all prompts; theirs must not differ.
+            truncate_prompt_tokens: tokens to keep of each prompt, as in PoolingParams, whose own must not differ.
             use_tqdm: see `generate`.
             pooling_task: "embed" or "classify", that of PoolingParams; None is the model's own.
             vllm_arguments: see `generate`.
@@ -278,7 +278,7 @@ class LLM:
         Args:
             data_1: one prompt for all, or as many as there are in `data_2`.
             data_2: the other prompts.
-            options: those of `encode`.
+            options: options of `encode`.
 
         Raises:
             RequestError: the numbers do not match, or the engine cannot score.

@@ -54,7 +54,7 @@ class Frontend:
         max_position: tokens that the model was made for.
         hidden_size: elements of a hidden state.
         eos_ids: tokens that end an output.
-        pooler: what the model does instead of generating; None if it generates.
+        pooler: pooling of a model that pools; None if it generates.
         inbox: events for the core.
         outbox: deltas from the core, or the exception that has lost it all requests.
         check_fits: function that raises RequestError for a request that could not run to its end even alone.

@@ -66,7 +66,7 @@ def pool(
         hidden: hidden states of the step's tokens.
         rows: rows of the step.
         tokens: tokens of the step.
-        kept: what earlier chunks have left: sums for the mean, the first hidden state for CLS; None for LAST.
+        kept: results of earlier chunks: sums for the mean, the first hidden state for CLS; None for LAST.
         kind: tokens that count.
     """
     if kept is None:

@@ -231,7 +231,7 @@ def test_backends_that_cannot_serve_say_why():
     assert sum(x.nbytes for x in jax.tree.leaves(pool)) == 2 * 3 * 8 * (48 + 4)
 
 
-@pytest.mark.skipif("native" not in SERVING, reason="needs the kernels")
+@pytest.mark.skipif("native" not in SERVING, reason="kernels not built: test_native_build.py fails then")
 def test_the_native_kernel_refuses_pools_of_bytes():
     inputs, kv_pages, layer = BY_NAME["ragged"].arguments()
     attend = jax.jit(BACKENDS["native"].write_and_attend, static_argnums=3, donate_argnums=1)
