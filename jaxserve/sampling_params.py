@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass
 from numbers import Integral, Real
 from typing import Any, no_type_check
@@ -216,10 +216,14 @@ class SamplingParams:
             raise RequestError(f"shown_special_ids must be a list of token ids, got {brief(ids)}")
         self.shown_special_ids = [_integer("shown_special_ids", token_id, 0, _MAX_INT32) for token_id in ids]
 
-    def clone(self) -> SamplingParams:
-        """Return an independent copy, checked again."""
+    def clone(self, changes: Mapping[str, Any] | None = None) -> SamplingParams:
+        """Return an independent copy, checked again.
+
+        Args:
+            changes: values of fields that differ.
+        """
         copy: SamplingParams = object.__new__(type(self))
-        vars(copy).update(vars(self))
+        vars(copy).update(vars(self), **changes or {})
         copy._check()
         return copy
 

@@ -32,16 +32,10 @@ class Backlog:
         self._core = core
         self.lengths = OutputLengths()
 
-    def waiting(self) -> list[Request]:
-        """Return the requests that wait, in all queues; first those that replicas have, then later ones."""
-        waiting: list[Request] = []
-        for replica in self._core.replicas:
-            waiting += _copied(lambda replica=replica: replica.scheduler.admission.waiting)  # type: ignore[misc]
-        return waiting + self._not_placed()
-
     def num_waiting_tokens(self) -> int:
-        """Return the tokens to compute of requests that wait, as far as is known."""
-        return sum(request.num_tokens for request in self.waiting())
+        """Return the tokens to compute of requests that wait, in all queues, as far as is known."""
+        placed = sum(replica.scheduler.admission.num_waiting_tokens for replica in self._core.replicas)
+        return placed + sum(request.num_tokens for request in self._not_placed())
 
     def wait(self, num_tokens: int = 1, is_ahead: Callable[[Request], bool] = lambda _: True) -> Wait | None:
         """Return how long a request that came now would wait; None before the first steps were measured.

@@ -190,9 +190,9 @@ class Replica:
         self._note(Scheduled(max_steps, bucket, self._digest, num_drafts, timing, may_split))
         if plan is not None and bucket is not None:
             handle = self.executor.launch(plan, bucket)
-            self.in_flight.append(InFlight(plan, handle, bucket, now_s))
+            is_scout = self.draft_pacer.launched(max(plan.num_drafts, default=0))
+            self.in_flight.append(InFlight(plan, handle, bucket, now_s, is_scout))
             self._count_compiles(handle.num_compiles)
-            self.draft_pacer.launched(max(plan.num_drafts, default=0))
         return plan
 
     def read(self) -> StepResult:
@@ -210,7 +210,7 @@ class Replica:
         plan = step.plan
         sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
         self.step_stats.ended(step, num_tokens, result.ended_s, result.rounds)
-        self._pace_drafts(plan, result)
+        self._pace_drafts(plan, result, is_scout=step.is_scout)
         if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
             self.pacer.pause()
         else:
@@ -349,7 +349,7 @@ class Replica:
             return (), max_rounds
         return by_slot.tolist(), max_rounds
 
-    def _pace_drafts(self, plan: StepPlan, result: StepResult) -> None:
+    def _pace_drafts(self, plan: StepPlan, result: StepResult, *, is_scout: bool) -> None:
         """Let the pacer of drafts know how long a dispatch took, and what was accepted."""
         if not self.executor.schedule.max_drafts:
             return
@@ -366,8 +366,9 @@ class Replica:
             own = [row for row, request in enumerate(plan.requests) if request.slot == plan.slots[row]]
             slots = [plan.slots[row] for row in own]
             self.draft_pacer.accepted(slots, rounds.wanted[own], rounds.accepted[own])
-        num_tokens = float(result.num_tokens[:num_rows].mean())
-        self.draft_pacer.ended(bucket, num_drafts, num_rounds, num_tokens, result.ended_s)
+        counted = np.array(plan.num_drafts) > 0 if is_scout else slice(num_rows)
+        num_tokens = float(result.num_tokens[:num_rows][counted].mean())
+        self.draft_pacer.ended(bucket, num_drafts, num_rounds, num_tokens, result.ended_s, is_scout=is_scout)
 
     def _count_compiles(self, count: int) -> None:
         self._stats.num_compiles += count

@@ -26,6 +26,7 @@ class InFlight:
     handle: StepHandle
     bucket: int
     planned_s: float  # start of its planning
+    is_scout: bool = False  # few of its rows draft, to show how much is accepted
 
     @property
     def host_s(self) -> float:

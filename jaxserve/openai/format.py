@@ -339,7 +339,7 @@ def _completion_params(given: Json, defaults: SamplingParams) -> SamplingParams:
             limits["max_tokens"] = 1  # a prompt is not computed without a token behind it
         if limits["logprobs"] is not None:
             limits.setdefault("prompt_logprobs", limits["logprobs"])
-    return dataclasses.replace(defaults, **limits | _sampling_fields(given))
+    return defaults.clone(limits | _sampling_fields(given))
 
 
 def _sampling_fields(given: Json) -> Json:
@@ -374,12 +374,11 @@ def _chat_params(given: Json, defaults: SamplingParams) -> SamplingParams:
     limits = [given[name] for name in ("max_tokens", "max_completion_tokens") if name in given]
     if len(limits) == 2 and limits[0] != limits[1]:
         raise BadRequestError("max_tokens and max_completion_tokens must agree; give one", "max_completion_tokens")
-    return dataclasses.replace(
-        defaults,
-        **_sampling_fields(given),
-        max_tokens=limits[0] if limits else None,  # up to the model's length, OpenAI's default for chats
-        logprobs=given.get("top_logprobs", 0) if wanted else None,
-    )
+    own = {
+        "max_tokens": limits[0] if limits else None,  # up to the model's length, OpenAI's default for chats
+        "logprobs": given.get("top_logprobs", 0) if wanted else None,
+    }
+    return defaults.clone(_sampling_fields(given) | own)
 
 
 class _Chat(NamedTuple):

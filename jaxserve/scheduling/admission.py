@@ -33,6 +33,11 @@ class Admission:
         """Requests without: by class, by tenant, in the order of arrival."""
         return list(self._ledger.waiting)
 
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens that these have to compute, as far as is known."""
+        return self._ledger.num_waiting_tokens
+
     def has_room(self, request: Request | None = None) -> bool:
         """Return whether the next plan has a slot, budget and pages to start `request`, or any that takes one page.
 

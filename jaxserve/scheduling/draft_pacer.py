@@ -12,9 +12,14 @@ Plain steps tell nothing about acceptance, rounds with drafts nothing about the 
 some dispatches are probes with another k. After plain steps those are the largest k, which shows the acceptance of all
 positions, and the best k but for 0; after rounds with drafts all others, plain steps among them. The kind whose
 measurement is the oldest goes first; single plain steps and dispatches of several are kinds of their own, and a probe
-says which it needs. Plain probes and those with drafts may each lose the share PROBE_SHARE of the time of each bucket:
-with many rows, of which a draft model has missed much, a probe costs more than hundreds with one row, and those must
-not wait for it; nor must plain steps, where drafts do not pay any more.
+says which it needs. Plain probes, those with drafts and scouts may each lose the share PROBE_SHARE of the time of each
+bucket: with many rows, of which a draft model has missed much, a probe costs more than hundreds with one row, and those
+must not wait for it; nor must plain steps, where drafts do not pay any more.
+
+Scouts are probes in which only some of many rows draft, others in each. While plain steps are the best, they show the
+acceptance, and a draft model catches up with a few rows alone; their times are nobody's. Where they are accepted so
+often that rounds of all rows should pay, by the times that those took before, such rounds follow; otherwise probes of
+all rows, which only measure these times again, may be rare.
 
 A dispatch has a start and an end, so that a round of a long dispatch takes less than one of a short dispatch. Of a kind
 that was measured in short dispatches only, as at first, before its time is known, more are measured.
@@ -39,10 +44,14 @@ FIRST_ROUNDS = 2  # rounds of a dispatch before any time is known
 ROUND_PER_STEP = 3.0  # plain steps in the time of a round, before that is known
 FIRST_GUESS = 0.6  # acceptance before any draft was verified
 PROBE_SHARE = 0.01  # share of the time that probes may lose
+RARE_SHARE = 0.001  # share of probes of all rows where scouts show the acceptance
+SCOUTS = 4  # rows of a scout that draft
+SURPRISE = 0.1  # weight that is left to what was accepted before where a scout finds the text changed
 MAX_CREDIT_S = 0.02  # time that probes may lose at once
 SAMPLES = 5  # latest times of a kind of dispatch, of which the median counts
 LATEST = 5  # latest dispatches of the usual kind, whose median tells how fast the machine is now
 SINGLE, SEVERAL = 0, -1  # kinds of plain dispatches by their steps, beside numbers of drafted tokens
+PLAIN, DRAFTS, SCOUT = "plain", "drafts", "scout"  # sorts of probes
 TRIALS = 2  # times that are measured of a kind before it is judged
 MOST_TRIALS = 4  # times that are measured of a kind whose dispatches are shorter than they may be
 WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
@@ -50,6 +59,8 @@ WORTHLESS = 0.01  # probability of acceptance below which a token is not drafted
 
 class Acceptance:
     """Decayed counts of drafted tokens by position, of each slot and of all requests together.
+
+    Rounds of some slots make those of others older, too.
 
     Args:
         max_drafts: most tokens drafted in a round, K.
@@ -71,16 +82,26 @@ class Acceptance:
 
         A position counts where a token was wanted there, found or not, and all before it were accepted.
         """
+        drafting = wanted.any(axis=1)
+        chosen, wanted, accepted = np.asarray(slots)[drafting], wanted[drafting], accepted[drafting]
+        if not len(chosen):
+            return
         position = np.arange(self._offered.shape[1])
         offered = (wanted[:, :, None] > position) & (accepted[:, :, None] >= position)
         taken = offered & (accepted[:, :, None] > position)
         num_rounds = (wanted > 0).sum(axis=1, keepdims=True)
-        kept = np.power(DECAY, num_rounds)
-        self._offered[slots] = self._offered[slots] * kept + offered.sum(axis=1)
-        self._accepted[slots] = self._accepted[slots] * kept + taken.sum(axis=1)
-        kept_of_all = float(np.power(DECAY, num_rounds.mean())) if len(slots) else 1.0
-        self._all_offered = self._all_offered * kept_of_all + offered.sum(axis=(0, 1)) / max(len(slots), 1)
-        self._all_accepted = self._all_accepted * kept_of_all + taken.sum(axis=(0, 1)) / max(len(slots), 1)
+        self.fade(float(np.power(DECAY, num_rounds.mean())))
+        self._offered[chosen] += offered.sum(axis=1)
+        self._accepted[chosen] += taken.sum(axis=1)
+        self._all_offered += offered.sum(axis=(0, 1)) / len(chosen)
+        self._all_accepted += taken.sum(axis=(0, 1)) / len(chosen)
+
+    def fade(self, factor: float) -> None:
+        """Give all that was counted less weight."""
+        self._offered *= factor
+        self._accepted *= factor
+        self._all_offered *= factor
+        self._all_accepted *= factor
 
     def chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
         """Return the probability that each drafted token of these slots is accepted, those before it included."""
@@ -101,15 +122,17 @@ class _Costs:
         times: times of dispatches by kind, in seconds per round, with their rounds.
         usual: kind that was found best.
         latest: latest times of the usual kind, as multiples of the kept one.
+        has_scouts: True if a few of the rows can show the acceptance, and need to.
         measured_s: time of the last measurement of each kind.
-        credit_s: time that probes may lose by now: plain ones (False), and those with drafts (True).
+        credit_s: time that probes may lose by now, by their sort.
     """
 
     times: dict[int, deque[tuple[float, int]]] = field(default_factory=dict)
     usual: int | None = None
     latest: deque[float] = field(default_factory=lambda: deque(maxlen=LATEST))
+    has_scouts: bool = False
     measured_s: dict[int, float] = field(default_factory=dict)
-    credit_s: dict[bool, float] = field(default_factory=lambda: {False: 0.0, True: 0.0})
+    credit_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys((PLAIN, DRAFTS, SCOUT), 0.0))
 
     def add(self, kind: int, num_rounds: int, seconds: float, now_s: float) -> None:
         """Add the time of a dispatch."""
@@ -180,7 +203,9 @@ class _Probe:
 
     bucket: int
     kind: int
+    sort: str  # sort of probe whose time it may lose
     num_left: int  # dispatches to choose
+    is_scout: bool = False
     usual_s: float = 0.0  # time that a token of each row takes otherwise
     num_running: int = 0  # dispatches in flight
 
@@ -219,10 +244,11 @@ class DraftPacer:
         self._has_multi_step = has_multi_step
         self._plain: Sequence[int] = [SINGLE]  # kinds of plain dispatches that the next one may be of
         self._costs: dict[int, _Costs] = {}
-        self._last: tuple[int, int] | None = None  # bucket and k of the dispatch that ended last
+        self._last: tuple[int, int, bool] | None = None  # bucket and k of the latest end, and whether a scout's
         self._now_s = 0.0
         self._probe: _Probe | None = None
         self._is_probe = False  # the latest choice is a dispatch of the probe
+        self._next_scout = 0  # place of the first row of the next scout that drafts, among the running ones
 
     def admit(self, slots: Sequence[int]) -> None:
         """Forget what was counted of the requests that had these slots."""
@@ -246,60 +272,80 @@ class DraftPacer:
         if kind <= 0:
             return np.zeros(len(slots), np.int64), self._plain_steps(bucket, kind) if is_measured else 0
         wanted = np.full(len(slots), kind, np.int64)
-        if not is_measured:
+        if self._is_probe and self._probe is not None and self._probe.is_scout:
+            wanted[(np.arange(len(slots)) - self._next_scout) % len(slots) >= SCOUTS] = 0
+        elif not is_measured:
             wanted = np.minimum(wanted, np.maximum((chances >= WORTHLESS).sum(axis=1), 1))
         return wanted, self._num_rounds(bucket, kind)
 
-    def launched(self, num_drafts: int) -> None:
+    def launched(self, num_drafts: int) -> bool:
         """Note the most tokens that are drafted for a row in the dispatch that was planned after the latest choice.
 
         It may be another one than was chosen, where pages are short or a request can join. A probe is then given up,
         and it is some time until the next.
+
+        Returns:
+            True if the dispatch is one of a scout.
         """
         probe = self._probe
         if probe is None or not self._is_probe:
-            return
+            return False
         if num_drafts == probe.num_drafts:
             probe.num_left -= 1
             probe.num_running += 1
-            return
+            return probe.is_scout
         costs = self._costs[probe.bucket]
-        costs.credit_s[probe.kind > 0] = -MAX_CREDIT_S
+        costs.credit_s[probe.sort] = -MAX_CREDIT_S
         costs.measured_s[probe.kind] = self._now_s  # the next is of another kind
         probe.num_left = 0
         if not probe.num_running:
             self._probe = None
+        return False
 
-    def ended(self, bucket: int, num_drafts: int, num_rounds: int, num_tokens: float, end_s: float) -> None:
+    def ended(
+        self,
+        bucket: int,
+        num_drafts: int,
+        num_rounds: int,
+        num_tokens: float,
+        end_s: float,
+        *,
+        is_scout: bool = False,
+    ) -> None:
         """Note the end of a dispatch in which all rows were in decode.
 
         Args:
             bucket: bucket that its rows have, or would have, among those with drafts.
             num_drafts: most tokens drafted for a row in a round; 0 in a plain dispatch.
             num_rounds: rounds, or steps, that ran.
-            num_tokens: tokens of a row, on average.
+            num_tokens: tokens of a row, on average; of a row that drafted in a dispatch of a scout.
             end_s: time of the end.
+            is_scout: True for a dispatch of a scout.
 
         The time of a dispatch is that since the previous end, so that the host's share is included. The first dispatch
         of a kind is left out: a draft model may have had to catch up.
         """
         last, seconds = self._last, end_s - self._now_s
-        self._last, self._now_s = (bucket, num_drafts), end_s
+        self._last, self._now_s = (bucket, num_drafts, is_scout), end_s
         costs, probe = self._costs.setdefault(bucket, _Costs()), self._probe
-        if probe is not None and (probe.bucket, probe.num_drafts) == (bucket, num_drafts):
+        if probe is not None and (probe.bucket, probe.num_drafts, probe.is_scout) == self._last:
             probe.num_running -= 1
             if last is not None:
-                lost_s = seconds - num_tokens * probe.usual_s
-                costs.credit_s[probe.kind > 0] -= max(lost_s, 0.0)
-                if lost_s < 0:  # go on until the choice follows
+                lost_s = seconds - (num_rounds if is_scout else num_tokens) * probe.usual_s
+                costs.credit_s[probe.sort] -= max(lost_s, 0.0)
+                if lost_s < 0 and not is_scout:  # go on until the choice follows
                     probe.num_left = max(probe.num_left, 1)
             if not (probe.num_running or probe.num_left):
                 self._probe = None
+                if is_scout and num_tokens * probe.usual_s > num_rounds * costs.guess_s(num_drafts):
+                    self._acceptance.fade(SURPRISE)
+                    self._probe = _Probe(bucket, probe.kind, SCOUT, TRIALS)
         if last is None:
             return
-        for is_draft, credit_s in costs.credit_s.items():
-            costs.credit_s[is_draft] = min(credit_s + PROBE_SHARE * seconds, MAX_CREDIT_S)
-        if last == (bucket, num_drafts) and num_rounds:
+        for sort, credit_s in costs.credit_s.items():
+            share = RARE_SHARE if sort == DRAFTS and costs.has_scouts else PROBE_SHARE
+            costs.credit_s[sort] = min(credit_s + share * seconds, MAX_CREDIT_S)
+        if last == self._last and num_rounds and not is_scout:
             kind = num_drafts or (SEVERAL if self._has_multi_step and num_rounds > 1 else SINGLE)
             costs.add(kind, num_rounds, seconds, end_s)
 
@@ -323,6 +369,7 @@ class DraftPacer:
         best = int(np.argmax(tokens / round_s))
         best_drafts = 1 + int(np.argmax(tokens[1:] / round_s[1:]))
         costs.usual = best or min(self._plain, key=costs.median_s)
+        costs.has_scouts = not best and len(chances) > SCOUTS
         return self._probed(bucket, best, best_drafts, round_s[best] / float(tokens[best]) * len(chances))
 
     def _plain_steps(self, bucket: int, kind: int) -> int:
@@ -338,10 +385,14 @@ class DraftPacer:
             self._probe = None  # in the latter case the choice has followed it
         costs = self._costs[bucket]
         kinds = [*self._plain, *range(1, self._max_drafts + 1)] if best else [self._max_drafts, best_drafts]
-        kinds = [kind for kind in kinds if kind != best and costs.credit_s[kind > 0] > 0]
-        if self._probe is None and kinds:
-            oldest = min(kinds, key=lambda kind: (costs.measured_s.get(kind, -math.inf), kind))
-            self._probe = _Probe(bucket, oldest, TRIALS)
+        sort_of = {kind: DRAFTS if kind > 0 else PLAIN for kind in kinds if kind != best}
+        due = [kind for kind, sort in sort_of.items() if costs.credit_s[sort] > 0]
+        if self._probe is None and due:
+            oldest = min(due, key=lambda kind: (costs.measured_s.get(kind, -math.inf), kind))
+            self._probe = _Probe(bucket, oldest, sort_of[oldest], TRIALS)
+        elif self._probe is None and costs.has_scouts and costs.credit_s[SCOUT] > 0:
+            self._next_scout += SCOUTS
+            self._probe = _Probe(bucket, self._max_drafts, SCOUT, TRIALS, is_scout=True)
         if self._probe is not None:
             self._probe.usual_s = usual_s
         if self._probe is None or not self._probe.num_left:

@@ -45,7 +45,9 @@ def in_class(request: ParsedRequest, headers: Headers, tenant: str, objectives: 
         objectives: priorities of objectives.
     """
     named = _header(headers, OBJECTIVE)
-    request = replace(request, tenant=tenant or (_header(headers, FAIRNESS_ID) or "")[:MAX_NAME_LEN])
+    tenant = tenant or (_header(headers, FAIRNESS_ID) or "")[:MAX_NAME_LEN]
+    if tenant != request.tenant:
+        request = replace(request, tenant=tenant)
     if named is None or request.priority is not None:
         return request
     if named not in objectives:

@@ -6,8 +6,8 @@ import asyncio
 import itertools
 import json
 import logging
+import random
 import time
-import uuid
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,7 +46,7 @@ class Generation:
 
     def __init__(self, service: Service) -> None:
         self._service, self._engine = service, service.engine
-        self._ids = itertools.count()
+        self._ids, self._random = itertools.count(), random.Random()
         has_classes = service.engine.config.scheduling_policy == "priority"
         self._objectives = read_objectives(service.config.objectives) if has_classes else {}
 
@@ -67,7 +67,7 @@ class Generation:
             self._check_draining()
             samples = [sample for group in groups for sample in group.requests]
             priority = samples[0].priority
-            response_id = request.request_id or uuid.uuid4().hex
+            response_id = request.request_id or f"{self._random.getrandbits(128):032x}"
             reply = interface.new_reply(
                 request, body, self._engine.tokenizer, response_id=response_id, created_s=int(time.time())
             )

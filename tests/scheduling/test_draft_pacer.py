@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from jaxserve.scheduling.draft_pacer import Acceptance, DraftPacer
 from tests.parameters import mainly
@@ -15,6 +16,7 @@ STEP_S, VERIFY_S, DRAFT_S = 0.010, 0.011, 0.001  # one row: bound by memory
 ROW_S, VERIFY_ROW_S = 0.0001, 0.0004  # more for each further row: a round computes K + 1 tokens of each
 HOST_S = 0.008  # time of a dispatch beside its rounds, where there is any
 MAX_STEPS = 16
+MAX_MISSED = 200  # tokens of a request: there are no more to catch up with
 
 
 def round_s(num_rows: int, num_drafts: int) -> float:
@@ -49,16 +51,17 @@ class Simulation:
         options = {"adaptive": True, "has_multi_step": multi_step, "max_rounds": lambda bucket: MAX_STEPS}
         self.pacer = DraftPacer(K, 64, dispatch_s=0.3, **options) if multi_step else DraftPacer(K, 64, **options)
         self.num_plain = 0  # plain dispatches behind each other: the pacer of steps begins with single ones
-        self.in_flight: list[tuple[int, int]] = []
-        self.catch_up_s, self.last_drafts = 0.0, 0  # time of the first round after plain steps, beside its own
+        self.in_flight: list[tuple[NDArray[np.int64], int, bool]] = []
+        self.catch_up_s = 0.0  # time for each token that the draft model has missed of a row
+        self.missed = np.zeros(64)  # these tokens, by row
 
     def run(self, phase: Phase) -> float:
         """Return the tokens per second of a phase; choices are a dispatch ahead, as the engine's are."""
         slots, num_tokens, start_s = list(range(phase.num_rows)), 0, self.now_s
         while self.now_s < start_s + phase.seconds:
             wanted, num_rounds = self.pacer.choose(phase.num_rows, slots, MAX_STEPS if self.multi_step else 1)
-            self.pacer.launched(int(wanted.max()))
-            self.in_flight.append((int(wanted.max()), self._num_rounds(int(wanted.max()), num_rounds)))
+            is_scout = self.pacer.launched(int(wanted.max()))
+            self.in_flight.append((wanted, self._num_rounds(int(wanted.max()), num_rounds), is_scout))
             if len(self.in_flight) == 2:
                 num_tokens += self._end(phase, slots, *self.in_flight.pop(0))
         return num_tokens / (self.now_s - start_s)
@@ -70,19 +73,25 @@ class Simulation:
             return min(num_rounds, MAX_STEPS)
         return MAX_STEPS if self.multi_step and self.num_plain > 8 else 1
 
-    def _end(self, phase: Phase, slots: list[int], num_drafts: int, num_rounds: int) -> int:
+    def _end(self, phase: Phase, slots: list[int], wanted: NDArray[np.int64], num_rounds: int, is_scout: bool) -> int:
+        num_drafts = int(wanted.max())
+        if len(wanted) != phase.num_rows:  # planned in the phase before
+            wanted = np.full(phase.num_rows, num_drafts)
         noise = 1 + self.noise * float(self.rng.exponential())
         if self.now_s < self.slow_s and not num_drafts and num_rounds > 1:
             noise *= 4  # a machine that has something else to do
         self.now_s += (num_rounds * round_s(phase.num_rows, num_drafts) + HOST_S * self.multi_step) * noise
-        self.now_s += self.catch_up_s if num_drafts and not self.last_drafts else 0.0
-        self.last_drafts = num_drafts
+        drafting = np.flatnonzero(wanted)
+        self.now_s += self.catch_up_s * float(self.missed[drafting].sum())
+        self.missed = np.minimum(self.missed + num_rounds, MAX_MISSED)
+        self.missed[drafting] = 0
         right = self.rng.random((phase.num_rows, num_rounds, K)) < phase.p
-        accepted = np.minimum(np.cumprod(right, axis=2).sum(axis=2), num_drafts).astype(np.int32)
+        accepted = np.minimum(np.cumprod(right, axis=2).sum(axis=2), wanted[:, None]).astype(np.int32)
         num_tokens = int((accepted + 1).sum())
         if num_drafts:
-            self.pacer.accepted(slots, np.full_like(accepted, num_drafts), accepted)
-        self.pacer.ended(phase.num_rows, num_drafts, num_rounds, num_tokens / phase.num_rows, self.now_s)
+            self.pacer.accepted(slots, np.broadcast_to(wanted[:, None], accepted.shape).astype(np.int32), accepted)
+        mean = float(accepted[drafting].sum(axis=1).mean() + num_rounds) if is_scout else num_tokens / len(slots)
+        self.pacer.ended(phase.num_rows, num_drafts, num_rounds, mean, self.now_s, is_scout=is_scout)
         return num_tokens
 
 
@@ -102,12 +111,24 @@ def test_every_phase_goes_nearly_as_fast_as_with_the_best_fixed_number(seed: int
 
 
 @pytest.mark.parametrize("seed", range(3))
+def test_short_phases_of_many_rows_hardly_pay_for_drafts_that_are_not_worth_it(seed: int) -> None:
+    """A draft model that has missed 64 rows takes as long to catch up as twenty plain steps; a few rows show enough."""
+    simulation, hard = Simulation(seed), Phase(64, 0.05, 3)
+    simulation.catch_up_s = 0.3 / (64 * MAX_MISSED)
+    simulation.run(hard)  # trials of all kinds
+    reached = [simulation.run(hard) * (1 + simulation.noise) for _ in range(4)]
+    assert min(reached) > 0.96 * hard.rate(0)
+    easy = Phase(64, 0.95, 30)
+    assert simulation.run(easy) > 1.2 * easy.rate(0), "and they show when drafts have become worth it"
+
+
+@pytest.mark.parametrize("seed", range(3))
 def test_a_costly_probe_of_many_rows_does_not_delay_those_of_one_row(seed: int) -> None:
     """A draft model has missed much of 64 rows; meanwhile the text of one row becomes easy."""
     simulation = Simulation(seed)
     hard, many, easy = Phase(1, 0.05, 20), Phase(64, 0.05, 10), Phase(1, 0.9, 20)
     simulation.run(hard)
-    simulation.catch_up_s = 2.0
+    simulation.catch_up_s = 2.0 / (64 * MAX_MISSED)
     simulation.run(many)
     simulation.catch_up_s = 0.0
     simulation.run(easy)
