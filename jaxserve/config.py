@@ -75,7 +75,7 @@ class EngineConfig:
             elements, 0.27 and 0.14 of the float32 memory; None stores them in `dtype`, those of a quantised
             checkpoint as it has them.
         kv_cache_dtype: dtype of keys and values in the pool; "auto" is that of activations. "int8" and "fp8" (e4m3)
-            have a float32 scale per token and head, "int4" 36 bytes for every 64 elements.
+            have a bfloat16 scale per token and head, "int4" 36 bytes for every 64 elements.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
             the heads and the width of the feed-forward layers.
         data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its

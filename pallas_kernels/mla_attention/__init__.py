@@ -25,6 +25,7 @@ from jaxserve.pallas_kernels.mla_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention import check_rows, check_scales, check_tree_mask
 from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    SCALE_DTYPE,
     Pages,
     QuantizedPages,
     has_scales,
@@ -122,7 +123,7 @@ def new_pages(backend: str, *, num_layers: int, num_pages: int, page_size: int, 
     layout, dtype = BACKENDS[backend].LAYOUT, jnp.dtype(dtype)
     dims = PoolDims(num_layers, num_pages, page_size, width)
     values = jnp.zeros(layout.kv_shape(dims), dtype)
-    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), jnp.float32)) if has_scales(dtype) else values
+    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), SCALE_DTYPE)) if has_scales(dtype) else values
 
 
 def to_canonical(backend: str, kv_pages: Pages) -> Pages:

@@ -14,8 +14,10 @@ from jaxtyping import Array, Float, Int32
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.mla_attention.interface import LatentInputs, LatentOptions, Problem
 from jaxserve.pallas_kernels.mla_attention.layout import TokenMajor
-from jaxserve.pallas_kernels.ragged_paged_attention.native import POOL_DTYPES, VECTOR
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.native import VECTOR, call_kernel
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages
+
+POOL_DTYPES = ("float32", "bfloat16", "float8_e4m3fn")
 
 LAYOUT = TokenMajor()
 
@@ -38,12 +40,9 @@ def write_and_attend(
     inputs: LatentInputs, kv_pages: Pages, layer: int | Int32[Array, ""], options: LatentOptions
 ) -> tuple[Float[Array, "T Q rank"], Pages]:
     """Rotate, write and attend in one call that updates the pool in place; donate the pool."""
-    assert not isinstance(kv_pages, QuantizedPages), "see supports"
     q, rope = inputs.q, inputs.rope
-    out_shape = jax.ShapeDtypeStruct((*q.shape[:2], options.rank), jnp.float32)
-    shapes = (out_shape, jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={1: 1})
-    out, kv_pages = call(
+    out, kv_pages = call_kernel(
+        jax.ShapeDtypeStruct((*q.shape[:2], options.rank), jnp.float32),
         jnp.concatenate([q, inputs.latents[:, None]], axis=1).astype(jnp.float32),
         kv_pages,
         jnp.asarray(layer, jnp.int32),

@@ -8,6 +8,9 @@
 // that a query does not see leave its state bit-identical. This holds for finite inputs: a NaN reaches all queries that
 // see it, may reach others of the tile, and never turns into a number.
 //
+// Elements of int8 and fp8 pools meet queries and weights without their scales: those of keys multiply the scores, those
+// of values the weights.
+//
 // Keys and values of int4 pools become floats a block at a time, and stay in a core's first-level cache while the
 // queries of a tile pass. They are stored rotated: queries are rotated too, and outputs back.
 //
@@ -26,6 +29,7 @@
 
 #include "int4.h"
 #include "kernels.h"
+#include "scaled.h"
 #include "simd.h"
 
 namespace NATIVE_ISA {
@@ -67,6 +71,7 @@ struct Block {
   const Key* columns[kBlockTokens / W];  // keys, W tokens each; surplus columns repeat the last one
   Span spans[kBlockTokens / kMinPageTokens + 1];
   int num_spans = 0;
+  float key_scales[kBlockTokens], value_scales[kBlockTokens];  // of pools that have scales
 };
 
 // Working memory of one thread, reused from tile to tile.
@@ -154,6 +159,9 @@ class Attention {
         key_stride_(kLatents || kIsInt4 ? kBlockTokens : p.page_size) {
     const int64_t pages_per_id = kLatents ? 1 : 2 * p.num_kv_heads;
     layer_ = static_cast<Number*>(p.pool) + p.layer * p.num_pages * pages_per_id * page_elements_;
+    if constexpr (kHasScales<Number>) {
+      layer_scales_ = static_cast<BFloat16*>(p.scales) + p.layer * p.num_pages * pages_per_id * p.page_size;
+    }
   }
 
   void run(Executor& executor) {
@@ -180,6 +188,10 @@ class Attention {
     return layer_ + (page * p_.num_kv_heads + kv_head) * 2 * page_elements_;
   }
   Number* values(int64_t page, int64_t kv_head) const { return keys(page, kv_head) + page_elements_; }
+  // Return the scales of a page's keys, which those of its values follow; of latents, which are both.
+  BFloat16* scales(int64_t page, int64_t kv_head) const {
+    return layer_scales_ + (kLatents ? page : (page * p_.num_kv_heads + kv_head) * 2) * p_.page_size;
+  }
 
   int64_t page_of(int64_t row, int64_t position) const {
     return p_.page_table[row * p_.table_width + position / p_.page_size];
@@ -202,9 +214,9 @@ class Attention {
     for (int64_t token = first + (num_tasks + task - first % num_tasks) % num_tasks; token < end; token += num_tasks) {
       const int64_t page = page_of(row, token + shift), slot = (token + shift) % p_.page_size;
       if constexpr (kLatents) {
-        Number* latent = latents(page) + slot * p_.head_dim;
         rotate(new_head(token, p_.num_query_heads), token, rotated.data());
-        for (int64_t h = 0; h < p_.head_dim; ++h) store_one(latent + h, rotated[h]);
+        const BFloat16 scale = store_vector(rotated.data(), latents(page) + slot * p_.head_dim, 1);
+        if constexpr (kHasScales<Number>) scales(page, 0)[slot] = scale;
         continue;
       }
       for (int64_t head = 0; head < p_.num_kv_heads; ++head) {
@@ -213,21 +225,29 @@ class Attention {
         Number* key = keys(page, head) + slot;
         Number* value = values(page, head) + slot * stored_size_;
         rotate(k, token, rotated.data());
-        store_vector(rotated.data(), key, p_.page_size);
+        const BFloat16 key_scale = store_vector(rotated.data(), key, p_.page_size);
         std::copy_n(v, p_.head_dim, rotated.data());
-        store_vector(rotated.data(), value, 1);
+        const BFloat16 value_scale = store_vector(rotated.data(), value, 1);
+        if constexpr (kHasScales<Number>) {
+          BFloat16* to = scales(page, head) + slot;
+          to[0] = key_scale;
+          to[p_.page_size] = value_scale;
+        }
       }
     }
   }
 
-  // Write a vector to elements that are `stride` apart; may change it.
-  void store_vector(float* x, Number* to, int64_t stride) const {
-    if constexpr (kIsInt4) {
+  // Write a vector, which may change, to elements that are `stride` apart; return its scale if the pool has scales.
+  BFloat16 store_vector(float* x, Number* to, int64_t stride) const {
+    if constexpr (kHasScales<Number>) {
+      return quantize(x, p_.head_dim, to, stride);
+    } else if constexpr (kIsInt4) {
       hadamard(x, p_.head_dim);
       pack_int4(x, p_.head_dim, to, stride);
     } else {
       for (int64_t h = 0; h < p_.head_dim; ++h) store_one(to + h * stride, x[h]);
     }
+    return {};
   }
 
   // Return one head of a token, counted over q, then k, then v, or over q, then the latent.
@@ -319,7 +339,7 @@ class Attention {
     for (int64_t block = 0; block < tile.num_shared; block += kBlockTokens) {
       const auto keys = find_block(parts_[tile.first_part].row, kv_head, block, block, block + kBlockTokens, scratch);
       score_block(keys, kBlockTokens, 0, num_vectors, scratch);
-      for (int64_t v = 0; v < num_vectors; ++v) absorb(kAllTokens, v, scratch);
+      for (int64_t v = 0; v < num_vectors; ++v) absorb(keys, kAllTokens, v, scratch);
       add_values(keys, 0, num_vectors, scratch);
     }
     vector = 0;
@@ -338,7 +358,7 @@ class Attention {
       const int64_t stop = std::min(end, start + kBlockTokens);
       const auto block = find_block(part.row, kv_head, start, std::max(start, first), stop, s);
       score_block(block, stop - start, vector, num_vectors, s);
-      for (int64_t v = 0; v < num_vectors; ++v) absorb(visible_tokens(part, v / group_, start), vector + v, s);
+      for (int64_t v = 0; v < num_vectors; ++v) absorb(block, visible_tokens(part, v / group_, start), vector + v, s);
       add_values(block, vector, num_vectors, s);
     }
   }
@@ -376,6 +396,12 @@ class Attention {
       const Number* stored_keys = kLatents ? latents(page) : keys(page, kv_head);
       for (int64_t t = slot; t < slot + next - position; t += W, ++column) {
         block.columns[column] = find_keys(stored_keys + (kLatents ? t * p_.head_dim : t), column * W, s);
+        if constexpr (kHasScales<Number>) {
+          const BFloat16* of_keys = scales(page, kv_head) + t;
+          store<W>(block.key_scales + column * W, load<W>(of_keys) * kLoadedUnit<Number>);
+          const BFloat16* of_values = of_keys + (kLatents ? 0 : p_.page_size);
+          store<W>(block.value_scales + column * W, load<W>(of_values) * kLoadedUnit<Number>);
+        }
       }
       if (const int64_t from = std::max(position, first); from < next) {
         const Number* stored = (kLatents ? latents(page) : values(page, kv_head)) + (slot + from - position) * stored_size_;
@@ -460,7 +486,7 @@ class Attention {
   }
 
   // Turn one vector's scores of a block into weights and add them to its softmax; `tokens` has the bits of those seen.
-  void absorb(uint64_t tokens, int64_t vector, Scratch& s) const {
+  void absorb(const Block<W, Element, Key>& block, uint64_t tokens, int64_t vector, Scratch& s) const {
     float* scores = &s.scores[vector * kBlockTokens];
     if (tokens == 0) {
       std::fill(scores, scores + kBlockTokens, 0.0f);
@@ -468,7 +494,10 @@ class Attention {
     }
     constexpr int kColumns = kBlockTokens / W;
     F<W> score[kColumns];
-    for (int c = 0; c < kColumns; ++c) score[c] = load<W>(scores + c * W);
+    for (int c = 0; c < kColumns; ++c) {
+      score[c] = load<W>(scores + c * W);
+      if constexpr (kHasScales<Number>) score[c] *= load<W>(block.key_scales + c * W);
+    }
     if (p_.soft_cap > 0) {
       for (int c = 0; c < kColumns; ++c) score[c] = capped(score[c]);
     }
@@ -485,8 +514,9 @@ class Attention {
     s.max_scores[vector] = max_score;
     F<W> total = load<W>(&s.weights[vector * W]) * rescale;
     for (int c = 0; c < kColumns; ++c) {
-      const F<W> weight = exp_of_negative<W>(score[c] - max_score);
+      F<W> weight = exp_of_negative<W>(score[c] - max_score);
       total += weight;
+      if constexpr (kHasScales<Number>) weight *= load<W>(block.value_scales + c * W);
       store<W>(scores + c * W, weight);
     }
     store<W>(&s.weights[vector * W], total);
@@ -545,6 +575,7 @@ class Attention {
   const int64_t page_elements_;  // elements of the keys (or values) of one page and head
   const int64_t key_stride_;     // elements between those of a token's key
   Number* layer_;
+  BFloat16* layer_scales_ = nullptr;
   std::vector<Part> parts_;
   std::vector<QueryTile> tiles_;
   int64_t end_token_ = 0;
@@ -555,6 +586,10 @@ void attention_of_width(Executor& executor, const AttentionProblem& p) {
   switch (p.format) {
     case PoolFormat::kFloat32: return Attention<W, float, kLatents>(p).run(executor);
     case PoolFormat::kBFloat16: return Attention<W, BFloat16, kLatents>(p).run(executor);
+    case PoolFormat::kFloat8: return Attention<W, Float8, kLatents>(p).run(executor);
+    case PoolFormat::kInt8:
+      if constexpr (!kLatents) return Attention<W, int8_t, false>(p).run(executor);
+      break;
     case PoolFormat::kInt4:
       if constexpr (!kLatents) return Attention<W, Nibbles, false>(p).run(executor);
   }

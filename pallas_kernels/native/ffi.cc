@@ -76,11 +76,13 @@ std::optional<native::WeightFormat> weight_format(ffi::DataType dtype) {
   }
 }
 
-// Return the format of a pool by the dtype of its array, or kInt4 for bytes.
+// Return the format of a pool by the dtype of its array, or kInt4 for unsigned bytes.
 std::optional<native::PoolFormat> pool_format(ffi::DataType dtype) {
   switch (dtype) {
     case ffi::F32: return native::PoolFormat::kFloat32;
     case ffi::BF16: return native::PoolFormat::kBFloat16;
+    case ffi::S8: return native::PoolFormat::kInt8;
+    case ffi::F8E4M3FN: return native::PoolFormat::kFloat8;
     case ffi::U8: return native::PoolFormat::kInt4;
     default: return std::nullopt;
   }
@@ -167,25 +169,29 @@ ffi::Error run_grouped_linear(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi
   return ffi::Error::Success();
 }
 
-// `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees. `rank` is the size of
-// the values in latents, 0 for keys and values of heads.
+// `scales`, `sinks` and `rope` are empty if left out; `tree_mask` is an operand only of calls with trees,
+// `updated_scales` a result only of those with scales. `rank` is the size of the values in latents, 0 for keys and values
+// of heads.
 ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int64_t window, int64_t rank,
                          ffi::Buffer<ffi::F32> qkv,
-                         ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> kv_lens,
+                         ffi::AnyBuffer kv_pages, ffi::Buffer<ffi::BF16> scales, ffi::Buffer<ffi::S32> layer,
+                         ffi::Buffer<ffi::S32> kv_lens,
                          ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> cu_q_lens,
                          ffi::Buffer<ffi::S32> num_rows, ffi::Buffer<ffi::F32> sinks, ffi::Buffer<ffi::F32> rope,
                          ffi::RemainingArgs tree_mask, ffi::ResultBuffer<ffi::F32> out,
-                         ffi::Result<ffi::AnyBuffer> updated) {
+                         ffi::Result<ffi::AnyBuffer> updated, ffi::RemainingRets updated_scales) {
   if (updated->untyped_data() != kv_pages.untyped_data()) {
     return ffi::Error::InvalidArgument("the pool must be updated in place; donate it to the jitted function");
   }
   const auto pages = kv_pages.dimensions();  // [L, N, 2K, P, H] or [L, N, P, H]
   const auto heads = qkv.dimensions(), of_q = out->dimensions();
   const auto format = pool_format(kv_pages.element_type());
-  if (!format.has_value()) return ffi::Error::InvalidArgument("the pool must be float32, bfloat16, or uint8 for int4");
+  if (!format.has_value()) {
+    return ffi::Error::InvalidArgument("the pool must be float32, bfloat16, int8, float8_e4m3fn, or uint8 for int4");
+  }
   if (rank > 0) {
-    if (*format == native::PoolFormat::kInt4) {
-      return ffi::Error::InvalidArgument("the pool of latents must be float32 or bfloat16");
+    if (*format == native::PoolFormat::kInt8 || *format == native::PoolFormat::kInt4) {
+      return ffi::Error::InvalidArgument("the pool of latents must be float32, bfloat16 or float8_e4m3fn");
     }
     if (pages.size() != 4 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != rank ||
         rank > heads[2] || pages[3] != heads[2] || heads[1] != of_q[1] + 1) {
@@ -194,6 +200,17 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   } else if (pages.size() != 5 || heads.size() != 3 || of_q.size() != 3 || of_q[0] != heads[0] || of_q[2] != heads[2] ||
       pages[4] != native::stored_size(*format, heads[2]) || pages[2] < 2 || heads[1] != of_q[1] + pages[2] || of_q[1] % (pages[2] / 2) != 0) {
     return ffi::Error::InvalidArgument("qkv [T, Q + 2K, H] must fit the pool [L, N, 2K, P, H] and give out [T, Q, H]");
+  }
+  const bool has_scales = *format == native::PoolFormat::kInt8 || *format == native::PoolFormat::kFloat8;
+  const int64_t num_vectors = pages[0] * pages[1] * pages[2] * (rank > 0 ? 1 : pages[3]);
+  if (static_cast<int64_t>(scales.element_count()) != (has_scales ? num_vectors : 0)) {
+    return ffi::Error::InvalidArgument("scales must be [L, N, 2K, P], of latents [L, N, P], in int8 and fp8 pools only");
+  }
+  if (has_scales) {
+    auto target = updated_scales.get<ffi::Buffer<ffi::BF16>>(0);
+    if (!target.has_value() || (*target)->untyped_data() != scales.untyped_data()) {
+      return ffi::Error::InvalidArgument("scales must be updated in place; donate them to the jitted function");
+    }
   }
   const auto angles = rope.dimensions();
   if (rope.element_count() > 0 &&
@@ -205,6 +222,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
   p.rope = rope.element_count() > 0 ? rope.typed_data() : nullptr;
   p.pool = kv_pages.untyped_data();
   p.format = *format;
+  p.scales = scales.untyped_data();
   p.kv_lens = kv_lens.typed_data();
   p.page_table = page_table.typed_data();
   p.cu_q_lens = cu_q_lens.typed_data();
@@ -239,7 +257,7 @@ ffi::Error run_attention(ffi::ThreadPool pool, float scale, float soft_cap, int6
 }  // namespace
 
 // Version of the calls' signatures; pallas_kernels/native/__init__.py has the same number.
-extern "C" int jaxserve_native_abi() { return 8; }
+extern "C" int jaxserve_native_abi() { return 9; }
 
 // Return the index-th of the usable instruction sets, best first; null past the last.
 extern "C" const char* jaxserve_native_instruction_set(int index) {
@@ -259,6 +277,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Attr<int64_t>("rank")
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::BF16>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
@@ -268,7 +287,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, run_attention,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::AnyBuffer>());
+                                  .Ret<ffi::AnyBuffer>()
+                                  .RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, run_linear,
                               ffi::Ffi::Bind()

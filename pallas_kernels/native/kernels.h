@@ -42,7 +42,7 @@ struct GroupedProblem {
   int64_t num_groups;
 };
 
-enum class PoolFormat { kFloat32, kBFloat16, kInt4 };
+enum class PoolFormat { kFloat32, kBFloat16, kInt8, kFloat8, kInt4 };
 
 // Groups of an int4 pool, as pallas_kernels/ragged_paged_attention/int4.py has them.
 constexpr int64_t kInt4Group = 64;
@@ -56,13 +56,14 @@ constexpr int64_t stored_size(PoolFormat format, int64_t head_dim) {
 }
 
 // Ragged paged attention; see pallas_kernels/ragged_paged_attention. Pages of a KV head: keys [H, P], values [P, H].
-// In int4 pools, H stands for the bytes of a vector.
+// In int4 pools, H stands for the bytes of a vector. Int8 and fp8 pools have a scale for each vector.
 // With latents (pallas_kernels/mla_attention) a page is [P, H]: every token's key, which begins with its value.
 struct AttentionProblem {
   const float* qkv;   // [T, Q + 2K, H], heads of q, then k, then v; [T, Q + 1, H], heads of q, then the latent
   const float* rope;  // [2, T, H / 2], cosines and sines that rotate q and k, of latents what is behind the value, or null
   void* pool;  // [L, N, K, 2, P * H] or, of latents, [L, N, P, H]
   PoolFormat format;
+  void* scales;  // bfloat16 [L, N, K, 2, P] of int8 and fp8 pools, [L, N, P] of latents
   bool has_latents;
   const int32_t* kv_lens;
   const int32_t* page_table;  // [R, M]

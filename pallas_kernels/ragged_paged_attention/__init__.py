@@ -9,9 +9,10 @@ Contract of the operation, the same for all backends:
   (a shared prefix), and one of them may write to it in the same step: the others then see the new content. No two rows
   of a step write the same position of a page. Schedulers rely on this order to share pages between rows of one step.
 - The pool is one array for all layers, in a layout that belongs to the backend: make it with `new_pages`. An int8 or
-  fp8 pool has an array of scales beside it, one scale per token and head (`QuantizedPages`). In an int4 pool, a vector
-  is a run of bytes with its scales among them (`int4.py`), and H the number of these bytes. Code that moves pages
-  elsewhere converts them by `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at 2h + 1).
+  fp8 pool has an array of scales beside it, one bfloat16 per token and head (`QuantizedPages`). In an int4 pool, a
+  vector is a run of bytes with its scales among them (`int4.py`), and H the number of these bytes. Code that moves
+  pages elsewhere converts them by `to_canonical` and `from_canonical` (`[L, N, P, 2K, H]`, K of head h at 2h, V at
+  2h + 1).
   Under jit, donate the pool and pass it from layer to layer: it is then updated in place and never copied, as long as
   each layer's keys depend on the output of the layer before. In a transformer they do, which orders reads and writes.
 - T and R are static shapes, padded by the caller. Rows from `num_rows` on and tokens from `cu_q_lens[num_rows]` on are
@@ -41,6 +42,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDi
 from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
     QUANTIZED_MAX,
+    SCALE_DTYPE,
     Pages,
     QuantizedPages,
     array_dtype,
@@ -176,7 +178,7 @@ def new_pages(
     layout, dtype = _layout_of(backend), jnp.dtype(dtype)
     dims = PoolDims(num_layers, num_pages, page_size, num_kv_heads, stored_size(head_dim, dtype))
     values = jnp.zeros(layout.kv_shape(dims), array_dtype(dtype))
-    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), jnp.float32)) if has_scales(dtype) else values
+    return QuantizedPages(values, jnp.zeros(layout.scale_shape(dims), SCALE_DTYPE)) if has_scales(dtype) else values
 
 
 def to_canonical(backend: str, kv_pages: Pages) -> Pages:
@@ -278,13 +280,19 @@ def _check_pool(layout: Layout, k: Array, kv_pages: Pages, layer: int | Array) -
 
 
 def check_scales(kv_pages: Pages, scale_shape: Callable[[], tuple[int, ...]]) -> None:
-    """Check that a pool has scales, of this shape, exactly if its dtype needs them; ValueError if not."""
+    """Check that a pool has bfloat16 scales of this shape, exactly if its dtype needs them; ValueError if not."""
     if has_scales(values_of(kv_pages).dtype) != isinstance(kv_pages, QuantizedPages):
         raise ValueError(
             f"a pool has scales if it is one of {list(QUANTIZED_MAX)}, got {_form(kv_pages)}; use new_pages"
         )
-    if isinstance(kv_pages, QuantizedPages) and kv_pages.scales.shape != (expected := scale_shape()):
-        raise ValueError(f"the scales of this pool must have shape {expected}, got {kv_pages.scales.shape}")
+    if not isinstance(kv_pages, QuantizedPages):
+        return
+    scales = kv_pages.scales
+    if scales.shape != (expected := scale_shape()) or scales.dtype != SCALE_DTYPE:
+        raise ValueError(
+            f"the scales of this pool must have shape {expected} and be {SCALE_DTYPE}, "
+            f"got {scales.dtype} of shape {scales.shape}; use new_pages"
+        )
 
 
 def _form(kv_pages: Pages) -> str:

@@ -93,7 +93,7 @@ class Case:
         """Largest `pool_error` allowed: rotated keys may round to the neighbouring value, all others must be exact."""
         if not self.has_rope:
             return 0.0
-        rounding = 1.02 if self.kv_dtype == "int4" else 1.001 if self.kv_dtype in QUANTIZED else 1  # of scales
+        rounding = 1.02 if self.kv_dtype == "int4" else 1.01 if self.kv_dtype in QUANTIZED else 1  # of scales
         return STEPS[self.kv_dtype] * rounding
 
     @property

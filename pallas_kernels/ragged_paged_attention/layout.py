@@ -11,9 +11,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped
 
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
 
 SMALL_PAGE_TOKENS = 16  # leaves little of a row's last page empty
 
@@ -127,30 +126,25 @@ class HeadMajor:
 
 @dataclass(frozen=True)
 class TransposedKeys(HeadMajor):
-    """Head-major layout, but a page of keys is `[H, P]`: one vector instruction scores many tokens.
-
-    It has no scales.
-    """
+    """Head-major layout, but a page of keys is `[H, P]`: one vector instruction scores many tokens."""
 
     def to_canonical(self, kv_pages: Pages) -> Pages:
-        """Return the pool as `[L, N, P, 2K, H]`."""
-        assert not isinstance(kv_pages, QuantizedPages), "see Backend.supports"
-        _, _, _, P, H = kv_pages.shape
-        return jnp.swapaxes(self._transposed(kv_pages, (H, P)), 2, 3)
+        """Return the pool as `[L, N, P, 2K, H]`, its scales as `[L, N, P, 2K]`."""
+        *_, P, H = values_of(kv_pages).shape
+        return super().to_canonical(self._transposed(kv_pages, (H, P)))
 
     def from_canonical(self, kv_pages: Pages) -> Pages:
         """Invert `to_canonical`."""
-        assert not isinstance(kv_pages, QuantizedPages), "see Backend.supports"
-        _, _, P, _, H = kv_pages.shape
-        return self._transposed(jnp.swapaxes(kv_pages, 2, 3), (P, H))
+        _, _, P, _, H = values_of(kv_pages).shape
+        return self._transposed(super().to_canonical(kv_pages), (P, H))
 
-    def _transposed(
-        self, kv_pages: Shaped[Array, "L N KV P H"], key_page: tuple[int, int]
-    ) -> Shaped[Array, "L N KV P H"]:
-        """Transpose each page of keys, whose matrix has the shape `key_page`."""
-        L, N, KV, P, H = kv_pages.shape
-        keys = jnp.swapaxes(kv_pages[:, :, 0::2].reshape(L, N, KV // 2, *key_page), 3, 4).reshape(L, N, KV // 2, P, H)
-        return jnp.stack([keys, kv_pages[:, :, 1::2]], axis=3).reshape(L, N, KV, P, H)
+    def _transposed(self, kv_pages: Pages, key_page: tuple[int, int]) -> Pages:
+        """Transpose each page of keys of a head-major pool, whose matrix has the shape `key_page`."""
+        values = values_of(kv_pages)
+        L, N, KV, P, H = values.shape
+        keys = jnp.swapaxes(values[:, :, 0::2].reshape(L, N, KV // 2, *key_page), 3, 4).reshape(L, N, KV // 2, P, H)
+        values = jnp.stack([keys, values[:, :, 1::2]], axis=3).reshape(L, N, KV, P, H)
+        return kv_pages._replace(values=values) if isinstance(kv_pages, QuantizedPages) else values
 
 
 def check_pool_shape(shape: tuple[int, ...], layout: str, *, even_axis: int) -> None:

@@ -8,15 +8,22 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32
 
 from jaxserve.pallas_kernels import native
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, AttentionOptions, Problem
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import TransposedKeys
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import INT4, Pages, QuantizedPages
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    INT4,
+    QUANTIZED,
+    SCALE_DTYPE,
+    Pages,
+    QuantizedPages,
+    values_of,
+)
 
-POOL_DTYPES = ("float32", "bfloat16", "int4")
+POOL_DTYPES = ("float32", "bfloat16", *QUANTIZED)
 VECTOR = 4  # elements of the narrowest vectors in use
 
 LAYOUT = TransposedKeys()
@@ -45,11 +52,9 @@ def write_and_attend(
     The call takes q, k and v as one buffer: if they are slices of one array, XLA joins them at no cost, whereas it
     would copy each to pass them one by one.
     """
-    assert not isinstance(kv_pages, QuantizedPages), "see supports"
     q, sinks, rope = inputs.q, inputs.sinks, inputs.rope
-    shapes = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct(kv_pages.shape, kv_pages.dtype))
-    call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={1: 1})
-    out, kv_pages = call(
+    out, kv_pages = call_kernel(
+        jax.ShapeDtypeStruct(q.shape, jnp.float32),
         jnp.concatenate([q, inputs.k, inputs.v], axis=1).astype(jnp.float32),
         kv_pages,
         jnp.asarray(layer, jnp.int32),
@@ -63,3 +68,23 @@ def write_and_attend(
         rank=np.int64(0),
     )
     return out.astype(q.dtype), kv_pages
+
+
+def call_kernel(
+    out: jax.ShapeDtypeStruct, qkv: Float32[Array, "T N H"], kv_pages: Pages, *operands: Array, **options: np.generic
+) -> tuple[Array, Pages]:
+    """Call the kernel; return its output and the pool, updated in place.
+
+    Args:
+      out: shape of the output.
+      qkv: queries, keys and values of all heads, or queries and latents.
+      kv_pages: pool; donated.
+      operands: operands behind the pool.
+      options: static arguments.
+    """
+    pool, structure = jax.tree.flatten(kv_pages)
+    shapes = [out, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in pool)]
+    call = jax.ffi.ffi_call(native.ATTENTION, shapes, input_output_aliases={i: i for i in range(1, len(shapes))})
+    scales = kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros(0, SCALE_DTYPE)
+    result, *updated = call(qkv, values_of(kv_pages), scales, *operands, **options)
+    return result, jax.tree.unflatten(structure, updated)

@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, Shaped
+from jax import lax
+from jaxtyping import Array, BFloat16, Float, Float32, Shaped
 
 from jaxserve.pallas_kernels.ragged_paged_attention import int4
 
 INT4 = jnp.dtype("int4")
+SCALE_DTYPE = jnp.dtype("bfloat16")
 _PACKED = jnp.dtype("uint8")  # dtype of the arrays that hold the bytes of an int4 pool
 
 QUANTIZED_MAX = {"int8": 127.0, "float8_e4m3fn": 448.0}
@@ -28,7 +30,7 @@ class QuantizedPages(NamedTuple):
 
     values: Shaped[Array, "..."]
     """Elements in int8 or float8_e4m3fn, in the backend's layout."""
-    scales: Float32[Array, "..."]
+    scales: BFloat16[Array, "..."]
     """Scales in a layout of the backend's own; `[L, N, P, 2K]` in the canonical one."""
 
 
@@ -76,20 +78,31 @@ def decode(stored: Pages) -> Float32[Array, "*vectors H"]:
 
 def quantize(
     x: Float[Array, "*vectors H"], dtype: jnp.dtype
-) -> tuple[Shaped[Array, "*vectors H"], Float32[Array, "*vectors"]]:
-    """Return each vector in `dtype` with its scale; all products of the two are NaN for a vector that is not finite."""
+) -> tuple[Shaped[Array, "*vectors H"], BFloat16[Array, "*vectors"]]:
+    """Return each vector in `dtype` with its scale, which is NaN for a vector that is not finite.
+
+    Scales are rounded up to bfloat16, so that the largest element stays within the range of `dtype`.
+    """
     x = x.astype(jnp.float32)
     # Multiply instead of dividing: XLA turns some divisions into products, which round differently.
     step = 1 / QUANTIZED_MAX[dtype.name]
-    scales = jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * step, np.finfo(np.float32).tiny)
+    scales = _rounded_up(jnp.maximum(jnp.max(jnp.abs(x), axis=-1) * step, np.finfo(np.float32).tiny))
     # The maximum of many vectors ignores NaN on XLA:CPU.
-    scales = jnp.where(jnp.any(jnp.isnan(x), axis=-1), jnp.nan, scales)
+    scales = jnp.where(jnp.all(jnp.isfinite(x), axis=-1), scales, jnp.nan)
     values = x * (1 / scales)[..., None]
     if jnp.issubdtype(dtype, jnp.integer):
         values = jnp.round(values)
-    return values.astype(dtype), scales
+    return values.astype(dtype), scales.astype(SCALE_DTYPE)
 
 
-def dequantize(values: Shaped[Array, "*vectors H"], scales: Float32[Array, "*vectors"]) -> Float32[Array, "*vectors H"]:
+def _rounded_up(x: Float32[Array, "*n"]) -> Float32[Array, "*n"]:
+    """Return the least numbers of bfloat16 that are not below positive ones."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type((bits + np.uint32(0xFFFF)) & np.uint32(0xFFFF0000), jnp.float32)
+
+
+def dequantize(
+    values: Shaped[Array, "*vectors H"], scales: BFloat16[Array, "*vectors"]
+) -> Float32[Array, "*vectors H"]:
     """Invert `quantize`."""
-    return values.astype(jnp.float32) * scales[..., None]
+    return values.astype(jnp.float32) * scales.astype(jnp.float32)[..., None]

@@ -58,7 +58,9 @@ def _write_kv(
     kv = kv.astype(np.float32)
     step = np.float32(1 / QUANTIZED_MAX[kv_pages.values.dtype.name])
     scales = np.maximum(np.abs(kv).max(axis=-1) * step, np.finfo(np.float32).tiny)
-    values = kv * (1 / scales)[..., None]
+    nearest = scales.astype("bfloat16")
+    scales = np.where(nearest < scales, np.nextafter(nearest, nearest.dtype.type(np.inf)), nearest)
+    values = kv * (1 / scales.astype(np.float32))[..., None]
     values = np.rint(values) if kv_pages.values.dtype == np.int8 else values
     return QuantizedPages(_write(kv_pages.values, values, layer, rows), _write(kv_pages.scales, scales, layer, rows))
 
@@ -143,7 +145,7 @@ def _numbers(kv_pages: Pages, layer: int, head_dim: int) -> np.ndarray:
     if not isinstance(kv_pages, QuantizedPages):
         return np.asarray(kv_pages)[layer]
     values, scales = (np.asarray(x)[layer] for x in kv_pages)
-    return np.asarray(values.astype(np.float32) * scales[..., None])
+    return np.asarray(values.astype(np.float32) * scales.astype(np.float32)[..., None])
 
 
 def _tokens(rows: RaggedRows) -> Iterator[tuple[int, int, int]]:

@@ -175,22 +175,26 @@ def test_int8_weights_run_in_bfloat16(start: Start) -> None:
 
 
 SMALL = {"max_num_batched_tokens": 4, "max_num_seqs": 2}
+BEST = "xla" if build.native.unavailable() else "native"
 
 
 @pytest.mark.parametrize(
-    ("dtype", "head_bytes", "error"),
+    ("backend", "dtype", "head_bytes", "error"),
     [
-        ("int4", 8 + 4, 0.2),
-        *(pytest.param(dtype, 16 + 4, 0.05, marks=pytest.mark.full) for dtype in ("int8", "fp8")),
+        (BEST, "int8", 16 + 2, 0.05),
+        pytest.param(BEST, "int4", 8 + 4, 0.2, marks=pytest.mark.full),
+        pytest.param(BEST, "fp8", 16 + 2, 0.05, marks=pytest.mark.full),
+        pytest.param("xla", "int8", 16 + 2, 0.05, marks=pytest.mark.full),
     ],
 )
-def test_narrow_pools(start: Start, dtype: str, head_bytes: int, error: float) -> None:
+def test_narrow_pools(start: Start, backend: str, dtype: str, head_bytes: int, error: float) -> None:
     """Outputs are near, and depend on neither batch, cache, chunks nor preemption; tokens take few bytes."""
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1)
     prompts = [tokens(length, length) for length in (1, 23, 9)]
     exact = start()
     with soon_compiled():
-        narrow, small = (start(kv_cache_dtype=dtype, **sizes) for sizes in ({}, SMALL))
+        options = {"kv_cache_dtype": dtype, "attention_backend": backend}
+        narrow, small = (start(**options, **sizes) for sizes in ({}, SMALL))
     together, chunked = (generate(engine, prompts, params) for engine in (narrow, small))
     for prompt, *outputs in zip(prompts, together, chunked, strict=True):
         (cached,) = generate(narrow, [prompt], params)

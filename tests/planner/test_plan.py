@@ -314,7 +314,7 @@ def test_more_memory_is_more_pages_and_narrow_ones_are_half_as_wide() -> None:
     kinds = ("auto", "fp8", "int4")
     plain, narrow, narrowest = (plan_of("llama-3.1-8b", kv_cache_dtype=kind).memory for kind in kinds)
     assert narrow.pool_limit == narrowest.pool_limit == plain.pool_limit
-    assert narrow.page == plain.page * (128 + 4) / 256  # one scale per 128 elements of a token and head
+    assert narrow.page == plain.page * (128 + 2) / 256  # one scale per 128 elements of a token and head
     assert narrowest.page == plain.page * (64 + 8) / 256
     assert narrowest.num_pages > 3.5 * plain.num_pages
     pages = [

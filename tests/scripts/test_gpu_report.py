@@ -78,7 +78,7 @@ def check_that_narrow_pools_are_measured_beside_wide_ones(directory: Path, print
     by_dtype = {dtype: [p for p in points if p["kv_dtype"] == dtype] for dtype in TINY.kv_dtypes}
     assert sum(map(len, by_dtype.values())) == len(points)
     token_bytes = {WIDE: TINY.token_bytes}
-    token_bytes |= dict.fromkeys(TINY.kv_dtypes[1:], 2 * TINY.num_kv_heads * (TINY.head_dim + 4))  # a scale per vector
+    token_bytes |= dict.fromkeys(TINY.kv_dtypes[1:], 2 * TINY.num_kv_heads * (TINY.head_dim + 2))  # a scale per vector
     for dtype, found in by_dtype.items():
         assert [(p["rows"], p["context"]) for p in found] == list(TINY.decodes())
         for p, wide in zip(found, by_dtype[WIDE], strict=True):

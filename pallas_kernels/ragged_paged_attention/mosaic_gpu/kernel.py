@@ -20,7 +20,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.items import LOG2
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.loading import LoadingWarpgroup
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.memory import Inputs, Shared, shared_memory
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import BASE_TOKEN, SCALES, Call, Tiles, WorkPlan
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import Pages, QuantizedPages, values_of
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, Pages, QuantizedPages, values_of
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import seen_nodes
 
 # Registers of a loading and of a computing thread, by the number of warpgroups; with two each has enough anyway. A
@@ -62,7 +62,7 @@ def attend(
             _tree_rows(tiles, plan, nodes),
             q,
             values_of(kv_pages),
-            kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES), jnp.float32),
+            kv_pages.scales if isinstance(kv_pages, QuantizedPages) else jnp.zeros((1, 1, 1, SCALES), SCALE_DTYPE),
             out_ref,
             *unmerged,
         )

@@ -17,6 +17,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_gpu.plan import (
     Call,
     Tiles,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 
 class Inputs(NamedTuple):
@@ -79,7 +80,7 @@ def shared_memory(call: Call, tiles: Tiles) -> Shared:
         q=matrix(workers, tiles.rows, H),
         k=ring(BLOCK_KV, H),
         v=ring(tiles.column_parts, BLOCK_KV, columns),
-        scales=plgpu.SMEM((stages, BLOCK_KV, SCALES), jnp.float32) if call.is_quantized else unused,
+        scales=plgpu.SMEM((stages, BLOCK_KV, SCALES), SCALE_DTYPE) if call.is_quantized else unused,
         scaled_k=scaled,
         scaled_v=scaled,
         out=_out_type(call, tiles, warpgroups),

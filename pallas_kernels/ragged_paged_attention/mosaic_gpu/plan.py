@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 BLOCK_KV = 64  # tokens per block of keys
@@ -18,7 +19,7 @@ SHARED_BYTES = 232448 - 2048  # shared memory of a multiprocessor, less the barr
 MAX_STAGES = 4
 MAX_PART_COLUMNS = 128  # columns of values that the registers of a warpgroup hold
 MIN_TILE_TOKENS = 8  # shared memory is filled eight tokens at a time
-SCALES = 4  # scales of neighbouring heads: 16 bytes, the least that TMA fetches
+SCALES = 8  # scales of neighbouring heads: 16 bytes, the least that TMA fetches
 MIN_SPAN = 4  # blocks of keys per worker at least: fewer are not worth the merge
 MIN_TALL_TOKENS = 512  # steps of fewer tokens have only the kernel of short tiles
 
@@ -115,7 +116,8 @@ class Call:
         block_bytes = 2 * BLOCK_KV * self.head_dim * 2
         fixed_bytes, stage_bytes = q_and_out_bytes, block_bytes
         if self.is_quantized:  # one block, multiplied with its scales, is stored beside the ring
-            fixed_bytes, stage_bytes = q_and_out_bytes + block_bytes, block_bytes // 2 + BLOCK_KV * 4 * SCALES
+            scale_bytes = BLOCK_KV * SCALES * SCALE_DTYPE.itemsize
+            fixed_bytes, stage_bytes = q_and_out_bytes + block_bytes, block_bytes // 2 + scale_bytes
         stages = (SHARED_BYTES // workers - fixed_bytes) // stage_bytes
         # Stores to the output begin at shared addresses that are multiples of 128: unless each row of the output begins
         # at one, a head's tokens must begin in the part that stores them.

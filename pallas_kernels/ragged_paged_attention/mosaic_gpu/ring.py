@@ -84,7 +84,7 @@ class RingReader:
             elements = load(quantised.at[:, columns], layout)
             if jnp.issubdtype(elements.dtype, jnp.integer):
                 elements = elements.astype(jnp.bfloat16)  # exact, and a fast conversion
-            factors = spread(load(scales, layout.reduce(1)), elements.shape, layout)
+            factors = spread(load(scales, layout.reduce(1)).astype(jnp.float32), elements.shape, layout)
             elements = elements.astype(jnp.float32) * factors
             if end is not None:
                 row = plgpu.broadcasted_iota(jnp.int32, elements.shape, 0, layout=layout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float32
+from jaxtyping import Array, BFloat16
 
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import PoolDims, check_pool_shape
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
@@ -65,7 +65,7 @@ class HeadPairs:
         return QuantizedPages(values, scale_tiles(kv_pages.scales.reshape(L, N, -1, SCALE_TOKENS, num_heads)))
 
 
-def scale_tiles(scales: Float32[Array, "*slabs 32 KV"]) -> Float32[Array, "*slabs rows 128"]:
+def scale_tiles(scales: BFloat16[Array, "*slabs 32 KV"]) -> BFloat16[Array, "*slabs rows 128"]:
     """Return scales of slabs in the layout of the pool."""
     slabs, num_heads = scales.shape[:-2], scales.shape[-1]
     rows = scale_rows(num_heads // 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, BFloat16, Float, Float32, Int32, Shaped
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionInputs, RaggedRows
 from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.layout import scale_tiles
@@ -41,9 +41,9 @@ class Operands(NamedTuple):
     nodes: Int32[Array, "padded columns"]
     """Nodes that each token sees (`seen_nodes`)."""
     kv_pages: Shaped[Array, "L N K P columns"]
-    new_scales: Float32[Array, "slabs rows 128"] | None = None
+    new_scales: BFloat16[Array, "slabs rows 128"] | None = None
     """Scales of the tokens of each written slab, in the layout of the pool; None without scales."""
-    scales: Float32[Array, "L N slabs rows 128"] | None = None
+    scales: BFloat16[Array, "L N slabs rows 128"] | None = None
 
 
 class Refs(NamedTuple):
@@ -116,8 +116,8 @@ def _new(call: Call, k: Shaped[Array, "T K H"], v: Shaped[Array, "T K H"]) -> Fl
 
 
 def _new_scales(
-    call: Call, plan: WorkPlan, keys: Float32[Array, "T K"], values: Float32[Array, "T K"]
-) -> Float32[Array, "slabs rows 128"]:
+    call: Call, plan: WorkPlan, keys: BFloat16[Array, "T K"], values: BFloat16[Array, "T K"]
+) -> BFloat16[Array, "slabs rows 128"]:
     scales = jnp.stack([keys, values], axis=-1).reshape(call.num_tokens, 2 * call.num_kv_heads)
     first_token = plan.writes.reshape(-1, NUM_WRITE_COLUMNS)[:, FIRST_TOKEN]
     token = first_token[:, None] + jnp.arange(SCALE_TOKENS, dtype=jnp.int32)[None, :]

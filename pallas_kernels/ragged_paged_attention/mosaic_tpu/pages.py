@@ -18,7 +18,7 @@ class PageBuffers(NamedTuple):
     """Buffers for the pages of several work items, or of one."""
 
     values: Any  # [slots, pages, K, P, 2H]
-    scales: Any  # f32[slots, pages, slabs, rows, 128]; None for pools without scales
+    scales: Any  # [slots, pages, slabs, rows, 128]; None for pools without scales
     scales_by_token: Any  # f32[sequences, keys and values of heads, tokens], scales of the current work item
 
     def at(self, slot: Any) -> PageBuffers:
@@ -131,7 +131,7 @@ class WorkItem:
             for number in range(together):
                 index = group * together + number
                 page = sequence * self.num_pages + index // slabs_per_page
-                slabs.append(pages.scales[page, lax.rem(index, slabs_per_page)])
+                slabs.append(pages.scales[page, lax.rem(index, slabs_per_page)].astype(jnp.float32))
             for part in range(SCALE_HEADS):
                 ordered = jnp.zeros((num_rows, LANES), jnp.float32)
                 for number, slab in enumerate(slabs):

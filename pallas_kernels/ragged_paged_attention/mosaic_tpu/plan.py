@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from jaxserve.pallas_kernels.ragged_paged_attention.interface import AttentionOptions, RaggedRows
-from jaxserve.pallas_kernels.ragged_paged_attention.quantized import has_scales
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE, has_scales
 from jaxserve.pallas_kernels.ragged_paged_attention.tree import tree_starts
 
 LANES = 128  # elements in a row of a memory tile
@@ -49,8 +49,11 @@ def default_page_size(num_kv_heads: int, head_dim: int, kv_dtype: jnp.dtype) -> 
 
 
 def scale_rows(num_kv_heads: int) -> int:
-    """Return the rows of a tile of scales: enough for keys and values of all heads, in whole memory tiles."""
-    rows = -(-2 * num_kv_heads // SCALE_HEADS)
+    """Return the rows of a tile of scales: enough for keys and values of all heads, in whole memory tiles.
+
+    Two rows of 16-bit elements share the words of a memory tile.
+    """
+    rows = max(2, -(-2 * num_kv_heads // SCALE_HEADS))
     return 1 << (rows - 1).bit_length() if rows < SUBLANES else _up(rows, SUBLANES)
 
 
@@ -150,7 +153,7 @@ class Call:
     @property
     def scale_bytes(self) -> int:
         """Bytes of the scales of a slab."""
-        return scale_rows(self.num_kv_heads) * LANES * 4 if self.has_scales else 0
+        return scale_rows(self.num_kv_heads) * LANES * SCALE_DTYPE.itemsize if self.has_scales else 0
 
 
 @dataclass(frozen=True)

@@ -91,7 +91,7 @@ class Phase(ABC):
             return PageBuffers(values, None, None)
         tiles = self.refs.scales.shape[2:]
         by_token = (self.sequences, SCALE_HEADS * tiles[1], -(-self.block_tokens // LANES) * LANES)
-        scales = pltpu.VMEM((slots, num_pages, *tiles), jnp.float32)
+        scales = pltpu.VMEM((slots, num_pages, *tiles), self.refs.scales.dtype)
         return PageBuffers(values, scales, pltpu.VMEM(by_token, jnp.float32))
 
     def _go_through(self, memory: _Memory) -> None:

@@ -23,6 +23,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.mosaic_tpu.plan import (
     Blocks,
     Call,
 )
+from jaxserve.pallas_kernels.ragged_paged_attention.quantized import SCALE_DTYPE
 
 
 class Writer:
@@ -43,7 +44,7 @@ class Writer:
             self._write_all,
             pltpu.VMEM((self.slots, call.num_kv_heads, call.slab, 2 * call.head_dim), call.kv_dtype),
             pltpu.VMEM((self.slots, call.num_kv_heads, call.slab + SUBLANES, 2 * call.head_dim), jnp.float32),
-            [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), jnp.float32)] * 2 if call.has_scales else [],
+            [pltpu.VMEM((self.slots, *self.refs.scales.shape[3:]), SCALE_DTYPE)] * 2 if call.has_scales else [],
             pltpu.SemaphoreType.DMA((self.slots, 4)),
             pltpu.SemaphoreType.DMA((self.slots, 2)),
         )
@@ -131,4 +132,5 @@ class Writer:
     def _merge_scales(self, index: Any, kept: Any, new: Any) -> None:
         token = lax.broadcasted_iota(jnp.int32, kept.shape, 1) & (SCALE_TOKENS - 1)
         is_new = (token >= self._column(index, BEGIN)) & (token < self._column(index, END))
-        kept[...] = jnp.where(is_new, new[...], kept[...])
+        merged = jnp.where(is_new, new[...].astype(jnp.float32), kept[...].astype(jnp.float32))
+        kept[...] = merged.astype(kept.dtype)

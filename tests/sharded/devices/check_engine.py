@@ -165,7 +165,8 @@ def test_each_device_has_its_share(start: Start) -> None:
 
 @pytest.mark.parametrize("num_devices", [2, 8])
 @pytest.mark.parametrize(
-    ("backend", "kv_dtype", "num_arrays"), [("xla", "int8", 2), ("mosaic_gpu", "int8", 2), ("native", "int4", 1)]
+    ("backend", "kv_dtype", "num_arrays"),
+    [("xla", "int8", 2), ("mosaic_gpu", "int8", 2), ("native", "int8", 2), ("native", "int4", 1)],
 )
 def test_a_narrow_pool_is_split_by_its_heads(
     start: Start, num_devices: int, backend: str, kv_dtype: str, num_arrays: int
