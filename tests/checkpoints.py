@@ -45,10 +45,11 @@ CONFIGS = {
     "deepseek_v2": transformers.DeepseekV2Config,
     "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
+    "gpt_oss": transformers.GptOssConfig,
 }
 FAMILIES = tuple(CONFIGS)
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", *LATENT)  # families with experts
+MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT)  # families with experts
 PARTIAL = ("phi3", "glm", "glm4", "gpt_neox", "phi")  # families that may rotate the first dimensions of heads alone
 _NOT_IN_GPT = (
     *("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads"),
@@ -102,6 +103,7 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
     "deepseek_v2": _LATENT_NAMES,
     "deepseek_v3": _LATENT_NAMES,
     "glm4_moe_lite": _LATENT_NAMES,
+    "gpt_oss": {"num_experts": "num_local_experts", "mlp_bias": None},
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -195,6 +197,14 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**_LATENT_SIZES, "topk_method": "group_limited_greedy", "routed_scaling_factor": 1.5},
     "deepseek_v3": {**_LATENT_SIZES, "norm_topk_prob": True},
     "glm4_moe_lite": {**_LATENT_SIZES, "n_group": 1, "topk_group": 1},
+    "gpt_oss": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "head_dim": 16,
+        "sliding_window": 9,
+        "swiglu_limit": 0.5,
+        "rope_parameters": {**ROPES["yarn"], "truncate": False},
+    },
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
@@ -338,6 +348,9 @@ def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
     sizes = {"num_experts": num_experts, "num_experts_per_tok": min(num_experts, rng.choice([1, 2, 8]))}
     if family == "mixtral":
         return {**sizes, "sliding_window": rng.choice([None, 5, 16])}
+    if family == "gpt_oss":
+        clamps = {"swiglu_limit": rng.choice([0.3, 1.0, 7.0]), "swiglu_alpha": rng.uniform(1, 3)}
+        return {**sizes, **clamps, "attention_bias": rng.random() < 0.5, "sliding_window": rng.choice([3, 8])}
     switches = {"norm_topk_prob": rng.random() < 0.5, "attention_bias": rng.random() < 0.5}
     if family == "qwen3_moe":
         switches |= {"use_sliding_window": rng.random() < 0.5, "sliding_window": rng.choice([3, 8])}

@@ -159,9 +159,16 @@ def _build(
 
 def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
     """Return the rows of a parameter, from one checkpoint tensor after the other."""
-    tensors = {
-        name: open_tensor(name).T if row.transposed else open_tensor(name) for name in dict.fromkeys(row.hf_names)
-    }
+    names = dict.fromkeys(row.hf_names)
+    if row.stacked:
+        stacks = {name: open_tensor(name) for name in names}
+        places: Counter[str] = Counter()
+        matrices = []
+        for name in row.hf_names:
+            matrices.append(stacks[name][places[name]])
+            places[name] += 1
+        return [matrix.T for matrix in matrices] if row.transposed else matrices
+    tensors = {name: open_tensor(name).T if row.transposed else open_tensor(name) for name in names}
     starts: Counter[str] = Counter()
     parts = []
     for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):

@@ -50,6 +50,10 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     found = "; ".join(f"{count} matrices {scheme}" for scheme, count in counts.items())
     dtype = matrix_dtype(config, arch)
     num_native = sum(packed.unsupported(own, dtype) is None for own in formats)
+    num_dequantised = sum(map(form.is_dequantised, matrices))
+    others = f"{plain} matrices are not quantised"
+    if num_dequantised:
+        others = f"{num_dequantised} matrices are dequantised as they are read, {plain - num_dequantised} not quantised"
     path = "dequantised in products by XLA"
     if num_native == len(formats):
         path = "multiplied by the native kernels"
@@ -60,7 +64,7 @@ def _description(config: EngineConfig, arch: ArchConfig, schemes: weights.Scheme
     kv = ""
     if schemes.kv_cache:
         kv = "; its scales of keys and values are not used, as the pool has a scale for every token and head"
-    return f"{schemes.method} checkpoint: {found}; {plain} matrices are not quantised; {path}{kv}"
+    return f"{schemes.method} checkpoint: {found}; {others}; {path}{kv}"
 
 
 def prepare_params(config: EngineConfig, arch: ArchConfig, given: Weights, current: Params) -> Callable[[], Params]:

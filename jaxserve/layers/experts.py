@@ -4,6 +4,7 @@ The rows of a product are the T * k pairs of a token and one of its experts, sor
 no shape depends on what the router chooses.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,8 @@ class Experts(NamedTuple):
         group_scores: number of a group's best scores whose sum ranks it.
         scale: factor on the weights.
         shared_ffn_size: feed-forward size of the experts of every token, which are one; 0 if there are none.
+        softmax_of_chosen: True if weights are the softmax of the chosen experts' logits alone.
+        activation: function between the two products of an expert.
     """
 
     num_experts: int
@@ -41,6 +44,8 @@ class Experts(NamedTuple):
     group_scores: int = 1
     scale: float = 1.0
     shared_ffn_size: int = 0
+    softmax_of_chosen: bool = False
+    activation: Callable[[Array], Array] = swiglu
 
     def local(self, num_devices: int) -> "Experts":
         """Return the sizes on one of `num_devices`, each of which has a part of every expert."""
@@ -61,6 +66,9 @@ def route(
         experts: number of experts, and how scores and weights are made.
         bias: terms that are added to scores where experts are chosen, and not to weights.
     """
+    if experts.softmax_of_chosen:
+        chosen, ids = lax.top_k(logits.astype(jnp.float32), experts.per_token)
+        return jax.nn.softmax(chosen), ids
     score = jax.nn.sigmoid if experts.sigmoid else jax.nn.softmax
     scores = score(logits.astype(jnp.float32))
     ranked = scores if bias is None else scores + bias.astype(jnp.float32)[None, :]
@@ -117,6 +125,9 @@ class ExpertWeights(NamedTuple):
         shared_gate_up: matrix `[2F, D]` of the experts of every token, or None.
         shared_down: their matrix `[D, F]`.
         shared_gate: matrix `[1, D]` whose product's sigmoid is the weight of these experts; None for a weight of one.
+        logit_bias: terms of the products with the router, or None.
+        gate_up_bias: biases of the experts' first products, or None.
+        down_bias: biases of their second ones, whole on each device.
     """
 
     router: Weight
@@ -126,12 +137,15 @@ class ExpertWeights(NamedTuple):
     shared_gate_up: Weight | None = None
     shared_down: Weight | None = None
     shared_gate: Weight | None = None
+    logit_bias: Float[Array, " E"] | None = None
+    gate_up_bias: Float[Array, "E F2"] | None = None
+    down_bias: Float[Array, "E D"] | None = None
 
 
 def mixture(
     x: Float[Array, "T D"], matrices: ExpertWeights, experts: Experts, axis: str | None = None
 ) -> Float[Array, "T D"]:
-    """Return the weighted sum of each token's experts and of those of every token, each a SwiGLU layer.
+    """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU layers.
 
     Args:
         x: normed inputs.
@@ -139,16 +153,20 @@ def mixture(
         experts: number of experts, and of those of a token.
         axis: mesh axis over whose devices F is split.
     """
-    logits = linear(x, matrices.router, LinearContext(dtype=jnp.float32))
+    logits = linear(x, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias)
     weights, ids = route(logits, experts, matrices.router_bias)
     pairs = SortedPairs.of(ids, experts.num_experts)
-    gated, plain = (LinearContext(activation=f, dtype=x.dtype) for f in (swiglu, None))
-    inner = as_matrix(matrices.gate_up).linear_groups(x[pairs.order // experts.per_token], pairs.group_sizes, gated)
-    outputs = as_matrix(matrices.down).linear_groups(inner, pairs.group_sizes, plain)
+    gated, plain = LinearContext(experts.activation, x.dtype), LinearContext(dtype=x.dtype, axis=axis)
+    gate_up, down, sizes = as_matrix(matrices.gate_up), as_matrix(matrices.down), pairs.group_sizes
+    inner = gate_up.linear_groups(x[pairs.order // experts.per_token], sizes, gated, matrices.gate_up_bias)
+    down_bias = matrices.down_bias
+    if axis is not None and down_bias is not None:  # products are summed over the devices, which have it all
+        down_bias = jnp.where(lax.axis_index(axis) == 0, down_bias, 0)
+    outputs = down.linear_groups(inner, sizes, plain, down_bias)
     of_tokens = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(of_tokens * weights[:, :, None], axis=1).astype(x.dtype)
     if matrices.shared_gate_up is not None and matrices.shared_down is not None:
         inner = linear(x, matrices.shared_gate_up, LinearContext(activation=swiglu))
-        shared = linear(inner, matrices.shared_down)
+        shared = as_matrix(matrices.shared_down).multiply(inner, plain).astype(x.dtype)  # summed below
         y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(x, matrices.shared_gate)) * shared
     return y if axis is None else lax.psum(y, axis)

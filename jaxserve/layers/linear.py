@@ -14,6 +14,8 @@ from jaxtyping import Array, Float, Int
 from jaxserve.layers.norm import RmsNorm
 from jaxserve.pallas_kernels.grouped_matmul import grouped_matmul
 
+_LEAST_TILE, _LARGEST_TILE = 8, 512  # rows; larger tiles make floats of a matrix less often, and pad more
+
 
 @dataclass(frozen=True)
 class LinearContext:
@@ -77,27 +79,44 @@ class Matrix(ABC):
     ) -> Float[Array, "M out"]:
         """Return the product of each row with the matrix of its group, in float32: one of G that make up this one.
 
-        The rows of x are sorted by group, as `grouped_matmul` takes them. By default the matrices are made floats one
-        after the other, those of empty groups left out.
+        The rows of x are sorted by group, as `grouped_matmul` takes them. By default matrices are made floats one after
+        the other, each for a tile of its rows; those of empty groups are not read.
         """
-        size, ends = self.shape[0] // group_sizes.size, jnp.cumsum(group_sizes)
-        numbers = jnp.arange(x.shape[0])
+        (num_rows, _), num_groups = x.shape, group_sizes.size
+        size, tile_rows = self.shape[0] // num_groups, _group_tile_rows(num_rows, num_groups)
+        num_tiles = -(-group_sizes // tile_rows)
+        ends, end_tiles = jnp.cumsum(group_sizes), jnp.cumsum(num_tiles)
 
-        def add(group: Array, y: Array) -> Array:
-            is_here = (numbers >= ends[group] - group_sizes[group]) & (numbers < ends[group])
+        def add(tile: Array, y: Array) -> Array:
+            group = jnp.searchsorted(end_tiles, tile, side="right")
+            place = tile - (end_tiles[group] - num_tiles[group])
+            first = ends[group] - group_sizes[group] + place * tile_rows
+            start = jnp.minimum(first, num_rows - tile_rows)
+            numbers = start + jnp.arange(tile_rows)
+            is_here = (numbers >= first) & (numbers < ends[group])
             matrix = FloatMatrix(self.rows(group * size + jnp.arange(size)).astype(x.dtype))
-            return jnp.where(is_here[:, None], matrix.multiply(x, context), y)
+            product = matrix.multiply(lax.dynamic_slice_in_dim(x, start, tile_rows), context)
+            others = lax.dynamic_slice_in_dim(y, start, tile_rows)
+            return lax.dynamic_update_slice_in_dim(y, jnp.where(is_here[:, None], product, others), start, axis=0)
 
-        def add_some(group: Array, y: Array) -> Array:
-            return lax.cond(group_sizes[group] > 0, add, lambda _, y: y, group, y)
-
-        return lax.fori_loop(0, group_sizes.size, add_some, jnp.zeros((x.shape[0], size), jnp.float32))
+        return lax.fori_loop(0, end_tiles[-1], add, jnp.zeros((num_rows, size), jnp.float32))
 
     def linear_groups(
-        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+        self,
+        x: Float[Array, "M in"],
+        group_sizes: Int[Array, " G"],
+        context: LinearContext,
+        bias: Float[Array, "G out"] | None = None,
     ) -> Float[Array, "M outputs"]:
-        """Return `multiply_groups` in `context.dtype` and after `context.activation`."""
-        y = self.multiply_groups(x, group_sizes, context).astype(context.dtype)
+        """Return `multiply_groups` with the bias of each group, in `context.dtype` and after `context.activation`.
+
+        Along `context.axis`, products are not summed.
+        """
+        y = self.multiply_groups(x, group_sizes, context)
+        if bias is not None:
+            group = jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(x.shape[0]), side="right")
+            y += bias.astype(y.dtype).at[group].get(mode="fill", fill_value=0)  # none for rows behind the last group
+        y = y.astype(context.dtype)
         return context.activation(y) if context.activation else y
 
 
@@ -192,6 +211,12 @@ def embed(token_ids: Int[Array, " T"], table: Weight, context: LinearContext = L
     is_here = (local_ids >= 0) & (local_ids < num_rows)
     local = replace(context, axis=None)
     return lax.psum(jnp.where(is_here[:, None], embed(local_ids, table, local), 0), context.axis)
+
+
+def _group_tile_rows(num_rows: int, num_groups: int) -> int:
+    """Return the rows that are multiplied with a matrix at once: a power of two near the mean size of a group."""
+    mean = 1 << max(0, num_rows // num_groups - 1).bit_length()
+    return min(num_rows, max(_LEAST_TILE, min(mean, _LARGEST_TILE)))
 
 
 def as_matrix(weight: Weight) -> Matrix:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,24 @@ def swiglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:
     """Return SiLU(gate) * up, where `gate_up` holds both side by side (Shazeer 2020)."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return jax.nn.silu(gate) * up
+
+
+class ClampedSwiglu(NamedTuple):
+    """SwiGLU of gpt-oss, a function: `(up + 1) * gate * sigmoid(alpha * gate)` after clamps.
+
+    Attributes:
+        limit: upper bound of the gate, and bound of the absolute value of up.
+        alpha: factor within the sigmoid.
+    """
+
+    limit: float
+    alpha: float
+
+    def __call__(self, pairs: Float[Array, "T F2"]) -> Float[Array, "T F"]:
+        """Return one output for each gate and the up projection beside it: gates are the even columns."""
+        gate = jnp.minimum(pairs[:, ::2], self.limit)
+        up = jnp.clip(pairs[:, 1::2], -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(self.alpha * gate)
 
 
 def geglu(gate_up: Float[Array, "T F2"]) -> Float[Array, "T F"]:

@@ -77,20 +77,7 @@ def granite_swa_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 def swa_param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return Llama's rows, and the sinks of every layer's query heads."""
-    Q = arch.num_heads
-    sinks = [
-        ParamSpec(
-            ("layers", layer, "sinks"),
-            (Q,),
-            ("heads",),
-            (f"model.layers.{layer}.self_attn.sinks",),
-            (Q,),
-            "zeros",
-            heads=(Q,),
-        )
-        for layer in range(arch.num_layers)
-    ]
-    return llama.param_specs(arch) + sinks
+    return llama.param_specs(arch) + llama.sink_specs(arch)
 
 
 def block(

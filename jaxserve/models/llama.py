@@ -105,6 +105,17 @@ def param_specs(arch: ArchConfig, *, gated: bool = True, mlp_norm: str = "post_a
     return specs
 
 
+def sink_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return the rows of the sinks of every layer's query heads."""
+    Q = arch.num_heads
+
+    def sinks(layer: int) -> ParamSpec:
+        path, names = ("layers", layer, "sinks"), (f"model.layers.{layer}.self_attn.sinks",)
+        return ParamSpec(path, (Q,), ("heads",), names, (Q,), "zeros", heads=(Q,))
+
+    return [sinks(layer) for layer in range(arch.num_layers)]
+
+
 def fused_param_specs(arch: ArchConfig, names: Mapping[str, str]) -> list[ParamSpec]:
     """Return the rows of `param_specs` with several matrices in one tensor of a checkpoint.
 

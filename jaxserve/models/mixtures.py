@@ -118,7 +118,7 @@ def block(
     """Apply one pre-norm decoder layer: x + attention, then + its MLP or mixture of experts. See `llama.block`."""
     with jax.named_scope("attention"):
         q, k, v = project(p, x, arch, RmsNorm(p["input_norm"], arch.norm_eps))
-        out, carry = attend(q, k, v, rope, carry, layer, options)
+        out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
         x = llama.project_out(p, out, x, arch)
     with jax.named_scope("mlp"):
         return feed_forward(p, x, arch), carry
@@ -136,5 +136,8 @@ def feed_forward(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[A
         p.get("shared_gate_up"),
         p.get("shared_down"),
         p.get("shared_gate"),
+        p.get("logit_bias"),
+        p.get("experts_gate_up_bias"),
+        p.get("experts_down_bias"),
     )
     return x + mixture(rms_norm(x, p["mlp_norm"], arch.norm_eps), matrices, _of(arch), arch.tensor_axis)

@@ -13,6 +13,7 @@ from jaxserve.models import (
     gemma,
     glm,
     gpt,
+    gpt_oss,
     granite,
     llama,
     llama_kin,
@@ -28,7 +29,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
 from jaxserve.models.hf_config import STRINGS
 from jaxserve.models.params import ParamSpec
-from jaxserve.weights import CheckpointError, Schemes, read_schemes
+from jaxserve.weights import CheckpointError, read_schemes
 
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
@@ -62,6 +63,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "DeepseekV2ForCausalLM": deepseek.DEEPSEEK_V2,
     "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": deepseek.GLM4_MOE_LITE,
+    "GptOssForCausalLM": gpt_oss.GPT_OSS,
 }
 
 
@@ -74,20 +76,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
         schemes = read_schemes(config)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
-    arch = dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)
-    if schemes is not None:
-        _refuse_quantized_arrays(arch, schemes)
-    return arch
-
-
-def _refuse_quantized_arrays(arch: ArchConfig, schemes: Schemes) -> None:
-    names = [name for spec in param_specs(arch) if spec.experts or spec.is_array for name in spec.hf_names]
-    if found := next((name for name in names if schemes.of_tensor(name) is not None), None):
-        kind = "experts" if ".experts." in found else "matrices that expand latents"
-        raise ConfigError(
-            f"{kind} must not be quantised in the checkpoint, got {found} in {schemes.of_tensor(found)}; "
-            f'serve the unquantised checkpoint, perhaps with quantization="int8"'
-        )
+    return dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)
 
 
 def family(arch: ArchConfig) -> ModelFamily:

@@ -52,12 +52,17 @@ class NativeMatrix(Matrix):
         return grouped_matmul(x, self.packed, group_sizes)
 
     def linear_groups(
-        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+        self,
+        x: Float[Array, "M in"],
+        group_sizes: Int[Array, " G"],
+        context: LinearContext,
+        bias: Float[Array, "G out"] | None = None,
     ) -> Float[Array, "M outputs"]:
-        """Compute everything in one call; the only activation of gated matrices is that of the kernel."""
-        assert context.activation is (swiglu if self.packed.gated else None), (
-            "gated matrices, and only they, have SwiGLU"
-        )
+        """Compute everything in one call if the matrices are gated, whose only activation is that of the kernel."""
+        if not self.packed.gated:
+            return super().linear_groups(x, group_sizes, context, bias)
+        assert context.activation is swiglu, "the product of gated matrices is SwiGLU"
+        assert bias is None, "the kernel of gated matrices takes no bias"
         return self.multiply_groups(x, group_sizes, context).astype(context.dtype)
 
 

@@ -61,11 +61,24 @@ class StoredMatrix(Matrix):
 
     def multiply(self, x: Float[Array, "T in"], context: LinearContext) -> Float32[Array, "T out"]:
         """Multiply as `products.multiply` does, with x quantised if the scheme says so."""
-        factor = None
-        if self.scheme.activation is not None:
-            x, factor = activations.quantize(x, self.scheme.activation, self.input_scale, context.axis)
+        x, factor = self._quantised(x, context)
         y = products.multiply(partial(_dequantize, self.scheme, self.order), self._rows_arrays(), x)
         return y if factor is None else y * factor
+
+    def multiply_groups(
+        self, x: Float[Array, "M in"], group_sizes: Int[Array, " G"], context: LinearContext
+    ) -> Float32[Array, "M out"]:
+        """Multiply with the dequantised matrix of each group, with x quantised if the scheme says so."""
+        x, factor = self._quantised(x, context)
+        y = super().multiply_groups(x, group_sizes, context)
+        return y if factor is None else y * factor
+
+    def _quantised(
+        self, x: Float[Array, "T in"], context: LinearContext
+    ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
+        if self.scheme.activation is None:
+            return x, None
+        return activations.quantize(x, self.scheme.activation, self.input_scale, context.axis)
 
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
@@ -95,11 +108,19 @@ class StoredFormat:
     def at(self, row: Row) -> "SchemeFormat | None":
         """Return the format of a tensor; None if it is plain.
 
-        A tensor whose parts are not of one scheme is plain too: those that are quantised are dequantised.
+        A tensor whose parts are not of one scheme is plain too, and an array that a block computes with: parts that are
+        quantised are dequantised as they are read.
         """
-        found = {self.schemes.of_tensor(name) for name in row.hf_names} if row.is_matrix else {None}
-        (scheme,) = found if len(found) == 1 else (None,)
+        found = self._schemes(row)
+        (scheme,) = found if len(found) == 1 and not row.is_array else (None,)
         return None if scheme is None else SchemeFormat(scheme)
+
+    def is_dequantised(self, row: Row) -> bool:
+        """Return whether a tensor is plain although the checkpoint has it quantised."""
+        return self.at(row) is None and self._schemes(row) != {None}
+
+    def _schemes(self, row: Row) -> set[Scheme | None]:
+        return {self.schemes.of_tensor(name) for name in dict.fromkeys(row.hf_names)} if row.is_matrix else {None}
 
     def native_dtype(self, dtype: DTypeLike) -> DTypeLike:
         """Return the dtype of the matrices that are not quantised; others have their own, see `SchemeFormat`."""

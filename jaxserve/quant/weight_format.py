@@ -33,6 +33,10 @@ class Row(TensorRow, Protocol):
         """True if a matrix is never quantised."""
 
     @property
+    def is_array(self) -> bool:
+        """True if what computes with the tensor needs an array of floats."""
+
+    @property
     def num_matrices(self) -> int:
         """Number of matrices of equal shape that follow each other along axis 0."""
 

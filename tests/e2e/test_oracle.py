@@ -43,6 +43,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v2": ("deepseek_v2", {}),
     "deepseek-v3": ("deepseek_v3", {}),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
+    "gpt-oss": ("gpt_oss", {}),
     "phi3": ("phi3", {"original_max_position_embeddings": SIZES["max_model_len"]}),
     "smollm3": ("smollm3", {}),
     "seed-oss": ("seed_oss", {}),

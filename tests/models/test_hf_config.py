@@ -86,11 +86,9 @@ MIXTURE_UNSUPPORTED = [
     ("deepseek_v3", {"qk_rope_head_dim": 7}, ["head_dim", "7"]),
     ("deepseek_v3", {"moe_layer_freq": 2}, ["moe_layer_freq", "2"]),
     ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, ["mlp_layer_types", "2", "['dense']"]),
-    (
-        "olmoe",
-        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
-        ["experts.0.gate_proj", "unquantised"],
-    ),
+    ("gpt_oss", {"num_local_experts": 2}, ["num_experts_per_tok", "3", "2"]),
+    ("gpt_oss", {"swiglu_limit": 0}, ["swiglu_limit", "0"]),
+    ("gpt_oss", {"layer_types": ["full_attention"]}, ["layer_types", "2"]),
 ]
 
 DENSE_UNSUPPORTED = [
@@ -270,6 +268,9 @@ OWN_ABSENT = {
     "gpt_neox": ["hidden_act", "use_parallel_residual"],
     "phi": ["hidden_act", "qk_layernorm"],
     "starcoder2": ["hidden_act", "use_bias", "sliding_window"],
+    "gpt_oss": [
+        *("num_local_experts", "num_experts_per_tok", "layer_types", "sliding_window", "swiglu_limit", "swiglu_alpha"),
+    ],
 }
 
 

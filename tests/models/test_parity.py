@@ -94,6 +94,7 @@ SCANNED = {
     "olmoe": ({"num_hidden_layers": 3}, 1),
     "qwen3_moe": ({"num_hidden_layers": 5, "decoder_sparse_step": 2}, 2),
     "deepseek_v3": ({"num_hidden_layers": 4, "first_k_dense_replace": 2}, 1),
+    "gpt_oss": ({"num_hidden_layers": 5}, 2),
     "gemma3": ({"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]}, 3),
 }
 

@@ -45,10 +45,10 @@ PARAMS = {  # millions of parameters, as published by the makers
     "qwen3-30b-a3b": 30532,
     "olmoe-1b-7b": 6919,
     "deepseek-v2-lite": 15706,
-    "deepseek-v3": 671026,
     "kimi-k2": 1026408,
     "glm-4.7-flash": 29943,
 }
+QUANTISED_PARAMS = {"deepseek-v3": 671026, "gpt-oss-20b": 20910, "gpt-oss-120b": 116830}
 GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
 DENSE_PARAMS = {
     "afm-4.5b": 4619,
@@ -108,11 +108,11 @@ def with_memory(target: Target, memory_bytes: int) -> Target:
     return dataclasses.replace(target, sheet=dataclasses.replace(target.sheet, memory_bytes=memory_bytes))
 
 
-@pytest.mark.parametrize("name", [*PARAMS, *GPT_PARAMS, *DENSE_PARAMS])
+@pytest.mark.parametrize("name", [*PARAMS, *QUANTISED_PARAMS, *GPT_PARAMS, *DENSE_PARAMS])
 def test_shapes_that_come_along_have_the_parameters_they_are_known_for(name: str) -> None:
     called, arch = read_model(name)
     assert called == name
-    millions = {**PARAMS, **GPT_PARAMS, **DENSE_PARAMS}[name]
+    millions = {**PARAMS, **QUANTISED_PARAMS, **GPT_PARAMS, **DENSE_PARAMS}[name]
     assert registry.num_params(arch) / 1e6 == pytest.approx(millions, rel=0.001)
     assert arch.dtype == DTYPES.get(name, "bfloat16")
 
@@ -294,10 +294,18 @@ def test_what_fits_on_how_many(name: str, smallest: str | None) -> None:
 
 @pytest.mark.parametrize("target", mainly(["h200x8"], "v6e:4x4", "tpu7x:2x2x1"))
 def test_every_chip_has_whole_latents_of_576_elements(target: str) -> None:
-    wide, plan = (plan_of("deepseek-v3", target, quantization=form, max_model_len=8192) for form in (None, "int8"))
+    plan = plan_of("deepseek-v3", target, max_model_len=8192)
     assert plan.memory.page == 61 * 576 * 2 * plan.schedule.page_size * plan.target.devices_per_chip
-    assert not wide.fits
-    assert plan.fits == (target != "v6e:4x4")  # 671 GB of 512
+    assert plan.fits == (target != "v6e:4x4")  # 692 GB of 512
+
+
+@pytest.mark.parametrize(("name", "gigabytes"), [("gpt-oss-20b", 13.76), ("gpt-oss-120b", 65.25)])
+def test_experts_have_the_bytes_that_are_published(name: str, gigabytes: float) -> None:
+    """Elements of four bits and a byte for 32 of them; whatever else there is has 16 bits."""
+    plan = plan_of(name)
+    assert plan.memory.weights / 1e9 == pytest.approx(gigabytes, rel=0.001)
+    assert plan.fits
+    assert plan.schedule.kv_groups.windows == (128, None)
 
 
 def test_the_last_missing_byte_makes_it_fit() -> None:

@@ -4,7 +4,8 @@ Each writer takes a matrix [O, I] in float32, and returns the tensors of a modul
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -345,27 +346,91 @@ CASES: dict[str, Case] = {
 def write_quantized(
     path: Path, case: Case, seed: int = 0, family: str = "llama", **overrides: Any
 ) -> transformers.PreTrainedModel:
-    """Write a checkpoint, and return the model in float32 with the weights that it encodes, and its activations."""
+    """Write a checkpoint, and return the model in float32 with the weights that it encodes, and its activations.
+
+    Experts are written one by one, as the hub has them.
+    """
     model = build_model(family, seed, **{**SIZES, **overrides})
     rng, tensors = np.random.default_rng(seed), {}
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    tensors |= {name: b.numpy() for name, b in model.named_buffers() if name.endswith("e_score_correction_bias")}
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and module in linear and case.is_quantised(module):
+        if module.endswith(".experts"):
+            for expert, part, matrix in expert_matrices(kind, parameter.data):
+                own, values = case.write(matrix.numpy(), rng)
+                tensors |= {f"{module}.{expert}.{part}.{suffix}": array for suffix, array in own.items()}
+                matrix.copy_(torch.tensor(values))
+            if case.fake is not None:
+                experts = model.get_submodule(module)
+                experts.forward = partial(run_experts, experts, partial(case.fake, tensors=own))
+        elif kind == "weight" and module in linear and case.is_quantised(module):
             own, values = case.write(parameter.detach().numpy(), rng)
             tensors |= {f"{module}.{suffix}": array for suffix, array in own.items()}
             parameter.data = torch.tensor(values)
-            if case.fake is not None:
+            if case.fake is not None and not module.endswith("kv_b_proj"):  # which is multiplied with other operands
                 fake = case.fake
                 model.get_submodule(module).register_forward_pre_hook(
                     lambda _, inputs, fake=fake, own=own: (fake(inputs[0], own),)
                 )
         else:
             tensors[name] = parameter.detach().numpy()
+    write_model(path, model, case.config, tensors)
+    return model
+
+
+def write_model(
+    path: Path, model: transformers.PreTrainedModel, quantization: dict[str, Any], tensors: Tensors
+) -> None:
     path.mkdir(exist_ok=True)
-    config = {**model.config.to_dict(), "quantization_config": case.config, "dtype": "float32"}
+    config = {**model.config.to_dict(), "quantization_config": quantization, "dtype": "float32"}
     config["architectures"] = [type(model).__name__]
     (path / "config.json").write_text(json.dumps(config))
     structs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
     write_file(path / "model.safetensors", structs, tensors.__getitem__)
+
+
+def expert_matrices(kind: str, stack: torch.Tensor) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield number, name and matrix of the parts of a stack of experts, `gate_up_proj` or `down_proj`."""
+    for expert, matrix in enumerate(stack):
+        names = ["gate_proj", "up_proj"] if kind == "gate_up_proj" else [kind]
+        for name, part in zip(names, matrix.chunk(len(names)), strict=True):
+            yield expert, name, part
+
+
+def run_experts(
+    experts: torch.nn.Module, fake: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, ids: Any, weights: Any
+) -> torch.Tensor:
+    """Return the weighted sum of each token's experts, whose products have quantised activations."""
+    y = torch.zeros_like(x)
+    for token, (own, factors) in enumerate(zip(ids, weights, strict=True)):
+        for expert, factor in zip(own, factors, strict=True):
+            gate, up = (experts.gate_up_proj[expert] @ fake(x[token : token + 1])[0]).chunk(2)
+            inner = torch.nn.functional.silu(gate) * up
+            y[token] += factor * (experts.down_proj[expert] @ fake(inner[None])[0])
+    return y
+
+
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        *("model.layers.*.self_attn", "model.layers.*.mlp.router"),
+        *("model.embed_tokens", "lm_head"),
+    ],
+}
+
+
+def write_gpt_oss(path: Path, seed: int = 0, **overrides: Any) -> transformers.PreTrainedModel:
+    """Write a gpt-oss checkpoint in the layout that is published, and return the model that it encodes."""
+    model, tensors = build_model("gpt_oss", seed, **overrides), {}
+    for name, parameter in model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            matrices = parameter.data.transpose(1, 2).numpy()  # [E, out, in]
+            own, values = write_mxfp4(matrices.reshape(-1, matrices.shape[2]), np.random.default_rng(0))
+            blocks = own["weight_packed"].reshape(*matrices.shape[:2], -1, 16)
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": own["weight_scale"].reshape(blocks.shape[:3])}
+            parameter.data = torch.tensor(values.reshape(matrices.shape)).transpose(1, 2).contiguous()
+        else:
+            tensors[name] = parameter.detach().numpy()
+    write_model(path, model, MXFP4, tensors)
     return model

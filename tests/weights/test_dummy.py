@@ -19,6 +19,7 @@ class Row:
     hf_names: tuple = ()
     hf_rows: tuple = ()
     transposed: bool = False
+    stacked: bool = False
     unread: tuple = ()
 
     @property

@@ -201,6 +201,16 @@ def _left_out(name: str) -> Rule:
     return Rule(rf"(.*\.)?{re.escape(name)}(\..*)?$", None)
 
 
+# gpt-oss, whose experts alone are quantised
+
+
+def _mxfp4(config: Mapping[str, Any]) -> Schemes:
+    tensors: tuple[tuple[Role, str], ...] = (("elements", "_blocks"), ("scale", "_scales"))
+    scheme = Scheme("mxfp4", "e2m1", "nibbles", tensors, 32, scale_dtype=E8M0, stacked=True)
+    ignored = [Rule(_glob(name), None) for name in config.get("modules_to_not_convert") or ()]
+    return Schemes("mxfp4", (*ignored, Rule(r".*\.experts\.(gate_up|down)_proj$", scheme)))
+
+
 # ModelOpt
 
 
@@ -321,6 +331,7 @@ def _gguf(config: Mapping[str, Any]) -> Schemes:
 _METHODS: dict[str, Callable[[Mapping[str, Any]], Schemes]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
+    "mxfp4": _mxfp4,
     "modelopt": _modelopt,
     "gptq": _gptq,
     "awq": _awq,

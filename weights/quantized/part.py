@@ -168,15 +168,16 @@ def quantized_view(
         if (scheme := schemes.of_tensor(name)) is None:
             continue
         module = name.removesuffix(".weight")
-        names = {role: f"{module}.{suffix}" for role, suffix in scheme.tensors}
+        names = scheme.names(module)
         if absent := [full for full in names.values() if full not in tensors]:
             missing.append(f"{', '.join(absent)} ({scheme.name})")
             continue
-        parts[name] = part = _part(name, scheme, {role: tensors[full] for role, full in names.items()})
+        own = {role: tensors[full] for role, full in names.items()}
+        parts[name] = part = _part(name, scheme, _unstacked(name, own) if scheme.stacked else own)
         if part.whole == shape:  # others are named with the tensors of other shapes
             _check_shapes(part, names)
-        for suffix in (*scheme.suffixes.values(), *_EXTRAS):
-            view.pop(f"{module}.{suffix}", None)
+        for full in (*names.values(), *(f"{module}.{extra}" for extra in _EXTRAS)):
+            view.pop(full, None)
         _drop_zero_bias(view, f"{module}.bias", names_of_model)
     if missing:
         raise CheckpointError(
@@ -186,6 +187,47 @@ def quantized_view(
     for name in [name for name in view if name.endswith(tuple(f".{extra}" for extra in _EXTRAS))]:
         del view[name]
     return view | parts
+
+
+@dataclass(frozen=True)
+class _StackRows:
+    """Tensor [matrices, rows, ...], still unread, as a matrix of all rows."""
+
+    tensor: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        num_matrices, num_rows, *inner = self.tensor.shape
+        return (num_matrices * num_rows, prod(inner))
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.tensor.dtype)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> NDArray[Any] | HeldTensor:
+        start, stop, _ = index[0].indices(self.shape[0])
+        first, offset = divmod(start, self.tensor.shape[1])
+        last, count = max(first, (stop - 1) // self.tensor.shape[1]), stop - start
+        if first == last:  # nothing else is read
+            source, offset = self.tensor[first : first + 1, offset : offset + count], 0
+        else:
+            source = self.tensor[first : last + 1]
+        rows = np.asarray(source).reshape(-1, self.shape[1])[offset : offset + count, index[1]]
+        return rows if isinstance(source, np.ndarray) else HeldTensor(rows)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self.tensor, dtype).reshape(self.shape)
+
+
+def _unstacked(name: str, tensors: Mapping[Role, Any]) -> dict[Role, Any]:
+    """Return the tensors of a stack, [matrices, rows, groups, bytes] and [matrices, rows, groups], as matrices."""
+    elements, scale = (tuple(tensors[role].shape) for role in ("elements", "scale"))
+    if len(elements) != 4 or elements[:-1] != scale:
+        raise CheckpointError(
+            f"the blocks of {name} must be [experts, rows, groups, bytes], and its scales all but the last of these, "
+            f"got {elements} and {scale}"
+        )
+    return {role: _StackRows(tensor) for role, tensor in tensors.items()}
 
 
 def _part(name: str, scheme: Scheme, tensors: Mapping[Role, Any]) -> QuantizedPart:

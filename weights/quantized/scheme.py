@@ -16,6 +16,7 @@ Packing = Literal["plain", "nibbles", "words", "gptq", "awq"]
 Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_scale"]
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
 _CLASSES = dict.fromkeys(("embed_tokens", "embed_in", "wte", "wpe"), "Embedding")  # others are linear
+_CLASSES |= dict.fromkeys(("gate", "router", "shared_expert_gate"), "Router")  # of experts, never quantised by class
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
@@ -50,13 +51,14 @@ class Scheme:
         name: name of the format in messages.
         elements: kind of the elements.
         packing: their place in the file.
-        tensors: suffix of each tensor of the module, by its role.
+        tensors: suffix of each tensor of the module, by its role; behind a dot unless it begins with `_`.
         group: number of consecutive columns that share a scale; None for all of them.
         block_rows: number of consecutive rows that share a scale, in the file.
         scale_dtype: dtype of scales on devices: float32, or that of the file where it has 8 bits.
         zero_offset: number that a file's zero points lack, added to whole words before they are unpacked.
         divides: True if `global_scale` divides the other scale.
         activation: quantisation of the activations; None if they stay as they are.
+        stacked: True if the tensors are those of several matrices, which are the rows of one matrix here.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Scheme:
     zero_offset: int = 0
     divides: bool = False
     activation: Activation | None = None
+    stacked: bool = False
 
     @property
     def suffixes(self) -> dict[Role, str]:
@@ -78,6 +81,10 @@ class Scheme:
     def has(self, role: Role) -> bool:
         """Return whether a module has a tensor of this role."""
         return role in self.suffixes
+
+    def names(self, module: str) -> dict[Role, str]:
+        """Return the name of each tensor of a module by its role."""
+        return {role: module + (suffix if suffix.startswith("_") else f".{suffix}") for role, suffix in self.tensors}
 
     @property
     def is_packed(self) -> bool:
@@ -128,6 +135,12 @@ class Schemes:
         return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
 
     def of_tensor(self, name: str) -> Scheme | None:
-        """Return the scheme of the module whose matrix has this name; None for anything but a matrix of a module."""
+        """Return the scheme of the module whose matrix has this name.
+
+        A name without `.weight` is that of a parameter of a module that is not linear, such as all experts' matrices;
+        patterns match it, and no class.
+        """
         module, _, last = name.rpartition(".")
-        return self.of_module(module) if last == "weight" else None
+        if last == "weight":
+            return self.of_module(module)
+        return next((rule.scheme for rule in self.rules if rule.matches(name)), None)

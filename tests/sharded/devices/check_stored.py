@@ -20,6 +20,9 @@ from tests.checkpoints import reference_logits
 from tests.models.test_parity import attend
 from tests.parameters import some_by_default
 from tests.quant.quantized_checkpoints import CASES, fake_int8, write_quantized
+from tests.quant.test_stored import NATIVE
+from tests.quant.test_stored_experts import assert_near
+from tests.quant.test_stored_experts import write as write_experts
 from tests.weights.gguf_files import write_gguf
 
 
@@ -71,6 +74,21 @@ def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
         assert np.abs(found - expected).mean() < 0.01 * np.abs(expected).max()
     else:
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+EXPERTS = ["gpt_oss mxfp4", "qwen3_moe fp8-block", "deepseek_v3 fp8-block", "qwen3_moe ct-int4", "qwen3_moe gptq"]
+EXPERTS_OVER = [f"{pair} over {n}" for pair in EXPERTS for n in (2, 4)]
+SOME_EXPERTS = ("gpt_oss mxfp4 over 4", "deepseek_v3 fp8-block over 2")
+
+
+@pytest.mark.parametrize("case", some_by_default(EXPERTS_OVER, *SOME_EXPERTS))
+def test_experts_are_split_as_well(tmp_path: Path, case: str) -> None:
+    pair, n = case.split(" over ")
+    model, name = write_experts(tmp_path, pair)
+    token_ids = np.random.default_rng(0).integers(0, 131, 20).astype(np.int32)
+    expected = reference_logits(model, token_ids)
+    for native in {False, name in NATIVE and packed_linear.unsupported("int4", "cpu") is None}:
+        assert_near(split_logits(tmp_path, token_ids, int(n), native=native), expected, name)
 
 
 GGUF_OVER = [f"{kind} over {n}" for kind in ("Q4_0", "Q4_K", "Q8_0", "Q6_K") for n in (2, 4)]

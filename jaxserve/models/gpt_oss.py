@@ -1,0 +1,103 @@
+"""gpt-oss: Llama's attention with sinks and windows in every other layer, experts with biases and a clamped SwiGLU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxserve.layers.mlp import ClampedSwiglu
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models import llama, mixtures
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import FULL, POSITIVE, SIZE, SLIDING, STRINGS, layer_windows, read_fields
+from jaxserve.models.params import ParamSpec
+
+_DEFAULTS = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150000.0,
+    "attention_bias": True,
+    "num_experts_per_tok": 4,
+    "num_experts": 128,
+    "sliding_window": 128,
+    "swiglu_alpha": 1.702,
+    "swiglu_limit": 7.0,
+}
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+_FIELDS = {
+    "num_hidden_layers": SIZE,
+    "sliding_window": SIZE.or_null(),
+    "layer_types": STRINGS.or_null(),
+    "swiglu_alpha": POSITIVE,
+    "swiglu_limit": POSITIVE,
+}
+
+
+def arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a gpt-oss config.json."""
+    config = {**_DEFAULTS, **config}
+    if not (config.get("rope_scaling") or config.get("rope_parameters")):
+        config["rope_parameters"] = _ROPE
+    values = read_fields(config, _FIELDS)
+    num_layers = values["num_hidden_layers"]
+    kinds = values["layer_types"] or [FULL if layer % 2 else SLIDING for layer in range(num_layers)]
+    return llama.arch(
+        config,
+        experts=mixtures.read_experts(
+            config,
+            softmax_of_chosen=True,
+            activation=ClampedSwiglu(float(values["swiglu_limit"]), float(values["swiglu_alpha"])),
+        ),
+        windows=layer_windows(kinds, num_layers, values["sliding_window"]),
+        mlp_bias=False,
+    )
+
+
+def param_specs(arch: ArchConfig) -> list[ParamSpec]:
+    """Return Llama's rows with sinks, and with a router and experts in place of every MLP."""
+    specs = [spec for spec in llama.param_specs(arch) if spec.path[-1] not in ("gate_up_proj", "down_proj")]
+    specs += llama.sink_specs(arch)
+    for layer in range(arch.num_layers):
+        specs += _mixture_specs(arch, layer)
+    return specs
+
+
+def _mixture_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
+    """Return the rows of a layer's mixture, whose tensors have all experts: matrices [E, in, out] unless quantised.
+
+    Rows of a gate and of the up projection alternate, on devices too.
+    """
+    experts = arch.experts
+    assert experts is not None, "every model of this family has experts"
+    E, D, F, mlp = experts.num_experts, arch.hidden_size, experts.ffn_size, f"model.layers.{layer}.mlp"
+
+    def matrices(name: str, axes: tuple[str, str], hf_name: str, rows: int, inner: int) -> ParamSpec:
+        path, names = ("layers", layer, name), (hf_name,) * E
+        is_plain = arch.schemes is None or arch.schemes.of_tensor(hf_name) is None
+        shape, counts = (E * rows, inner), (rows,) * E
+        return ParamSpec(path, shape, axes, names, counts, transposed=is_plain, stacked=is_plain, experts=experts)
+
+    def vectors(name: str, axis: str, hf_name: str, size: int) -> ParamSpec:
+        path, shape = ("layers", layer, name), (E, size)
+        return ParamSpec(path, shape, (None, axis), (hf_name,), (E,), "zeros", experts=experts)
+
+    router, bias = f"{mlp}.router.weight", f"{mlp}.router.bias"
+    return [
+        ParamSpec(("layers", layer, "router"), (E, D), (None, "embed"), (router,), (E,), exact=True),
+        ParamSpec(("layers", layer, "logit_bias"), (E,), (None,), (bias,), (E,), "zeros", exact=True),
+        matrices("experts_gate_up", ("ffn", "embed"), f"{mlp}.experts.gate_up_proj", 2 * F, D),
+        vectors("experts_gate_up_bias", "ffn", f"{mlp}.experts.gate_up_proj_bias", 2 * F),
+        matrices("experts_down", ("embed", "ffn"), f"{mlp}.experts.down_proj", D, F),
+        vectors("experts_down_bias", "embed", f"{mlp}.experts.down_proj_bias", D),
+    ]
+
+
+GPT_OSS = ModelFamily(arch, param_specs, mixtures.block, rms_norm)
