@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -31,6 +31,8 @@ _DRAFTING = "mtp."  # first part of the names of such layers where they do not f
 _TEXT_PART = "language_model."  # part of a name in multimodal checkpoints that names of text models lack
 # First parts of names in multimodal checkpoints, behind `model.` or not, of what turns other inputs into embeddings.
 _OTHER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_vision.")
+# Matrices of an expert, by the names of tensors [E, rows, in] in which some checkpoints have those of all experts.
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -163,16 +165,9 @@ def _build(
 
 def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
     """Return the rows of a parameter, from one checkpoint tensor after the other."""
-    names = dict.fromkeys(row.hf_names)
-    if row.stacked:
-        stacks = {name: open_tensor(name) for name in names}
-        places: Counter[str] = Counter()
-        matrices = []
-        for name in row.hf_names:
-            matrices.append(stacks[name][places[name]])
-            places[name] += 1
-        return [matrix.T for matrix in matrices] if row.transposed else matrices
-    tensors = {name: open_tensor(name).T if row.transposed else open_tensor(name) for name in names}
+    tensors = {
+        name: open_tensor(name).T if row.transposed else open_tensor(name) for name in dict.fromkeys(row.hf_names)
+    }
     starts: Counter[str] = Counter()
     parts = []
     for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
@@ -216,8 +211,27 @@ def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT])
     Files of a model without its head lack the first part, as GPT-2's do; those of multimodal models have one more.
     """
     tensors = {name.replace(_TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
+    tensors = _with_experts_apart({name for row in specs for name in row.hf_names}, tensors)
     names = {name.partition(".")[2]: name for row in specs for name in row.hf_names if name not in tensors}
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _with_experts_apart(expected: Set[str], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
+    """Return tensors with a view of each expert's matrices, where those are expected and one tensor holds them all."""
+    found: dict[str, TensorT] = {}
+    for name, tensor in tensors.items():
+        module, _, own = name.rpartition(".")
+        parts = _EXPERT_PARTS.get(own, ())
+        is_apart = bool(parts) and f"{module}.0.{parts[0]}.weight" in expected and name not in expected
+        if not is_apart or not isinstance(tensor, np.ndarray | jax.Array) or tensor.ndim != 3:
+            found[name] = tensor
+            continue
+        num_rows = tensor.shape[1] // len(parts)
+        for expert in range(len(tensor)):
+            for index, part in enumerate(parts):
+                matrix: Any = tensor[expert, index * num_rows : (index + 1) * num_rows]
+                found[f"{module}.{expert}.{part}.weight"] = matrix
+    return found
 
 
 def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tensor], advice: str) -> None:

@@ -62,9 +62,7 @@ class ChunkedTensor:
     def __len__(self) -> int:
         return self.shape[0]
 
-    def __getitem__(self, index: int | slice | tuple[slice, ...]) -> "ChunkedTensor":
-        if isinstance(index, int):
-            return ChunkedTensor(self.store[index], self.source)
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> "ChunkedTensor":
         index = index if isinstance(index, tuple) else (index,)
         bounds = [part.indices(size) for part, size in zip(index, self.shape, strict=False)]
         view = self.store[tuple(slice(start, max(start, stop)) for start, stop, _ in bounds)]

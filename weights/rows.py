@@ -43,10 +43,6 @@ class TensorRow(Protocol):
         """True if the Hugging Face tensors are matrices [in, out], to be transposed."""
 
     @property
-    def stacked(self) -> bool:
-        """True if a name that is repeated stands for the matrices of a tensor [matrices, ...], not for its rows."""
-
-    @property
     def is_matrix(self) -> bool:
         """True if the tensor is a matrix; only matrices are quantised."""
 
@@ -98,15 +94,7 @@ def sharding_at(shardings: Shardings | None, path: Path) -> Sharding | None:
 def hf_shapes(row: TensorRow) -> dict[str, tuple[int, ...]]:
     """Return names and shapes of the checkpoint tensors of a row."""
     shapes = {name: (num_rows, *row.shape[1:]) for name, num_rows in hf_row_counts(row).items()}
-    if row.transposed:
-        shapes = {name: shape[::-1] for name, shape in shapes.items()}
-    if row.stacked:
-        counts, split = Counter(row.hf_names), 1 if row.transposed else 0
-        shapes = {
-            name: (counts[name], *(size // counts[name] if dim == split else size for dim, size in enumerate(shape)))
-            for name, shape in shapes.items()
-        }
-    return shapes
+    return {name: shape[::-1] for name, shape in shapes.items()} if row.transposed else shapes
 
 
 def hf_row_counts(row: TensorRow) -> Counter[str]:

@@ -1,6 +1,5 @@
 """Checkpoint tensors from a parameter tree."""
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,22 +16,17 @@ from jaxserve.weights.stored_tensor import Tensor, host_rows
 
 @dataclass(frozen=True)
 class _ParamRows:
-    """Rows `begin` to `end` of a parameter, transposed if the checkpoint has them so: one tensor of the checkpoint.
-
-    `num_matrices` is None unless the tensor is a stack of matrices.
-    """
+    """Rows `begin` to `end` of a parameter, transposed if the checkpoint has them so: one tensor of the checkpoint."""
 
     array: Any
     begin: int
     end: int
     transposed: bool
-    num_matrices: int | None
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape = ((self.end - self.begin) // (self.num_matrices or 1), *self.array.shape[1:])
-        shape = shape[::-1] if self.transposed else shape
-        return shape if self.num_matrices is None else (self.num_matrices, *shape)
+        shape = (self.end - self.begin, *self.array.shape[1:])
+        return shape[::-1] if self.transposed else shape
 
     @property
     def dtype(self) -> np.dtype:
@@ -44,9 +38,7 @@ class _ParamRows:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         rows = np.asarray(host_rows(self.array, slice(self.begin, self.end)), dtype)
-        if self.num_matrices is not None:
-            rows = rows.reshape(self.num_matrices, -1, rows.shape[1])
-        return np.ascontiguousarray(rows.swapaxes(-1, -2)) if self.transposed else rows
+        return np.ascontiguousarray(rows.T) if self.transposed else rows
 
 
 def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[str, Tensor]:
@@ -70,10 +62,8 @@ def tensors_of(specs: Sequence[TensorRow], params: Params, advice: str) -> dict[
         else:
             counts = hf_row_counts(row)
             parts = zip(counts.items(), accumulate(counts.values()), strict=True)
-            stacks = Counter(row.hf_names) if row.stacked else {}
             tensors |= {
-                hf_name: _ParamRows(array, end - num_rows, end, row.transposed, stacks.get(hf_name))
-                for (hf_name, num_rows), end in parts
+                hf_name: _ParamRows(array, end - num_rows, end, row.transposed) for (hf_name, num_rows), end in parts
             }
     found.raise_if_any("params", advice)
     return tensors

@@ -118,34 +118,22 @@ def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
     return dataclasses.replace(arch, ropes=ropes)
 
 
-def param_specs(arch: ArchConfig, *, is_grouped: bool, stacked: bool = False) -> list[ParamSpec]:
+def param_specs(arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
     """Return Llama's rows with a gate beside each head of queries, and those of delta nets in place of attention.
 
     Args:
         arch: sizes of the model.
         is_grouped: True if the rows of a delta net's projections are sorted by key heads.
-        stacked: True if the matrices of all experts are one tensor of a checkpoint.
     """
     if arch.experts is None:
         specs = llama.param_specs(arch)
     else:
         specs = mixtures.param_specs(arch, shared="shared_expert", shared_gate=True)
-        specs = [_stacked(spec) for spec in specs] if stacked else specs
     of_attention = ("qkv_proj", "qkv_bias", "o_proj", "o_bias", "q_norm", "k_norm")
     own = [spec for spec in specs if spec.path[-1] not in of_attention or spec.path[1] not in arch.state_layers]
     for layer in sorted(arch.state_layers):
         own += delta.delta_specs(arch, layer, is_grouped=is_grouped)
     return [_offset(_gated(spec)) for spec in own]
-
-
-def _stacked(spec: ParamSpec) -> ParamSpec:
-    """Return the spec of experts whose matrices are one tensor of a checkpoint; other specs as they are."""
-    if spec.experts is None:
-        return spec
-    _, layer, name = spec.path
-    own, E = str(name).removeprefix("experts_"), spec.experts.num_experts
-    names = (f"model.layers.{layer}.mlp.experts.{own}_proj",) * E
-    return dataclasses.replace(spec, hf_names=names, hf_rows=(spec.shape[0] // E,) * E, stacked=True)
 
 
 def _gated(spec: ParamSpec) -> ParamSpec:
@@ -206,7 +194,6 @@ def _attention(
 
 _next_block, _block = (partial(block, is_grouped=is_grouped) for is_grouped in (True, False))
 _next_specs, _specs = (partial(param_specs, is_grouped=is_grouped) for is_grouped in (True, False))
-_moe_specs = partial(param_specs, is_grouped=False, stacked=True)
 QWEN3_NEXT = ModelFamily(next_arch, _next_specs, _next_block, offset_norm, norm_offset=1.0)
 QWEN3_5 = ModelFamily(dense_arch, _specs, _block, offset_norm, norm_offset=1.0)
-QWEN3_5_MOE = ModelFamily(moe_arch, _moe_specs, _block, offset_norm, norm_offset=1.0)
+QWEN3_5_MOE = ModelFamily(moe_arch, _specs, _block, offset_norm, norm_offset=1.0)

@@ -104,7 +104,7 @@ def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -
     row = arch.hidden_size * 4
     trees = [params]
     if not arch.dense_layers:
-        trees.append(stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), 1))
+        trees.append(stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), arch.period))
     for tree in trees:
         reads = WeightReads.of(tree, specs, device_bytes)
         assert reads.step(1) == step_bytes(params) + row - 13 * 4 * expert
