@@ -358,6 +358,7 @@ class ScheduleConfig:
     max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
     long_prefill_token_threshold: int = 0
     windows: tuple[int | None, ...] = (None,)  # sliding window of each KV group
+    num_snapshots: int | None = None  # most snapshots of states; None where all layers have attention
     tenant_weights: tuple[tuple[str, float], ...] = ()  # weights of tenants, where these are not 1
     targets: tuple[tuple[int | None, float, float], ...] = ()  # targets of classes: see `Policy`
     max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
@@ -397,7 +398,12 @@ class ScheduleConfig:
     @cached_property
     def kv_groups(self) -> KVGroups:
         """Groups of layers with pages of their own."""
-        return KVGroups(self.page_size, self.windows)
+        return KVGroups(self.page_size, self.windows, self.num_snapshots)
+
+    @property
+    def num_state_entries(self) -> int:
+        """Entries of the pool of states: one for each slot, then those of snapshots."""
+        return self.max_num_seqs + (self.num_snapshots or 0)
 
     @property
     def max_pages_per_row(self) -> int:
@@ -498,9 +504,21 @@ def resolve_schedule(
     page_size: int,
     num_pages: int,
     windows: tuple[int | None, ...] = (None,),
+    has_states: bool = False,
     pools: bool = False,
 ) -> ScheduleConfig:
-    """Resolve all defaults for a jax platform; ConfigError if the model does not support the options."""
+    """Resolve all defaults for a jax platform; ConfigError if the model does not support the options.
+
+    Args:
+        config: options of the engine.
+        max_position: longest sequence of the model.
+        platform: platform of jax.
+        page_size: tokens per page.
+        num_pages: pages in the pool.
+        windows: sliding window of each KV group.
+        has_states: True if some layers have a state instead of attention.
+        pools: True if the model pools.
+    """
     max_model_len = config.max_model_len or max_position
     if max_model_len > max_position:
         raise ConfigError(
@@ -516,12 +534,18 @@ def resolve_schedule(
         max_long_partial_prefills=config.max_long_partial_prefills,
         long_prefill_token_threshold=config.long_prefill_token_threshold,
         windows=windows,
+        num_snapshots=default_snapshots(config, max_num_seqs) if has_states else None,
         tenant_weights=_read_weights(config.tenant_weights),
         targets=_read_targets(config),
         max_drafts=config.speculation.max_drafts if config.speculation else 0,
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
         pools=pools,
     )
+
+
+def default_snapshots(config: EngineConfig, max_num_seqs: int) -> int:
+    """Return how many snapshots of states are kept: one for every other sequence; none without prefix caching."""
+    return max(1, max_num_seqs // 2) if config.enable_prefix_caching else 0
 
 
 def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxserve.config import EngineConfig, ScheduleConfig
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
-from jaxserve.engine.memory import tree_bytes
+from jaxserve.engine.memory import state_bytes, tree_bytes
 from jaxserve.engine.replica import Replica
 from jaxserve.metrics import EngineStats, PeakRates
 from jaxserve.models import registry
@@ -44,7 +44,8 @@ def modelled(model: str, target: str, schedule: ScheduleConfig) -> tuple[Any, Mo
         link_bytes_per_s=sheet.link_bytes_per_s,
         num_chips=1,
         weight_reads=WeightReads.of(params, registry.param_specs(arch), tree_bytes),
-        kv_token_bytes=2 * arch.num_layers * arch.num_kv_heads * arch.head_dim * BYTES,
+        kv_token_bytes=2 * len(arch.attended_windows) * arch.num_kv_heads * arch.head_dim * BYTES,
+        state_bytes=state_bytes(arch),
         collectives=(),
         collective_tokens=1,
     )

@@ -46,10 +46,16 @@ CONFIGS = {
     "deepseek_v3": transformers.DeepseekV3Config,
     "glm4_moe_lite": transformers.Glm4MoeLiteConfig,
     "gpt_oss": transformers.GptOssConfig,
+    "qwen3_next": transformers.Qwen3NextConfig,
+    "qwen3_5": transformers.Qwen3_5TextConfig,
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig,
 }
 FAMILIES = tuple(CONFIGS)
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # families that attend over latents
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT)  # families with experts
+HYBRID = ("qwen3_next", "qwen3_5", "qwen3_5_moe")  # families with gated delta nets
+MIXTURES = (  # families with experts
+    *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", *LATENT, "qwen3_next", "qwen3_5_moe"),
+)
 PARTIAL = ("phi3", "glm", "glm4", "gpt_neox", "phi")  # families that may rotate the first dimensions of heads alone
 _NOT_IN_GPT = (
     *("attention_bias", "head_dim", "mlp_bias", "num_key_value_heads"),
@@ -104,6 +110,9 @@ FIELD_NAMES: dict[str, dict[str, str | None]] = {
     "deepseek_v3": _LATENT_NAMES,
     "glm4_moe_lite": _LATENT_NAMES,
     "gpt_oss": {"num_experts": "num_local_experts", "mlp_bias": None},
+    "qwen3_next": {"mlp_bias": None},
+    "qwen3_5": {"mlp_bias": None},
+    "qwen3_5_moe": {"mlp_bias": None, "intermediate_size": None},
 }
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 1e4},
@@ -153,6 +162,21 @@ _LATENT_SIZES = {
     "moe_intermediate_size": 32,
     "n_shared_experts": 2,
     "first_k_dense_replace": 1,
+}
+_HYBRID_TYPES = ["linear_attention", "full_attention"]
+_HYBRID_SIZES = {
+    "head_dim": 16,
+    "layer_types": _HYBRID_TYPES,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+}
+_SHARED_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56,
 }
 _FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -205,6 +229,9 @@ _FAMILY_SIZES: dict[str, dict[str, Any]] = {
         "swiglu_limit": 0.5,
         "rope_parameters": {**ROPES["yarn"], "truncate": False},
     },
+    "qwen3_next": {**_HYBRID_SIZES, **_SHARED_EXPERTS},
+    "qwen3_5": _HYBRID_SIZES,
+    "qwen3_5_moe": {**_HYBRID_SIZES, **_SHARED_EXPERTS},
 }
 _WEIGHT_STD = 0.08  # several times the usual, so that logits differ by more than rounding
 
@@ -298,12 +325,14 @@ def _longrope(head_dim: int, rope: dict[str, Any], rng: random.Random) -> dict[s
 
 
 def _dense(family: str, sizes: dict[str, Any], rng: random.Random) -> dict[str, Any]:
-    """Return random overrides of the settings that few of the dense families have."""
+    """Return random overrides of the settings that few families have."""
 
     def maybe(*names: str) -> dict[str, Any]:
         return {name: rng.random() < 0.5 for name in names}
 
     num_layers, rope = sizes["num_hidden_layers"], dict(sizes["rope_parameters"])
+    if family in HYBRID:
+        return _hybrid(num_layers, rope, sizes["head_dim"], rng)
     if family in PARTIAL:
         rope |= _fraction(_head_dim(family, sizes), rng)
     if family == "phi3":
@@ -352,12 +381,30 @@ def _mixture(family: str, rng: random.Random) -> dict[str, Any]:
         clamps = {"swiglu_limit": rng.choice([0.3, 1.0, 7.0]), "swiglu_alpha": rng.uniform(1, 3)}
         return {**sizes, **clamps, "attention_bias": rng.random() < 0.5, "sliding_window": rng.choice([3, 8])}
     switches = {"norm_topk_prob": rng.random() < 0.5, "attention_bias": rng.random() < 0.5}
+    if family == "qwen3_5_moe":
+        return {**sizes, "moe_intermediate_size": rng.randrange(17, 60)}
     if family == "qwen3_moe":
         switches |= {"use_sliding_window": rng.random() < 0.5, "sliding_window": rng.choice([3, 8])}
     if family.startswith("qwen"):
         switches |= {"mlp_only_layers": [rng.randrange(4)], "decoder_sparse_step": rng.choice([1, 2])}
         switches |= {"moe_intermediate_size": rng.randrange(17, 60)}
     return {**sizes, **switches}
+
+
+def _hybrid(layers: int, rope: dict[str, Any], head_dim: int, rng: random.Random) -> dict[str, Any]:
+    """Return random overrides of a family with gated delta nets."""
+    kinds, key_heads = [rng.choice(_HYBRID_TYPES) for _ in range(layers)], rng.choice([1, 2, 3])
+    kinds[rng.randrange(layers)] = _HYBRID_TYPES[1]
+    return {
+        "layer_types": kinds,
+        "rope_parameters": rope | _fraction(head_dim, rng),
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": key_heads * rng.choice([1, 2, 4]),
+        "linear_key_head_dim": rng.choice([6, 8, 17]),
+        "linear_value_head_dim": rng.choice([5, 8, 16]),
+        "linear_conv_kernel_dim": rng.choice([2, 3, 4]),
+        "attention_bias": rng.random() < 0.5,
+    }
 
 
 def _latent(family: str, rng: random.Random, layers: int, rope: dict[str, Any]) -> dict[str, Any]:
@@ -421,7 +468,7 @@ def random_configs(family: str, count: int, seed: int = 0) -> Iterator[dict[str,
             overrides |= {"attention_bias": rng.random() < 0.5, "mlp_bias": rng.random() < 0.5}
         if family == "mistral":
             overrides |= {"sliding_window": rng.choice([None, 5, 16])}
-        if family.startswith("qwen") and family not in MIXTURES:
+        if family in ("qwen2", "qwen3"):
             overrides |= {"use_sliding_window": rng.random() < 0.7, "sliding_window": rng.choice([3, 8])}
             overrides |= {"max_window_layers": rng.randint(0, layers)}
         if family.startswith("gemma"):

@@ -28,13 +28,14 @@ def make_scheduler(
     max_model_len=256,
     windows=(None,),
     num_spare_tokens=0,
+    num_snapshots=None,
     **policy_numbers,
 ):
     policy = Policy.of(max_num_batched_tokens)
     return Scheduler(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        groups=KVGroups(page_size, windows),
+        groups=KVGroups(page_size, windows, num_snapshots),
         num_pages=num_pages,
         max_model_len=max_model_len,
         policy=dataclasses.replace(policy, **policy_numbers),
@@ -92,6 +93,7 @@ class Device:
         self.groups = groups
         self.num_spare_tokens = num_spare_tokens
         self.kv = {}
+        self.states = {}  # slot, or minus an entry of a snapshot and one -> what the state depends on
         self.history = {}  # slot -> position -> token
         self.lengths = {}
         self.stopped = set()
@@ -121,6 +123,7 @@ class Device:
                 row._replace(start=self.lengths[row.slot], num_tokens=row.num_tokens if index == 0 else 1)
                 for row, _ in taking_part
             ]
+            self._advance_states(now, plan)
             for row, (planned, ids), token in zip(now, taking_part, self._run_step(now), strict=True):
                 assert row.start <= planned.start + index, "the plan is an upper bound"
                 self.lengths[row.slot] = row.start + row.num_tokens
@@ -128,6 +131,28 @@ class Device:
                     ids.append(token)
                     self._stop(row.request, row.slot, token)
         return sampled
+
+    def _advance_states(self, rows, plan):
+        """Each state goes on from its own or from a snapshot; the rows of a step may run in any order."""
+        if self.groups.num_snapshots is None:
+            assert not plan.restored
+            assert not plan.snapshots
+            return
+        assert plan.num_steps == 1 or not (plan.restored or plan.snapshots)
+        restored = {plan.slots[row]: -1 - entry for row, entry in plan.restored}
+        kept = {plan.slots[row]: (num_tokens, -1 - entry) for row, num_tokens, entry in plan.snapshots}
+        written = [entry for _, entry in kept.values()]
+        assert len({*written, *restored.values()}) == len(written) + len(set(restored.values())), "read and written"
+        for row in rows:
+            tokens = self._sequence(row)
+            source = self.states.get(restored.get(row.slot, row.slot))
+            if row.start:
+                assert source == (row.request.salt, tuple(tokens[: row.start])), f"{row.request.request_id}: {source}"
+            self.states[row.slot] = row.request.salt, tuple(tokens)
+            if row.slot in kept:
+                num_tokens, entry = kept[row.slot]
+                assert 0 < num_tokens <= row.num_tokens
+                self.states[entry] = row.request.salt, tuple(tokens[: row.start + num_tokens])
 
     def _copy(self, copies):
         """Copy pages, all of which are read before any is written."""

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path as FilePath
@@ -27,6 +27,12 @@ logger = logging.getLogger(__name__)
 _NUM_READERS = 8
 _MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias"))
 _DRAFT_PROJECTION = "eh_proj.weight"  # end of the name of a tensor that only layers for multi-token prediction have
+_DRAFTING = "mtp."  # first part of the names of such layers where they do not follow the others
+_TEXT_PART = "language_model."  # part of a name in multimodal checkpoints that names of text models lack
+# First parts of names in multimodal checkpoints, behind `model.` or not, of what turns other inputs into embeddings.
+_OTHER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_vision.")
+# Matrices of an expert, by the names of tensors [E, rows, in] in which some checkpoints have those of all experts.
+_EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _COMPUTED = ("rotary_emb.inv_freq", *_MASKS)  # ends of names
 
 TensorT = TypeVar("TensorT", bound=Tensor)
@@ -47,8 +53,8 @@ def load(
 
     Tensors are read one after the other, each in parallel pieces, so that the host holds little more than one of them
     besides the result. Names may lack their first part, as in files of a model without its head. Rotary inverse
-    frequencies and causal masks are ignored, as are the head's matrix if embeddings are tied, and what `specs` name
-    unread.
+    frequencies and causal masks are ignored, as are the head's matrix if embeddings are tied, what `specs` name unread,
+    layers that draft tokens, and all but the text part of a multimodal model.
 
     Args:
         path: directory with `model.safetensors`, with `model.safetensors.index.json` and the files it names, or in the
@@ -207,9 +213,32 @@ def _all_hf_shapes(specs: Sequence[TensorRow]) -> dict[str, tuple[int, ...]]:
 
 
 def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
-    """Return tensors by the names in `specs`; files of a model without its head lack the first part, as GPT-2's do."""
+    """Return tensors by the names in `specs`.
+
+    Files of a model without its head lack the first part, as GPT-2's do; those of multimodal models have one more.
+    """
+    tensors = {name.replace(_TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
+    tensors = _with_experts_apart({name for row in specs for name in row.hf_names}, tensors)
     names = {name.partition(".")[2]: name for row in specs for name in row.hf_names if name not in tensors}
     return {names.get(name, name): tensor for name, tensor in tensors.items()}
+
+
+def _with_experts_apart(expected: Set[str], tensors: Mapping[str, TensorT]) -> dict[str, TensorT]:
+    """Return tensors with a view of each expert's matrices, where those are expected and one tensor holds them all."""
+    found: dict[str, TensorT] = {}
+    for name, tensor in tensors.items():
+        module, _, own = name.rpartition(".")
+        parts = _EXPERT_PARTS.get(own, ())
+        is_apart = bool(parts) and f"{module}.0.{parts[0]}.weight" in expected and name not in expected
+        if not is_apart or not isinstance(tensor, np.ndarray | jax.Array) or tensor.ndim != 3:
+            found[name] = tensor
+            continue
+        num_rows = tensor.shape[1] // len(parts)
+        for expert in range(len(tensor)):
+            for index, part in enumerate(parts):
+                matrix: Any = tensor[expert, index * num_rows : (index + 1) * num_rows]
+                found[f"{module}.{expert}.{part}.weight"] = matrix
+    return found
 
 
 def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tensor], advice: str) -> None:
@@ -219,9 +248,13 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
     drafting, unread = _draft_layers(tensors), {name for row in specs for name in row.unread}
     if drafting:
         logger.info("%s: layers that draft tokens are not read: %s", where, ", ".join(drafting))
+    if others := sorted({part for name in tensors if (part := _other_part(name)) is not None}):
+        logger.info("%s: the text part alone is served; these parts are not read: %s", where, ", ".join(others))
     Mismatch(
         missing=[name for name in expected if name not in tensors],
-        unexpected=[name for name in tensors if name not in {*expected, *unread} and not _is_ignored(name, drafting)],
+        unexpected=[
+            name for name in tensors if name not in {*expected, *unread} and not _is_ignored(name, (*drafting, *others))
+        ],
         misshapen=[
             f"{name} {tensors[name].shape} instead of {expected[name]}"
             for name in shared
@@ -232,18 +265,22 @@ def _check(where: object, specs: Sequence[TensorRow], tensors: Mapping[str, Tens
 
 
 def _draft_layers(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return the prefixes of layers for multi-token prediction, which follow those of the model and have a projection.
+    """Return the prefixes of layers for multi-token prediction: they have a projection, or names of their own.
 
     Transformers ignores them too.
     """
-    return tuple(sorted(name.removesuffix(_DRAFT_PROJECTION) for name in tensors if name.endswith(_DRAFT_PROJECTION)))
+    numbered = {name.removesuffix(_DRAFT_PROJECTION) for name in tensors if name.endswith(_DRAFT_PROJECTION)}
+    return tuple(sorted(numbered | {_DRAFTING for name in tensors if name.startswith(_DRAFTING)}))
+
+
+def _other_part(name: str) -> str | None:
+    """Return the first part of a tensor's name if it is not of the text part of a multimodal model."""
+    first = "model." if name.startswith("model.") else ""
+    return next((first + part for part in _OTHER_PARTS if name.removeprefix(first).startswith(part)), None)
 
 
 def _is_ignored(name: str, prefixes: tuple[str, ...]) -> bool:
-    """Return whether a tensor is computed, replaced by tied embeddings or in a layer with one of these prefixes.
-
-    Transformers ignores such tensors too.
-    """
+    """Return whether a tensor is computed, replaced by tied embeddings or in a part with one of these prefixes."""
     return name.removesuffix(".weight") in HEADS or name.endswith(_COMPUTED) or name.startswith(prefixes)
 
 

@@ -13,8 +13,9 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig, resolve_schedule
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.drafts import build_proposer, load_draft
-from jaxserve.engine.memory import build_schedule, pool_dtype, select_backend
+from jaxserve.engine.memory import build_schedule, pool_dtype, select_backend, state_bytes
 from jaxserve.engine.parameters import build_params, compute_dtype, copies, meshes_of, on_every_device
+from jaxserve.errors import ConfigError
 from jaxserve.execution.runner import Runner
 from jaxserve.execution.xla_cache import programs_dir, scope_of
 from jaxserve.models.arch import ArchConfig
@@ -33,6 +34,11 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
         num_pages=config.num_pages or 1,
         pools=arch.pooler is not None,
     )
+    if arch.state is not None and config.speculation is not None:
+        raise ConfigError(
+            f"speculative_config needs a model with attention in all layers, as a state cannot go back behind drafts "
+            f"that are rejected, got {arch.architecture}; drop it"
+        )
     meshes_of(config)
     arch.local(config.tensor_parallel_size)
 
@@ -59,6 +65,9 @@ def build_runners(config: EngineConfig, arch: ArchConfig, peers: Leader | Follow
     is_split = peers is None and not schedule.pools and may_constrain(config)
     schedule = dataclasses.replace(schedule, has_split_steps=is_split)
     logger.info("KV pool: %d pages of %d tokens", schedule.num_pages, schedule.page_size)
+    if schedule.num_snapshots is not None:
+        sizes = (schedule.max_num_seqs, schedule.num_snapshots, state_bytes(local_arch) / 1e6)
+        logger.info("states: %d of sequences and %d snapshots, %.1f MB each", *sizes)
     directory = programs_dir(config)
     runners = [
         Runner(

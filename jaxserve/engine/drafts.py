@@ -78,6 +78,11 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
         speculative_config=None,
     )
     draft_arch = build_arch(own)
+    if draft_arch.state is not None:
+        raise ConfigError(
+            f"a draft model must have attention in all layers, as a state cannot go back behind drafts that are "
+            f"rejected, got {draft_arch.architecture} in {directory}; take another draft model"
+        )
     common = _common_tokens(config, own, arch.vocab_size)
     draft_arch = _within_pages(draft_arch, arch)
     if draft_arch.latent is not None and any(draft_arch.windows):

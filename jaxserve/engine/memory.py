@@ -19,11 +19,12 @@ from jaxserve.config import (
     ScheduleConfig,
     claiming_gpu_memory,
     default_batch,
+    default_snapshots,
     gpu_memory_fraction,
     resolve_schedule,
 )
 from jaxserve.errors import ConfigError
-from jaxserve.execution.state import new_pool, new_slots
+from jaxserve.execution.state import new_pool, new_slots, new_states
 from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.models import registry
 from jaxserve.models.arch import ArchConfig
@@ -117,6 +118,7 @@ def build_schedule(
         page_size=page_size,
         num_pages=num_pages,
         windows=arch.kv_windows,
+        has_states=arch.state is not None,
         pools=arch.pooler is not None,
     )
 
@@ -128,11 +130,19 @@ def page_bytes(arch: ArchConfig, page_size: int, kv_dtype: jnp.dtype, backend: s
 
 
 def slot_bytes(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool) -> int:
-    """Return the bytes of the tables by slot on a device that has `arch` of the model."""
-    if arch.pooler is not None:
-        return 4 * default_batch(config, on_cpu=on_cpu)[0] * arch.hidden_size
+    """Return the bytes of the tables by slot, and of states, on a device that has `arch` of the model."""
     seqs, _ = default_batch(config, on_cpu=on_cpu)
-    return tree_bytes(jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position)))
+    num_bytes = tree_bytes(jax.eval_shape(partial(new_states, arch, seqs + default_snapshots(config, seqs))))
+    if arch.pooler is not None:
+        return num_bytes + 4 * seqs * arch.hidden_size
+    return num_bytes + tree_bytes(
+        jax.eval_shape(partial(new_slots, arch, seqs, config.max_model_len or arch.max_position))
+    )
+
+
+def state_bytes(arch: ArchConfig) -> int:
+    """Return the bytes of a sequence's states on a device that has `arch` of the model."""
+    return tree_bytes(jax.eval_shape(partial(new_states, arch, 1)))
 
 
 def tree_bytes(tree: Any) -> int:

@@ -109,7 +109,7 @@ class StepStatsWriter:
         else:
             work = _speculative_work(plan, rounds, page_size)
             num_axis_tokens *= self._executor.schedule.max_nodes + 1
-        attention = attention_cost(work.start, work.num_tokens, arch.windows)
+        attention = attention_cost(work.start, work.num_tokens, arch.attended_windows)
         num_rows, num_steps = self._executor.schedule.num_rows(bucket), work.num_steps
         num_tokens = int(work.num_tokens.sum())
         return StepStats(
@@ -129,7 +129,7 @@ class StepStatsWriter:
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
             weight_bytes=self._executor.weight_bytes(num_axis_tokens) * num_steps,
-            kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // arch.num_layers,
+            kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // len(arch.attended_windows),
             flops=self._executor.step_flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
             num_drafted_tokens=0 if rounds is None else int(rounds.drafted.sum()),
             num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),

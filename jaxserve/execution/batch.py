@@ -153,6 +153,22 @@ class StepBatch:
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
+class StateBatch(StepBatch):
+    """Inputs of a step of a model whose layers keep states; entries are those of the pool of states.
+
+    Attributes:
+        source: entry that the state of each row is read from: a snapshot's, or the slot's own.
+        kept_len: tokens of each row after which a snapshot is taken; 0 for none.
+        kept: entry of that snapshot.
+    """
+
+    source: Int[Array, " R"]
+    kept_len: Int[Array, " R"]
+    kept: Int[Array, " R"]
+
+
+@no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
+@struct.dataclass
 class SpeculativeBatch(StepBatch):
     """Inputs of a step whose rows, all of them in decode, may go several rounds with drafted tokens.
 
@@ -175,6 +191,7 @@ class BatchLayout:
     num_slots: int
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1 is the whole vocabulary
     is_speculative: bool = False
+    has_states: bool = False
 
     @classmethod
     def of(cls, config: ScheduleConfig, bucket: int, *, is_speculative: bool = False) -> BatchLayout:
@@ -186,7 +203,8 @@ class BatchLayout:
         num_rows = config.num_rows(bucket)
         num_columns = num_rows + bucket // config.page_size
         num_new_pages = max(num_columns * config.kv_groups.size, 2)
-        return cls(bucket, num_rows, num_new_pages, config.max_num_seqs, config.max_logprobs, is_speculative)
+        sizes = (bucket, num_rows, num_new_pages, config.max_num_seqs, config.max_logprobs)
+        return cls(*sizes, is_speculative, config.num_snapshots is not None)
 
     def num_logprob_steps(self, max_steps: int) -> int:
         """Steps of a dispatch that send log probabilities: of a whole vocabulary, room for all would be too much."""
@@ -200,6 +218,8 @@ class BatchLayout:
         if self.is_speculative:
             scalars.append("num_rounds")
             rows.append("num_drafts")
+        if self.has_states:
+            rows += ["source", "kept_len", "kept"]
         return BlobLayout(
             (
                 *((name, (), 0) for name in scalars),
@@ -219,7 +239,7 @@ class BatchLayout:
         """Return the fields on the device, floats by their bits."""
         columns: dict[str, Any] = self.blob.unpack(blob)
         columns["base_seed"] = lax.bitcast_convert_type(columns["base_seed"], np.dtype(np.uint32))
-        kind = SpeculativeBatch if self.is_speculative else StepBatch
+        kind = SpeculativeBatch if self.is_speculative else StateBatch if self.has_states else StepBatch
         return kind(new_pages=_pop_pages(columns), **columns)
 
 
@@ -402,6 +422,12 @@ class BatchPacker:
         if plan.num_drafts:
             to["num_rounds"][0] = plan.num_steps
             to["num_drafts"][:num_rows] = plan.num_drafts
+        if layout.has_states:
+            to["source"][:num_rows] = slots
+            for row, entry in plan.restored:
+                to["source"][row] = self.config.max_num_seqs + entry
+            for row, kept_len, entry in plan.snapshots:
+                to["kept_len"][row], to["kept"][row] = kept_len, self.config.max_num_seqs + entry
         sent = ~self._has_sampled[slots]
         if not is_decode:
             sent |= counts > 1  # tokens that were not sampled follow the one that was

@@ -14,9 +14,10 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.execution.batch import StepBatch
+from jaxserve.execution.batch import StateBatch, StepBatch
 from jaxserve.execution.state import Sequences, ServeState
 from jaxserve.layers.kv_forms import NewTokens
+from jaxserve.layers.state_forms import StateRows
 from jaxserve.models import decoder
 from jaxserve.models.arch import ArchConfig, LayerOptions
 from jaxserve.models.params import Params
@@ -110,16 +111,21 @@ class StepOutput:
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class AttentionCarry:
-    """State that goes through the layers: the pool, the rows of every KV group, and trees of drafts."""
+    """State that goes through the layers: the pool, the rows of every KV group, and trees of drafts.
+
+    With layers that have a state, also the pool of states, and the rows as these layers see them.
+    """
 
     kv_pages: Pages
     groups: tuple[RaggedRows, ...]
     tree_mask: Int[Array, " T"] | None = None
+    states: Any = None
+    state_rows: StateRows | None = None
 
 
 def paged_attend(
-    q: Float[Array, "T Q W"],
-    k: Float[Array, "T K W"],
+    q: Float[Array, "T Q W"] | tuple[Array, ...],
+    k: Float[Array, "T K W"] | None,
     v: Float[Array, "T K H"] | None,
     rope: Float[Array, "2 T half"] | None,
     carry: AttentionCarry,
@@ -129,7 +135,16 @@ def paged_attend(
     *,
     backend: str,
 ) -> tuple[Float[Array, "T Q V"], AttentionCarry]:
-    """Rotate if positions are not learned, write the new tokens into the pool, attend over it."""
+    """Rotate if positions are not learned, write the new tokens into the pool, attend over it.
+
+    In a layer with a state, `q` has the inputs of its tokens, by which the state goes on.
+    """
+    if options.state is not None:
+        assert carry.state_rows is not None, "a step of a model with states has their rows"
+        out, states = options.state.advance(q, carry.state_rows, carry.states, layer)
+        return out, dataclasses.replace(carry, states=states)
+    assert isinstance(q, Array), "queries are one array"
+    assert k is not None, "queries come with keys"
     new, rows = NewTokens(q, k, v, rope, sinks, carry.tree_mask), carry.groups[options.kv_group]
     out, kv_pages = options.kv.attend(new, rows, carry.kv_pages, layer, options.attention, backend=backend)
     return out, dataclasses.replace(carry, kv_pages=kv_pages)
@@ -225,12 +240,14 @@ def compute_tokens(
 
     How long the sequences are does not change: sampling counts what was computed.
     """
-    hidden, observed, kv_pages = run_model(params, state, rows, tokens, batch.num_rows, model)
+    hidden, observed, state = run_model(
+        params, state, rows, tokens, batch.num_rows, model, state_rows=state_rows(batch, rows, tokens)
+    )
     if observe is not None:
         with jax.named_scope("observe"):
             state = dataclasses.replace(state, draft=observe(state, rows, tokens.token_ids, observed))
     logits = decoder.compute_logits(params, model.arch, hidden.at[rows.cu_q_lens[1:] - 1].get(mode="clip"))
-    return dataclasses.replace(state, kv_pages=kv_pages), logits, hidden
+    return state, logits, hidden
 
 
 def sample_rows(
@@ -259,16 +276,37 @@ def run_model(
     num_rows: Int[Array, ""],
     model: Model,
     tree_mask: Int[Array, " T"] | None = None,
-) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], Pages]:
-    """Return the hidden states of all tokens, what a proposer observes of them, and the pool with keys and values."""
+    state_rows: StateRows | None = None,
+) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], ServeState]:
+    """Return the hidden states of all tokens, what a proposer observes of them, and the state with what layers keep."""
     page_tables = state.sequences.page_tables(rows.slot, len(model.arch.kv_windows))
     groups = tuple(RaggedRows(rows.kv_lens, table, rows.cu_q_lens, num_rows) for table in page_tables)
     attend = partial(paged_attend, backend=model.backend)
-    carry = AttentionCarry(state.kv_pages, groups, tree_mask)
+    carry = AttentionCarry(state.kv_pages, groups, tree_mask, state.states, state_rows)
     hidden, features, carry = decoder.forward_with_features(
         params, model.arch, tokens.token_ids, tokens.position, attend, carry, model.feature_layers
     )
-    return hidden, features if model.feature_layers else hidden, carry.kv_pages
+    state = dataclasses.replace(state, kv_pages=carry.kv_pages, states=carry.states)
+    return hidden, features if model.feature_layers else hidden, state
+
+
+def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None:
+    """Return the rows of a round as layers with a state see them; None for a model without such layers.
+
+    In a plan of several rounds each row goes on in the entry of its slot, and none takes a snapshot.
+    """
+    if not isinstance(batch, StateBatch):
+        return None
+    return StateRows(
+        source=batch.source,
+        target=rows.slot,
+        start=rows.start,
+        cu_q_lens=rows.cu_q_lens,
+        row=tokens.row,
+        offset=jnp.arange(tokens.row.shape[0], dtype=jnp.int32) - rows.cu_q_lens[tokens.row],
+        kept_len=jnp.where(rows.q_lens > 0, batch.kept_len, 0),
+        kept=batch.kept,
+    )
 
 
 def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:

@@ -72,6 +72,7 @@ class ServeState:
     kv_pages: Pages  # pool in the layout of the attention backend
     sequences: Sequences
     slots: SlotTable  # inputs of sampling: tokens, their counts, biases and stop ids
+    states: Any = None  # pool of the states of layers without attention; None where there are none
     draft: Any = None  # state of the proposer of speculative decoding; None without one
     pooled: Float[Array, "S D"] | None = None  # what the chunks of prompts so far leave to the next: see `pooling.pool`
 
@@ -80,6 +81,11 @@ def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTyp
     """An empty pool, in whose pages each KV group of a model has room for its layers."""
     sizes = {"num_layers": arch.kv_group_layers, "num_pages": num_pages, "page_size": page_size}
     return arch.kv.new_pages(backend, **sizes, dtype=jnp.dtype(kv_dtype))
+
+
+def new_states(arch: ArchConfig, num_entries: int) -> Any:
+    """Return an empty pool of the states of layers without attention; None where there are none."""
+    return None if arch.state is None else arch.state.new(arch.num_states, num_entries)
 
 
 def new_slots(arch: ArchConfig, max_num_seqs: int, max_model_len: int) -> SlotTable:
@@ -127,12 +133,14 @@ def new_state(
         new_draft: function that makes the state of a proposer.
     """
     pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
+    states = new_states(arch, schedule.num_state_entries)
     if (pooler := arch.pooler) is None:
         slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
-        return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, draft=new_draft())
+        sequences = new_sequences(schedule)
+        return ServeState(kv_pages=pool, sequences=sequences, slots=slots, states=states, draft=new_draft())
     kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((schedule.max_num_seqs, arch.hidden_size))
     slots = new_slots(dataclasses.replace(arch, vocab_size=1), schedule.max_num_seqs, 1)  # which nothing reads
-    return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, pooled=kept)
+    return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, states=states, pooled=kept)
 
 
 def abstract_state(
@@ -146,8 +154,8 @@ def abstract_state(
 ) -> ServeState:
     """Shapes and dtypes of the state; over the devices of a mesh, shardings too.
 
-    The pool is split by its kv heads, counts and masks of tokens by the vocabulary; the state of a proposer is whole on
-    every device.
+    The pool is split by its kv heads, states by their heads, counts and masks of tokens by the vocabulary; the state of
+    a proposer is whole on every device.
     """
 
     def shapes(arch: ArchConfig) -> ServeState:

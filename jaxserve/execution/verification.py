@@ -305,10 +305,10 @@ def _verify(
         tree_mask = drafts.words.at[row, node].get(mode="clip")
         position = jnp.where(live, rows.start[row] + lax.population_count(tree_mask), 0)
     tokens = Tokens(row, position, live, position, token_ids=jnp.where(node == 0, known, drafted))
-    hidden, observed, kv_pages = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
+    hidden, observed, state = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
     place = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
     logits = decoder.compute_logits(params, model.arch, hidden.at[place.reshape(-1)].get(mode="clip"))
-    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(mode="clip"), kv_pages
+    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(mode="clip"), state.kv_pages
 
 
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:

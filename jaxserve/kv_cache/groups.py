@@ -21,10 +21,12 @@ class KVGroups:
     Attributes:
         page_size: tokens per page.
         windows: sliding window of each group's layers in tokens; None for full attention.
+        num_snapshots: most snapshots of the state of layers without attention; None where there are no such layers.
     """
 
     page_size: int
     windows: tuple[int | None, ...] = (None,)
+    num_snapshots: int | None = None
 
     @cached_property
     def size(self) -> int:

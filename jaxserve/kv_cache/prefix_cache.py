@@ -10,6 +10,7 @@ from struct import Struct, pack
 
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.kv_cache.page_pool import PagePool
+from jaxserve.kv_cache.snapshots import Snapshots
 from jaxserve.request import Request, TokenIds
 
 DIGEST_SIZE = 16
@@ -28,7 +29,12 @@ class PrefixCache:
     only as long as these have more than an equal share; with a single tenant, the order is that of release alone.
 
     Each KV group has pages of its own. A prefix is cached if every group has the pages that the next token sees: a
-    group of full attention all of them, a group with a window the last ones.
+    group of full attention all of them, a group with a window the last ones. Where layers keep a state, there must also
+    be a snapshot of it behind the prefix.
+
+    Attributes:
+        page_size: tokens per page.
+        snapshots: snapshots of states; None where no layer keeps one.
     """
 
     def __init__(self, pool: PagePool, groups: KVGroups):
@@ -36,6 +42,7 @@ class PrefixCache:
         self._pack = Struct(f"{groups.page_size}i").pack
         self._pool = pool
         self._groups = groups
+        self.snapshots = None if groups.num_snapshots is None else Snapshots(groups.num_snapshots)
         self._page_by_hash: list[dict[bytes, int]] = [{} for _ in groups.windows]
         # KV group, hash, and the tenant whose share it counts for, by page.
         self._content: dict[int, tuple[int, bytes, str]] = {}
@@ -95,11 +102,13 @@ class PrefixCache:
 
         At least one known token is left over, because sampling needs the hidden state of the last one.
         """
-        hashes, groups = self.hashes(request)[: self._num_matchable(request)], self._groups
-        for group in groups.full:
-            hashes = hashes[: _num_cached(self._page_by_hash[group], hashes)]
+        hashes, groups = self.hashes(request)[: self.num_full_columns(request)], self._groups
         if groups.sliding:
             hashes = hashes[: self._num_seen(hashes)]
+        while self.snapshots is not None and (num_kept := self.snapshots.longest(hashes)) < len(hashes):
+            hashes = hashes[:num_kept]
+            if groups.sliding:
+                hashes = hashes[: self._num_seen(hashes)]
         if groups.size == 1 and groups.full:
             return [self._page_by_hash[0][page_hash] for page_hash in hashes]
         pages = [RELEASED] * (len(hashes) * groups.size)
@@ -108,6 +117,11 @@ class PrefixCache:
             for column in range(first, len(hashes)):
                 pages[column * groups.size + group] = pages_of[hashes[column]]
         return pages
+
+    def num_full_columns(self, request: Request) -> int:
+        """Return the columns of a request's prefix whose pages all groups of full attention have."""
+        hashes = self.hashes(request)[: self._num_matchable(request)]
+        return min((_num_cached(self._page_by_hash[group], hashes) for group in self._groups.full), default=len(hashes))
 
     def last_page_hash(self, request: Request, num_tokens: int) -> bytes:
         """Return the hash of the page, partly filled, that the first `num_tokens` of a request end in."""
@@ -122,6 +136,8 @@ class PrefixCache:
         Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so.
         """
         num_tokens = request.num_known_tokens - 1
+        if self.snapshots is not None:  # which are taken behind full pages
+            return []
         if num_tokens // self.page_size != num_columns or not num_tokens % self.page_size:
             return []
         page_hash = self.last_page_hash(request, num_tokens)
@@ -222,11 +238,15 @@ class PrefixCache:
         for pages_of in self._page_by_hash:
             pages_of.clear()
         self._content.clear()
+        if self.snapshots is not None:
+            self.snapshots.reset()
 
     def check_integrity(self, owners: dict[int, int]) -> None:
         """Asserts that pages are conserved; `owners` maps each page in use to its number of owners."""
         evictable = {page: tenant for tenant, pages in self._evictable.items() for page in pages}
         self._pool.check_integrity(owners, set(evictable))
+        if self.snapshots is not None:
+            self.snapshots.check_integrity()
         by_page = {page: (g, key) for g, pages_of in enumerate(self._page_by_hash) for key, page in pages_of.items()}
         assert by_page == {page: content[:2] for page, content in self._content.items()}
         assert evictable.keys() <= self._content.keys(), "an evictable page has no content"

@@ -15,6 +15,14 @@ def rms_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) ->
     return x32.astype(x.dtype) * weight.reshape((1,) * (x.ndim - 1) + weight.shape)
 
 
+def offset_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
+    """Return the root-mean-square norm of the last axis times 1 + `weight`, all in float32."""
+    x32 = x.astype(jnp.float32)
+    x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    factor = 1.0 + weight.astype(jnp.float32)
+    return (x32 * factor.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
+
+
 def layer_norm(x: Float[Array, "*B D"], p: Mapping[str, Float[Array, "*own D"]], eps: float) -> Float[Array, "*B D"]:
     """Return the layer norm over the last axis with `weight` and, if any, `bias` of `p`, in float32 (Ba et al. 2016).
 

@@ -12,12 +12,14 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.layers.kv_forms import HeadVectors, KVForm, Latents
 from jaxserve.layers.rope import RopeConfig
+from jaxserve.layers.state_forms import StateForm
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.pooling import Pooler
 from jaxserve.sharding import TENSOR, held_heads
 from jaxserve.weights import Schemes
 
 MAX_KV_GROUPS = 8  # most groups of layers whose kinds do not repeat
+STATES = -1  # group of layers without keys and values, which have a state
 
 
 class LayerOptions(NamedTuple):
@@ -27,11 +29,13 @@ class LayerOptions(NamedTuple):
         attention: options of its attention.
         kv_group: KV group of its keys and values.
         kv: form of its tokens in the pool.
+        state: form of its state, in a layer that has one and no attention; else None.
     """
 
     attention: AttentionOptions
     kv_group: int
     kv: KVForm
+    state: StateForm | None = None
 
 
 class LatentAttention(NamedTuple):
@@ -53,11 +57,11 @@ class LatentAttention(NamedTuple):
 
 
 class KVPlace(NamedTuple):
-    """Place of a layer's keys and values.
+    """Place of a layer's keys and values, or of its state.
 
     Attributes:
-        group: KV group of the layer.
-        layer: number of the layer in the group.
+        group: KV group of the layer; STATES if it has a state.
+        layer: number of the layer in the group, or among the layers with a state.
     """
 
     group: int
@@ -103,6 +107,8 @@ class ArchConfig:
     experts: Experts | None = None  # experts of the layers; None for one MLP in each
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP although others have experts
     latent: LatentAttention | None = None  # sizes of attention over latents; None for keys and values of heads
+    state: StateForm | None = None  # form of the state of layers without attention; None where there are none
+    state_layers: frozenset[int] = frozenset()  # layers with a state and without attention
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
     pooler: Pooler | None = None  # what a model has in the place of logits that does not generate
 
@@ -110,6 +116,9 @@ class ArchConfig:
         assert len(self.windows) == len(self.ropes) == self.num_layers, (
             "each layer has a window and a rotation, or None"
         )
+        assert (self.state is None) == (not self.state_layers), "layers with a state have a form"
+        if not self.attended_windows:
+            raise ConfigError("a model must have a layer with attention, got none; page tables belong to such layers")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
@@ -158,6 +167,7 @@ class ArchConfig:
             num_kv_heads=len(held_heads(self.num_kv_heads, 0, num_devices)),
             ffn_size=self.ffn_size // num_devices,
             experts=experts and experts.local(num_devices),
+            state=self.state and self.state.local(num_devices),
             tensor_axis=TENSOR,
         )
 
@@ -182,6 +192,7 @@ class ArchConfig:
             vocab_size=self.vocab_size * factor,
             num_heads=self.num_heads * factor,
             num_kv_heads=self.num_kv_heads * factor,
+            state=self.state and self.state.times(factor),
         )
 
     def attention(self, layer: int) -> AttentionOptions:
@@ -191,7 +202,18 @@ class ArchConfig:
 
     def layer_options(self, layer: int) -> LayerOptions:
         """Return the static facts of a layer that its attention needs."""
-        return LayerOptions(self.attention(layer), self.kv_places[layer].group, self.kv)
+        state = self.state if layer in self.state_layers else None
+        return LayerOptions(self.attention(layer), self.kv_places[layer].group, self.kv, state)
+
+    @property
+    def attended_windows(self) -> tuple[int | None, ...]:
+        """Sliding window of each layer with attention."""
+        return tuple(window for layer, window in enumerate(self.windows) if layer not in self.state_layers)
+
+    @property
+    def num_states(self) -> int:
+        """Number of layers with a state."""
+        return self.num_layers - len(self.attended_windows)
 
     @property
     def kv(self) -> KVForm:
@@ -210,7 +232,8 @@ class ArchConfig:
     def period(self) -> int:
         """Number of layers after which their kinds repeat, from layer `num_first_layers` on."""
         layers = range(self.num_first_layers, self.num_layers)
-        kinds = [(self.attention(layer), self.ropes[layer], layer in self.dense_layers) for layer in layers]
+        facts = self.dense_layers, self.state_layers
+        kinds = [(self.attention(layer), self.ropes[layer], *(layer in fact for fact in facts)) for layer in layers]
         return next((p for p in range(1, len(kinds)) if kinds[p:] == kinds[:-p]), len(kinds))
 
     @cached_property
@@ -218,12 +241,13 @@ class ArchConfig:
         """Place of each layer in the KV groups: equally many layers of one window in each, in every period.
 
         If the layers do not repeat, a group has as many layers as have the rarest window, or more if there would be
-        more than MAX_KV_GROUPS groups; the last group of a window may have fewer.
+        more than MAX_KV_GROUPS groups; the last group of a window may have fewer. Layers with a state are in none.
         """
         if self.one_kv_group:
             return tuple(KVPlace(0, layer) for layer in range(self.num_layers))
         period = self.period if 2 * self.period <= self.num_layers else self.num_layers
-        counts = Counter(self.windows[:period])
+        kinds = [STATES if layer in self.state_layers else window for layer, window in enumerate(self.windows)]
+        counts = Counter(kind for kind in kinds[:period] if kind != STATES)
         group_size = math.gcd(*counts.values())
         if period == self.num_layers:
             group_size = max(min(counts.values()), -(-self.num_layers // MAX_KV_GROUPS))
@@ -231,9 +255,12 @@ class ArchConfig:
             zip(counts, accumulate((-(-n // group_size) for n in counts.values()), initial=0), strict=False)
         )
         places: list[KVPlace] = []
-        for layer, window in enumerate(self.windows):
+        for layer, window in enumerate(kinds):
+            if window == STATES:
+                places.append(KVPlace(STATES, kinds[:layer].count(STATES)))
+                continue
             start = layer // period * period
-            group, number = divmod(self.windows[start:layer].count(window), group_size)
+            group, number = divmod(kinds[start:layer].count(window), group_size)
             places.append(KVPlace(first_groups[window] + group, start // period * group_size + number))
         return tuple(places)
 
@@ -241,12 +268,12 @@ class ArchConfig:
     def kv_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each KV group; None for full attention."""
         windows = {place.group: window for place, window in zip(self.kv_places, self.windows, strict=True)}
-        return tuple(windows[group] for group in sorted(windows))
+        return tuple(windows[group] for group in sorted(windows) if group != STATES)
 
     @property
     def kv_group_layers(self) -> int:
         """Layers of the largest KV group, whose keys and values every page has room for."""
-        return 1 + max(place.layer for place in self.kv_places)
+        return 1 + max(place.layer for place in self.kv_places if place.group != STATES)
 
 
 def token_id_set(value: Any) -> frozenset[int]:

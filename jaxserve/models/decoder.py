@@ -26,6 +26,8 @@ from jaxserve.models.params import POSITION_EMBED, Params, ScannedLayers
 # -> (out[T,Q,H], carry); it rotates q and k first, by `rope` if that is given. `layer` is the layer's number in its KV
 # group, `sinks` the logits that take part in the softmax without values. Hashable, closes over no arrays.
 # Over latents: attend(q[T,Q,W], latents[T,1,W], None, ...) -> (out[T,Q,r], carry); it rotates the elements behind r.
+# In a layer with a state: attend(inputs, None, None, None, carry, layer, options) -> (out[T,heads,size], carry), by
+# `options.state`, with its inputs; `layer` is the layer's number among those.
 Attend = Callable[..., tuple[Array, Any]]
 
 
@@ -92,21 +94,21 @@ def forward_with_features(
         state: tuple[Array, Array, Any], xs: tuple[tuple[Params, ...], Array, Array]
     ) -> tuple[tuple[Array, Array, Any], None]:
         x, features, carry = state
-        period, places_in_features, first = xs
+        period, places_in_features, numbers = xs
         for kind, p in enumerate(period):
             if num_features:
                 features = features.at[places_in_features[kind]].set(x, mode="drop")
-            x, carry = run(family.block, start + kind, p, x, carry, first + places[start + kind].layer)
+            x, carry = run(family.block, start + kind, p, x, carry, numbers[kind])
         return (x, features, carry), None
 
     for layer, p in enumerate(layers.first):
         features = keep(features, layer, x)
         x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))
     if scanned:
-        # Layers of a group that are one period apart are equally far apart in it.
-        firsts = jnp.array([places[layer].layer - places[start].layer for layer in range(start, end, len(scanned))])
-        per_period = jnp.array(place_of).reshape(len(firsts), len(scanned))
-        (x, features, carry), _ = lax.scan(run_period, (x, features, carry), (scanned, per_period, firsts))
+        numbers = [places[layer].layer for layer in range(start, end)]
+        feature_places, layer_numbers = (jnp.array(each).reshape(-1, len(scanned)) for each in (place_of, numbers))
+        xs = (scanned, feature_places, layer_numbers)
+        (x, features, carry), _ = lax.scan(run_period, (x, features, carry), xs)
     for layer, p in enumerate(layers.rest, start=end):
         features = keep(features, layer, x)
         x, carry = run(_inner(family.block), layer, p, x, carry, jnp.int32(places[layer].layer))

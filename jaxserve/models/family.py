@@ -61,7 +61,7 @@ class FlopCounts:
     """Floating-point operations of a step, two for each product of a weight or a score.
 
     Attributes:
-        per_token: operations of the layers' matrices for a token.
+        per_token: operations of the layers' matrices and states for a token.
         per_row: operations of the logits of a row, or of its labels.
         per_score: operations of a query-key pair, of all heads, in one layer.
     """
@@ -74,8 +74,9 @@ class FlopCounts:
     def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
         """Count the rows of a model, or of one device's part of it."""
         layers = sum(spec.token_rows * spec.shape[1] for spec in specs if spec.is_matrix and spec.path[0] == "layers")
+        of_states = 0 if arch.state is None else arch.num_states * arch.state.token_flops
         head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
-        return cls(2 * layers, 2 * head, 2 * arch.num_heads * arch.kv.score_size)
+        return cls(2 * layers + of_states, 2 * head, 2 * arch.num_heads * arch.kv.score_size)
 
     def step(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the operations of a step.

@@ -7,12 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.layers.mlp import geglu
+from jaxserve.layers.norm import offset_norm
 from jaxserve.layers.rope import RopeConfig
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig, LayerOptions
@@ -95,14 +95,6 @@ def param_specs(arch: ArchConfig) -> list[ParamSpec]:
     """Return Llama's rows, and those of the norms behind attention and MLP."""
     specs = llama.param_specs(arch, gated=False, mlp_norm="pre_feedforward_layernorm")
     return specs + post_norm_specs(arch, "post_attention_layernorm", "post_feedforward_layernorm", init="zeros")
-
-
-def offset_norm(x: Float[Array, "*B D"], weight: Float[Array, " D"], eps: float) -> Float[Array, "*B D"]:
-    """Return the root-mean-square norm of the last axis times 1 + `weight`, all in float32."""
-    x32 = x.astype(jnp.float32)
-    x32 *= lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
-    factor = 1.0 + weight.astype(jnp.float32)
-    return (x32 * factor.reshape((1,) * (x.ndim - 1) + weight.shape)).astype(x.dtype)
 
 
 def block(

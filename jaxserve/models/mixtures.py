@@ -124,8 +124,10 @@ def block(
         return feed_forward(p, x, arch), carry
 
 
-def feed_forward(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[Array, "T D"]:
-    """Return x + the mixture of experts of its norm, or + SwiGLU in a layer without experts."""
+def feed_forward(
+    p: Params, x: Float[Array, "T D"], arch: ArchConfig, norm: Callable[..., Array] = rms_norm
+) -> Float[Array, "T D"]:
+    """Return x + the mixture of experts of its norm, or + SwiGLU of its `rms_norm` in a layer without experts."""
     if "router" not in p:
         return llama.mlp(p, x, arch)
     matrices = ExpertWeights(
@@ -140,4 +142,4 @@ def feed_forward(p: Params, x: Float[Array, "T D"], arch: ArchConfig) -> Float[A
         p.get("experts_gate_up_bias"),
         p.get("experts_down_bias"),
     )
-    return x + mixture(rms_norm(x, p["mlp_norm"], arch.norm_eps), matrices, _of(arch), arch.tensor_axis)
+    return x + mixture(norm(x, p["mlp_norm"], arch.norm_eps), matrices, _of(arch), arch.tensor_axis)

@@ -46,6 +46,9 @@ _QWEN3_FIELDS = {
     "moe_intermediate_size": SIZE,
     "norm_topk_prob": SWITCH,
     "use_sliding_window": SWITCH,
+}
+_SPARSE_FIELDS = {
+    "num_hidden_layers": SIZE,
     "decoder_sparse_step": SIZE,
     "mlp_only_layers": Kind("a list of layers", _is_layers).or_null(),
 }
@@ -104,10 +107,9 @@ def qwen3_arch(config: Mapping[str, Any]) -> ArchConfig:
 def _qwen_arch(
     config: Mapping[str, Any], values: Mapping[str, Any], *, shared_ffn_size: int = 0, **facts: Any
 ) -> ArchConfig:
-    window, layers = None, range(values["num_hidden_layers"])
+    window = None
     if values["use_sliding_window"]:
         window = read_fields(config, {"sliding_window": SIZE.or_null()})["sliding_window"]
-    step, only = values["decoder_sparse_step"], values["mlp_only_layers"] or []
     return llama.arch(
         config,
         experts=read_experts(
@@ -116,11 +118,18 @@ def _qwen_arch(
             normalized=values["norm_topk_prob"],
             shared_ffn_size=shared_ffn_size,
         ),
-        dense_layers=frozenset(layer for layer in layers if layer in only or (layer + 1) % step),
-        windows=(window,) * len(layers),
+        dense_layers=dense_layers(config),
+        windows=(window,) * values["num_hidden_layers"],
         mlp_bias=False,
         **facts,
     )
+
+
+def dense_layers(config: Mapping[str, Any]) -> frozenset[int]:
+    """Read which layers have no experts."""
+    values = read_fields(config, _SPARSE_FIELDS)
+    step, only = values["decoder_sparse_step"], values["mlp_only_layers"] or []
+    return frozenset(layer for layer in range(values["num_hidden_layers"]) if layer in only or (layer + 1) % step)
 
 
 def olmoe_arch(config: Mapping[str, Any]) -> ArchConfig:

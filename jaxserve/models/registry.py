@@ -24,13 +24,16 @@ from jaxserve.models import (
     phi3,
     pooling,
     qwen,
+    qwen_hybrid,
 )
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import FlopCounts, ModelFamily
-from jaxserve.models.hf_config import STRINGS
+from jaxserve.models.hf_config import STRINGS, TABLE, read_fields
 from jaxserve.models.params import ParamSpec
 from jaxserve.weights import CheckpointError, read_schemes
 
+# Fields of a multimodal config.json that its text part may lack.
+_OF_WHOLE = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
@@ -64,11 +67,36 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "DeepseekV3ForCausalLM": deepseek.DEEPSEEK_V3,
     "Glm4MoeLiteForCausalLM": deepseek.GLM4_MOE_LITE,
     "GptOssForCausalLM": gpt_oss.GPT_OSS,
+    "Qwen3NextForCausalLM": qwen_hybrid.QWEN3_NEXT,
+    "Qwen3_5ForCausalLM": qwen_hybrid.QWEN3_5,
+    "Qwen3_5MoeForCausalLM": qwen_hybrid.QWEN3_5_MOE,
 }
 
 
+# Multimodal architectures, of which the text part is served.
+TEXT_PARTS: Mapping[str, str] = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
+}
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of the text part of a multimodal model; that of another model as it is."""
+    names = config.get("architectures")
+    if not STRINGS.holds(names) or not names or names[0] not in TEXT_PARTS:
+        return config
+    text = read_fields(config, {"text_config": TABLE})["text_config"]
+    whole = {name: config[name] for name in _OF_WHOLE if config.get(name) is not None}
+    return {**whole, **text, "architectures": [TEXT_PARTS[names[0]]]}
+
+
 def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
-    """Return the ArchConfig of a parsed config.json; ConfigError if the architecture or a setting is not supported."""
+    """Return the ArchConfig of a parsed config.json; ConfigError if the architecture or a setting is not supported.
+
+    Of a multimodal model it is that of the text part.
+    """
+    config = text_config(config)
     names = config.get("architectures")
     if not STRINGS.holds(names) or not names or names[0] not in FAMILIES:
         raise ConfigError(f"architectures must name one of {sorted(FAMILIES)}, got {names}")

@@ -21,6 +21,7 @@ from jaxserve.engine.memory import (
     page_bytes,
     pool_dtype,
     select_backend,
+    state_bytes,
     tree_bytes,
 )
 from jaxserve.engine.parameters import compute_dtype, matrix_dtype
@@ -47,7 +48,7 @@ class Memory:
     Attributes:
         limit: memory that XLA may allocate; on a CPU, the machine's memory.
         weights: all weights.
-        slots: state of all decode slots.
+        slots: state of all decode slots, with snapshots of states.
         temp: temporaries of the step that needs most; 0 if nothing was compiled.
         pool_limit: largest pool that the engine would allocate; negative if the weights and the reserve for temporaries
             do not fit.
@@ -231,6 +232,7 @@ def make_plan(
         page_size=choose_page_size(config, local, kv_dtype, backend),
         num_pages=1,
         windows=arch.kv_windows,
+        has_states=arch.state is not None,
     )
     prompt_tokens = _predicted("prompt_len", prompt_tokens, "max_model_len", schedule.max_model_len)
     context_tokens = _predicted("context_len", context_tokens, "max_model_len", schedule.max_model_len)
@@ -302,7 +304,7 @@ def _memory(
     return Memory(
         limit=limit,
         weights=weight_bytes,
-        slots=tree_bytes(state.slots),
+        slots=tree_bytes((state.slots, state.states)),
         temp=0,
         pool_limit=math.floor(pool_limit),
         page=page,
@@ -328,7 +330,8 @@ def _roofline(
         link_bytes_per_s=target.num_links * sheet.link_bytes_per_s,
         num_chips=target.num_chips,
         weight_reads=WeightReads.of(params, registry.param_specs(local), tree_bytes),
-        kv_token_bytes=memory.page * local.num_layers // (schedule.page_size * local.kv_group_layers),
+        kv_token_bytes=memory.page * len(local.attended_windows) // (schedule.page_size * local.kv_group_layers),
+        state_bytes=state_bytes(local),
         collectives=program.collectives,
         collective_tokens=program.num_tokens,
     )

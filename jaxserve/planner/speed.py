@@ -28,6 +28,7 @@ class Roofline:
         num_chips: number of chips that the model is split over.
         weight_reads: bytes of weights that steps read on one device.
         kv_token_bytes: bytes of one token in the pool of one device, over all layers.
+        state_bytes: bytes of a sequence's states on one device, which a step reads and writes.
         collectives: collectives of one layer.
         collective_tokens: tokens of the step in which `collectives` were counted.
     """
@@ -39,6 +40,7 @@ class Roofline:
     num_chips: int
     weight_reads: WeightReads
     kv_token_bytes: int
+    state_bytes: int
     collectives: tuple[Collective, ...]
     collective_tokens: int
 
@@ -55,9 +57,9 @@ class Roofline:
     def step_ms(self, starts: Sequence[int], counts: Sequence[int]) -> float:
         """Return the time of a step whose rows compute `counts` tokens each, after `starts` earlier ones."""
         bucket = min(size for size in self.schedule.buckets() if size >= sum(counts))
-        attention = attention_cost(np.array(starts), np.array(counts), self.arch.windows)
-        kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // self.arch.num_layers
-        num_bytes = self.weight_reads.step(bucket) + kv_bytes
+        attention = attention_cost(np.array(starts), np.array(counts), self.arch.attended_windows)
+        kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // len(self.arch.attended_windows)
+        num_bytes = self.weight_reads.step(bucket) + kv_bytes + 2 * len(counts) * self.state_bytes
         flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)

@@ -89,6 +89,11 @@ def quantize_checkpoint(
             f"the model must have no experts, whose matrices are not quantised yet, got {arch.architecture}; "
             f'quantise it while it is loaded with quantization="int8"'
         )
+    if arch.state is not None:
+        raise ConfigError(
+            f"the model must have attention in all layers, as delta nets are not calibrated yet, got "
+            f'{arch.architecture}; quantise it while it is loaded with quantization="int8"'
+        )
     grid = grid_of(options, arch)
     checkpoint = weights.open_checkpoint(source, registry.param_specs(arch))
     sequences = None

@@ -48,6 +48,9 @@ class StepPlan:
         admitted: requests that start with this plan; their per-request device state must be set.
         grown: requests whose pages this plan extended; one may be there twice, or admitted, or have lost them.
         copies: pages to copy before the step, each with the page that it is copied to.
+        restored: rows whose states go on from a snapshot, each with its entry.
+        snapshots: rows that take a snapshot of their state, each with the tokens of the row behind which it is taken,
+            and its entry. No row of the plan reads that.
         num_pages_used: pages that running requests own once the plan is made.
         wants_logprobs: True if any row asked for log probabilities.
         wants_prompt_logprobs: True if any row asked for those of prompt tokens.
@@ -71,6 +74,8 @@ class StepPlan:
     admitted: list[Request] = field(default_factory=list)
     grown: list[Request] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    restored: list[tuple[int, int]] = field(default_factory=list)
+    snapshots: list[tuple[int, int, int]] = field(default_factory=list)
     num_pages_used: int = 0
     wants_logprobs: bool = False
     wants_prompt_logprobs: bool = False
@@ -102,7 +107,8 @@ class StepPlan:
         pages = [page for request in self.admitted for page in request.pages]
         pages += [entry for request in self.grown for entry in (len(request.pages), *request.pages[-1:])]
         copies = [page for copy in self.copies for page in copy]
-        rest = [int(self.is_split), len(copies), *copies]
+        states = [number for row in (*self.restored, *self.snapshots) for number in row]
+        rest = [int(self.is_split), len(copies), *copies, *states]
         for column in (self.slots, self.starts, self.counts, self.max_new, self.num_drafts, pages, rest):
             previous = zlib.crc32(array("q", column).tobytes(), previous)
         return previous

@@ -92,6 +92,7 @@ class Prefills:
         if self._unfinished:
             self._share_out_rest(plan, first_row, beside_decode=beside_decode)
             self._unfinished = [request for request in self._unfinished if in_prefill(request)]
+        self._take_snapshots(plan, first_row)
 
     def _continue(self, rows: Sequence[Request], start: int, stop: int, plan: StepPlan) -> bool:
         """Give rows in prefill of one class their first share, oldest first; returns whether one of them lacks pages.
@@ -146,6 +147,22 @@ class Prefills:
             num_tokens = self._num_affordable(request, wanted)
             if num_tokens and self._ledger.allocate(request, num_tokens, plan):
                 self._compute(row, num_tokens, plan)
+
+    def _take_snapshots(self, plan: StepPlan, first_row: int) -> None:
+        """Have rows from one on take snapshots of their states where they are worth it."""
+        ledger = self._ledger
+        if (snapshots := ledger.cache.snapshots) is None:
+            return
+        for row in range(first_row, plan.num_rows):
+            request, start = plan.requests[row], plan.starts[row]
+            stop, num_tokens = start + plan.counts[row], request.branch_tokens
+            if not start < num_tokens <= stop:
+                num_tokens = (stop - 1) // ledger.page_size * ledger.page_size if plan.max_new[row] else 0
+            if num_tokens <= start or request in ledger.unshared:
+                continue
+            entry = snapshots.take(ledger.cache.hashes(request)[num_tokens // ledger.page_size - 1])
+            if entry is not None:
+                plan.snapshots.append((row, num_tokens - start, entry))
 
     # Starts
 
@@ -253,6 +270,8 @@ class Prefills:
     def _is_computing(self, other: Request, num_computed_tokens: int, request: Request) -> bool:
         """Return whether an unfinished prompt with so many tokens computed is at the page that `request` needs next."""
         ledger = self._ledger
+        if ledger.cache.snapshots is not None:  # states inside a prompt have no snapshots
+            return False
         index = num_computed_tokens // ledger.page_size
         theirs, num_matchable = ledger.cache.hashes(other), (request.num_known_tokens - 1) // ledger.page_size
         if index >= min(len(theirs), num_matchable) or other in ledger.unshared:
@@ -289,6 +308,13 @@ class Prefills:
         if pages is None:
             return False
         plan.copies += zip(copied, pages[len(cached) :], strict=False)
+        if (snapshots := ledger.cache.snapshots) is not None:
+            hashes, num_columns = ledger.cache.hashes(request), start // ledger.page_size
+            request.branch_tokens = 0
+            if request.read_prefix_cache and (num_full := ledger.cache.num_full_columns(request)) > num_columns:
+                request.branch_tokens = num_full * ledger.page_size
+            if num_columns:
+                plan.restored.append((plan.num_rows, snapshots.read(hashes[num_columns - 1])))
         if not request.num_preemptions:
             request.num_cached_tokens = start
         ledger.uncount(request)

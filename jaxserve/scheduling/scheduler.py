@@ -23,6 +23,10 @@ earliest, and `ragged_paged_attention` writes all new keys and values of a step 
 page is complete before its content is read. Steps in flight write nothing but this content to it. A row of a plan
 keeps its pages while the plan is made, so that no page registered by it can be handed to another row of the same step.
 
+States. Layers without attention keep a state of a sequence in its slot, which goes on from zeros, or from a snapshot
+that an earlier plan took behind a cached page. A snapshot is taken inside a row's tokens, at the last full page of its
+prompt, or where others were seen to begin alike though there was none.
+
 KV groups. Layers of one kind have pages of their own, and a sequence a page in each group for each `page_size` tokens.
 A sequence releases the pages of a group with a sliding window that its next token does not see any more, before it gets
 a row in a plan: `Ledger.release_unseen`. Steps in flight may still read them, and the next owner writes to them later.
@@ -299,6 +303,8 @@ class Scheduler:
             may_split: True if a plan of one step without drafts may be split for rows that wait for tokens.
         """
         self.num_schedules += 1
+        if self._ledger.cache.snapshots is not None:
+            self._ledger.cache.snapshots.begin_plan()
         plan = StepPlan(self._next_step_id)
         make_room(self._ledger, self.policy, plan)
         num_displaced = len(plan.preempted)

@@ -44,6 +44,9 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek-v3": ("deepseek_v3", {}),
     "glm4-moe-lite": ("glm4_moe_lite", {}),
     "gpt-oss": ("gpt_oss", {}),
+    "qwen3-next": ("qwen3_next", {}),
+    "qwen3.5": ("qwen3_5", {}),
+    "qwen3.5-moe": ("qwen3_5_moe", {}),
     "phi3": ("phi3", {"original_max_position_embeddings": SIZES["max_model_len"]}),
     "smollm3": ("smollm3", {}),
     "seed-oss": ("seed_oss", {}),
@@ -70,6 +73,7 @@ class Oracle:
     """Results of transformers, by sequence."""
 
     def __init__(self, model: transformers.PreTrainedModel) -> None:
+        self.has_states = "linear_attention" in (getattr(model.config, "layer_types", None) or ())
         self.logprobs = functools.cache(lambda ids: log_softmax(reference_logits(model, np.array(ids)), axis=-1))
 
     def greedy(self, prompt: Sequence[int], count: int = NUM_OUTPUT) -> list[int]:
@@ -169,7 +173,8 @@ def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     generate(engine, PROMPTS[1:2], params)
     prompts = [PROMPTS[1][:n] + tokens(3, n) for n in (40, 21, 38)]
     outputs = generate(engine, prompts, params)
-    assert [output.num_cached_tokens for output in outputs] == [40, 20, 36]
+    # Of states there is a snapshot behind the last page before the prompt's last token.
+    assert [output.num_cached_tokens for output in outputs] == ([36, 0, 36] if oracle.has_states else [40, 20, 36])
     for output in outputs:
         assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids)
         expected = oracle.logprobs(tuple(output.prompt_token_ids + output.outputs[0].token_ids))
@@ -180,7 +185,7 @@ def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
 def test_drafts_and_preemption(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     start, oracle = pair
     drafts = SpeculationConfig(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, adaptive=False)
-    engine = start(speculative_config=drafts, num_pages=SIZES["num_pages"])
+    engine = start(speculative_config=None if oracle.has_states else drafts, num_pages=SIZES["num_pages"])
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     prompts = [tokens(7, n) * 4 for n in range(4)]
     before = engine.stats.num_preemptions

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxserve import weights
+from jaxserve.layers.state_forms import StateRows
 from jaxserve.models import decoder, registry
 from jaxserve.models.params import matrix_transform, stack_layers
 from jaxserve.pallas_kernels import packed_linear
@@ -25,7 +26,12 @@ if packed_linear.unsupported("float32", jax.default_backend()) is None:
 
 
 def attend(q, k, v, rope, carry, layer, options, sinks=None):
-    """Compute causal attention over one whole sequence, as a dense matrix."""
+    """Compute causal attention over one whole sequence, as a dense matrix, or a state's way through it."""
+    if options.state is not None:
+        T, one = len(q[0]), jnp.zeros(1, jnp.int32)
+        rows = StateRows(one, one, one, jnp.array([0, T]), jnp.zeros(T, jnp.int32), jnp.arange(T), one, one)
+        out, _ = options.state.advance(q, rows, options.state.new(1, 1), jnp.int32(0))
+        return out, carry + layer
     T, Q, _ = q.shape
     if v is None:  # latents, whose rotated elements are the last
         v = k[..., : options.kv.rank]
@@ -84,6 +90,7 @@ def test_random_configs_match_transformers(tmp_path, family, case):
 
 
 SLIDING, FULL = "sliding_attention", "full_attention"
+LINEAR = "linear_attention"
 SCANNED = {
     "llama": ({"num_hidden_layers": 3}, 1),
     "mistral": ({"num_hidden_layers": 3}, 1),
@@ -95,11 +102,12 @@ SCANNED = {
     "qwen3_moe": ({"num_hidden_layers": 5, "decoder_sparse_step": 2}, 2),
     "deepseek_v3": ({"num_hidden_layers": 4, "first_k_dense_replace": 2}, 1),
     "gpt_oss": ({"num_hidden_layers": 5}, 2),
+    "qwen3_5": ({"num_hidden_layers": 7, "layer_types": [LINEAR, LINEAR, FULL] * 2 + [LINEAR]}, 3),
     "gemma3": ({"num_hidden_layers": 7, "layer_types": [SLIDING, SLIDING, FULL] * 2 + [SLIDING]}, 3),
 }
 
 
-@pytest.mark.parametrize("family", some_by_default(SCANNED, "deepseek_v3", "gpt_neo", "gemma3"))
+@pytest.mark.parametrize("family", some_by_default(SCANNED, "deepseek_v3", "gpt_neo", "gemma3", "qwen3_5"))
 def test_scanned_layers_match_unrolled(tmp_path, family):
     sizes, period = SCANNED[family]
     write_checkpoint(tmp_path, family, **sizes)

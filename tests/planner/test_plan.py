@@ -47,6 +47,10 @@ PARAMS = {  # millions of parameters, as published by the makers
     "deepseek-v2-lite": 15706,
     "kimi-k2": 1026408,
     "glm-4.7-flash": 29943,
+    "qwen3-next-80b-a3b": 79674,
+    "qwen3.5-9b": 8954,
+    "qwen3.5-27b": 26896,
+    "qwen3.5-35b-a3b": 34661,
 }
 QUANTISED_PARAMS = {"deepseek-v3": 671026, "gpt-oss-20b": 20910, "gpt-oss-120b": 116830}
 GPT_PARAMS = {"gpt2": 124.44, "gpt2-xl": 1557.6, "gpt-neo-125m": 125.2, "gpt-neo-2.7b": 2651.3}
@@ -255,13 +259,14 @@ def test_each_chip_has_its_share(name: str, target: Target) -> None:
     plan = plan_of(name, target, max_model_len=length)
     memory, num_chips = plan.memory, target.num_chips
     copies = max(1, target.num_devices // arch.num_kv_heads)  # copies of each KV head
-    kv_size = arch.num_layers * 2 * arch.num_kv_heads * arch.head_dim
+    num_layers = len(arch.attended_windows)
+    kv_size = num_layers * 2 * arch.num_kv_heads * arch.head_dim
     num_params = registry.num_params(arch) + (copies - 1) * kv_size * arch.hidden_size
     routers = sum(math.prod(spec.shape) for spec in registry.param_specs(arch) if spec.exact)
     num_params += (target.num_devices - 1) * routers  # every device has all of them
     assert memory.weights == pytest.approx(2 * num_params / num_chips, rel=0.001)
     kv_token_bytes = copies * kv_size * 2
-    group_token_bytes = kv_token_bytes * arch.kv_group_layers // arch.num_layers
+    group_token_bytes = kv_token_bytes * arch.kv_group_layers // num_layers
     assert memory.page == group_token_bytes * plan.schedule.page_size // num_chips
     assert memory.request == memory.page * plan.schedule.kv_groups.num_pages(length)
     if len(arch.kv_windows) == 1:

@@ -44,6 +44,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_drafts=st.sampled_from([0, 0, 1, 3]),
         num_spare_tokens=st.sampled_from([0, 0, 1, 6]),
         windows=st.sampled_from([(None,), (None,), (3,), (None, 5), (1, 6), (2, None, 2, None)]),
+        num_snapshots=st.sampled_from([None, None, 0, 1, 3]),
     )
     def start(
         self,
@@ -57,6 +58,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_drafts,
         num_spare_tokens,
         windows,
+        num_snapshots,
         **policy_numbers,
     ):
         budget = max_num_seqs + more_budget
@@ -64,8 +66,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         policy_numbers["most_long"] = min(policy_numbers["most_long"], policy_numbers["most_unfinished"])
         self.policy = dataclasses.replace(Policy.of(budget), **policy_numbers)
         sizes = (max_num_seqs, budget, page_size, num_pages * len(windows))
+        if num_snapshots is not None:  # states cannot go back
+            max_drafts = num_spare_tokens = 0
+        layers = {"windows": windows, "num_snapshots": num_snapshots}
         self.scheduler = make_scheduler(
-            *sizes, max_model_len=40, windows=windows, num_spare_tokens=num_spare_tokens, **policy_numbers
+            *sizes, max_model_len=40, **layers, num_spare_tokens=num_spare_tokens, **policy_numbers
         )
         self.groups = self.scheduler.groups
         self.loop = Loop(self.scheduler, depth, max_steps, max_drafts, may_split=may_split)

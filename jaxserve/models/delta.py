@@ -1,0 +1,89 @@
+"""Gated delta net (arXiv 2412.06464) of a block: its tensors, and its computation around `layers/delta_net.py`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.layers.delta_net import DeltaInputs, GatedDelta
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.norm import rms_norm
+from jaxserve.models.arch import ArchConfig
+from jaxserve.models.params import Params, ParamSpec
+
+
+def delta_specs(arch: ArchConfig, layer: int, *, is_grouped: bool) -> list[ParamSpec]:
+    """Return one row per tensor of a layer's delta net, without the norm before it.
+
+    Args:
+        arch: sizes of the model.
+        layer: number of the layer.
+        is_grouped: True if the rows of both projections are sorted by key heads, each with what belongs to it.
+    """
+    sizes, D = arch.state, arch.hidden_size
+    assert isinstance(sizes, GatedDelta), "layers with a state are delta nets here"
+    K, V, keys, values = sizes.num_key_heads, sizes.num_value_heads, sizes.key_size, sizes.value_size
+
+    def spec(name: str, hf_names: tuple[str, ...], rows: tuple[int, ...], inner: tuple[int, ...], **facts: Any) -> Any:
+        names = tuple(f"model.layers.{layer}.linear_attn.{hf_name}" for hf_name in hf_names)
+        axes = ("heads", *("embed" if size == D else None for size in inner))
+        return ParamSpec(("layers", layer, name), (sum(rows), *inner), axes, names, rows, **facts)
+
+    if is_grouped:
+        projections = [
+            spec("in_proj", ("in_proj_qkvz.weight",), (2 * keys + 2 * values,), (D,), heads=(K,)),
+            spec("rate_proj", ("in_proj_ba.weight",), (2 * V,), (D,), heads=(K,), exact=True),
+        ]
+    else:
+        names = (*("in_proj_qkv.weight",) * 3, "in_proj_z.weight")
+        rates = ("in_proj_b.weight", "in_proj_a.weight")
+        projections = [
+            spec("in_proj", names, (keys, keys, values, values), (D,), heads=(K, K, V, V)),
+            spec("rate_proj", rates, (V, V), (D,), heads=(V, V), exact=True),
+        ]
+    mixed = {"rows": (keys, keys, values), "heads": (K, K, V)}
+    out = (f"model.layers.{layer}.linear_attn.out_proj.weight",)
+    norm = (f"model.layers.{layer}.linear_attn.norm.weight",)
+    return [
+        *projections,
+        spec("taps", ("conv1d.weight",) * 3, inner=(1, sizes.width), exact=True, is_array=True, **mixed),
+        spec("decay", ("A_log",), (V,), (), heads=(V,), init="zeros", exact=True),
+        spec("time_bias", ("dt_bias",), (V,), (), heads=(V,), init="ones", exact=True),
+        ParamSpec(("layers", layer, "delta_norm"), (sizes.value_dim,), (None,), norm, (sizes.value_dim,), "ones"),
+        ParamSpec(("layers", layer, "delta_out"), (D, values), ("embed", "heads"), out, (D,)),
+    ]
+
+
+def delta(
+    p: Params, x: Float[Array, "T D"], normed: Float[Array, "T D"], attend: Any, arch: ArchConfig, *, is_grouped: bool
+) -> tuple[Float[Array, "T D"], Any]:
+    """Return x + a gated delta net.
+
+    Args:
+        p: parameters of the layer.
+        x: residual stream.
+        normed: its norm.
+        attend: function of the inputs and three Nones, as of a block whose layer has a state.
+        arch: sizes of the model, or of one device's part of it.
+        is_grouped: see `delta_specs`.
+    """
+    sizes, T = arch.state, x.shape[0]
+    assert isinstance(sizes, GatedDelta), "layers with a state are delta nets here"
+    K, keys, values = sizes.num_key_heads, sizes.key_size, sizes.value_size
+    projected = linear(normed, p["in_proj"])
+    rates = linear(normed, p["rate_proj"], LinearContext(dtype=jnp.float32))
+    groups, parts = (K, (keys, keys, values, values)) if is_grouped else (1, (2 * keys + values, values))
+    ends = [sum(parts[: n + 1]) // groups for n in range(len(parts) - 1)]
+    *mixed, z = (y.reshape(T, -1) for y in jnp.split(projected.reshape(T, groups, -1), ends, axis=2))
+    rate, step = (y.reshape(T, -1) for y in jnp.split(rates.reshape(T, groups, -1), 2, axis=2))
+    inputs = DeltaInputs(
+        mixed=jnp.concatenate(mixed, axis=1),
+        taps=p["taps"],
+        log_decay=-jnp.exp(p["decay"])[None, :] * jax.nn.softplus(step + p["time_bias"][None, :]),
+        rate=jax.nn.sigmoid(rate),
+    )
+    out, carry = attend(inputs, None, None, None)
+    out = rms_norm(out, p["delta_norm"].astype(jnp.float32), arch.norm_eps).reshape(T, -1)
+    out = (out * jax.nn.silu(z.astype(jnp.float32))).astype(x.dtype)
+    return linear(out, p["delta_out"], LinearContext(axis=arch.tensor_axis), residual=x), carry

@@ -1,0 +1,199 @@
+"""Qwen3-Next and Qwen3.5: gated delta nets, with gated attention in every fourth layer."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxserve.errors import ConfigError
+from jaxserve.layers.delta_net import GatedDelta
+from jaxserve.layers.experts import Experts
+from jaxserve.layers.linear import LinearContext, linear
+from jaxserve.layers.mlp import swiglu
+from jaxserve.layers.norm import offset_norm
+from jaxserve.layers.rope import pair_halves
+from jaxserve.models import delta, llama, mixtures, moe
+from jaxserve.models.arch import ArchConfig, LayerOptions
+from jaxserve.models.family import ModelFamily
+from jaxserve.models.hf_config import FULL, SIZE, STRINGS, SWITCH, Kind, read_fields
+from jaxserve.models.params import Params, ParamSpec
+
+_LINEAR = "linear_attention"
+_DEFAULTS = {
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "attn_output_gate": True,
+}
+_FIELDS = {
+    "num_hidden_layers": SIZE,
+    "layer_types": STRINGS.or_null(),
+    "full_attention_interval": SIZE,
+    "linear_conv_kernel_dim": SIZE,
+    "linear_key_head_dim": SIZE,
+    "linear_value_head_dim": SIZE,
+    "linear_num_key_heads": SIZE,
+    "linear_num_value_heads": SIZE,
+    "attn_output_gate": Kind("true: attention without a gate is not supported", lambda value: value is True),
+}
+_NEXT_DEFAULTS = {
+    "num_key_value_heads": 2,
+    "num_experts": 512,
+    "num_experts_per_tok": 10,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+}
+_MOE_FIELDS = {
+    "moe_intermediate_size": SIZE,
+    "shared_expert_intermediate_size": SIZE,
+    "norm_topk_prob": SWITCH,
+}
+
+
+def next_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse a Qwen3-Next config.json."""
+    config = {**_NEXT_DEFAULTS, "intermediate_size": 5632, **config}
+    return _arch(config, dense_layers=moe.dense_layers(config), experts=_experts(config))
+
+
+def dense_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of a Qwen3.5 text model without experts."""
+    return _arch({"num_key_value_heads": 4, **config})
+
+
+def moe_arch(config: Mapping[str, Any]) -> ArchConfig:
+    """Parse the config.json of a Qwen3.5 text model with experts, which all layers have; their weights sum to one."""
+    config = {**_NEXT_DEFAULTS, "num_experts": 256, "num_experts_per_tok": 8, **config, "norm_topk_prob": True}
+    return _arch({**config, "intermediate_size": config["moe_intermediate_size"]}, experts=_experts(config))
+
+
+def _experts(config: Mapping[str, Any]) -> Experts:
+    values = read_fields(config, _MOE_FIELDS)
+    return mixtures.read_experts(
+        config,
+        size="moe_intermediate_size",
+        normalized=values["norm_topk_prob"],
+        shared_ffn_size=values["shared_expert_intermediate_size"],
+    )
+
+
+def _arch(config: Mapping[str, Any], **facts: Any) -> ArchConfig:
+    config = {**_DEFAULTS, **config}
+    values = read_fields(config, _FIELDS)
+    num_layers, kinds = values["num_hidden_layers"], values["layer_types"]
+    if kinds is None:
+        interval = values["full_attention_interval"]
+        kinds = [_LINEAR if (layer + 1) % interval else FULL for layer in range(num_layers)]
+    if len(kinds) != num_layers or not {FULL, _LINEAR}.issuperset(kinds):
+        raise ConfigError(f"layer_types must be {num_layers} of {FULL!r} and {_LINEAR!r}, got {kinds}")
+    sizes = GatedDelta(
+        num_key_heads=values["linear_num_key_heads"],
+        num_value_heads=values["linear_num_value_heads"],
+        key_dim=values["linear_key_head_dim"],
+        value_dim=values["linear_value_head_dim"],
+        width=values["linear_conv_kernel_dim"],
+    )
+    if sizes.num_value_heads % sizes.num_key_heads:
+        raise ConfigError(
+            f"linear_num_value_heads must be a multiple of linear_num_key_heads, "
+            f"got {sizes.num_value_heads} and {sizes.num_key_heads}"
+        )
+    linear_layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == _LINEAR)
+    state = {"state": sizes if linear_layers else None, "state_layers": linear_layers}
+    arch = llama.arch(config, rope_fraction=0.25, qk_norm=True, mlp_bias=False, **state, **facts)
+    ropes = tuple(None if layer in linear_layers else rope for layer, rope in enumerate(arch.ropes))
+    return dataclasses.replace(arch, ropes=ropes)
+
+
+def param_specs(arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
+    """Return Llama's rows with a gate beside each head of queries, and those of delta nets in place of attention.
+
+    Args:
+        arch: sizes of the model.
+        is_grouped: True if the rows of a delta net's projections are sorted by key heads.
+    """
+    if arch.experts is None:
+        specs = llama.param_specs(arch)
+    else:
+        specs = mixtures.param_specs(arch, shared="shared_expert", shared_gate=True)
+    of_attention = ("qkv_proj", "qkv_bias", "o_proj", "o_bias", "q_norm", "k_norm")
+    own = [spec for spec in specs if spec.path[-1] not in of_attention or spec.path[1] not in arch.state_layers]
+    for layer in sorted(arch.state_layers):
+        own += delta.delta_specs(arch, layer, is_grouped=is_grouped)
+    return [_offset(_gated(spec)) for spec in own]
+
+
+def _gated(spec: ParamSpec) -> ParamSpec:
+    """Return the spec with a gate behind each head of queries, where it has queries."""
+    if spec.path[-1] not in ("qkv_proj", "qkv_bias"):
+        return spec
+    rows = (2 * spec.hf_rows[0], *spec.hf_rows[1:])
+    return dataclasses.replace(spec, hf_rows=rows, shape=(sum(rows), *spec.shape[1:]))
+
+
+def _offset(spec: ParamSpec) -> ParamSpec:
+    """Return the spec of a norm that adds one to its weights with the zeros that make it neutral."""
+    is_offset = str(spec.path[-1]).endswith("_norm") and spec.path[-1] != "delta_norm"
+    return dataclasses.replace(spec, init="zeros") if is_offset else spec
+
+
+def block(
+    p: Params,
+    x: Float[Array, "T D"],
+    rope: Float[Array, "2 T half"] | None,
+    carry: Any,
+    layer: Any,
+    *,
+    arch: ArchConfig,
+    options: LayerOptions,
+    attend: Any,
+    is_grouped: bool,
+) -> tuple[Float[Array, "T D"], Any]:
+    """Apply one pre-norm decoder layer: x + gated attention or a delta net, then + its MLP or mixture of experts."""
+    with jax.named_scope("attention"):
+        normed = offset_norm(x, p["input_norm"], arch.norm_eps)
+        run: Callable[[Any], Any] = partial(attend, carry=carry, layer=layer, options=options)
+        if options.state is None:
+            x, carry = _attention(p, x, normed, rope, run, arch)
+        else:
+            x, carry = delta.delta(p, x, normed, run, arch, is_grouped=is_grouped)
+    with jax.named_scope("mlp"):
+        if "router" in p:
+            return mixtures.feed_forward(p, x, arch, offset_norm), carry
+        normed = offset_norm(x, p["mlp_norm"], arch.norm_eps)
+        inner = linear(normed, p["gate_up_proj"], LinearContext(activation=swiglu))
+        return linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis), residual=x), carry
+
+
+def _attention(
+    p: Params, x: Float[Array, "T D"], normed: Float[Array, "T D"], rope: Any, attend: Any, arch: ArchConfig
+) -> tuple[Float[Array, "T D"], Any]:
+    """Return x + attention whose heads have gates of their own."""
+    T, Q, K, H = x.shape[0], arch.num_heads, arch.num_kv_heads, arch.head_dim
+    qkv = linear(normed, p["qkv_proj"], bias=p.get("qkv_bias"))
+    gated, k, v = jnp.split(qkv, [2 * Q * H, (2 * Q + K) * H], axis=1)
+    q, gate = jnp.split(gated.reshape(T, Q, 2 * H), 2, axis=2)
+    q, k = offset_norm(q, p["q_norm"], arch.norm_eps), offset_norm(k.reshape(T, K, H), p["k_norm"], arch.norm_eps)
+    q, k = pair_halves(q, arch.rope_pairs), pair_halves(k, arch.rope_pairs)
+    out, carry = attend(q, k, v.reshape(T, K, H), rope)
+    return llama.project_out(p, out * jax.nn.sigmoid(gate), x, arch), carry
+
+
+_next_block, _block = (partial(block, is_grouped=is_grouped) for is_grouped in (True, False))
+_next_specs, _specs = (partial(param_specs, is_grouped=is_grouped) for is_grouped in (True, False))
+QWEN3_NEXT = ModelFamily(next_arch, _next_specs, _next_block, offset_norm, norm_offset=1.0)
+QWEN3_5 = ModelFamily(dense_arch, _specs, _block, offset_norm, norm_offset=1.0)
+QWEN3_5_MOE = ModelFamily(moe_arch, _specs, _block, offset_norm, norm_offset=1.0)
