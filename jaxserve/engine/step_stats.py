@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from jaxserve.execution.costs import attention_cost
 from jaxserve.execution.executor import Executor, RoundCounts, StepHandle
-from jaxserve.metrics import Counts, EngineStats, StepStats
+from jaxserve.metrics import Counts, EngineStats, LayerCounts, StepStats
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.step_costs import StepCosts
 
@@ -40,6 +40,7 @@ class _Ended(NamedTuple):
     wall_s: float
     end_s: float
     rounds: RoundCounts | None
+    expert_tokens: NDArray[np.int32] | None
 
 
 class StepStatsWriter:
@@ -66,7 +67,14 @@ class StepStatsWriter:
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
 
-    def ended(self, step: InFlight, num_sampled: NDArray[Any], now_s: float, rounds: RoundCounts | None = None) -> None:
+    def ended(
+        self,
+        step: InFlight,
+        num_sampled: NDArray[Any],
+        now_s: float,
+        rounds: RoundCounts | None = None,
+        expert_tokens: NDArray[np.int32] | None = None,
+    ) -> None:
         """Note that the result of a step is there, and the number of tokens that each row sampled.
 
         Device time is from dispatch, or from the end of the step before, to result.
@@ -74,7 +82,7 @@ class StepStatsWriter:
         free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
         device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
         wall_s = max(now_s - max(step.planned_s, free_s), 0.0)
-        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds))
+        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds, expert_tokens))
 
     def write(self, num_waiting: int) -> list[StepStats]:
         """Add all steps that have ended to the totals; return their statistics."""
@@ -100,7 +108,7 @@ class StepStatsWriter:
         )
 
     def _statistics(self, ended: _Ended, num_waiting: int) -> StepStats:
-        step, num_sampled, device_s, wall_s, _, rounds = ended
+        step, num_sampled, device_s, wall_s, _, rounds, expert_tokens = ended
         plan, bucket, arch = step.plan, step.bucket, self._arch
         page_size, num_axis_tokens = self._executor.schedule.page_size, bucket
         if rounds is None:
@@ -134,6 +142,7 @@ class StepStatsWriter:
             num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),
             num_draft_rounds=0 if rounds is None else int((rounds.drafted > 0).sum()),
             accepted_per_position=Counts() if rounds is None else _by_position(rounds.accepted),
+            expert_tokens=LayerCounts() if expert_tokens is None else LayerCounts.of(expert_tokens.tolist()),
         )
 
 

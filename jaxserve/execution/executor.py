@@ -51,6 +51,7 @@ class StepResult:
     prompt_logprobs: TokenLogprobs | None = None  # [T]
     rounds: RoundCounts | None = None  # counts of a step with drafts
     pooled: NDArray[np.float32] | None = None  # [R, size]: vectors of rows whose prompts are computed
+    expert_tokens: NDArray[np.int32] | None = None  # [mixtures, E]: tokens of each expert; None if not counted
 
     def sampled(self, num_rows: int) -> list[list[int]]:
         """Return the tokens that each of the first rows sampled."""

@@ -14,7 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.execution.round import Model, Rows, StepOutput, Tokens, place_tokens, planned_rows, run_model
+from jaxserve.execution.round import (
+    Model,
+    Rows,
+    StepOutput,
+    Tokens,
+    place_tokens,
+    planned_rows,
+    run_model,
+    with_counts,
+    without_counts,
+)
 from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models.pooling import HEAD
@@ -35,13 +45,13 @@ def make_pooling_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, nu
 
     def pooling_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
         batch = layout.unpack(blob)
-        state = dataclasses.replace(state, sequences=set_pages(state.sequences, batch.new_pages))
+        state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
         sequences = state.sequences
         rows = planned_rows(sequences, batch, jnp.int32(0))
         row, _, position, live = place_tokens(rows, layout.num_tokens)
         planned = jnp.arange(layout.num_tokens, dtype=jnp.int32)  # no row has stopped
         tokens = Tokens(row, position, live, planned, token_ids=jnp.maximum(batch.token_ids, 0))
-        hidden, _, kv_pages = run_model(params, state, rows, tokens, batch.num_rows, model)
+        hidden, _, state = run_model(params, state, rows, tokens, batch.num_rows, model)
         with jax.named_scope("pool"):
             pooled, kept = pool(hidden, rows, tokens, state.pooled, kind)
             if has_head:
@@ -49,10 +59,10 @@ def make_pooling_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, nu
         S = sequences.length.shape[0]  # out of range, dropped
         length = sequences.length.at[jnp.where(rows.q_lens > 0, rows.slot, S)].set(rows.kv_lens, mode="drop")
         sequences = dataclasses.replace(sequences, length=length)
-        state = dataclasses.replace(state, kv_pages=kv_pages, sequences=sequences, pooled=kept)
+        state = dataclasses.replace(state, sequences=sequences, pooled=kept)
         counted = jnp.stack([rows.samples.astype(jnp.int32), jnp.zeros_like(rows.slot)], axis=1)
         empty = jnp.zeros((0, 0), jnp.int32)
-        return state, StepOutput(counted, empty[:, None], empty, pooled)
+        return with_counts(state, StepOutput(counted, empty[:, None], empty, pooled))
 
     return pooling_step
 

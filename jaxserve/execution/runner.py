@@ -84,14 +84,15 @@ class RunningStep:
             unpack(np.asarray(out.prompt_logprobs)) if self.wants_prompt_logprobs else None,
             rounds,
             None if out.pooled is None else np.asarray(out.pooled),
+            None if out.expert_tokens is None else np.asarray(out.expert_tokens),
         )
 
     def start_download(self) -> None:
         """Start the download of the wanted outputs, each as soon as it is ready."""
         out = self._sampled
         wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
-        vectors = () if out.pooled is None else (out.pooled,)
-        for array in (out.sampled, *vectors, *(array for array, is_wanted in wanted if is_wanted)):
+        optional = (array for array in (out.pooled, out.expert_tokens) if array is not None)
+        for array in (out.sampled, *optional, *(array for array, is_wanted in wanted if is_wanted)):
             array.copy_to_host_async()
 
 

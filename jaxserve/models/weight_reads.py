@@ -45,7 +45,7 @@ class WeightReads(NamedTuple):
         ]
         all_experts = num_bytes(of_experts)
         whole = num_bytes(params) - num_bytes(lookup_tables(params, has_logits=has_logits)) - all_experts
-        per_expert = 0 if experts is None else all_experts // experts.num_experts
+        per_expert = 0 if experts is None else all_experts // experts.num_held
         return cls(whole, lookup_bytes(params, specs, num_bytes), per_expert, experts)
 
     def step(self, num_tokens: int) -> int:
