@@ -135,7 +135,7 @@ class StepStatsWriter:
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
-            weight_bytes=self._executor.weight_bytes(num_axis_tokens) * num_steps,
+            weight_bytes=self._executor.weight_bytes(num_axis_tokens, -(-num_tokens // num_steps)) * num_steps,
             kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // arch.num_layers,
             flops=self._executor.step_flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
             num_drafted_tokens=0 if rounds is None else int(rounds.drafted.sum()),

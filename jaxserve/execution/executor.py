@@ -93,8 +93,8 @@ class Executor(Protocol):
     def kv_token_bytes(self) -> int:
         """Bytes of one token in the pool of a device, all layers and what scales it has included."""
 
-    def weight_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of weights that a step of so many tokens reads on a device."""
+    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
+        """Return the bytes of weights that a step of so many tokens, of which some are live, reads on a device."""
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step on a device.

@@ -181,9 +181,9 @@ class Runner:
         self.state = self.programs.new_state()
         return True
 
-    def weight_bytes(self, num_tokens: int) -> int:
+    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
         """Bytes of weights that a step of `num_tokens` reads on a device; see `WeightReads`."""
-        return self._weight_reads.step(num_tokens)
+        return self._weight_reads.step(num_tokens, num_live)
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step on a device."""
