@@ -78,6 +78,9 @@ class EngineConfig:
             have a bfloat16 scale per token and head, "int4" 36 bytes for every 64 elements.
         tensor_parallel_size: number of devices that the model is split over, the first ones available; it must divide
             the heads and the width of the feed-forward layers.
+        expert_parallel_size: number of equal shares of a mixture's experts, which are on different devices. Of the
+            `tensor_parallel_size` devices equally many have each share and split its experts among them; all other
+            layers are split over all devices. It must divide `tensor_parallel_size` and the number of experts.
         data_parallel_size: number of replicas of the model, each on its own `tensor_parallel_size` devices and with its
             own pool; a request goes to a replica that has room for it, preferably one that has its prefix cached.
         max_model_len: longest prompt plus output; None is the model's own.
@@ -115,6 +118,7 @@ class EngineConfig:
         seed: seed of random weights, and of requests without a seed; None is 0.
         attention_backend: "auto", or the name of one backend of ragged_paged_attention.
         step_ahead: plan and dispatch a step before the tokens of the previous step are read.
+        count_expert_tokens: count the tokens of each expert of a mixture, by layer, in the statistics of steps.
         multi_step: most decode steps in one dispatch while no waiting request could join; 1 is off. "auto" measures
             whether several are faster, and limits a dispatch to about 10 ms, of which a new request may have to wait
             for two; it is off with compile_ahead="minimal".
@@ -146,6 +150,7 @@ class EngineConfig:
     quantization: str | None = None
     kv_cache_dtype: str = "auto"
     tensor_parallel_size: int = 1
+    expert_parallel_size: int = 1
     data_parallel_size: int = 1
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -165,6 +170,7 @@ class EngineConfig:
     seed: int = 0
     attention_backend: str = "auto"
     step_ahead: bool = True
+    count_expert_tokens: bool = False
     multi_step: str | int = "auto"
     compile_ahead: str = "background"
     forbid_compiles: bool = False
@@ -204,13 +210,21 @@ class EngineConfig:
                 _check_positive(name, getattr(self, name))
         for name in (
             "tensor_parallel_size",
+            "expert_parallel_size",
             "data_parallel_size",
             "max_num_partial_prefills",
             "max_long_partial_prefills",
         ):
             _check_positive(name, getattr(self, name))
+        _check_devices(self)
         _check_max_logprobs(self.max_logprobs)
-        for name in ("skip_tokenizer_init", "enable_prefix_caching", "step_ahead", "forbid_compiles"):
+        for name in (
+            "skip_tokenizer_init",
+            "enable_prefix_caching",
+            "step_ahead",
+            "count_expert_tokens",
+            "forbid_compiles",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be a bool, got {getattr(self, name)!r}")
         for name in ("seed", "long_prefill_token_threshold"):
@@ -365,6 +379,7 @@ class ScheduleConfig:
     num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
     has_split_steps: bool = False  # True if there are split plans, for rows that wait for tokens
     pools: bool = False  # True if requests end with their prompts
+    count_expert_tokens: bool = False  # True if steps count the tokens of each expert
 
     def __post_init__(self) -> None:
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -540,6 +555,7 @@ def resolve_schedule(
         max_drafts=config.speculation.max_drafts if config.speculation else 0,
         num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
         pools=pools,
+        count_expert_tokens=config.count_expert_tokens,
     )
 
 
@@ -620,6 +636,14 @@ def _check_runner(config: EngineConfig) -> None:
     if config.runner == "generate" and config.convert in (EMBED, CLASSIFY):
         raise ConfigError(f"convert={config.convert!r} needs runner='pooling', got runner='generate'; drop one")
     _ = config.pooler_options
+
+
+def _check_devices(config: EngineConfig) -> None:
+    if config.tensor_parallel_size % config.expert_parallel_size:
+        raise ConfigError(
+            f"expert_parallel_size must divide tensor_parallel_size, the number of devices, got "
+            f"{config.expert_parallel_size} and {config.tensor_parallel_size}; set it to a divisor"
+        )
 
 
 def _check_positive(name: str, value: object) -> None:

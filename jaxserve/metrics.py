@@ -6,6 +6,7 @@ its result is available. Wall times of steps do not overlap, and idle time belon
 
 import dataclasses
 from bisect import bisect_left
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
@@ -92,6 +93,28 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerCounts:
+    """Counts by layer and position; missing ones are zero."""
+
+    layers: tuple[Counts, ...] = ()
+
+    @classmethod
+    def of(cls, counts: Iterable[Iterable[int]]) -> "LayerCounts":
+        """Return the counts of each layer."""
+        return cls(tuple(Counts(tuple(layer)) for layer in counts))
+
+    def __add__(self, other: "LayerCounts") -> "LayerCounts":
+        return LayerCounts(tuple(a + b for a, b in zip_longest(self.layers, other.layers, fillvalue=Counts())))
+
+    def __sub__(self, other: "LayerCounts") -> "LayerCounts":
+        return LayerCounts(tuple(a - b for a, b in zip_longest(self.layers, other.layers, fillvalue=Counts())))
+
+    def total(self) -> Counts:
+        """Return the counts of all layers together."""
+        return sum(self.layers, Counts())
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """Statistics of one dispatch, of one or several steps; bytes and FLOPs are per device."""
 
@@ -117,6 +140,7 @@ class StepStats:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
+    expert_tokens: LayerCounts = LayerCounts()  # tokens of each expert; none unless `count_expert_tokens` is on
 
     def split(self, peak_rates: PeakRates) -> TimeSplit:
         """Return the split of the step's wall time."""
@@ -151,6 +175,7 @@ class EngineStats:
     num_drafted_tokens: int = 0
     num_accepted_tokens: int = 0  # drafted tokens that were accepted
     accepted_per_position: Counts = Counts()  # accepted tokens by their position in a round
+    expert_tokens: LayerCounts = LayerCounts()  # tokens of each expert; none unless `count_expert_tokens` is on
     steps_by_tokens: Counts = Counts()  # steps by the bucket of STEP_TOKENS that their number of tokens is in
 
     def add(self, step: StepStats) -> None:

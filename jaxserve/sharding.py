@@ -1,11 +1,14 @@
-"""Tensor parallelism: the mesh, and the table from logical axes of tensors to mesh axes.
+"""Tensor and expert parallelism: the mesh, and the table from logical axes of tensors to mesh axes.
 
 Matrices are split as in Megatron-LM (Shoeybi et al. 2019): those before attention and SwiGLU by their rows (heads,
 ffn), those after by their columns, so that a layer sums over the devices twice; embedding and head by the vocabulary.
+All devices of a model take part. Those of routed experts are divided twice: whole experts along the expert axis, and
+each expert, as above, over the devices that have it.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import jax
@@ -14,14 +17,30 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
 
-TENSOR = "tensor"  # name of the mesh axis over which models are split
-MESH_AXES = ("data", TENSOR, "expert", "pipeline")  # the others have size 1
+MESH_AXES = ("data", "tensor", "expert", "pipeline")  # the first and the last have size 1
+EXPERT = "expert"  # mesh axis along which devices have experts of their own
+TENSOR = ("tensor", EXPERT)  # mesh axes over which models are split; the devices of both are those of the model
 
-_MESH_AXES = {"vocab": TENSOR, "heads": TENSOR, "ffn": TENSOR, "embed": None, None: None}
+MeshAxes = str | tuple[str, ...]
+
+_MESH_AXES: dict[str | None, MeshAxes | None] = {
+    "vocab": TENSOR,
+    "heads": TENSOR,
+    "ffn": TENSOR,
+    "expert": EXPERT,
+    "expert_ffn": "tensor",
+    "expert_rows": TENSOR,  # experts and the rows of each, in one dimension
+    "embed": None,
+    None: None,
+}
 
 
-def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -> Mesh | None:
+def tensor_mesh(
+    num_devices: int, devices: Sequence[jax.Device] | None = None, *, num_expert_shards: int = 1
+) -> Mesh | None:
     """Return the mesh over the first `num_devices` of `devices`, by default of all devices; None for one device.
+
+    `num_expert_shards` is the size of the expert axis, which divides the number of devices.
 
     With many processes, the mesh has the first devices of each: all processes must take part.
 
@@ -42,17 +61,19 @@ def tensor_mesh(num_devices: int, devices: Sequence[jax.Device] | None = None) -
         )
     share = num_devices // len(processes)
     taken = [d for process in processes for d in [d for d in devices if d.process_index == process][:share]]
-    return make_mesh(taken) if num_devices > 1 else None
+    return make_mesh(taken, num_expert_shards) if num_devices > 1 else None
 
 
-def replica_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[Mesh | None]:
+def replica_meshes(
+    tensor_parallel_size: int, data_parallel_size: int, expert_parallel_size: int = 1
+) -> list[Mesh | None]:
     """Return the mesh of each replica, over consecutive devices; [None] for one replica on one device.
 
     Raises:
         ConfigError: there are fewer devices, or they belong to several processes.
     """
     if data_parallel_size == 1:
-        return [tensor_mesh(tensor_parallel_size)]
+        return [tensor_mesh(tensor_parallel_size, num_expert_shards=expert_parallel_size)]
     if jax.process_count() > 1:
         raise ConfigError(
             f"data_parallel_size must be 1 in a run over many processes, got {data_parallel_size} and "
@@ -64,17 +85,27 @@ def replica_meshes(tensor_parallel_size: int, data_parallel_size: int) -> list[M
             f"tensor_parallel_size x data_parallel_size must be at most the number of devices, got {size} x "
             f"{data_parallel_size} and {len(devices)}; lower one{_more_devices(devices)}"
         )
-    return [make_mesh(devices[first : first + size]) for first in range(0, size * data_parallel_size, size)]
+    firsts = range(0, size * data_parallel_size, size)
+    return [make_mesh(devices[first : first + size], expert_parallel_size) for first in firsts]
 
 
-def make_mesh(devices: Sequence[jax.Device]) -> Mesh:
-    """Return the mesh over the devices of one replica, all of them along the tensor axis."""
-    return Mesh(np.array(devices).reshape(1, -1, 1, 1), MESH_AXES)
+def make_mesh(devices: Sequence[jax.Device], num_expert_shards: int = 1) -> Mesh:
+    """Return the mesh over the devices of one replica.
+
+    Devices that have the same experts are `num_expert_shards` apart.
+    """
+    return Mesh(np.array(devices).reshape(1, -1, num_expert_shards, 1), MESH_AXES)
 
 
 def tensor_size(mesh: Mesh | None) -> int:
     """Return the number of devices that a model is split over; 1 without a mesh."""
-    return 1 if mesh is None else mesh.shape[TENSOR]
+    return 1 if mesh is None else num_parts(mesh, TENSOR)
+
+
+def num_parts(mesh: Mesh | AbstractMesh, axes: MeshAxes | None) -> int:
+    """Return the number of parts into which mesh axes divide a dimension."""
+    names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+    return math.prod(mesh.shape[name] for name in names)
 
 
 def _more_devices(devices: Sequence[jax.Device]) -> str:
@@ -93,8 +124,16 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def split_dimension(axes: Sequence[str | None]) -> int | None:
-    """Return the split dimension of a tensor with these logical axes; None if every device has the whole tensor."""
-    return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] == TENSOR), None)
+    """Return the dimension that tensor parallelism splits, given the logical axes of a tensor; None if there is none.
+
+    Whole experts may be divided along another one.
+    """
+    return next((dim for dim, axis in enumerate(axes) if _MESH_AXES[axis] not in (None, EXPERT)), None)
+
+
+def whole_shape(mesh: Mesh | AbstractMesh, part: Sequence[int], axes: Sequence[str | None]) -> tuple[int, ...]:
+    """Return the shape of a tensor of which each device of a mesh holds `part`; any further dimensions are whole."""
+    return tuple(size * num_parts(mesh, _MESH_AXES[axis]) for size, axis in zip_longest(part, axes))
 
 
 def joined(mesh: Mesh, part: Any, larger: Any) -> Any:
@@ -109,7 +148,8 @@ def joined(mesh: Mesh, part: Any, larger: Any) -> Any:
 
     def join(own: jax.ShapeDtypeStruct, more: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         is_split = [a < b for a, b in zip(own.shape, more.shape, strict=True)]
-        shape = [size * mesh.shape[TENSOR] if split else size for size, split in zip(own.shape, is_split, strict=True)]
+        count = tensor_size(mesh)
+        shape = [size * count if split else size for size, split in zip(own.shape, is_split, strict=True)]
         spec = PartitionSpec(*(TENSOR if split else None for split in is_split))
         return jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=NamedSharding(mesh, spec))
 

@@ -19,16 +19,21 @@ class VllmOption:
         behaviour: clause that describes what jaxserve does.
         accepts: values that ask for this behaviour; None to accept every value, as none changes what is served.
         field: field of EngineConfig that takes the value; `accepts` is then ignored.
+        switch: field of EngineConfig whose value `field` gets if the option is True; if it is False, `field` keeps its
+            default.
     """
 
     name: str
     behaviour: str
     accepts: Sequence[Any] | None = ()
     field: str | None = None
+    switch: str | None = None
 
     @property
     def accepted(self) -> str:
         """Accepted values as text for errors and documentation."""
+        if self.switch is not None:
+            return "False or True"
         if self.field is not None:
             return f"any value of {self.field}"
         if self.accepts is None:
@@ -104,9 +109,14 @@ VLLM_OPTIONS = (
     VllmOption("kv_transfer_config", "the KV cache is not transferred", (None,)),
     VllmOption("kv_events_config", "there are no KV cache events", (None,)),
     # Several devices
-    VllmOption("pipeline_parallel_size", "models are split by tensor parallelism alone", (1,)),
-    VllmOption("decode_context_parallel_size", "models are split by tensor parallelism alone", (1,)),
-    VllmOption("enable_expert_parallel", "models are split by tensor parallelism alone", (False,)),
+    VllmOption("pipeline_parallel_size", "models are split by tensor and expert parallelism alone", (1,)),
+    VllmOption("decode_context_parallel_size", "models are split by tensor and expert parallelism alone", (1,)),
+    VllmOption(
+        "enable_expert_parallel",
+        "stands for an expert_parallel_size of tensor_parallel_size",
+        field="expert_parallel_size",
+        switch="tensor_parallel_size",
+    ),
     VllmOption("distributed_executor_backend", "one process drives all its devices", (None, "uni")),
     VllmOption("disable_custom_all_reduce", "XLA's collectives are used", _BOOLS),
     VllmOption("ray_workers_use_nsight", "there are no Ray workers", (False,)),
@@ -166,6 +176,11 @@ def engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
                 raise ConfigError(f"{option.name} must be {option.accepted}, got {brief(value)}: {option.behaviour}")
         elif option.field in given:
             raise ConfigError(f"{option.name} {option.behaviour}; pass one of them, got both")
+        elif option.switch is not None:
+            if not isinstance(value, bool):
+                raise ConfigError(f"{option.name} must be {option.accepted}, got {brief(value)}")
+            if value and option.switch in given:
+                options[option.field] = given[option.switch]
         elif value is not None:
             options[option.field] = value
     return options

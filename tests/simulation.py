@@ -339,7 +339,7 @@ class SimulatedExecutor:
     def kv_token_bytes(self) -> int:
         return 1
 
-    def weight_bytes(self, num_tokens: int) -> int:
+    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
         return num_tokens
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:

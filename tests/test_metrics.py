@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.metrics import Counts, EngineStats, PeakRates, StepStats, TimeSplit, split_time
+from jaxserve.metrics import Counts, EngineStats, LayerCounts, PeakRates, StepStats, TimeSplit, split_time
 
 PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 
@@ -14,9 +14,11 @@ PEAK_RATES = PeakRates(flops_per_s=2e9, bytes_per_s=1e9)
 def a_step(step_id: int, **fields: float) -> StepStats:
     """Return a step whose numbers all differ."""
     kinds = {field.name: float if field.name.endswith("_ms") else int for field in dataclasses.fields(StepStats)}
-    del kinds["accepted_per_position"]
+    del kinds["accepted_per_position"], kinds["expert_tokens"]
     numbers = {name: kind(step_id + index) for index, (name, kind) in enumerate(kinds.items())}
-    return StepStats(**numbers | fields, accepted_per_position=Counts((step_id + 3, 2, step_id)))
+    expert_tokens = LayerCounts.of([(step_id, 4), (5, step_id + 6)][: 1 + step_id])
+    counts = Counts((step_id + 3, 2, step_id))
+    return StepStats(**numbers | fields, accepted_per_position=counts, expert_tokens=expert_tokens)
 
 
 def test_time_is_split_by_the_peak_rates() -> None:
@@ -58,5 +60,6 @@ def test_totals_are_sums_and_differences_of_steps() -> None:
             continue
         assert getattr(added, field.name) == getattr(a_step(100), field.name)
         assert getattr(stats, field.name) == getattr(a_step(0), field.name) + getattr(a_step(100), field.name)
+    assert stats.expert_tokens.total() == Counts((105, 114))
     assert added.num_steps == a_step(100).num_steps  # one or several per dispatch
     assert added.used_page_steps == a_step(100).num_pages_used * a_step(100).num_steps

@@ -73,6 +73,19 @@ def test_other_names_of_own_options(name: str, value: object, field: str) -> Non
         engine_options({name: value, field: value})
 
 
+def test_expert_parallelism_over_all_devices() -> None:
+    options = engine_options({"enable_expert_parallel": True, "tensor_parallel_size": 4})
+    assert EngineConfig(**options).expert_parallel_size == 4
+    for given in ({"enable_expert_parallel": False, "tensor_parallel_size": 4}, {"enable_expert_parallel": True}):
+        assert EngineConfig(**engine_options(given)).expert_parallel_size == 1
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel must be False or True, got 4"):
+        engine_options({"enable_expert_parallel": 4})
+    with pytest.raises(ConfigError, match=r"enable_expert_parallel stands for .* got both"):
+        engine_options({"enable_expert_parallel": True, "expert_parallel_size": 2})
+    with pytest.raises(ConfigError, match=r"expert_parallel_size must divide tensor_parallel_size.* got 3 and 4"):
+        EngineConfig(tensor_parallel_size=4, expert_parallel_size=3)
+
+
 def test_what_no_one_knows_is_left_to_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"unsupported engine options \['max_num_seq'\]"):
         EngineConfig(**engine_options({"max_num_seq": 8}))

@@ -73,6 +73,7 @@ def load_draft(config: EngineConfig, arch: ArchConfig) -> Draft:
         model=str(directory),
         quantization=speculation.quantization,
         tensor_parallel_size=1,
+        expert_parallel_size=1,
         data_parallel_size=1,
         attention_backend="auto",
         speculative_config=None,

@@ -181,7 +181,7 @@ def matrix_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None 
 
 def meshes_of(config: EngineConfig) -> list[Mesh | None]:
     """Return the mesh of each replica; None for a replica on one device."""
-    return replica_meshes(config.tensor_parallel_size, config.data_parallel_size)
+    return replica_meshes(config.tensor_parallel_size, config.data_parallel_size, config.expert_parallel_size)
 
 
 def copies(params: Params, meshes: Sequence[Mesh | None]) -> list[Params]:

@@ -209,7 +209,7 @@ class Replica:
         step = self.in_flight[0]
         plan = step.plan
         sampled, num_tokens = result.sampled(plan.num_rows), result.num_tokens[: plan.num_rows]
-        self.step_stats.ended(step, num_tokens, result.ended_s, result.rounds)
+        self.step_stats.ended(step, num_tokens, result.ended_s, result.rounds, result.expert_tokens)
         self._pace_drafts(plan, result, is_scout=step.is_scout)
         if plan.num_prefill_tokens or plan.num_drafts or plan.is_split:
             self.pacer.pause()

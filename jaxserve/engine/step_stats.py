@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from jaxserve.execution.costs import attention_cost
 from jaxserve.execution.executor import Executor, RoundCounts, StepHandle
-from jaxserve.metrics import Counts, EngineStats, StepStats
+from jaxserve.metrics import Counts, EngineStats, LayerCounts, StepStats
 from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.step_costs import StepCosts
 
@@ -41,6 +41,7 @@ class _Ended(NamedTuple):
     wall_s: float
     end_s: float
     rounds: RoundCounts | None
+    expert_tokens: NDArray[np.int32] | None
 
 
 class StepStatsWriter:
@@ -67,7 +68,14 @@ class StepStatsWriter:
         self._device_free_s = 0.0
         self._unwritten: list[_Ended] = []
 
-    def ended(self, step: InFlight, num_sampled: NDArray[Any], now_s: float, rounds: RoundCounts | None = None) -> None:
+    def ended(
+        self,
+        step: InFlight,
+        num_sampled: NDArray[Any],
+        now_s: float,
+        rounds: RoundCounts | None = None,
+        expert_tokens: NDArray[np.int32] | None = None,
+    ) -> None:
         """Note that the result of a step is there, and the number of tokens that each row sampled.
 
         Device time is from dispatch, or from the end of the step before, to result.
@@ -75,7 +83,7 @@ class StepStatsWriter:
         free_s, self._device_free_s = self._device_free_s, max(now_s, self._device_free_s)
         device_s = max(now_s - max(step.handle.launched_s, free_s), 0.0)
         wall_s = max(now_s - max(step.planned_s, free_s), 0.0)
-        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds))
+        self._unwritten.append(_Ended(step, num_sampled, device_s, wall_s, now_s, rounds, expert_tokens))
 
     def write(self, num_waiting: int) -> list[StepStats]:
         """Add all steps that have ended to the totals; return their statistics."""
@@ -101,7 +109,7 @@ class StepStatsWriter:
         )
 
     def _statistics(self, ended: _Ended, num_waiting: int) -> StepStats:
-        step, num_sampled, device_s, wall_s, _, rounds = ended
+        step, num_sampled, device_s, wall_s, _, rounds, expert_tokens = ended
         plan, bucket, arch = step.plan, step.bucket, self._arch
         page_size, num_axis_tokens = self._executor.schedule.page_size, bucket
         if rounds is None:
@@ -128,13 +136,14 @@ class StepStatsWriter:
             host_ms=step.host_s * 1e3,
             device_ms=device_s * 1e3,
             wall_ms=wall_s * 1e3,
-            weight_bytes=self._executor.weight_bytes(num_axis_tokens) * num_steps,
+            weight_bytes=self._executor.weight_bytes(num_axis_tokens, -(-num_tokens // num_steps)) * num_steps,
             kv_bytes=attention.num_kv_tokens * self._executor.kv_token_bytes // len(arch.attended_windows),
             flops=self._executor.step_flops(num_axis_tokens * num_steps, num_rows * num_steps, attention.num_scores),
             num_drafted_tokens=0 if rounds is None else int(rounds.drafted.sum()),
             num_accepted_tokens=0 if rounds is None else int(rounds.accepted.sum()),
             num_draft_rounds=0 if rounds is None else int((rounds.drafted > 0).sum()),
             accepted_per_position=Counts() if rounds is None else _by_position(rounds.accepted),
+            expert_tokens=LayerCounts() if expert_tokens is None else LayerCounts.of(expert_tokens.tolist()),
         )
 
 

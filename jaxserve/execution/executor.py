@@ -51,6 +51,7 @@ class StepResult:
     prompt_logprobs: TokenLogprobs | None = None  # [T]
     rounds: RoundCounts | None = None  # counts of a step with drafts
     pooled: NDArray[np.float32] | None = None  # [R, size]: vectors of rows whose prompts are computed
+    expert_tokens: NDArray[np.int32] | None = None  # [mixtures, E]: tokens of each expert; None if not counted
 
     def sampled(self, num_rows: int) -> list[list[int]]:
         """Return the tokens that each of the first rows sampled."""
@@ -92,8 +93,8 @@ class Executor(Protocol):
     def kv_token_bytes(self) -> int:
         """Bytes of one token in the pool of a device, all layers and what scales it has included."""
 
-    def weight_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of weights that a step of so many tokens reads on a device."""
+    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
+        """Return the bytes of weights that a step of so many tokens, of which some are live, reads on a device."""
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step on a device.

@@ -14,7 +14,18 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxserve.execution.round import Model, Rows, StepOutput, Tokens, place_tokens, planned_rows, run_model, state_rows
+from jaxserve.execution.round import (
+    Model,
+    Rows,
+    StepOutput,
+    Tokens,
+    place_tokens,
+    planned_rows,
+    run_model,
+    state_rows,
+    with_counts,
+    without_counts,
+)
 from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.layers.linear import LinearContext, linear
 from jaxserve.models.pooling import HEAD
@@ -35,7 +46,7 @@ def make_pooling_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, nu
 
     def pooling_step(params: Params, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
         batch = layout.unpack(blob)
-        state = dataclasses.replace(state, sequences=set_pages(state.sequences, batch.new_pages))
+        state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
         sequences = state.sequences
         rows = planned_rows(sequences, batch, jnp.int32(0))
         row, _, position, live = place_tokens(rows, layout.num_tokens)
@@ -54,7 +65,7 @@ def make_pooling_step(arch: ArchConfig, layout: BatchLayout, *, backend: str, nu
         state = dataclasses.replace(state, sequences=sequences, pooled=kept)
         counted = jnp.stack([rows.samples.astype(jnp.int32), jnp.zeros_like(rows.slot)], axis=1)
         empty = jnp.zeros((0, 0), jnp.int32)
-        return state, StepOutput(counted, empty[:, None], empty, pooled)
+        return with_counts(state, StepOutput(counted, empty[:, None], empty, pooled))
 
     return pooling_step
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.execution.batch import StateBatch, StepBatch
 from jaxserve.execution.state import Sequences, ServeState
+from jaxserve.layers.experts import RoutedTokens
 from jaxserve.layers.kv_forms import NewTokens
 from jaxserve.layers.state_forms import StateRows
 from jaxserve.models import decoder
@@ -100,18 +101,20 @@ class StepOutput:
         prompt_logprobs: log probabilities of the token after each token that the host packed for the first round; zeros
             unless wanted.
         pooled: vectors of a model that pools, which has no log probabilities; None of one that generates.
+        expert_tokens: tokens of each expert in all rounds, by mixture; None where they are not counted.
     """
 
     sampled: Int[Array, "R columns"]
     logprobs: Int[Array, "R logprob_steps words"]
     prompt_logprobs: Int[Array, "T words"]
     pooled: Float[Array, "R outputs"] | None = None
+    expert_tokens: Int[Array, "L E"] | None = None
 
 
 @no_type_check  # rebuilt around shapes and placeholders too, as every pytree is
 @struct.dataclass
 class AttentionCarry:
-    """State that goes through the layers: the pool, the rows of every KV group, and trees of drafts.
+    """State that goes through the layers: the pool, the rows of every KV group, trees of drafts, tokens of experts.
 
     With layers that have a state, also the pool of states, and the rows as these layers see them.
     """
@@ -121,6 +124,7 @@ class AttentionCarry:
     tree_mask: Int[Array, " T"] | None = None
     states: Any = None
     state_rows: StateRows | None = None
+    routed: RoutedTokens | None = None
 
 
 def paged_attend(
@@ -278,15 +282,20 @@ def run_model(
     tree_mask: Int[Array, " T"] | None = None,
     state_rows: StateRows | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T observed"], ServeState]:
-    """Return the hidden states of all tokens, what a proposer observes of them, and the state with what layers keep."""
+    """Return the hidden states of all tokens, what a proposer observes of them, and the state.
+
+    The state has what layers keep of the tokens, and their experts in the counts.
+    """
     page_tables = state.sequences.page_tables(rows.slot, len(model.arch.kv_windows))
     groups = tuple(RaggedRows(rows.kv_lens, table, rows.cu_q_lens, num_rows) for table in page_tables)
     attend = partial(paged_attend, backend=model.backend)
-    carry = AttentionCarry(state.kv_pages, groups, tree_mask, state.states, state_rows)
+    routed = None if model.arch.experts is None else RoutedTokens.of(tokens.live, state.expert_tokens)
+    carry = AttentionCarry(state.kv_pages, groups, tree_mask, state.states, state_rows, routed)
     hidden, features, carry = decoder.forward_with_features(
         params, model.arch, tokens.token_ids, tokens.position, attend, carry, model.feature_layers
     )
-    state = dataclasses.replace(state, kv_pages=carry.kv_pages, states=carry.states)
+    counts = None if carry.routed is None else carry.routed.counts
+    state = dataclasses.replace(state, kv_pages=carry.kv_pages, states=carry.states, expert_tokens=counts)
     return hidden, features if model.feature_layers else hidden, state
 
 
@@ -307,6 +316,17 @@ def state_rows(batch: StepBatch, rows: Rows, tokens: Tokens) -> StateRows | None
         kept_len=jnp.where(rows.q_lens > 0, batch.kept_len, 0),
         kept=batch.kept,
     )
+
+
+def without_counts(state: ServeState) -> ServeState:
+    """Return the state of a step that has counted no tokens of experts yet."""
+    counts = state.expert_tokens
+    return state if counts is None else dataclasses.replace(state, expert_tokens=jnp.zeros_like(counts))
+
+
+def with_counts(state: ServeState, output: StepOutput) -> tuple[ServeState, StepOutput]:
+    """Return the state and the output of a step with the tokens of experts that it has counted."""
+    return state, dataclasses.replace(output, expert_tokens=state.expert_tokens)
 
 
 def takes_part(sequences: Sequences, batch: StepBatch, index: Int[Array, "*R"]) -> Bool[Array, " R"]:

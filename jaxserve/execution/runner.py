@@ -84,14 +84,15 @@ class RunningStep:
             unpack(np.asarray(out.prompt_logprobs)) if self.wants_prompt_logprobs else None,
             rounds,
             None if out.pooled is None else np.asarray(out.pooled),
+            None if out.expert_tokens is None else np.asarray(out.expert_tokens),
         )
 
     def start_download(self) -> None:
         """Start the download of the wanted outputs, each as soon as it is ready."""
         out = self._sampled
         wanted = [(out.logprobs, self.wants_logprobs), (out.prompt_logprobs, self.wants_prompt_logprobs)]
-        vectors = () if out.pooled is None else (out.pooled,)
-        for array in (out.sampled, *vectors, *(array for array, is_wanted in wanted if is_wanted)):
+        optional = (array for array in (out.pooled, out.expert_tokens) if array is not None)
+        for array in (out.sampled, *optional, *(array for array, is_wanted in wanted if is_wanted)):
             array.copy_to_host_async()
 
 
@@ -180,9 +181,9 @@ class Runner:
         self.state = self.programs.new_state()
         return True
 
-    def weight_bytes(self, num_tokens: int) -> int:
+    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
         """Bytes of weights that a step of `num_tokens` reads on a device; see `WeightReads`."""
-        return self._weight_reads.step(num_tokens)
+        return self._weight_reads.step(num_tokens, num_live)
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step on a device."""

@@ -75,6 +75,7 @@ class ServeState:
     states: Any = None  # pool of the states of layers without attention; None where there are none
     draft: Any = None  # state of the proposer of speculative decoding; None without one
     pooled: Float[Array, "S D"] | None = None  # what the chunks of prompts so far leave to the next: see `pooling.pool`
+    expert_tokens: Int[Array, "L E"] | None = None  # tokens of experts in the last step; None where they do not count
 
 
 def new_pool(arch: ArchConfig, num_pages: int, page_size: int, *, kv_dtype: DTypeLike, backend: str) -> Pages:
@@ -132,15 +133,18 @@ def new_state(
         backend: backend of attention.
         new_draft: function that makes the state of a proposer.
     """
+    counts = None
+    if schedule.count_expert_tokens and arch.experts is not None:
+        counts = jnp.zeros((arch.num_layers - len(arch.dense_layers), arch.experts.num_experts), jnp.int32)
     pool = new_pool(arch, schedule.num_pages, schedule.page_size, kv_dtype=kv_dtype, backend=backend)
     states = new_states(arch, schedule.num_state_entries)
     if (pooler := arch.pooler) is None:
         slots = new_slots(arch, schedule.max_num_seqs, schedule.max_model_len)
         sequences = new_sequences(schedule)
-        return ServeState(kv_pages=pool, sequences=sequences, slots=slots, states=states, draft=new_draft())
+        return ServeState(pool, sequences, slots, states, draft=new_draft(), expert_tokens=counts)
     kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((schedule.max_num_seqs, arch.hidden_size))
     slots = new_slots(dataclasses.replace(arch, vocab_size=1), schedule.max_num_seqs, 1)  # which nothing reads
-    return ServeState(kv_pages=pool, sequences=new_sequences(schedule), slots=slots, states=states, pooled=kept)
+    return ServeState(pool, new_sequences(schedule), slots, states, pooled=kept, expert_tokens=counts)
 
 
 def abstract_state(

@@ -37,6 +37,8 @@ from jaxserve.execution.round import (
     takes_part,
     tokens_of,
     vocab_split,
+    with_counts,
+    without_counts,
 )
 from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.execution.verification import Observer, Proposer
@@ -98,9 +100,9 @@ def make_serve_step(
         observe = None if observer is None else partial(observer.observe, all_params)
         batch = layout.unpack(blob)
         sequences = set_pages(state.sequences, batch.new_pages)
-        state = dataclasses.replace(state, sequences=sequences)
+        state = dataclasses.replace(without_counts(state), sequences=sequences)
         if max_steps == 1:
-            return plain_round(params, state, batch, jnp.int32(0), model, observe)
+            return with_counts(*plain_round(params, state, batch, jnp.int32(0), model, observe))
 
         def goes_on(carry: tuple[ServeState, StepOutput, Array]) -> Bool[Array, ""]:
             state, _, index = carry
@@ -122,7 +124,7 @@ def make_serve_step(
             prompt_logprobs=jnp.zeros((layout.num_tokens, num_words), jnp.int32),
         )
         state, outputs, _ = lax.while_loop(goes_on, run, (state, outputs, jnp.int32(0)))
-        return state, outputs
+        return with_counts(state, outputs)
 
     return serve_step
 
@@ -153,7 +155,7 @@ def make_split_step(
         params: Params = all_params if observer is None else all_params[0]
         observe = None if observer is None else partial(observer.observe, all_params)
         batch = layout.unpack(blob)
-        state = dataclasses.replace(state, sequences=set_pages(state.sequences, batch.new_pages))
+        state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
         rows = planned_rows(state.sequences, batch, first_round)
         tokens = tokens_of(batch, rows, state.slots, first_round)
         state, logits, _ = compute_tokens(params, state, batch, rows, tokens, model, observe)
@@ -172,7 +174,7 @@ def make_split_step(
             lambda: jnp.zeros((R, num_words), jnp.int32),
         )
         counted = jnp.stack([rows.samples.astype(jnp.int32), sampled], axis=1)
-        return state, StepOutput(counted, logprobs[:, None], jnp.zeros((0, num_words), jnp.int32))
+        return with_counts(state, StepOutput(counted, logprobs[:, None], jnp.zeros((0, num_words), jnp.int32)))
 
     return compute, sample
 

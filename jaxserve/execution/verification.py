@@ -35,6 +35,8 @@ from jaxserve.execution.round import (
     planned_rows,
     run_model,
     takes_part,
+    with_counts,
+    without_counts,
 )
 from jaxserve.execution.state import ServeState, set_pages
 from jaxserve.models import decoder
@@ -207,7 +209,7 @@ def make_speculative_step(
     def serve_step(params: BothParams, state: ServeState, blob: Array) -> tuple[ServeState, StepOutput]:
         batch = layout.unpack(blob)
         assert isinstance(batch, SpeculativeBatch), "the layout is that of a speculative step"
-        state = dataclasses.replace(state, sequences=set_pages(state.sequences, batch.new_pages))
+        state = dataclasses.replace(without_counts(state), sequences=set_pages(state.sequences, batch.new_pages))
         state = _with_sent_tokens(state, batch)
 
         def goes_on(carry: tuple[ServeState, StepOutput, Array]) -> Bool[Array, ""]:
@@ -226,7 +228,7 @@ def make_speculative_step(
             prompt_logprobs=jnp.zeros((0, num_words), jnp.int32),
         )
         state, out, _ = lax.while_loop(goes_on, run, (state, out, jnp.int32(0)))
-        return state, out
+        return with_counts(state, out)
 
     return serve_step
 
@@ -264,8 +266,7 @@ def _round(
         drafts = dataclasses.replace(drafts, count=jnp.minimum(drafts.count, jnp.maximum(room, 0)))
         state = dataclasses.replace(state, draft=draft_state)
     with jax.named_scope("verify"):
-        logits, observed, kv_pages = _verify(target_params, state, rows, drafts, batch.num_rows, model)
-        state = dataclasses.replace(state, kv_pages=kv_pages)
+        logits, observed, state = _verify(target_params, state, rows, drafts, batch.num_rows, model)
     with jax.named_scope("accept"):
         state, out, path, num_accepted = _accept(state, batch, rows, drafts, logits, out, model)
     if drafts.ancestors is not None:
@@ -290,8 +291,8 @@ def round_words(wanted: Array, drafted: Array, accepted: Array, sampled: Array) 
 
 def _verify(
     params: Params, state: ServeState, rows: Rows, drafts: Drafts, num_rows: Int[Array, ""], model: Model
-) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 observed"], Pages]:
-    """Return logits after the last known token of each row and after each drafted one, and the pool.
+) -> tuple[Float[Array, "N1 R V"], Float[Array, "RN1 observed"], ServeState]:
+    """Return logits after the last known token of each row and after each drafted one, and the state: see `run_model`.
 
     The second result is what a proposer observes of the tokens, row after row.
     """
@@ -308,7 +309,7 @@ def _verify(
     hidden, observed, state = run_model(params, state, all_rows, tokens, num_rows, model, tree_mask)
     place = all_rows.cu_q_lens[None, :-1] + jnp.arange(N + 1)[:, None]
     logits = decoder.compute_logits(params, model.arch, hidden.at[place.reshape(-1)].get(mode="clip"))
-    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(mode="clip"), state.kv_pages
+    return logits.reshape(N + 1, R, -1), observed.at[place.T.reshape(-1)].get(mode="clip"), state
 
 
 def _compact(state: ServeState, rows: Rows, path: Int[Array, "R N1"], model: Model) -> Pages:

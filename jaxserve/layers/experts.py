@@ -4,13 +4,17 @@ The rows of a product are the T * k pairs of a token and one of its experts, sor
 no shape depends on what the router chooses.
 """
 
+from __future__ import annotations
+
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from jaxserve.layers.linear import LinearContext, Weight, as_matrix, linear
 from jaxserve.layers.mlp import swiglu
@@ -32,6 +36,9 @@ class Experts(NamedTuple):
         shared_ffn_size: feed-forward size of the experts of every token, which are one; 0 if there are none.
         softmax_of_chosen: True if weights are the softmax of the chosen experts' logits alone.
         activation: function between the two products of an expert.
+        num_shards: number of equal shares of whole experts that different devices have; each device has a part of
+            every expert of its share.
+        shard_axis: mesh axis of the shares, where these are the sizes of one device.
     """
 
     num_experts: int
@@ -46,14 +53,25 @@ class Experts(NamedTuple):
     shared_ffn_size: int = 0
     softmax_of_chosen: bool = False
     activation: Callable[[Array], Array] = swiglu
+    num_shards: int = 1
+    shard_axis: str | None = None
 
-    def local(self, num_devices: int) -> "Experts":
-        """Return the sizes on one of `num_devices`, each of which has a part of every expert."""
-        return self._replace(ffn_size=self.ffn_size // num_devices, shared_ffn_size=self.shared_ffn_size // num_devices)
+    def local(self, num_devices: int, shard_axis: str) -> Experts:
+        """Return the sizes on one of `num_devices`."""
+        return self._replace(
+            ffn_size=self.ffn_size * self.num_shards // num_devices,
+            shared_ffn_size=self.shared_ffn_size // num_devices,
+            shard_axis=shard_axis,
+        )
+
+    @property
+    def num_held(self) -> int:
+        """Number of experts whose matrices, or parts of them, are here: on one device, those of its share."""
+        return self.num_experts if self.shard_axis is None else self.num_experts // self.num_shards
 
     def most_read(self, num_tokens: int) -> int:
-        """Return the largest number of experts that so many tokens read."""
-        return min(self.num_experts, num_tokens * self.per_token)
+        """Return the largest number of experts that a device reads for so many tokens."""
+        return min(self.num_held, num_tokens * self.per_token)
 
 
 def route(
@@ -91,27 +109,55 @@ def _in_best_groups(ranked: Float[Array, "T E"], experts: Experts) -> Float[Arra
     return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(ranked.shape)
 
 
+@no_type_check  # pytrees are also rebuilt around shapes and placeholders
+@struct.dataclass
+class RoutedTokens:
+    """Tokens of a step for the mixtures of its layers, and what is counted of them; part of the carry of layers.
+
+    Attributes:
+        live: True if a token is not padding. Padding has no experts, so that it reads none.
+        counts: number of tokens of each expert, by mixture; None where they are not counted.
+        index: number of the next mixture.
+    """
+
+    live: Bool[Array, " T"]
+    counts: Int[Array, "L E"] | None
+    index: Int[Array, ""]
+
+    @classmethod
+    def of(cls, live: Bool[Array, " T"], counts: Int[Array, "L E"] | None) -> RoutedTokens:
+        """Return the tokens before the first mixture, which are added to `counts`."""
+        return cls(live, counts, jnp.int32(0))
+
+    def add(self, ids: Int[Array, "T k"]) -> RoutedTokens:
+        """Return the tokens after a mixture, with those of its experts counted; numbers behind the last are not."""
+        if self.counts is None:
+            return self
+        counts = self.counts.at[self.index, ids.reshape(-1)].add(1, mode="drop")
+        return dataclasses.replace(self, counts=counts, index=self.index + 1)
+
+
 class SortedPairs(NamedTuple):
     """Pairs of a token and one of its experts, sorted by expert.
 
     Attributes:
         order: number t * k + i of each pair, the i-th of token t.
         place: place of pair t * k + i in that order.
-        group_sizes: number of pairs of each expert.
+        group_sizes: number of pairs of each expert that the device has, the first group's first in the order.
     """
 
     order: Int[Array, " M"]
     place: Int[Array, " M"]
-    group_sizes: Int[Array, " E"]
+    group_sizes: Int[Array, " held"]
 
     @classmethod
-    def of(cls, ids: Int[Array, "T k"], num_experts: int) -> "SortedPairs":
-        """Sort the pairs of tokens whose experts are `ids`."""
-        expert_ids = ids.reshape(-1)
+    def of(cls, ids: Int[Array, "T k"], num_experts: int) -> SortedPairs:
+        """Sort the pairs of tokens whose experts are `ids`; those that are not in [0, num_experts) come last."""
+        expert_ids = jnp.where((ids >= 0) & (ids < num_experts), ids, num_experts).reshape(-1)
         numbers = jnp.arange(expert_ids.size, dtype=jnp.int32)
         order = jnp.argsort(expert_ids, stable=True).astype(jnp.int32)
         place = jnp.zeros_like(numbers).at[order].set(numbers, unique_indices=True)
-        return cls(order, place, jnp.zeros(num_experts, jnp.int32).at[expert_ids].add(1))
+        return cls(order, place, jnp.zeros(num_experts, jnp.int32).at[expert_ids].add(1, mode="drop"))
 
 
 class ExpertWeights(NamedTuple):
@@ -126,7 +172,7 @@ class ExpertWeights(NamedTuple):
         shared_down: their matrix `[D, F]`.
         shared_gate: matrix `[1, D]` whose product's sigmoid is the weight of these experts; None for a weight of one.
         logit_bias: terms of the products with the router, or None.
-        gate_up_bias: biases of the experts' first products, or None.
+        gate_up_bias: biases of the first products of all experts, or None.
         down_bias: biases of their second ones, whole on each device.
     """
 
@@ -143,25 +189,37 @@ class ExpertWeights(NamedTuple):
 
 
 def mixture(
-    x: Float[Array, "T D"], matrices: ExpertWeights, experts: Experts, axis: str | None = None
-) -> Float[Array, "T D"]:
-    """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU layers.
+    x: Float[Array, "T D"],
+    matrices: ExpertWeights,
+    experts: Experts,
+    axis: str | tuple[str, ...] | None = None,
+    routed: RoutedTokens | None = None,
+) -> tuple[Float[Array, "T D"], RoutedTokens | None]:
+    """Return the weighted sum of each token's experts and of those of every token, which are SwiGLU; and `routed`.
+
+    Every device has all tokens and routes them alike. It computes those of its own experts, and the sum over the
+    devices, which tensor parallelism needs too, is that of all experts.
 
     Args:
         x: normed inputs.
         matrices: router and experts.
         experts: number of experts, and of those of a token.
-        axis: mesh axis over whose devices F is split.
+        axis: mesh axes over whose devices experts and F are split.
+        routed: what is padding among the tokens; None for none.
     """
     logits = linear(x, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias)
     weights, ids = route(logits, experts, matrices.router_bias)
-    pairs = SortedPairs.of(ids, experts.num_experts)
+    if routed is not None:
+        ids = jnp.where(routed.live[:, None], ids, experts.num_experts)
+        routed = routed.add(ids)
+    first = 0 if experts.num_shards == 1 else lax.axis_index(experts.shard_axis) * experts.num_held
+    pairs = SortedPairs.of(ids - first, experts.num_held)
     gated, plain = LinearContext(experts.activation, x.dtype), LinearContext(dtype=x.dtype, axis=axis)
     gate_up, down, sizes = as_matrix(matrices.gate_up), as_matrix(matrices.down), pairs.group_sizes
-    inner = gate_up.linear_groups(x[pairs.order // experts.per_token], sizes, gated, matrices.gate_up_bias)
-    down_bias = matrices.down_bias
-    if axis is not None and down_bias is not None:  # products are summed over the devices, which have it all
-        down_bias = jnp.where(lax.axis_index(axis) == 0, down_bias, 0)
+    gate_up_bias, down_bias = (_of_share(each, first, experts) for each in (matrices.gate_up_bias, matrices.down_bias))
+    inner = gate_up.linear_groups(x[pairs.order // experts.per_token], sizes, gated, gate_up_bias)
+    if axis is not None and down_bias is not None:  # products are summed over the devices that have a part of an expert
+        down_bias = jnp.where(_is_first_part(axis, experts), down_bias, 0)
     outputs = down.linear_groups(inner, sizes, plain, down_bias)
     of_tokens = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(of_tokens * weights[:, :, None], axis=1).astype(x.dtype)
@@ -169,4 +227,17 @@ def mixture(
         inner = linear(x, matrices.shared_gate_up, LinearContext(activation=swiglu))
         shared = as_matrix(matrices.shared_down).multiply(inner, plain).astype(x.dtype)  # summed below
         y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(x, matrices.shared_gate)) * shared
-    return y if axis is None else lax.psum(y, axis)
+    return y if axis is None else lax.psum(y, axis), routed
+
+
+def _of_share(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) -> Float[Array, "held N"] | None:
+    """Return the biases of the experts whose matrices a device has, from number `first` on."""
+    if bias is None or experts.num_shards == 1:
+        return bias
+    return lax.dynamic_slice_in_dim(bias, first, experts.num_held)
+
+
+def _is_first_part(axis: str | tuple[str, ...], experts: Experts) -> Bool[Array, ""]:
+    """Return whether this device has the first part of each expert of its share."""
+    axes = (axis,) if isinstance(axis, str) else axis
+    return lax.axis_index(tuple(name for name in axes if name != experts.shard_axis)) == 0

@@ -24,13 +24,13 @@ class LinearContext:
     Attributes:
         activation: function of the sums and the bias; gated matrices, and only they, must have `swiglu`.
         dtype: dtype of the result; None for that of x, or of the rows of a table.
-        axis: mesh axis along which each device has some columns of the matrix and of x, and the products are summed
+        axis: mesh axes along which each device has some columns of the matrix and of x, and the products are summed
             before the bias; in a look-up, along which each device has as many rows of the table, in order.
     """
 
     activation: Callable[[Array], Array] | None = None
     dtype: jax.typing.DTypeLike | None = None
-    axis: str | None = None
+    axis: str | tuple[str, ...] | None = None
 
 
 class Operands(NamedTuple):

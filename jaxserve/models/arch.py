@@ -15,7 +15,7 @@ from jaxserve.layers.rope import RopeConfig
 from jaxserve.layers.state_forms import StateForm
 from jaxserve.pallas_kernels.ragged_paged_attention import AttentionOptions
 from jaxserve.pooling import Pooler
-from jaxserve.sharding import TENSOR, held_heads
+from jaxserve.sharding import EXPERT, TENSOR, held_heads
 from jaxserve.weights import Schemes
 
 MAX_KV_GROUPS = 8  # most groups of layers whose kinds do not repeat
@@ -102,7 +102,7 @@ class ArchConfig:
     residual_scale: float = 1.0  # factor on what attention and MLP add to the residual stream
     activation: str = "gelu"  # activation of an MLP without a gate, see `layers.mlp.ACTIVATIONS`
     parallel: bool = False  # True if the MLP reads what attention reads, not what it adds to
-    tensor_axis: str | None = None  # mesh axis of the split, where these are the sizes of one device
+    tensor_axis: tuple[str, ...] | None = None  # mesh axes of the split, where these are the sizes of one device
     schemes: Schemes | None = None  # quantisation of the checkpoint's matrices
     experts: Experts | None = None  # experts of the layers; None for one MLP in each
     dense_layers: frozenset[int] = frozenset()  # layers with one MLP although others have experts
@@ -152,7 +152,8 @@ class ArchConfig:
         if experts is None or self.dense_layers:
             sizes["intermediate_size"] = self.ffn_size
         if experts is not None:
-            sizes["intermediate_size of an expert"] = experts.ffn_size
+            share = "" if experts.num_shards == 1 else " x expert_parallel_size"
+            sizes[f"intermediate_size of an expert{share}"] = experts.ffn_size * experts.num_shards
             sizes["intermediate_size of shared experts"] = experts.shared_ffn_size
         for name, size in sizes.items():
             if size % num_devices:
@@ -166,10 +167,29 @@ class ArchConfig:
             num_heads=self.num_heads // num_devices,
             num_kv_heads=len(held_heads(self.num_kv_heads, 0, num_devices)),
             ffn_size=self.ffn_size // num_devices,
-            experts=experts and experts.local(num_devices),
+            experts=experts and experts.local(num_devices, EXPERT),
             state=self.state and self.state.local(num_devices),
             tensor_axis=TENSOR,
         )
+
+    def with_expert_shards(self, num_shards: int) -> "ArchConfig":
+        """Return the config of a model whose experts are divided among so many sets of devices.
+
+        Raises:
+            ConfigError: there are no experts, or they cannot be divided evenly.
+        """
+        if num_shards == 1:
+            return self
+        if self.experts is None:
+            raise ConfigError(
+                f"expert_parallel_size must be 1, as {self.architecture} has no experts, got {num_shards}; drop it"
+            )
+        if self.experts.num_experts % num_shards:
+            raise ConfigError(
+                f"expert_parallel_size must divide the number of experts, got {num_shards} and "
+                f"{self.experts.num_experts}; set it to a divisor of {self.experts.num_experts}"
+            )
+        return dataclasses.replace(self, experts=self.experts._replace(num_shards=num_shards))
 
     def within(self, max_len: int) -> "ArchConfig":
         """Return the config for sequences of at most `max_len` tokens: a window that holds all of them is none.

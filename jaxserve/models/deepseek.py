@@ -203,7 +203,7 @@ def block(
     with jax.named_scope("attention"):
         x, carry = latent.attention(p, x, rope, carry, layer, arch=arch, options=options, attend=attend)
     with jax.named_scope("mlp"):
-        return mixtures.feed_forward(p, x, arch), carry
+        return mixtures.feed_forward(p, x, arch, carry)
 
 
 _v3_specs = partial(param_specs, router_bias=True)

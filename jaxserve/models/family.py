@@ -73,7 +73,8 @@ class FlopCounts:
     @classmethod
     def of(cls, arch: ArchConfig, specs: list[ParamSpec]) -> "FlopCounts":
         """Count the rows of a model, or of one device's part of it."""
-        layers = sum(spec.token_rows * spec.shape[1] for spec in specs if spec.is_matrix and spec.path[0] == "layers")
+        matrices = [spec for spec in specs if spec.is_matrix and spec.path[0] == "layers"]
+        layers = sum(spec.mean_token_rows * spec.shape[1] for spec in matrices)
         of_states = 0 if arch.state is None else arch.num_states * arch.state.token_flops
         head = (arch.vocab_size if arch.pooler is None else arch.pooler.num_labels) * arch.hidden_size
         return cls(2 * layers + of_states, 2 * head, 2 * arch.num_heads * arch.kv.score_size)

@@ -80,9 +80,9 @@ def _mixture_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
     E, D, F, mlp = experts.num_experts, arch.hidden_size, experts.ffn_size, f"model.layers.{layer}.mlp"
 
     def matrices(name: str, axes: tuple[str, str], hf_name: str, rows: int, inner: int) -> ParamSpec:
-        path, names = ("layers", layer, name), (hf_name,) * E
+        path, names = ("layers", layer, name), (hf_name,) * experts.num_held
         is_plain = arch.schemes is None or arch.schemes.of_tensor(hf_name) is None
-        shape, counts = (E * rows, inner), (rows,) * E
+        shape, counts = (len(names) * rows, inner), (rows,) * len(names)
         return ParamSpec(path, shape, axes, names, counts, transposed=is_plain, stacked=is_plain, experts=experts)
 
     def vectors(name: str, axis: str, hf_name: str, size: int) -> ParamSpec:
@@ -93,9 +93,9 @@ def _mixture_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
     return [
         ParamSpec(("layers", layer, "router"), (E, D), (None, "embed"), (router,), (E,), exact=True),
         ParamSpec(("layers", layer, "logit_bias"), (E,), (None,), (bias,), (E,), "zeros", exact=True),
-        matrices("experts_gate_up", ("ffn", "embed"), f"{mlp}.experts.gate_up_proj", 2 * F, D),
-        vectors("experts_gate_up_bias", "ffn", f"{mlp}.experts.gate_up_proj_bias", 2 * F),
-        matrices("experts_down", ("embed", "ffn"), f"{mlp}.experts.down_proj", D, F),
+        matrices("experts_gate_up", ("expert_rows", "embed"), f"{mlp}.experts.gate_up_proj", 2 * F, D),
+        vectors("experts_gate_up_bias", "expert_ffn", f"{mlp}.experts.gate_up_proj_bias", 2 * F),
+        matrices("experts_down", ("expert", "expert_ffn"), f"{mlp}.experts.down_proj", D, F),
         vectors("experts_down_bias", "embed", f"{mlp}.experts.down_proj_bias", D),
     ]
 

@@ -1,5 +1,6 @@
 """Mixtures of experts in the layers of a family: sizes, tensors and computation, whatever the attention."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,7 +8,7 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxserve.errors import ConfigError
-from jaxserve.layers.experts import Experts, ExpertWeights, mixture
+from jaxserve.layers.experts import Experts, ExpertWeights, RoutedTokens, mixture
 from jaxserve.layers.norm import RmsNorm, rms_norm
 from jaxserve.models import llama
 from jaxserve.models.arch import ArchConfig, LayerOptions
@@ -87,19 +88,20 @@ def _shared_specs(arch: ArchConfig, layer: int, module: str) -> list[ParamSpec]:
 
 
 def _mixture_specs(arch: ArchConfig, layer: int, module: str, parts: tuple[str, str, str]) -> list[ParamSpec]:
-    experts, D, F = _of(arch), arch.hidden_size, _of(arch).ffn_size
-    E, (gate, up, down) = experts.num_experts, parts
+    experts = _of(arch)
+    E, D, F = experts.num_experts, arch.hidden_size, experts.ffn_size
+    (gate, up, down), num_held = parts, experts.num_held
 
     def matrices(name: str, axes: tuple[str, str], parts: list[str], size: int, inner: int, gated: bool) -> ParamSpec:
-        names = tuple(f"{module}.experts.{expert}.{part}.weight" for expert in range(E) for part in parts)
+        names = tuple(f"{module}.experts.{expert}.{part}.weight" for expert in range(num_held) for part in parts)
         shape, rows = (len(names) * size, inner), (size,) * len(names)
         return ParamSpec(("layers", layer, name), shape, axes, names, rows, gated=gated, experts=experts)
 
     router = (f"{module}.gate.weight",)
     return [
         ParamSpec(("layers", layer, "router"), (E, D), (None, "embed"), router, (E,), exact=True),
-        matrices("experts_gate_up", ("ffn", "embed"), [gate, up], F, D, gated=True),
-        matrices("experts_down", ("embed", "ffn"), [down], D, F, gated=False),
+        matrices("experts_gate_up", ("expert_rows", "embed"), [gate, up], F, D, gated=True),
+        matrices("experts_down", ("expert", "expert_ffn"), [down], D, F, gated=False),
     ]
 
 
@@ -121,15 +123,18 @@ def block(
         out, carry = attend(q, k, v, rope, carry, layer, options, p.get("sinks"))
         x = llama.project_out(p, out, x, arch)
     with jax.named_scope("mlp"):
-        return feed_forward(p, x, arch), carry
+        return feed_forward(p, x, arch, carry)
 
 
 def feed_forward(
-    p: Params, x: Float[Array, "T D"], arch: ArchConfig, norm: Callable[..., Array] = rms_norm
-) -> Float[Array, "T D"]:
-    """Return x + the mixture of experts of its norm, or + SwiGLU of its `rms_norm` in a layer without experts."""
+    p: Params, x: Float[Array, "T D"], arch: ArchConfig, carry: Any, norm: Callable[..., Array] = rms_norm
+) -> tuple[Float[Array, "T D"], Any]:
+    """Return x + the mixture of experts of its norm, or + SwiGLU of its `rms_norm` without experts; and the carry.
+
+    A carry may have `routed`, a `RoutedTokens`, which says what is padding and counts the tokens of experts.
+    """
     if "router" not in p:
-        return llama.mlp(p, x, arch)
+        return llama.mlp(p, x, arch), carry
     matrices = ExpertWeights(
         p["router"],
         p["experts_gate_up"],
@@ -142,4 +147,7 @@ def feed_forward(
         p.get("experts_gate_up_bias"),
         p.get("experts_down_bias"),
     )
-    return x + mixture(norm(x, p["mlp_norm"], arch.norm_eps), matrices, _of(arch), arch.tensor_axis)
+    before: RoutedTokens | None = getattr(carry, "routed", None)
+    normed = norm(x, p["mlp_norm"], arch.norm_eps)
+    y, routed = mixture(normed, matrices, _of(arch), arch.tensor_axis, before)
+    return x + y, carry if routed is None else dataclasses.replace(carry, routed=routed)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from jaxserve.layers.experts import Experts
 from jaxserve.quant import packed, plain
 from jaxserve.quant.weight_format import FormatChoice
-from jaxserve.sharding import TENSOR, held_heads, named_sharding, split_dimension
+from jaxserve.sharding import EXPERT, held_heads, named_sharding, split_dimension, tensor_size, whole_shape
 from jaxserve.weights import StoredTensor
 from jaxserve.weights.rows import Params, build_tree, leaf_at
 from jaxserve.weights.stored_tensor import Part, host_rows
@@ -90,16 +90,21 @@ class ParamSpec:
     @property
     def num_matrices(self) -> int:
         """Number of matrices of equal shape that follow each other along axis 0."""
-        return 1 if self.experts is None else self.experts.num_experts
+        return 1 if self.experts is None else self.experts.num_held
 
     @property
     def token_rows(self) -> int:
-        """Number of rows of a matrix that each token is multiplied with."""
-        return (
-            self.shape[0]
-            if self.experts is None
-            else self.shape[0] // self.experts.num_experts * self.experts.per_token
-        )
+        """Largest number of rows of a matrix that a token is multiplied with."""
+        num_chosen = 1 if self.experts is None else self.experts.per_token
+        return self.shape[0] // self.num_matrices * num_chosen
+
+    @property
+    def mean_token_rows(self) -> int:
+        """Number of rows of a matrix that a token is multiplied with, on average over the devices that share experts.
+
+        Every device that has some of the experts has rows for all that a token chooses.
+        """
+        return self.token_rows if self.experts is None else self.token_rows // self.experts.num_shards
 
     def dtype(self, dtype: np.dtype, matrix_dtype: jax.typing.DTypeLike | None) -> np.dtype:
         """Return the dtype of the tensor unless it is quantised: that of activations, or that of matrices if given."""
@@ -109,8 +114,12 @@ class ParamSpec:
 
     @property
     def split_dimension(self) -> int | None:
-        """Dimension that is split over devices; None if each device has the whole tensor."""
+        """Dimension that tensor parallelism splits; None if each device has the whole tensor."""
         return split_dimension(self.axes)
+
+    def on_device(self, num_devices: int) -> "ParamSpec":
+        """Return the spec with as many experts as one of `num_devices` has; the shape stays that of the whole."""
+        return dataclasses.replace(self, experts=self.experts and self.experts.local(num_devices, EXPERT))
 
 
 def matrix_transform(
@@ -144,6 +153,7 @@ def matrix_transform(
         if not isinstance(sharding, NamedSharding) or spec.split_dimension is None:
             return convert(spec, tensor)
         shards = list(_shards(spec, tensor, sharding))
+        spec = spec.on_device(sharding.mesh.size)
         axes = [leaf.axes for leaf in own.leaves(spec, shards[0].shape, tensor.dtype)]
         if is_packed:
             axes += axes[-1:] * (3 - len(axes))  # panels without scales or zero points have empty arrays of them
@@ -155,7 +165,7 @@ def matrix_transform(
 def split_array(spec: ParamSpec, array: Array, mesh: Mesh) -> Array:
     """Lay out a whole tensor, for example of random weights, over devices in the layout of `matrix_transform`."""
     if spec.split_dimension == 0:
-        array = array.at[_rows_held(spec, mesh.shape[TENSOR])].get(mode="fill", fill_value=0)
+        array = array.at[_rows_held(spec, tensor_size(mesh))].get(mode="fill", fill_value=0)
     return jax.device_put(array, named_sharding(mesh, spec.axes))
 
 
@@ -169,7 +179,7 @@ def unsplit(specs: Sequence[ParamSpec], params: Params) -> Params:
     def leaf(spec: ParamSpec) -> Any:
         array = leaf_at(params, spec.path)
         if isinstance(array, Array) and isinstance(array.sharding, NamedSharding) and spec.split_dimension == 0:
-            return _Unsplit(spec, array, array.sharding.mesh.shape[TENSOR])
+            return _Unsplit(spec, array, array.sharding.mesh.size)
         return array
 
     return build_tree(specs, leaf)
@@ -232,7 +242,12 @@ def _shards(spec: ParamSpec, tensor: StoredTensor, sharding: NamedSharding) -> I
 
 
 def _share(spec: ParamSpec, parts: Sequence[Part], index: int, num_devices: int) -> list[Part]:
-    """Return device `index`'s slices of the parts of a tensor."""
+    """Return device `index`'s slices of the parts of a tensor; of the matrices of experts, those of its own experts."""
+    if spec.experts is not None:
+        index, shard = divmod(index, spec.experts.num_shards)
+        num_devices //= spec.experts.num_shards
+        if spec.is_matrix:  # biases are one array of all experts
+            parts = parts[_slice(len(parts) // spec.experts.num_shards, shard)]
     if spec.split_dimension == 1:
         return [part[:, _slice(part.shape[1] // num_devices, index)] for part in parts]
     if not spec.heads:
@@ -252,8 +267,7 @@ def _join(shards: Sequence[Any], axes: Sequence[tuple[str | None, ...]], mesh: M
     """Join trees of local arrays, one per device, to a tree of global arrays; static fields are one device's."""
 
     def join(parts: Sequence[Array], axes: tuple[str | None, ...]) -> Array:
-        split = split_dimension(axes)
-        shape = tuple(size * mesh.shape[TENSOR] if dim == split else size for dim, size in enumerate(parts[0].shape))
+        shape = whole_shape(mesh, parts[0].shape, axes)
         return jax.make_array_from_single_device_arrays(shape, named_sharding(mesh, axes), parts)
 
     parts = zip(*map(jax.tree.leaves, shards), strict=True)

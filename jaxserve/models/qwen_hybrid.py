@@ -172,7 +172,7 @@ def block(
             x, carry = delta.delta(p, x, normed, run, arch, is_grouped=is_grouped)
     with jax.named_scope("mlp"):
         if "router" in p:
-            return mixtures.feed_forward(p, x, arch, offset_norm), carry
+            return mixtures.feed_forward(p, x, arch, carry, offset_norm)
         normed = offset_norm(x, p["mlp_norm"], arch.norm_eps)
         inner = linear(normed, p["gate_up_proj"], LinearContext(activation=swiglu))
         return linear(inner, p["down_proj"], LinearContext(axis=arch.tensor_axis), residual=x), carry

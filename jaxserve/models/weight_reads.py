@@ -45,10 +45,16 @@ class WeightReads(NamedTuple):
         ]
         all_experts = num_bytes(of_experts)
         whole = num_bytes(params) - num_bytes(lookup_tables(params, has_logits=has_logits)) - all_experts
-        per_expert = 0 if experts is None else all_experts // experts.num_experts
+        per_expert = 0 if experts is None else all_experts // experts.num_held
         return cls(whole, lookup_bytes(params, specs, num_bytes), per_expert, experts)
 
-    def step(self, num_tokens: int) -> int:
-        """Return the bytes of a step: of its experts, as many as its tokens can choose."""
-        num_experts = 0 if self.experts is None else self.experts.most_read(num_tokens)
+    def step(self, num_tokens: int, num_live: int | None = None) -> int:
+        """Return the bytes of a step: of its experts, as many as its tokens can choose.
+
+        Args:
+            num_tokens: tokens on the token axis.
+            num_live: tokens among them that are not padding, which alone have experts; None if all are.
+        """
+        num_choosing = num_tokens if num_live is None else num_live
+        num_experts = 0 if self.experts is None else self.experts.most_read(num_choosing)
         return self.every_step + num_tokens * self.per_token + num_experts * self.per_expert

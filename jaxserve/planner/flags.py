@@ -10,6 +10,7 @@ PLANNED = {  # engine options that change what is planned
     "attention_backend",
     "multi_step",
     "dtype",
+    "expert_parallel_size",
     "gpu_memory_utilization",
     "kv_cache_dtype",
     "max_logprobs",

@@ -55,9 +55,9 @@ class ModelledExecutor:
         """Bytes of one token in the pool of a device."""
         return self._roofline.kv_token_bytes
 
-    def weight_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of weights that a step of `num_tokens` tokens reads."""
-        return self._roofline.weight_reads.step(num_tokens)
+    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
+        """Return the bytes of weights that a step of `num_tokens` tokens reads; see `WeightReads`."""
+        return self._roofline.weight_reads.step(num_tokens, num_live)
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:
         """Return the floating-point operations of a step."""

@@ -130,6 +130,7 @@ class Plan:
         program_s: seconds to trace and compile each of the engine's programs on this machine, by name; None if not
             requested, or nothing is compiled.
         speed: predicted speed; None on a CPU, and if the model does not fit.
+        num_expert_shards: number of shares of whole experts that devices have; 1 if they have a part of each.
     """
 
     model: str
@@ -146,6 +147,7 @@ class Plan:
     compile_s: float | None = None
     program_s: dict[str, float] | None = None
     speed: Speed | None = None
+    num_expert_shards: int = 1
 
     @property
     def fits(self) -> bool:
@@ -220,7 +222,7 @@ def make_plan(
         ConfigError: the engine does not support the model or a size on this target, or the steps cannot be compiled.
     """
     name, arch = read_model(config.model)
-    arch = arch.within(config.max_model_len or arch.max_position)
+    arch = arch.within(config.max_model_len or arch.max_position).with_expert_shards(config.expert_parallel_size)
     sheet, local = target.sheet, arch.local(target.num_devices)
     dtype = compute_dtype(config, arch, on_cpu=sheet is None)
     kv_dtype = pool_dtype(config, dtype)
@@ -244,7 +246,7 @@ def make_plan(
     schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or request_pages)
     names = (name, target, arch.num_layers, dtype.name, config.quantization, kv_dtype.name, backend, schedule)
     if sheet is None or memory.missing:
-        return Plan(*names, memory.times(target.devices_per_chip))
+        return Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.
     small = dataclasses.replace(schedule, num_pages=request_pages)
     started = time.perf_counter()
@@ -259,7 +261,8 @@ def make_plan(
     if not memory.missing:
         roofline = _roofline(target, sheet, local, dtype, params, memory, schedule, largest)
         speed = _speed(roofline, memory.num_pages, prompt_tokens, context_tokens, batch)
-    return Plan(*names, memory.times(target.devices_per_chip), largest, decode, compile_s, program_s, speed)
+    compiled_facts = (largest, decode, compile_s, program_s, speed)
+    return Plan(*names, memory.times(target.devices_per_chip), *compiled_facts, config.expert_parallel_size)
 
 
 def decode_bucket(schedule: ScheduleConfig) -> int:

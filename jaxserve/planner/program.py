@@ -25,7 +25,7 @@ from jaxserve.models.params import Params, ParamSpec, build_tree, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.planner.targets import Target
 from jaxserve.quant import plain, weight_format
-from jaxserve.sharding import TENSOR, named_sharding, over_devices, specs_of, split_dimension, tensor_mesh
+from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh, whole_shape
 
 _COLLECTIVE = re.compile(
     r"= (\S.*?) (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", re.MULTILINE
@@ -136,7 +136,7 @@ class StepCompiler:
 
     def _lower(self, arch: ArchConfig, num_tokens: int, max_steps: int = 1) -> jax.stages.Lowered:
         layout, chip, num_devices = BatchLayout.of(self.schedule, num_tokens), self._chip, self.target.num_devices
-        mesh, state = self._mesh(), self._state(arch)
+        mesh, state = self._mesh(arch), self._state(arch)
         params = abstract_params(
             arch, self.dtype, self.quantization, num_devices, mesh, is_stacked=self._is_scanned(arch)
         )
@@ -148,7 +148,7 @@ class StepCompiler:
         return chip.lower(program, (params, state, blob), (1,), mesh, compiler_options)
 
     def _lower_admit(self, arch: ArchConfig) -> jax.stages.Lowered:
-        mesh, layout = self._mesh(), AdmissionLayout.of(self.schedule)
+        mesh, layout = self._mesh(arch), AdmissionLayout.of(self.schedule)
         args = (self._state(arch), _tensor((layout.blob.size,), jnp.dtype("int32"), (None,), mesh))
         program = make_admit(layout)
         if mesh is not None:
@@ -156,7 +156,7 @@ class StepCompiler:
         return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
 
     def _lower_set_slot(self, arch: ArchConfig) -> jax.stages.Lowered:
-        mesh, state = self._mesh(), self._state(arch)
+        mesh, state = self._mesh(arch), self._state(arch)
         row = jax.tree.map(
             lambda x: _tensor(x.shape, x.dtype, (None,) * len(x.shape), mesh),
             abstract_slot_row(self.schedule, arch.vocab_size),
@@ -167,12 +167,14 @@ class StepCompiler:
             program = over_devices(program, mesh, args, specs_of(state))
         return self._chip.lower(program, args, donate_argnums=(0,), mesh=mesh)
 
-    def _mesh(self) -> Mesh | None:
+    def _mesh(self, arch: ArchConfig) -> Mesh | None:
         leave_tpus_alone()
-        return tensor_mesh(self.target.num_devices, self._chip.devices(self.target.topology))
+        num_shards = 1 if arch.experts is None else arch.experts.num_shards
+        devices = self._chip.devices(self.target.topology)
+        return tensor_mesh(self.target.num_devices, devices, num_expert_shards=num_shards)
 
     def _state(self, arch: ArchConfig) -> ServeState:
-        return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=self._mesh())
+        return abstract_state(arch, self.schedule, kv_dtype=self.kv_dtype, backend=self.backend, mesh=self._mesh(arch))
 
     def _is_scanned(self, arch: ArchConfig) -> bool:
         return self._chip.platform == "tpu" and decoder.can_scan(arch)
@@ -258,6 +260,4 @@ def _tensor(
     """Return the shape of one device's part of a tensor, or of the whole tensor with its sharding over a mesh."""
     if mesh is None:
         return jax.ShapeDtypeStruct(part, dtype)
-    split = split_dimension(axes)
-    shape = tuple(size * mesh.shape[TENSOR] if dim == split else size for dim, size in enumerate(part))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=named_sharding(mesh, axes))
+    return jax.ShapeDtypeStruct(whole_shape(mesh, part, axes), dtype, sharding=named_sharding(mesh, axes))

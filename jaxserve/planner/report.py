@@ -22,6 +22,7 @@ def build_report(plan: Plan) -> Json:
         "target": plan.target.name,
         "num_chips": plan.target.num_chips,
         "num_devices": plan.target.num_devices,
+        "expert_parallel_size": plan.num_expert_shards,
         "dtype": plan.dtype,
         "quantization": plan.quantization,
         "kv_dtype": plan.kv_dtype,
@@ -42,6 +43,8 @@ def build_report(plan: Plan) -> Json:
         "num_requests": plan.num_requests,
         "collectives_per_layer": plan.decode and _collectives(plan.decode),
         "collectives_per_layer_largest": plan.largest and _collectives(plan.largest),
+        "collective_bytes_per_step": plan.decode and _step_bytes(plan, plan.decode),
+        "collective_bytes_per_step_largest": plan.largest and _step_bytes(plan, plan.largest),
         "compiled_tokens": [program.num_tokens for program in programs],
         "compile_s": plan.compile_s,
         "programs": plan.program_s and _program_times(plan.program_s),
@@ -74,6 +77,11 @@ def _collectives(program: StepProgram) -> list[Json]:
     return [asdict(exchange) for exchange in program.collectives]
 
 
+def _step_bytes(plan: Plan, program: StepProgram) -> int:
+    """Return the size of the results of a step's collectives on one device, over all layers."""
+    return plan.num_layers * sum(exchange.num_bytes for exchange in program.collectives)
+
+
 def render(plan: Plan) -> str:
     """Return a plan as readable text."""
     blocks = [_header(plan), align(_memory(plan))]
@@ -89,8 +97,11 @@ def render(plan: Plan) -> str:
 def _header(plan: Plan) -> str:
     schedule = plan.schedule
     stored = f"{plan.dtype}, weights in {plan.quantization}," if plan.quantization else plan.dtype
+    where = plan.target.name
+    if plan.num_expert_shards > 1:
+        where += f", each device with 1 of {plan.num_expert_shards} shares of the experts"
     return (
-        f"{plan.model} in {stored} on {plan.target.name}: {_verdict(plan)}\n"
+        f"{plan.model} in {stored} on {where}: {_verdict(plan)}\n"
         f"requests of up to {schedule.max_model_len} tokens, {schedule.max_num_seqs} of them in a step of up to "
         f"{schedule.max_num_batched_tokens} tokens"
     )
@@ -128,6 +139,8 @@ def _programs(plan: Plan, largest: StepProgram, decode: StepProgram) -> str:
     if decode.collectives:
         exchanges = f"{_exchanges(decode)} in decode, {_exchanges(largest)} in the largest step"
         lines.append(f"between the chips, per layer: {exchanges}")
+        step, most = (_gb(_step_bytes(plan, program)) for program in (decode, largest))
+        lines.append(f"in all layers: {step} and {most}")
     return "\n".join(lines)
 
 

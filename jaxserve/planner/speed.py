@@ -59,7 +59,7 @@ class Roofline:
         bucket = min(size for size in self.schedule.buckets() if size >= sum(counts))
         attention = attention_cost(np.array(starts), np.array(counts), self.arch.attended_windows)
         kv_bytes = attention.num_kv_tokens * self.kv_token_bytes // len(self.arch.attended_windows)
-        num_bytes = self.weight_reads.step(bucket) + kv_bytes + 2 * len(counts) * self.state_bytes
+        num_bytes = self.weight_reads.step(bucket, sum(counts)) + kv_bytes + 2 * len(counts) * self.state_bytes
         flops = flop_counts(self.arch).step(bucket, self.schedule.num_rows(bucket), attention.num_scores)
         split = split_time(0.0, flops, num_bytes, self.peak_rates)
         return max(split.compute_ms, split.memory_ms) + self._exchange_ms(bucket)

@@ -12,12 +12,13 @@ from jaxtyping import Array, Float, Float32
 from jaxserve.weights.quantized import Activation
 
 E4M3_MAX, E2M1_MAX = 448.0, 6.0
+MeshAxes = str | tuple[str, ...]
 _STEPS = {"int8": 127.5, "e4m3": E4M3_MAX, "e2m1": E2M1_MAX}  # steps of the scale to the largest value of a token
 _SMALLEST = {"int8": 2.0**-23, "e4m3": 2.0**-23, "e2m1": 2.0**-3}  # scale of zeros
 
 
 def quantize(
-    x: Float[Array, "T in"], activation: Activation, input_scale: Float32[Array, ""] | None, axis: str | None
+    x: Float[Array, "T in"], activation: Activation, input_scale: Float32[Array, ""] | None, axis: MeshAxes | None
 ) -> tuple[Float[Array, "T in"], Float32[Array, "T 1"] | None]:
     """Return quantised values in the dtype of x, and a factor for their products, or None if they have it already.
 
@@ -25,7 +26,7 @@ def quantize(
         x: activations; of each device its columns, if there is an axis.
         activation: scheme of the activations.
         input_scale: scale of the checkpoint; for e2m1 the number that multiplies the scales of groups.
-        axis: mesh axis along which devices have columns of x.
+        axis: mesh axes along which devices have columns of x.
     """
     wide, steps = x.astype(jnp.float32), jnp.float32(_STEPS[activation.elements])
     if activation.group is None:
@@ -56,7 +57,7 @@ def divide(x: Float32[Array, "T in"], by: Float32[Array, "..."]) -> Float32[Arra
     return x / lax.optimization_barrier(jnp.broadcast_to(by, x.shape))
 
 
-def _largest_of_groups(x: Float32[Array, "T in"], group: int, axis: str | None) -> Float32[Array, "T in"]:
+def _largest_of_groups(x: Float32[Array, "T in"], group: int, axis: MeshAxes | None) -> Float32[Array, "T in"]:
     """Return, at each value, the largest absolute one of its group, which may lie on several devices."""
     num_tokens, size = x.shape
     num_devices = 1 if axis is None else lax.axis_size(axis)

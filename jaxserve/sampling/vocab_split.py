@@ -26,12 +26,12 @@ class VocabSplit:
     """Logits [R, ceil(V / n)] on n devices, for use in a shard_map: parts in order of token ids, padding at the end.
 
     Attributes:
-        axis: name of the mesh axis.
-        num_devices: number of devices along that axis, n.
+        axis: names of the mesh axes.
+        num_devices: number of devices along those axes, n.
         vocab_size: number of tokens in the vocabulary, V.
     """
 
-    axis: str
+    axis: str | tuple[str, ...]
     num_devices: int
     vocab_size: int
 

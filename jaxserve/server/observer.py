@@ -182,6 +182,9 @@ class Observer(Collector):
             family = CounterMetricFamily(name, _described(name), labels=names)
             family.add_metric(values, 0)
             yield family
+        if expert_tokens := stats.expert_tokens.total().values:
+            by_expert = {str(expert): count for expert, count in enumerate(expert_tokens)}
+            yield _counter("jaxserve:expert_tokens", own, "expert", by_expert)
         for histogram in self._histograms.values():
             yield histogram.family(own)
         text, counts = "Tokens of a step.", stats.steps_by_tokens.values

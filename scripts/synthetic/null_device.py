@@ -78,7 +78,7 @@ class NullExecutor:
     def sample(self, step: NullStep) -> int:
         raise AssertionError("no plan is split")
 
-    def weight_bytes(self, num_tokens: int) -> int:
+    def weight_bytes(self, num_tokens: int, num_live: int) -> int:
         return 0
 
     def step_flops(self, num_tokens: int, num_rows: int, num_scores: int) -> int:

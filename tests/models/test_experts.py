@@ -9,7 +9,7 @@ import pytest
 
 from jaxserve import weights
 from jaxserve.errors import ConfigError
-from jaxserve.layers.experts import Experts, ExpertWeights, SortedPairs, mixture, route
+from jaxserve.layers.experts import Experts, ExpertWeights, RoutedTokens, SortedPairs, mixture, route
 from jaxserve.models import registry
 from jaxserve.models.params import matrix_transform
 from jaxserve.quant import weight_format
@@ -38,6 +38,30 @@ def test_pairs_are_sorted_and_found_again(num_experts):
     np.testing.assert_array_equal(pairs.order, np.argsort(ids.reshape(-1), kind="stable"))
     np.testing.assert_array_equal(np.asarray(pairs.order)[pairs.place], np.arange(22))
     np.testing.assert_array_equal(pairs.group_sizes, np.bincount(ids.reshape(-1), minlength=num_experts))
+
+
+def test_pairs_of_other_devices_and_of_padding_come_last_and_have_no_products():
+    """The second of four devices has experts 2 and 3 of 8, and token 5 is padding."""
+    ids = np.random.default_rng(0).integers(0, 8, (11, 2)).astype(np.int32)
+    ids[5] = 8
+    pairs = SortedPairs.of(jnp.asarray(ids) - 2, 2)
+    num_own = int(pairs.group_sizes.sum())
+    np.testing.assert_array_equal(pairs.group_sizes, np.bincount(ids.reshape(-1), minlength=9)[2:4])
+    np.testing.assert_array_equal(ids.reshape(-1)[pairs.order][:num_own], np.sort(ids[(ids == 2) | (ids == 3)]))
+
+
+def test_padding_has_no_experts_and_is_not_counted():
+    T, E, k, D, F = 6, 5, 2, 8, 4
+    shapes = ((T, D), (E, D), (E * 2 * F, D), (E * D, F))
+    x, *arrays = (jax.random.normal(jax.random.key(n), shape) for n, shape in enumerate(shapes))
+    matrices, experts, live = ExpertWeights(*arrays), Experts(E, k, F), jnp.arange(T) < 4
+    y, routed = mixture(x, matrices, experts, routed=RoutedTokens.of(live, jnp.ones((3, E), jnp.int32)))
+    wanted, _ = mixture(x, matrices, experts)
+    np.testing.assert_array_equal(y, np.where(live[:, None], wanted, 0))
+    _, ids = route(x @ arrays[0].T, experts)
+    np.testing.assert_array_equal(routed.counts[0], 1 + np.bincount(ids[:4].reshape(-1), minlength=E))
+    np.testing.assert_array_equal(routed.counts[1:], 1)
+    assert int(routed.index) == 1
 
 
 def test_nothing_is_as_large_as_tokens_times_experts_times_sizes():

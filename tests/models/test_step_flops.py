@@ -109,6 +109,7 @@ def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -
         reads = WeightReads.of(tree, specs, device_bytes)
         assert reads.step(1) == step_bytes(params) + row - 13 * 4 * expert
         assert reads.step(5) == step_bytes(params) + 5 * row - 4 * expert
+        assert reads.step(9, 1) == reads.step(1) + 8 * row
         assert reads.step(6) == step_bytes(params) + 6 * row
     every = registry.from_hf_config(hf_dict(family, **sizes, num_experts_per_tok=16))
     assert registry.flop_counts(every).per_token - registry.flop_counts(arch).per_token == 2 * 13 * expert

@@ -121,6 +121,22 @@ def test_shapes_that_come_along_have_the_parameters_they_are_known_for(name: str
     assert arch.dtype == DTYPES.get(name, "bfloat16")
 
 
+def test_whole_experts_take_the_same_memory_and_links_but_few_tokens_read_more_of_them() -> None:
+    """One row reads two whole experts of the two on a chip, or a quarter of each of two."""
+    sliced, divided = (plan_of("mixtral-8x7b", "h200x4", expert_parallel_size=n) for n in (1, 4))
+    assert divided.memory.weights == sliced.memory.weights
+    assert sliced.speed is not None
+    assert divided.speed is not None
+    assert divided.speed.step_ms[1] > 2 * sliced.speed.step_ms[1]
+    assert divided.speed.step_ms[256] == sliced.speed.step_ms[256]
+    report = build_report(divided)
+    assert report["expert_parallel_size"] == 4
+    assert report["collective_bytes_per_step"] == 32 * 256 * SUM_BYTES
+    assert "on h200x4, each device with 1 of 4 shares of the experts: fits" in render(divided)
+    with pytest.raises(ConfigError, match="expert_parallel_size must be 1, as LlamaForCausalLM has no experts"):
+        plan_of("llama-3.1-8b", "h200x4", expert_parallel_size=4)
+
+
 def test_learned_positions_are_on_every_chip_and_end_the_model() -> None:
     plan, (_, arch) = plan_of("gpt-neo-2.7b", "h200x4"), read_model("gpt-neo-2.7b")
     num_params = registry.num_params(arch) + 3 * arch.max_position * arch.hidden_size

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxserve.metrics import LayerCounts
 from tests.server.conftest import Running, running
 from tests.server.hashed_engine import SIZES, hashed_engine, write_model
 
@@ -116,6 +117,12 @@ def test_metrics_count_what_requests_did(server: Running) -> None:
     finished = values(server, "vllm:request_success_total", finished_reason="length")
     samples = {s.name: s.value for s in families(server)["vllm:e2e_request_latency_seconds"].samples}
     assert samples["vllm:e2e_request_latency_seconds_count"] == finished
+
+
+def test_tokens_of_experts_are_summed_over_layers(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "jaxserve:expert_tokens" not in families(server), "which are not counted"
+    monkeypatch.setattr(server.engine.stats, "expert_tokens", LayerCounts.of([(3, 0, 5), (1, 7, 0)]))
+    assert [values(server, "jaxserve:expert_tokens_total", expert=str(n)) for n in range(3)] == [4, 7, 5]
 
 
 def queries() -> list[str]:

@@ -73,6 +73,21 @@ def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.Monk
     assert num_pages(4, 0, 0, 0, 0) > num_pages(4, 0, 0, 0, 10**8)
 
 
+def test_experts_that_cannot_be_divided() -> None:
+    arch = registry.from_hf_config(hf_dict("olmoe", num_experts=6, intermediate_size=6, num_attention_heads=8))
+    with pytest.raises(ConfigError, match=r"expert_parallel_size must divide the number of experts, got 4 and 6"):
+        arch.with_expert_shards(4)
+    with pytest.raises(ConfigError, match=r"expert_parallel_size must be 1, as LlamaForCausalLM has no experts, got 2"):
+        registry.from_hf_config(hf_dict("llama")).with_expert_shards(2)
+    with pytest.raises(ConfigError, match=r"must divide intermediate_size of an expert x expert_parallel_size, got 8"):
+        arch.with_expert_shards(2).local(8)
+    local = arch.with_expert_shards(2).local(4).experts
+    assert local is not None
+    assert (local.ffn_size, local.num_held, local.most_read(1), local.most_read(9)) == (3, 3, 2, 3)
+    flops = [registry.flop_counts(arch.with_expert_shards(n).local(2)).per_token for n in (1, 2)]
+    assert flops[0] == flops[1], "on average over the devices"
+
+
 def test_more_devices_than_there_are() -> None:
     with pytest.raises(ConfigError, match=r"at most the number of devices, got 99 and \d+; .* virtual"):
         Engine(EngineConfig(tensor_parallel_size=99, skip_tokenizer_init=True))

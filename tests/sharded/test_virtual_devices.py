@@ -22,7 +22,9 @@ def test_on_eight_devices(checks: list[Path]) -> None:
 
 @pytest.mark.full
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["engine", "logits", "replicas", "sampling", "speculation", "stored", "weights"])
+@pytest.mark.parametrize(
+    "name", ["engine", "experts", "logits", "replicas", "sampling", "speculation", "stored", "weights"]
+)
 def test_more_on_eight_devices(name: str) -> None:
     """Run the checks that are marked as full, and more random requests."""
     run_checks([DEVICES_DIR / f"check_{name}.py"], "full and not exhaustive")

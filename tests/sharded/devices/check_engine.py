@@ -156,7 +156,7 @@ def test_pool_is_split_and_updated_in_place(start: Start) -> None:
 
 def test_each_device_has_its_share(start: Start) -> None:
     whole, split = (start(n).replicas[0].executor for n in (1, 8))
-    assert split.weight_bytes(1) < whole.weight_bytes(1) / 4  # each has norms, biases and two KV heads of two
+    assert split.weight_bytes(1, 1) < whole.weight_bytes(1, 1) / 4  # each has norms, biases and two KV heads of two
     for leaf in jax.tree.leaves((split.params, split.state)):
         assert {shard.device.id for shard in leaf.addressable_shards} == set(range(8))
     (page,) = {shard.data.nbytes for shard in split.state.kv_pages.addressable_shards}

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxserve.sampling import SamplingRows, SlotTable, TokenLogprobs, VocabSplit, mask_part, sample, token_logprobs
 from jaxserve.sampling.sampler import takes_most_likely
-from jaxserve.sharding import TENSOR, over_devices, replicated, tensor_mesh
+from jaxserve.sharding import TENSOR, over_devices, replicated, tensor_mesh, tensor_size
 from tests.sampling.sampling_cases import any_rows, any_table, make_rows, make_table
 
 BASE_SEED = jnp.uint32(42)
@@ -50,7 +50,7 @@ class OnDevices:
     def _operands(self, rows: SamplingRows, table: SlotTable) -> tuple[SamplingRows, SlotTable]:
         rows, table = jax.tree.map(self.put, (rows, table))
         counts = np.pad(table.token_counts, ((0, 0), (0, self.padding)))
-        size = counts.shape[1] // self.mesh.shape[TENSOR]
+        size = counts.shape[1] // tensor_size(self.mesh)
         parts = [
             jax.vmap(lambda words, first=first: mask_part(words, jnp.int32(first), size))(table.allowed)
             for first in range(0, counts.shape[1], size)
