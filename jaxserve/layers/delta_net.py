@@ -7,7 +7,8 @@ the decay a and the rate b changes the head's memory S [Dk, Dv] and reads it:
 
 Rows of one token are computed so, some of them at once. Longer rows are computed in chunks of up to CHUNK tokens, whose
 changes of S depend on each other through a triangular system of equations (Yang et al. 2024, arXiv 2406.06484). Both
-are loops over what a step really has: shapes depend on neither the number of rows nor their lengths.
+are loops over what a step really has: shapes depend on neither the number of rows nor their lengths. What is read from
+S is read in one product, on which its changes depend: XLA would copy the pool to read it once it is written to.
 """
 
 from dataclasses import dataclass, replace
@@ -152,6 +153,17 @@ def _unit(x: Float32[Array, "T K Dk"]) -> Float32[Array, "T K Dk"]:
     return x * lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPS)
 
 
+def _windows(rows: StateRows, pool: Float32[Array, "L N past C"], layer: Int[Array, ""]) -> Float32[Array, "R past C"]:
+    """Return the window that each row goes on from."""
+
+    def read() -> Float32[Array, "R past C"]:
+        return pool.at[layer, rows.source].get(mode="clip")
+
+    if rows.start.shape == (1,):  # a branch, as XLA:CPU would fuse the reading of one row with what needs it later
+        return lax.cond(rows.start[0] == 0, lambda: jnp.zeros((1, *pool.shape[2:]), pool.dtype), read)
+    return jnp.where(rows.start[:, None, None] == 0, 0.0, read())
+
+
 def _convolve(
     x: Float32[Array, "T C"],
     taps: Float[Array, "C 1 width"],
@@ -163,8 +175,7 @@ def _convolve(
     weights, (T, C), past = taps[:, 0].T.astype(jnp.float32), x.shape, pool.shape[2]
     if not past:
         return jax.nn.silu(x * weights), pool
-    before = pool.at[layer, rows.source].get(mode="clip")
-    before = jnp.where(rows.start[:, None, None] == 0, 0.0, before)
+    before = _windows(rows, pool, layer)
     by_row = before.reshape(-1, C)  # `past` tokens of each row
     y = x * weights[past][None]
     for distance in range(1, past + 1):
@@ -180,10 +191,10 @@ def _convolve(
         old = jnp.take_along_axis(before, jnp.clip(past + place, 0, past - 1)[:, :, None], axis=1)
         return jnp.where((place >= 0)[:, :, None], own, old)
 
-    nowhere = pool.shape[1]  # out of range, dropped
-    for entry, num_tokens in ((rows.kept, rows.kept_len), (rows.target, rows.q_lens)):
-        pool = pool.at[layer, jnp.where(num_tokens > 0, entry, nowhere)].set(window(num_tokens), mode="drop")
-    return jax.nn.silu(y), pool
+    entry, num_tokens = (jnp.concatenate(x) for x in ((rows.target, rows.kept), (rows.q_lens, rows.kept_len)))
+    entry = jnp.where(num_tokens > 0, entry, pool.shape[1])  # out of range, dropped
+    windows = jnp.concatenate([window(rows.q_lens), window(rows.kept_len)])
+    return jax.nn.silu(y), pool.at[layer, entry].set(windows, mode="drop")
 
 
 def _single_tokens(
@@ -205,9 +216,11 @@ def _single_tokens(
         old = memory.at[layer, rows.source[row]].get(mode="clip")
         old = jnp.where((rows.start[row] == 0)[:, None, None, None], 0.0, old)
         decayed = old * jnp.exp(log_decay)[:, :, None, None]
-        change = (v - _einsum("rhkv,rhk->rhv", decayed, k)) * rate[:, :, None]
+        of_key, of_query = jnp.moveaxis(_einsum("rhkv,rhxk->rhxv", decayed, jnp.stack([k, q], axis=2)), 2, 0)
+        change = (v - of_key) * rate[:, :, None]
+        read = of_query + change * jnp.sum(q * k, axis=2, keepdims=True)
         new = decayed + k[:, :, :, None] * change[:, :, None, :]
-        out = out.at[jnp.where(is_there, token, T)].set(_einsum("rhkv,rhk->rhv", new, q), mode="drop")
+        out = out.at[jnp.where(is_there, token, T)].set(read, mode="drop")
         return out, memory.at[layer, jnp.where(is_there, rows.target[row], nowhere)].set(new, mode="drop")
 
     return lax.fori_loop(0, -(-num_rows // size), compute, (jnp.zeros_like(heads.v), memory))
@@ -226,37 +239,43 @@ def _chunks(
 ) -> tuple[Float32[Array, "T V Dv"], Float32[Array, "L N V Dk Dv"]]:
     """Return `out` with what the tokens of longer rows read, and the memory they leave.
 
-    The chunks of a row follow each other; one ends where a snapshot of its state is wanted.
+    The chunks of a row follow each other; one ends where a snapshot of its state is wanted, and one without tokens
+    follows if that is the end of the row. Each leaves its memory to the next, which writes it to the pool first of all:
+    XLA would copy the pool to write what a chunk still reads.
     """
     T = out.shape[0]
     size = min(CHUNK, 1 << (T - 1).bit_length())
     num_before = -(-rows.kept_len // size)
-    counts = jnp.where(_is_single(rows), 0, num_before + -(-(rows.q_lens - rows.kept_len) // size))
+    num_behind = jnp.maximum(-(-(rows.q_lens - rows.kept_len) // size), jnp.minimum(num_before, 1))
+    counts = jnp.where(_is_single(rows), 0, num_before + num_behind)
     ends = jnp.cumsum(counts)
     padded = _Heads(*(jnp.pad(x, ((0, size), *[(0, 0)] * (x.ndim - 1))) for x in heads))
 
-    def compute(index: Int[Array, ""], carry: tuple[Array, Array]) -> tuple[Array, Array]:
-        out, memory = carry
+    def write(memory: Array, entry: Array, state: Array) -> Array:
+        return lax.dynamic_update_slice(memory, state[None, None], (layer, entry, 0, 0, 0))
+
+    def compute(index: Int[Array, ""], carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        out, memory, entry, before = carry
+        memory = write(memory, entry, before)
         row = jnp.sum(index >= ends)
         number = index - ends[row] + counts[row]
         is_before = number < num_before[row]
         first = jnp.where(is_before, number * size, rows.kept_len[row] + (number - num_before[row]) * size)
         stop = jnp.minimum(first + size, jnp.where(is_before, rows.kept_len[row], rows.q_lens[row]))
         token, is_there = rows.cu_q_lens[row] + first, jnp.arange(size) < stop - first
-        entry = jnp.where(first == 0, rows.source[row], rows.target[row])
-        old = jnp.where((first == 0) & (rows.start[row] == 0), 0.0, memory[layer, entry])
+        begin = jnp.where(rows.start[row] == 0, 0.0, memory[layer, rows.source[row]])
+        old = jnp.where(number == 0, begin, before)
         chunk = _Heads(*(lax.dynamic_slice_in_dim(x, token, size) for x in padded))
         read, new = _chunk(chunk, is_there, old)
         here = lax.dynamic_slice_in_dim(out, token, size)
         out = lax.dynamic_update_slice_in_dim(out, jnp.where(is_there[:, None, None], read, here), token, 0)
-        # A snapshot is written first, or else the target twice.
         is_kept = is_before & (stop == rows.kept_len[row])
-        for to in (jnp.where(is_kept, rows.kept[row], rows.target[row]), rows.target[row]):
-            memory = lax.dynamic_update_slice(memory, new[None, None], (layer, to, 0, 0, 0))
-        return out, memory
+        return out, memory, jnp.where(is_kept, rows.kept[row], rows.target[row]), new
 
-    out, memory = lax.fori_loop(0, ends[-1], compute, (jnp.pad(out, ((0, size), (0, 0), (0, 0))), memory))
-    return out[:T], memory
+    nothing = jnp.zeros((), jnp.int32), memory[layer, 0]  # written back
+    padded_out = jnp.pad(out, ((0, size), (0, 0), (0, 0)))
+    out, memory, entry, last = lax.fori_loop(0, ends[-1], compute, (padded_out, memory, *nothing))
+    return out[:T], write(memory, entry, last)
 
 
 def _chunk(
@@ -274,10 +293,9 @@ def _chunk(
     # A token's change of the memory reads those of the tokens before it: a unit lower triangular system.
     system = _einsum("htk,hsk->hts", k * rate[:, :, None], k) * between
     inverse = _unit_triangular_inverse(system)
-    known = v * rate[:, :, None] - _einsum("htk,hkv->htv", k * rate[:, :, None] * decay, memory)
-    change = _einsum("hts,hsv->htv", inverse, known)
-    read = _einsum("htk,hkv->htv", q * decay, memory)
-    read += _einsum("hts,hsv->htv", _einsum("htk,hsk->hts", q, k) * between, change)
+    of_keys, read = jnp.split(_einsum("htk,hkv->htv", jnp.concatenate([k, q], axis=1), memory), 2, axis=1)
+    change = _einsum("hts,hsv->htv", inverse, (v - of_keys * decay) * rate[:, :, None])
+    read = read * decay + _einsum("hts,hsv->htv", _einsum("htk,hsk->hts", q, k) * between, change)
     to_end = jnp.exp(total[:, -1:] - total)[:, :, None]
     memory = memory * jnp.exp(total[:, -1])[:, None, None] + _einsum("htk,htv->hkv", k * to_end, change)
     return jnp.swapaxes(read, 0, 1), memory

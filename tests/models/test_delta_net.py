@@ -1,5 +1,6 @@
 """Gated delta nets over ragged rows against transformers' recurrence in float32, token by token."""
 
+import re
 from dataclasses import replace
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 import torch
 from transformers.models.qwen3_next import modeling_qwen3_next as oracle
 
+from jaxserve.execution.step import step_options
 from jaxserve.layers.delta_net import CHUNK, DeltaInputs, DeltaPool, GatedDelta
 from jaxserve.layers.state_forms import StateRows
 
@@ -67,6 +69,7 @@ STEPS = [  # tokens of the first three sequences in each step
     [0, 3, CHUNK],
     [90, 1, 2],
 ]
+NUM_TOKENS = 2 * CHUNK + 16  # of each step, with padding
 
 
 @pytest.mark.parametrize("alike", [False, True])
@@ -77,9 +80,8 @@ def test_any_division_into_rows_is_the_recurrence(form: GatedDelta, alike: bool)
     pool = DeltaPool(*(jnp.full_like(x, 3.0) for x in form.new(NUM_LAYERS, NUM_ENTRIES)))
     slots, done, outputs = [4, 0, 2], [0, 0, 0], [[], [], []]
     for counts in STEPS:
-        num_tokens = sum(counts) + 3
+        rows = rows_of(counts, done, slots, NUM_TOKENS)
         step = _joined(inputs, done, counts)
-        rows = rows_of(counts, done, slots, num_tokens)
         before = pool
         out, pool = advance(form, step, rows, pool, jnp.int32(LAYER))
         for index, (start, count) in enumerate(zip(np.cumsum([0, *counts]), counts, strict=False)):
@@ -96,16 +98,17 @@ def test_any_division_into_rows_is_the_recurrence(form: GatedDelta, alike: bool)
 
 
 def _joined(inputs: list[DeltaInputs], starts: list[int], counts: list[int]) -> DeltaInputs:
-    """Return the next tokens of some sequences, and three of padding that is no number."""
+    """Return the next tokens of some sequences, and padding that is no number."""
 
     def join(name: str) -> np.ndarray:
         parts = [getattr(x, name)[a : a + n] for x, a, n in zip(inputs, starts, counts, strict=True)]
-        return np.concatenate([*parts, np.full_like(getattr(inputs[0], name)[:3], np.nan)])
+        padding = np.full((NUM_TOKENS - sum(counts), parts[0].shape[1]), np.nan, np.float32)
+        return np.concatenate([*parts, padding])
 
     return DeltaInputs(join("mixed"), inputs[0].taps, join("log_decay"), join("rate"))
 
 
-@pytest.mark.parametrize("kept_len", [1, 3, CHUNK, CHUNK + 8, 2 * CHUNK + 1])
+@pytest.mark.parametrize("kept_len", [1, CHUNK, CHUNK + 8, 2 * CHUNK + 1])
 def test_a_snapshot_inside_a_row_is_the_state_there(kept_len: int) -> None:
     num_tokens = 2 * CHUNK + 1
     inputs, pool = random_inputs(FORM, num_tokens, alike=False), FORM.new(NUM_LAYERS, NUM_ENTRIES)
@@ -123,3 +126,21 @@ def test_a_snapshot_inside_a_row_is_the_state_there(kept_len: int) -> None:
     out, pool = advance(FORM, rest, rows, pool, jnp.int32(LAYER))
     np.testing.assert_allclose(out, wanted[kept_len:], rtol=0, atol=2e-5)
     np.testing.assert_allclose(pool.window[LAYER, 5], pool.window[LAYER, 3], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 16])
+def test_the_pool_is_changed_in_place(num_tokens: int) -> None:
+    rows = rows_of([num_tokens], [1], [3], num_tokens)
+    if num_tokens == 1:  # a single row, without padding
+        fields = {name: x[:1] for name, x in rows._asdict().items()}
+        rows = StateRows(**fields | {"cu_q_lens": rows.cu_q_lens[:2]})
+    inputs, pool = random_inputs(FORM, num_tokens, alike=False), FORM.new(NUM_LAYERS, NUM_ENTRIES)
+    program = jax.jit(GatedDelta.advance, static_argnums=0, donate_argnums=3, compiler_options=step_options("cpu"))
+    compiled = program.lower(FORM, inputs, rows, pool, jnp.int32(LAYER)).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= sum(x.nbytes for x in pool)
+    for x in pool:
+        shape = ",".join(map(str, x.shape))
+        makers = re.findall(rf"= f32\[{shape}\]\S* ([a-z-]+)\(", compiled.as_text())
+        assert makers
+        assert not {"copy", "copy-start", "transpose", "concatenate", "pad"} & set(makers)
