@@ -77,3 +77,17 @@ def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes
         if target.num_devices > 1:
             num_scanned = arch.period + arch.num_layers % arch.period
             check_exchanges(arch, num_tokens, text, num_copies=num_scanned if platform == "tpu" else arch.num_layers)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["h200x4", "v6e:2x2"])
+def test_divided_experts_exchange_no_more_and_need_no_more_memory(targets, target):
+    target, arch = targets(target), first_layers(read_model("qwen3-30b-a3b")[1], 1)
+    backend, local = BACKENDS[target.sheet.chip.platform], arch.local(target.num_devices)
+    sizes = {"num_kv_heads": local.num_kv_heads, "head_dim": local.head_dim}
+    page_size = default_page_size(backend, **sizes, kv_dtype=BFLOAT16)
+    schedule = ScheduleConfig(64, 2048, 8192, page_size, POOL_TOKENS // page_size)
+    compiler = StepCompiler(target, schedule, BFLOAT16, BFLOAT16, backend)
+    sliced, divided = (compiler.compile(arch.with_expert_shards(n), (64,))[0] for n in (1, 4))
+    assert collectives(divided.as_text()) == collectives(sliced.as_text())
+    assert temp_bytes(divided) <= temp_bytes(sliced)
