@@ -77,7 +77,7 @@ struct Block {
 // Working memory of one thread, reused from tile to tile.
 struct Scratch {
   std::vector<float> q, scores, sums, max_scores, weights;
-  std::vector<float> keys, values;  // [H, kBlockTokens] and [kBlockTokens, H]: a block of an int4 pool, keys of latents
+  std::vector<float> keys, values;  // [H, kBlockTokens] and [kBlockTokens, H]: a block of a narrow pool, keys of latents
   void resize(int64_t num_vectors, int64_t head_dim, int64_t width) {
     q.resize(num_vectors * head_dim);
     sums.resize(num_vectors * head_dim);
@@ -145,7 +145,9 @@ struct ByVectors {
 template <int W, typename Number, bool kLatents>
 class Attention {
   static constexpr bool kIsInt4 = std::is_same_v<Number, Nibbles>;
-  using Element = std::conditional_t<kIsInt4, float, Number>;  // of values as they meet weights
+  // Without instructions that widen bytes, those of a block are converted once for all queries of a tile.
+  static constexpr bool kConverts = kIsInt4 || (kHasScales<Number> && W == 4);
+  using Element = std::conditional_t<kConverts, float, Number>;  // of values as they meet weights
   using Key = std::conditional_t<kLatents, float, Element>;    // of keys as they meet queries
 
  public:
@@ -156,7 +158,7 @@ class Attention {
         num_heads_(p.num_query_heads + (kLatents ? 1 : 2 * p.num_kv_heads)),
         stored_size_(native::stored_size(p.format, p.head_dim)),
         page_elements_(p.page_size * stored_size_),
-        key_stride_(kLatents || kIsInt4 ? kBlockTokens : p.page_size) {
+        key_stride_(kLatents || kConverts ? kBlockTokens : p.page_size) {
     const int64_t pages_per_id = kLatents ? 1 : 2 * p.num_kv_heads;
     layer_ = static_cast<Number*>(p.pool) + p.layer * p.num_pages * pages_per_id * page_elements_;
     if constexpr (kHasScales<Number>) {
@@ -327,7 +329,7 @@ class Attention {
     int64_t num_vectors = 0;
     for (int64_t i = tile.first_part; i < tile.end_part; ++i) num_vectors += parts_[i].num_queries * group_;
     scratch.resize(num_vectors, p_.head_dim, W);
-    if constexpr (kIsInt4) {
+    if constexpr (kConverts) {
       scratch.keys.resize(kBlockTokens * p_.head_dim);
       scratch.values.resize(kBlockTokens * p_.head_dim);
     }
@@ -420,6 +422,10 @@ class Attention {
       float* to = s.keys.data() + at;
       unpack_keys<W>(stored, p_.page_size, p_.head_dim, to, kBlockTokens);
       return to;
+    } else if constexpr (kConverts) {
+      float* to = s.keys.data() + at;
+      for (int64_t h = 0; h < p_.head_dim; ++h) store<W>(to + h * kBlockTokens, load<W>(stored + h * p_.page_size));
+      return to;
     } else {
       return stored;
     }
@@ -432,6 +438,10 @@ class Attention {
       for (int64_t t = 0; t < num_tokens; ++t) {
         unpack_value<W>(stored + t * stored_size_, p_.head_dim, to + t * p_.head_dim);
       }
+      return to;
+    } else if constexpr (kConverts) {
+      float* to = s.values.data() + at * p_.head_dim;
+      for (int64_t i = 0; i < num_tokens * p_.head_dim; i += W) store<W>(to + i, load<W>(stored + i));
       return to;
     } else {
       return stored;

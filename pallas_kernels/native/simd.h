@@ -38,7 +38,32 @@ inline F<W> load(const float* from) {
   return to;
 }
 
-// GCC 12 converts lane by lane when asked through its vector types, hence the intrinsics.
+typedef uint32_t Unsigned4 __attribute__((vector_size(16)));
+
+// Load 4 elements, each of them as often as it fits into a lane of 32 bits. Repeated in two steps, as SSE2 and NEON do.
+template <typename To, typename Element>
+inline To load_repeated(const Element* from) {
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  typedef int16_t Words __attribute__((vector_size(16)));
+  typedef int64_t Halves __attribute__((vector_size(16)));
+  int64_t half = 0;  // in a register: a vector would be written piecewise to memory first
+  std::memcpy(&half, from, 4 * sizeof(Element));
+  Words words = (Words)Halves{half, 0};
+#ifdef __clang__
+  if constexpr (sizeof(Element) == 1) {
+    words = (Words)__builtin_shufflevector((Bytes)words, (Bytes)words, 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  }
+  return (To)__builtin_shufflevector(words, words, 0, 0, 1, 1, 2, 2, 3, 3);
+#else
+  if constexpr (sizeof(Element) == 1) {
+    constexpr Bytes kTwice = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+    words = (Words)__builtin_shuffle((Bytes)words, (Bytes)words, kTwice);
+  }
+  return (To)__builtin_shuffle(words, words, Words{0, 8, 1, 9, 2, 10, 3, 11});
+#endif
+}
+
+// GCC 12 converts lane by lane when asked through its vector types, hence the intrinsics and shifts.
 template <int W>
 inline I<W> widen(const int8_t* from) {
 #ifdef __AVX512F__
@@ -47,6 +72,7 @@ inline I<W> widen(const int8_t* from) {
 #ifdef __AVX2__
   if constexpr (W == 8) return (I<W>)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #endif
+  if constexpr (W == 4) return load_repeated<I<4>>(from) >> 24;
   I<W> to;
   for (int i = 0; i < W; ++i) to[i] = from[i];
   return to;
@@ -60,6 +86,7 @@ inline I<W> widen(const uint8_t* from) {
 #ifdef __AVX2__
   if constexpr (W == 8) return (I<W>)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
 #endif
+  if constexpr (W == 4) return (I<4>)(load_repeated<Unsigned4>(from) >> 24);
   I<W> to;
   for (int i = 0; i < W; ++i) to[i] = from[i];
   return to;
@@ -73,6 +100,7 @@ inline I<W> widen(const uint16_t* from) {
 #ifdef __AVX2__
   if constexpr (W == 8) return (I<W>)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
 #endif
+  if constexpr (W == 4) return (I<4>)(load_repeated<Unsigned4>(from) >> 16);
   I<W> to;
   for (int i = 0; i < W; ++i) to[i] = from[i];
   return to;
