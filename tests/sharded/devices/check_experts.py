@@ -30,7 +30,7 @@ from tests.sharded.devices.sizes import SIZES
 
 PACKED = packed_linear.unsupported("float32", "cpu") is None
 DEVICES = 4
-FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3"]
+FAMILIES = ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss"]
 MODEL: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
