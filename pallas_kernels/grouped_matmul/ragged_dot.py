@@ -27,7 +27,7 @@ def multiply(
 ) -> Float[Array, "M N"]:
     """Return the products; those of float32 are exact float32, as in `FloatMatrix`."""
     dtype = jnp.promote_types(x.dtype, matrices.dtype)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
     y = lax.ragged_dot_general(
         x.astype(dtype),
         matrices.astype(dtype),
