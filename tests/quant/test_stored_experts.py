@@ -29,8 +29,12 @@ from tests.quant.test_stored import GREEDY, NATIVE, PROMPT, loaded
 FAMILY_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_hidden_layers": 1, "moe_intermediate_size": 224},
     "deepseek_v3": {
-        **{"num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_intermediate_size": 224},
-        **{"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 8},
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "moe_intermediate_size": 224,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "v_head_dim": 8,
     },
 }
 # Bytes of a weight of an expert, at most: elements and scales.
