@@ -69,6 +69,10 @@ class Matrix(ABC):
     def rows(self, ids: Int[Array, " T"]) -> Float[Array, "T in"]:
         """Return the rows `ids`, clipped to valid ones."""
 
+    def block(self, start: Int[Array, ""], num_rows: int) -> Float[Array, "rows in"]:
+        """Return consecutive rows; a slice, where a format has one, which takes a TPU less memory than a gather."""
+        return self.rows(start + jnp.arange(num_rows))
+
     def linear(self, x: Float[Array, "T in"], context: LinearContext, operands: Operands) -> Float[Array, "T outputs"]:
         """Return the product with its operands applied; matrices whose kernel fuses them override this."""
         y = self.multiply(operands.norm(x) if operands.norm else x, context)
@@ -94,7 +98,7 @@ class Matrix(ABC):
             start = jnp.minimum(first, num_rows - tile_rows)
             numbers = start + jnp.arange(tile_rows)
             is_here = (numbers >= first) & (numbers < ends[group])
-            matrix = FloatMatrix(self.rows(group * size + jnp.arange(size)).astype(x.dtype))
+            matrix = FloatMatrix(self.block(group * size, size).astype(x.dtype))
             product = matrix.multiply(lax.dynamic_slice_in_dim(x, start, tile_rows), context)
             others = lax.dynamic_slice_in_dim(y, start, tile_rows)
             return lax.dynamic_update_slice_in_dim(y, jnp.where(is_here[:, None], product, others), start, axis=0)

@@ -47,6 +47,10 @@ class Int4Matrix(Matrix):
         """Return the rows `ids`, clipped to valid ones."""
         return _dequantize(*(x.at[ids].get(mode="clip") for x in (self.q, self.scale)))
 
+    def block(self, start: Int[Array, ""], num_rows: int) -> Float32[Array, "rows in"]:
+        """Return consecutive rows."""
+        return products.block(_dequantize, (self.q, self.scale), start, num_rows)
+
 
 class Int4Blocks(WeightFormat):
     """`Int4Matrix` for every matrix."""

@@ -48,6 +48,10 @@ class QuantizedMatrix(Matrix):
         q, scale = (x.at[ids].get(mode="clip") for x in (self.q, self.scale))
         return dequantize(q, scale)
 
+    def block(self, start: Int[Array, ""], num_rows: int) -> Float32[Array, "rows in"]:
+        """Return consecutive rows."""
+        return products.block(dequantize, (self.q, self.scale), start, num_rows)
+
 
 class Int8Blocks(WeightFormat):
     """`QuantizedMatrix` for every matrix."""

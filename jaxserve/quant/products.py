@@ -5,7 +5,7 @@ from functools import partial
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Float32
+from jaxtyping import Array, Float, Float32, Int
 
 Dequantize = Callable[..., Array]  # function of some rows of each array that returns these rows in float32
 
@@ -32,6 +32,13 @@ def whole(dequantize: Dequantize, arrays: tuple[Array, ...], x: Float[Array, "T 
     return _dot(x, dequantize(*arrays).astype(x.dtype))
 
 
+def block(
+    dequantize: Dequantize, arrays: Sequence[Array], start: Int[Array, ""], num_rows: int
+) -> Float32[Array, "rows in"]:
+    """Return consecutive rows of a matrix, in float32."""
+    return dequantize(*(lax.dynamic_slice_in_dim(array, start, num_rows) for array in arrays))
+
+
 def by_slabs(dequantize: Dequantize, arrays: tuple[Array, ...], x: Float[Array, "T in"]) -> Float32[Array, "T out"]:
     """Multiply on a CPU, in slabs: a float copy of the whole matrix would be page-faulted in on every call.
 
@@ -43,7 +50,7 @@ def by_slabs(dequantize: Dequantize, arrays: tuple[Array, ...], x: Float[Array, 
 
     def add_slab(index: Array, y: Array) -> Array:
         start = jnp.minimum(index * rows, num_out - rows)
-        w = dequantize(*(lax.dynamic_slice_in_dim(array, start, rows) for array in arrays))
+        w = block(dequantize, arrays, start, rows)
         part = _dot(w, x) if few else _dot(x, w)
         return lax.dynamic_update_slice_in_dim(y, part, start, axis=0 if few else 1)
 

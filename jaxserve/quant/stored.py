@@ -85,6 +85,10 @@ class StoredMatrix(Matrix):
         taken = (x.at[ids].get(mode="clip") for x in self._rows_arrays())
         return _dequantize(self.scheme, self.order, *taken)
 
+    def block(self, start: Int[Array, ""], num_rows: int) -> Float[Array, "rows in"]:
+        """Return consecutive rows."""
+        return products.block(partial(_dequantize, self.scheme, self.order), self._rows_arrays(), start, num_rows)
+
     def _rows_arrays(self) -> tuple[Array, ...]:
         optional = (self.row_scale, self.zero, self.minimum)
         return (self.elements, self.scale, *(x for x in optional if x is not None))
