@@ -1,27 +1,22 @@
-"""EngineConfig: all options, their checks, and the bucket sizes of steps.
-
-No other module reads or sets environment variables.
-"""
+"""EngineConfig: all options of an engine, and their checks."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, no_type_check
 
+from jaxserve.environment import user_cache_dir
 from jaxserve.errors import ConfigError
-from jaxserve.kv_cache.groups import KVGroups
 from jaxserve.pooling import CLASSIFY, EMBED, read_pooler_config
 from jaxserve.sampling_params import DEFAULT_MAX_LOGPROBS
 from jaxserve.scheduling.pacer import MAX_STEPS
-from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS, Policy, prefill_share
+from jaxserve.scheduling.policy import DEFAULT_LONG_PREFILLS, DEFAULT_PARTIAL_PREFILLS
 from jaxserve.speculation_config import SpeculationConfig
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -42,15 +37,6 @@ DEFAULT_DRAFTS = {  # folder of weights/ with its draft, by the method of specul
     "eagle3": "default-eagle3",
 }
 MAX_FIXED_STEPS = 1024
-MAX_STEP_TOKENS = 1024  # most tokens sampled in one dispatch, over all rows: the program holds their log probabilities
-MULTI_STEP_ROWS = 16  # largest bucket of the only multi-step program on accelerators
-SPECULATIVE_ROWS = 64  # most rows of a step with drafted tokens
-MIN_FEW_TOKENS = 16  # smallest bucket on accelerators: the rows of a bfloat16 tile
-FREE_TOKENS = 256  # smaller steps are hardly faster on an accelerator, as they are bound by reading weights
-
-
-DEFAULT_GPU_MEMORY_FRACTION = 0.75  # default of XLA's client
-_MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 
 
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a ConfigError
@@ -201,8 +187,8 @@ class EngineConfig:
         _check_choice("compile_ahead", self.compile_ahead, ("all", "background", "minimal"))
         _check_choice("scheduling_policy", self.scheduling_policy, ("fcfs", "priority"))
         _check_runner(self)
-        _read_weights(self.tenant_weights)
-        _read_targets(self)
+        read_tenant_weights(self.tenant_weights)
+        read_targets(self)
         object.__setattr__(self, "multi_step", _read_multi_step(self.multi_step))
         object.__setattr__(self, "speculative_config", SpeculationConfig.of(self.speculative_config))
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size", "num_pages"):
@@ -278,302 +264,9 @@ class EngineConfig:
         return Path(self.compilation_cache_dir) if self.compilation_cache_dir else None
 
 
-def user_cache_dir() -> Path:
-    """Return the directory in which results of expensive computations and measurements are kept between processes."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
-
-
-def openai_api_key() -> str | None:
-    """Return the key for servers with OpenAI's interface; None without one."""
-    return os.environ.get("OPENAI_API_KEY") or None
-
-
-def xla_flags() -> str:
-    """Return the user's flags for XLA."""
-    return os.environ.get("XLA_FLAGS", "")
-
-
-def gpu_memory_fraction() -> float | None:
-    """Return the share of a GPU's memory that the environment sets for XLA's client; None if it is not set."""
-    name = next((name for name in _MEMORY_FRACTIONS if os.environ.get(name)), None)
-    if name is None:
-        return None
-    value = os.environ[name]
-    try:
-        fraction = float(value)
-    except ValueError:
-        fraction = 0.0
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for gpu_memory_utilization")
-    return fraction
-
-
-@contextlib.contextmanager
-def claiming_gpu_memory(fraction: float) -> Iterator[float]:
-    """Make XLA's client allocate this share of a GPU's memory unless the environment sets another; yield the share.
-
-    Enter this around the start of jax's backend, when XLA reads the setting. Child processes do not inherit it.
-    """
-    told = gpu_memory_fraction()
-    if told is not None:
-        yield told
-        return
-    os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
-    try:
-        yield fraction
-    finally:
-        del os.environ[_MEMORY_FRACTIONS[0]]
-
-
-def libtpu_args() -> str | None:
-    """Return the user's options for libtpu."""
-    return os.environ.get("LIBTPU_INIT_ARGS")
-
-
-def leave_tpus_alone() -> None:
-    """Restrict libtpu to compilation: it neither looks for TPUs nor locks them. Call this before libtpu is loaded."""
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-
-
-def ray_address() -> str:
-    """Return the Ray cluster named by the environment, or "local" for one on this machine that serves only loopback.
-
-    Call this before importing Ray, which reads the variables set here.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # calls to an actor that has ended fail as expected
-    if address := os.environ.get("RAY_ADDRESS"):
-        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts of half a minute each; the default is 20
-        return address
-    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # restricts Ray to loopback, on Linux too
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but Ray warns unless it is set
-    return "local"
-
-
 def embedded_model(name: str) -> Path:
     """Directory of a checkpoint shipped with the package."""
     return Path(__file__).parent / "weights" / name
-
-
-@dataclass(frozen=True)
-class ScheduleConfig:
-    """Resolved sizes that the scheduler, packing and compiled programs share."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    page_size: int
-    num_pages: int
-    few_programs: bool = False
-    max_logprobs: int = DEFAULT_MAX_LOGPROBS
-    max_num_partial_prefills: int = DEFAULT_PARTIAL_PREFILLS
-    max_long_partial_prefills: int = DEFAULT_LONG_PREFILLS
-    long_prefill_token_threshold: int = 0
-    windows: tuple[int | None, ...] = (None,)  # sliding window of each KV group
-    num_snapshots: int | None = None  # most snapshots of states; None where all layers have attention
-    tenant_weights: tuple[tuple[str, float], ...] = ()  # weights of tenants, where these are not 1
-    targets: tuple[tuple[int | None, float, float], ...] = ()  # targets of classes: see `Policy`
-    max_drafts: int = 0  # most tokens that a row accepts in a round; 0 without speculative decoding
-    num_spare_drafts: int = 0  # tokens drafted for a row beyond those that it may accept, if they are a tree
-    has_split_steps: bool = False  # True if there are split plans, for rows that wait for tokens
-    pools: bool = False  # True if requests end with their prompts
-    count_expert_tokens: bool = False  # True if steps count the tokens of each expert
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ConfigError(
-                f"max_num_batched_tokens must be at least max_num_seqs so that all running requests fit one step, "
-                f"got {self.max_num_batched_tokens} and {self.max_num_seqs}"
-            )
-
-    @property
-    def max_total_tokens(self) -> int:
-        """Limit of a request's prompt and output, where a vector counts as a token of output."""
-        return self.max_model_len + self.pools
-
-    @property
-    def max_nodes(self) -> int:
-        """Most tokens drafted for a row in a round."""
-        return self.max_drafts + self.num_spare_drafts
-
-    @property
-    def policy(self) -> Policy:
-        """Scheduling policy: the order of requests and the division of a step's tokens."""
-        return Policy.of(
-            self.max_num_batched_tokens,
-            self.max_num_partial_prefills,
-            self.max_long_partial_prefills,
-            self.long_prefill_token_threshold,
-            self.tenant_weights,
-            self.targets,
-        )
-
-    @cached_property
-    def kv_groups(self) -> KVGroups:
-        """Groups of layers with pages of their own."""
-        return KVGroups(self.page_size, self.windows, self.num_snapshots)
-
-    @property
-    def num_state_entries(self) -> int:
-        """Entries of the pool of states: one for each slot, then those of snapshots."""
-        return self.max_num_seqs + (self.num_snapshots or 0)
-
-    @property
-    def max_pages_per_row(self) -> int:
-        """M, width of the page table of a KV group."""
-        return self.kv_groups.num_columns(self.max_model_len)
-
-    def num_rows(self, num_tokens: int) -> int:
-        """Return R, the rows of a step whose token bucket is `num_tokens`: every row has at least one token."""
-        return min(num_tokens, self.max_num_seqs)
-
-    def buckets(self) -> tuple[int, ...]:
-        """Return the token-axis sizes of the compiled programs, ascending: all up to 8, then at most a quarter padding.
-
-        On accelerators: 16, 64 and 256, with up to 15 tokens or three quarters of padding; then two sizes per doubling,
-        with at most a third.
-
-        The criterion is the time after which compiling a further size pays off. A size that saves a share s of the time
-        of the steps that use it pays off after compile_s / s seconds of such steps. On a CPU a program takes about a
-        second to compile and the time of a step grows with its tokens: a size that saves an eighth on average, as those
-        above 8 do, pays off after 8 s of steps of its size. For an accelerator, a program takes 10 to 30 s to compile.
-        Up to FREE_TOKENS, less padding saves no time, so that more sizes would never pay off; above, a size that saves
-        a sixth pays off after one to three minutes, and sizes in between would cost as much for half the gain.
-        """
-        top, next_size = self.max_num_batched_tokens, _next_of_few if self.few_programs else _next_of_many
-        sizes = [min(MIN_FEW_TOKENS, top)] if self.few_programs else list(range(1, min(8, top) + 1))
-        while sizes[-1] < top:
-            sizes.append(min(next_size(sizes[-1]), top))
-        return tuple(sizes)
-
-    def max_steps(self, bucket: int, limit: int) -> int:
-        """Return the most decode steps in one dispatch of a bucket's program, at most `limit`."""
-        return max(1, min(limit, MAX_STEP_TOKENS // self.num_rows(bucket)))
-
-    def multi_step_buckets(self, max_steps: int) -> tuple[int, ...]:
-        """Return the buckets with a multi-step program: those with no more tokens than rows."""
-        buckets = self.buckets()
-        most = max(min(self.max_num_seqs, MULTI_STEP_ROWS) if self.few_programs else self.max_num_seqs, buckets[0])
-        return tuple(size for size in buckets if size <= most and self.max_steps(size, max_steps) > 1)
-
-    def step_buckets(self, max_steps: int) -> tuple[int, ...]:
-        """Return the buckets that need a single-step program.
-
-        On CPUs the multi-step program also runs single steps, as its loop has no measurable cost. An accelerator may
-        have to synchronise with the host before each iteration of a loop.
-        """
-        shared = () if self.few_programs else self.multi_step_buckets(max_steps)
-        return tuple(size for size in self.buckets() if size not in shared)
-
-    def speculative_buckets(self) -> tuple[int, ...]:
-        """Return the numbers of rows with a speculative program, ascending; none without speculative decoding.
-
-        Above SPECULATIVE_ROWS rows a step computes so many tokens that drafts do not pay.
-        """
-        return self._numbers_of_rows(min(self.max_num_seqs, SPECULATIVE_ROWS)) if self.max_drafts else ()
-
-    def split_buckets(self) -> tuple[int, ...]:
-        """Return the numbers of rows with programs for split plans, two for each; none where no plan is split."""
-        return self._numbers_of_rows(self.max_num_seqs) if self.has_split_steps else ()
-
-    def _numbers_of_rows(self, most: int) -> tuple[int, ...]:
-        """Return numbers of rows, the last of them `most`, that are few: each holds the smaller ones' rows as well."""
-        sizes = [MIN_FEW_TOKENS if self.few_programs else 1]
-        while sizes[-1] < most:
-            sizes.append(sizes[-1] * (4 if self.few_programs else 2))
-        return tuple(min(size, most) for size in sizes)
-
-    def max_rounds(self, bucket: int, max_steps: int) -> int:
-        """Return the most rounds in one dispatch of a speculative program, which yield up to `max_steps` tokens."""
-        return max(1, self.max_steps(bucket, max_steps) // (self.max_drafts + 1))
-
-    def num_programs(self, max_steps: int) -> int:
-        """Return the number of programs: those of steps, and the two that admit requests and set a slot.
-
-        Those that set masks and copy pages, for forms and beams alone, are not counted.
-        """
-        num_plain = len(self.step_buckets(max_steps)) + len(self.multi_step_buckets(max_steps))
-        return 2 + num_plain + len(self.speculative_buckets()) + 2 * len(self.split_buckets())
-
-
-def _next_of_many(size: int) -> int:
-    limit = (size + 1) * 4 // 3
-    grain = 4 if limit < 64 else 16 if limit < 512 else 64
-    return max(limit // grain * grain, size + 1)
-
-
-def _next_of_few(size: int) -> int:
-    if size < FREE_TOKENS:
-        return 4 * size
-    power = 1 << (size.bit_length() - 1)
-    return 2 * power if size > power else 3 * power // 2
-
-
-def resolve_schedule(
-    config: EngineConfig,
-    *,
-    max_position: int,
-    platform: str,
-    page_size: int,
-    num_pages: int,
-    windows: tuple[int | None, ...] = (None,),
-    has_states: bool = False,
-    pools: bool = False,
-) -> ScheduleConfig:
-    """Resolve all defaults for a jax platform; ConfigError if the model does not support the options.
-
-    Args:
-        config: options of the engine.
-        max_position: longest sequence of the model.
-        platform: platform of jax.
-        page_size: tokens per page.
-        num_pages: pages in the pool.
-        windows: sliding window of each KV group.
-        has_states: True if some layers have a state instead of attention.
-        pools: True if the model pools.
-    """
-    max_model_len = config.max_model_len or max_position
-    if max_model_len > max_position:
-        raise ConfigError(
-            f"max_model_len must be at most the model's max_position_embeddings, got {max_model_len} and {max_position}"
-        )
-    max_num_seqs, budget = default_batch(config, on_cpu=platform == "cpu")
-    sizes = (max_num_seqs, budget, max_model_len, page_size, num_pages)
-    return ScheduleConfig(
-        *sizes,
-        few_programs=platform != "cpu",
-        max_logprobs=config.max_logprobs,
-        max_num_partial_prefills=config.max_num_partial_prefills,
-        max_long_partial_prefills=config.max_long_partial_prefills,
-        long_prefill_token_threshold=config.long_prefill_token_threshold,
-        windows=windows,
-        num_snapshots=default_snapshots(config, max_num_seqs) if has_states else None,
-        tenant_weights=_read_weights(config.tenant_weights),
-        targets=_read_targets(config),
-        max_drafts=config.speculation.max_drafts if config.speculation else 0,
-        num_spare_drafts=config.speculation.num_spare_drafts if config.speculation else 0,
-        pools=pools,
-        count_expert_tokens=config.count_expert_tokens,
-    )
-
-
-def default_snapshots(config: EngineConfig, max_num_seqs: int) -> int:
-    """Return how many snapshots of states are kept: one for every other sequence; none without prefix caching."""
-    return max(1, max_num_seqs // 2) if config.enable_prefix_caching else 0
-
-
-def default_batch(config: EngineConfig, *, on_cpu: bool) -> tuple[int, int]:
-    """Return max_num_seqs and max_num_batched_tokens, with defaults that are consistent with the given values."""
-    seqs, budget = config.max_num_seqs, config.max_num_batched_tokens
-    if seqs is None:
-        seqs = 64 if on_cpu else 256
-        if budget is not None:
-            seqs = max(1, min(seqs, budget - prefill_share(budget)))
-    if budget is None:
-        budget = max(512 if on_cpu else 2048, 2 * seqs)
-    return seqs, budget
 
 
 def _read_multi_step(value: object) -> str | int:
@@ -585,7 +278,8 @@ def _read_multi_step(value: object) -> str | int:
     return steps
 
 
-def _read_weights(value: Any) -> tuple[tuple[str, float], ...]:
+def read_tenant_weights(value: Any) -> tuple[tuple[str, float], ...]:
+    """Return the weight of each tenant, sorted by name, from a dict or JSON; ConfigError if one is not positive."""
     if isinstance(value, str):  # text from a command line
         try:
             value = json.loads(value)
@@ -601,7 +295,7 @@ def _read_weights(value: Any) -> tuple[tuple[str, float], ...]:
     return tuple((tenant, float(weight)) for tenant, weight in sorted(weights.items()))
 
 
-def _read_targets(config: EngineConfig) -> tuple[tuple[int | None, float, float], ...]:
+def read_targets(config: EngineConfig) -> tuple[tuple[int | None, float, float], ...]:
     """Return the targets of each class in seconds: class (None for any other), first token, further tokens."""
     first_s, next_s = (_read_target(name, getattr(config, name)) for name in ("target_ttft_ms", "target_itl_ms"))
     lacking = set() if None in next_s else first_s.keys() - next_s.keys()

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
 from jaxserve.engine.memory import state_bytes, tree_bytes
@@ -27,6 +27,7 @@ from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import parse_target
 from jaxserve.request import Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 
 BYTES = 2  # bytes of a bfloat16 value
 

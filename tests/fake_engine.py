@@ -14,11 +14,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from jaxserve import __main__ as command
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.errors import RequestError
 from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.executor import StepResult
 from jaxserve.kv_cache.groups import RELEASED, KVGroups
 from jaxserve.request import FinishReason, Request, RequestStatus
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import PlanKind, StepPlan
 from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.scheduler import Scheduler

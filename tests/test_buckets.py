@@ -6,14 +6,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from jaxserve.config import (
-    MAX_STEP_TOKENS,
-    MULTI_STEP_ROWS,
-    EngineConfig,
-    ScheduleConfig,
-    default_batch,
-    resolve_schedule,
-)
+from jaxserve.config import EngineConfig
+from jaxserve.schedule_config import MAX_STEP_TOKENS, MULTI_STEP_ROWS, ScheduleConfig, default_batch, resolve_schedule
 from jaxserve.scheduling.pacer import MAX_STEPS
 from jaxserve.scheduling.policy import prefill_share
 

@@ -1,4 +1,4 @@
-"""The process's environment is read and set only in config.py."""
+"""The process's environment is read and set only in environment.py."""
 
 import ast
 from pathlib import Path
@@ -22,6 +22,6 @@ def uses_of_environment(source: str) -> list[int]:
 
 def test_no_other_file_touches_the_environment() -> None:
     files = [path for top in (ROOT, *(p for p in ROOT.iterdir() if p.is_symlink())) for path in top.rglob("*.py")]
-    assert {path.name for path in files} >= {"config.py", "deviceless.py", "load.py"}
+    assert {path.name for path in files} >= {"environment.py", "deviceless.py", "load.py"}
     found = {str(path.relative_to(ROOT)): uses_of_environment(path.read_text()) for path in files}
-    assert {path for path, lines in found.items() if lines} == {"config.py"}
+    assert {path for path, lines in found.items() if lines} == {"environment.py"}

@@ -25,11 +25,12 @@ from jaxserve.bench.workloads import (
     poisson_arrivals,
     token_ids,
 )
-from jaxserve.config import ScheduleConfig, openai_api_key
 from jaxserve.engine.stepped import MeasuredEngine
+from jaxserve.environment import openai_api_key
 from jaxserve.errors import ConfigError
 from jaxserve.figures import plotting
 from jaxserve.live_stats import LiveStats, wait_until_warm
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.whole_file import check_writable, write_whole
 
 

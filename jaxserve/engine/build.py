@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import jax
 from jax.sharding import Mesh
 
-from jaxserve.config import EngineConfig, resolve_schedule
+from jaxserve.config import EngineConfig
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.drafts import build_proposer, load_draft
 from jaxserve.engine.memory import build_schedule, pool_dtype, select_backend, state_bytes
@@ -20,6 +20,7 @@ from jaxserve.execution.runner import Runner
 from jaxserve.execution.xla_cache import programs_dir, scope_of
 from jaxserve.models.arch import ArchConfig
 from jaxserve.pallas_kernels import native
+from jaxserve.schedule_config import resolve_schedule
 
 logger = logging.getLogger(__name__)
 

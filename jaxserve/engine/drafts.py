@@ -9,14 +9,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from jaxserve.config import (
-    DEFAULT_DRAFTS,
-    FREE_TOKENS,
-    SPECULATIVE_ROWS,
-    EngineConfig,
-    ScheduleConfig,
-    embedded_model,
-)
+from jaxserve.config import DEFAULT_DRAFTS, EngineConfig, embedded_model
 from jaxserve.engine.checkpoint import build_arch
 from jaxserve.engine.memory import page_bytes, pool_dtype, select_backend
 from jaxserve.engine.parameters import build_params, compute_dtype
@@ -25,6 +18,7 @@ from jaxserve.execution.verification import Proposer
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params, matrix_transform
 from jaxserve.quant import packed, weight_format
+from jaxserve.schedule_config import FREE_TOKENS, SPECULATIVE_ROWS, ScheduleConfig
 from jaxserve.spec_decode.draft_layer import DraftLayer, LayerHead
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.spec_decode.head_files import load_draft_layer, load_medusa

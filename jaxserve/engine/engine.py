@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.distributed import processes
 from jaxserve.distributed.peers import Follower, Leader
 from jaxserve.engine.build import build_runners, check_sizes
@@ -31,6 +31,7 @@ from jaxserve.metrics import EngineStats, Occupancy, PeakRates, StepStats
 from jaxserve.outputs import RequestOutput
 from jaxserve.pooling import PoolingParams
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.text.loading import load_tokenizer
 
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.engine.events import (
     Added,
     CacheReset,
@@ -31,6 +30,7 @@ from jaxserve.engine.events import (
 from jaxserve.errors import ConfigError
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxserve.config import LARGEST_MAX_LOGPROBS, EngineConfig, ScheduleConfig
+from jaxserve.config import LARGEST_MAX_LOGPROBS, EngineConfig
 from jaxserve.engine.core import Delta
 from jaxserve.engine.events import Cancelled, Event, Submitted
 from jaxserve.engine.outputs import RequestGroup
@@ -28,6 +28,7 @@ from jaxserve.metrics import EngineStats
 from jaxserve.pooling import Pooler, PoolingParams
 from jaxserve.request import FinishReason, Request, TokenIds
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepPlan, wants_prompt_logprobs
 from jaxserve.structured_output.grammar import GrammarCompiler, TokenConstraint
 from jaxserve.text.bad_words import encode_bad_words

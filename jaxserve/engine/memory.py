@@ -10,19 +10,8 @@ import jax.numpy as jnp
 import psutil
 from jax._src import xla_bridge  # jax does not say elsewhere whether its backend runs
 
-from jaxserve.config import (
-    DEFAULT_GPU_MEMORY_FRACTION,
-    MAX_STEP_TOKENS,
-    MULTI_STEP_ROWS,
-    SPECULATIVE_ROWS,
-    EngineConfig,
-    ScheduleConfig,
-    claiming_gpu_memory,
-    default_batch,
-    default_snapshots,
-    gpu_memory_fraction,
-    resolve_schedule,
-)
+from jaxserve.config import EngineConfig
+from jaxserve.environment import DEFAULT_GPU_MEMORY_FRACTION, claiming_gpu_memory, gpu_memory_fraction
 from jaxserve.errors import ConfigError
 from jaxserve.execution.state import new_pool, new_slots, new_states
 from jaxserve.kv_cache.groups import KVGroups
@@ -31,6 +20,15 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.family import widest_output
 from jaxserve.pallas_kernels.dispatch import UnsupportedBackendError
 from jaxserve.sampling import LogprobLayout
+from jaxserve.schedule_config import (
+    MAX_STEP_TOKENS,
+    MULTI_STEP_ROWS,
+    SPECULATIVE_ROWS,
+    ScheduleConfig,
+    default_batch,
+    default_snapshots,
+    resolve_schedule,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -25,7 +25,6 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.kv_cache.groups import RELEASED
 from jaxserve.request import Request, RequestStatus
 from jaxserve.sampling import RECORD_WORDS, SlotRow, mask_size, pack_mask, pack_records
@@ -36,6 +35,7 @@ from jaxserve.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
 )
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import PlanKind
 
 if TYPE_CHECKING:

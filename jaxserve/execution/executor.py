@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxserve.config import ScheduleConfig
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import PlanKind, StepPlan
 
 if TYPE_CHECKING:

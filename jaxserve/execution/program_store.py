@@ -19,7 +19,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
-from jaxserve.config import libtpu_args, xla_flags
+from jaxserve.environment import libtpu_args, xla_flags
 from jaxserve.execution.jax_events import EventCounter
 from jaxserve.execution.roofline import num_cores
 from jaxserve.whole_file import write_whole

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.batch import AdmissionLayout, BatchLayout, BlobLayout, CopyLayout, MaskLayout
 from jaxserve.execution.pooling import make_pooling_step
 from jaxserve.execution.program_store import ProgramStore
@@ -32,6 +31,7 @@ from jaxserve.execution.verification import Observer, Proposer, make_speculative
 from jaxserve.execution.xla_cache import Scope
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import PlanKind
 from jaxserve.sharding import TENSOR, over_devices, replicated, specs_of, tensor_size
 

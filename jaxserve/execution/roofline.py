@@ -13,7 +13,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import user_cache_dir
+from jaxserve.environment import user_cache_dir
 from jaxserve.layers.linear import linear
 from jaxserve.metrics import PeakRates
 from jaxserve.pallas_kernels import packed_linear

@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 from numpy.typing import NDArray
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.batch import BatchPacker
 from jaxserve.execution.executor import RoundCounts, StepResult
 from jaxserve.execution.program_store import compile_counter
@@ -30,6 +29,7 @@ from jaxserve.models.params import Params, device_bytes
 from jaxserve.models.registry import flop_counts, param_specs
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.sampling import LogprobLayout
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import PlanKind, StepPlan
 from jaxserve.sharding import tensor_size
 

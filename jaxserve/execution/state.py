@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.batch import (
     MAX_STOP_IDS,
     PageEntries,
@@ -30,6 +29,7 @@ from jaxserve.sampling import (
     padded_to_lanes,
 )
 from jaxserve.sampling_params import MAX_BAD_SEQUENCE_TOKENS, MAX_BAD_SEQUENCES, MAX_LOGIT_BIAS
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.sharding import joined, tensor_size
 
 MANY = 1024  # factor on heads or tokens with which they take more room, however they are padded

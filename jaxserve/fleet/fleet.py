@@ -21,13 +21,14 @@ from functools import cached_property
 from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.stepped import SteppedEngine
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.pooling import PoolingParams
 from jaxserve.request import TokenIds
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.router import NO_PREFIX, ROW_CHARGE_TOKENS, Prefix, Route, Router, sample_depths
 from jaxserve.text.loading import load_tokenizer
 

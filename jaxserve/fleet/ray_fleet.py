@@ -11,7 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxserve.config import EngineConfig, ray_address
+from jaxserve.config import EngineConfig
+from jaxserve.environment import ray_address
 from jaxserve.errors import ConfigError, install_extra
 from jaxserve.fleet.fleet import Died, Fleet, NewRequest, Served, Server, Started
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxserve.config import user_cache_dir
+from jaxserve.environment import user_cache_dir
 
 PLANNED = {  # engine options that change what is planned
     "attention_backend",

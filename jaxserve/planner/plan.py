@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve import weights
-from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
+from jaxserve.config import EngineConfig
 from jaxserve.engine.memory import (
     accelerator_pool_bytes,
     choose_page_size,
@@ -35,6 +35,7 @@ from jaxserve.models.weight_reads import WeightReads
 from jaxserve.planner.program import StepCompiler, StepProgram, abstract_params
 from jaxserve.planner.speed import Roofline
 from jaxserve.planner.targets import DataSheet, Target
+from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
 
 _CONFIGS = Path(__file__).parent / "configs"
 _ROWS = (1, 8, 32, 64, 128, 256)  # batch sizes of the predicted decode steps, as far as they fit

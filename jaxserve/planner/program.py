@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxserve.config import ScheduleConfig, leave_tpus_alone
+from jaxserve.environment import leave_tpus_alone
 from jaxserve.errors import ConfigError
 from jaxserve.execution.batch import AdmissionLayout, BatchLayout
 from jaxserve.execution.state import ServeState, abstract_slot_row, abstract_state
@@ -25,6 +25,7 @@ from jaxserve.models.params import Params, ParamSpec, build_tree, stack_layers
 from jaxserve.pallas_kernels.deviceless import Chip, UnknownTopologyError
 from jaxserve.planner.targets import Target
 from jaxserve.quant import plain, weight_format
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.sharding import named_sharding, over_devices, specs_of, tensor_mesh, whole_shape
 
 _COLLECTIVE = re.compile(

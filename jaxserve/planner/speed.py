@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.costs import attention_cost
 from jaxserve.metrics import PeakRates, split_time
 from jaxserve.models.arch import ArchConfig
 from jaxserve.models.registry import flop_counts
 from jaxserve.models.weight_reads import WeightReads
 from jaxserve.planner.program import Collective
+from jaxserve.schedule_config import ScheduleConfig
 
 
 @dataclass(frozen=True)

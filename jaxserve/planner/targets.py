@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxserve.config import gpu_memory_fraction
+from jaxserve.environment import gpu_memory_fraction
 from jaxserve.errors import ConfigError
 from jaxserve.pallas_kernels.deviceless import H200, TPU7X, TPU_V4, TPU_V5E, TPU_V5P, TPU_V6E, Chip
 

@@ -74,7 +74,7 @@ from jaxserve.scheduling.policy import Policy
 from jaxserve.scheduling.prefill import Prefills
 
 if TYPE_CHECKING:
-    from jaxserve.config import ScheduleConfig
+    from jaxserve.schedule_config import ScheduleConfig
 
 
 class Scheduler:

@@ -29,7 +29,6 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens
 from jaxserve.execution.state import ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
@@ -41,6 +40,7 @@ from jaxserve.models.decoder import Attend
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import SamplingRows
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
 from jaxserve.spec_decode.medusa import whole_logits
 

@@ -24,7 +24,6 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.round import AttentionCarry, Rows, paged_attend, place_tokens
 from jaxserve.execution.state import ServeState, new_pool
 from jaxserve.execution.verification import BothParams, Drafts
@@ -33,6 +32,7 @@ from jaxserve.models.arch import ArchConfig
 from jaxserve.models.params import Params
 from jaxserve.pallas_kernels.ragged_paged_attention import Pages, RaggedRows
 from jaxserve.sampling import SamplingRows
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.drawing import draw_draft, over_vocabulary
 from jaxserve.token_tree import TokenTree
 

@@ -14,12 +14,12 @@ from device_report.points import Figures, Latest, Point
 from device_report.served import Served
 from device_report.shapes import Load, load_of
 from device_report.trace import busy_share
-from jaxserve.config import MULTI_STEP_ROWS
 from jaxserve.engine.engine import Engine
 from jaxserve.metrics import EngineStats
 from jaxserve.outputs import RequestOutput
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import MULTI_STEP_ROWS
 
 machine = machines.with_jax
 

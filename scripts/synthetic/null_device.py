@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from jaxserve.config import EngineConfig, ScheduleConfig, resolve_schedule
+from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.batch import BatchPacker
 from jaxserve.execution.executor import StepResult
+from jaxserve.schedule_config import ScheduleConfig, resolve_schedule
 from jaxserve.scheduling.plan import PlanKind, StepPlan
 
 TOKEN = 7

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxserve.config import leave_tpus_alone
+from jaxserve.environment import leave_tpus_alone
 from jaxserve.pallas_kernels.deviceless import H200, TPU_V6E
 from jaxserve.planner.targets import parse_target
 

@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.state import abstract_state
 from jaxserve.execution.step import make_serve_step
 from jaxserve.models import registry
 from jaxserve.planner.program import StepCompiler, abstract_params
 from jaxserve.planner.targets import parse_target
+from jaxserve.schedule_config import ScheduleConfig
 
 pytestmark = pytest.mark.deviceless
 

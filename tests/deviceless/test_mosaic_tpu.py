@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import pytest
 from test_h200_step import DEFAULT_MODEL, LLAMA_8B
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.round import AttentionCarry, paged_attend
@@ -31,6 +30,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.cases import CASES, Case, wi
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import values_of
 from jaxserve.planner.program import StepCompiler, abstract_params, layer_collectives, temp_bytes
 from jaxserve.planner.targets import parse_target
+from jaxserve.schedule_config import ScheduleConfig
 
 pytestmark = [
     pytest.mark.deviceless,

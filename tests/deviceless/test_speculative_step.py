@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.state import abstract_state
@@ -16,6 +15,7 @@ from jaxserve.execution.verification import make_speculative_step
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
 from jaxserve.planner.plan import read_model
 from jaxserve.planner.program import abstract_params, temp_bytes
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.token_tree import TokenTree
 from tests.deviceless.layers import first_layers

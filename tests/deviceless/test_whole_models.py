@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.engine.memory import tree_bytes
 from jaxserve.execution.state import abstract_state
 from jaxserve.pallas_kernels.ragged_paged_attention import default_page_size
@@ -18,6 +17,7 @@ from jaxserve.planner.program import (
     layer_collectives,
     temp_bytes,
 )
+from jaxserve.schedule_config import ScheduleConfig
 from tests.deviceless.layers import first_layers
 
 pytestmark = pytest.mark.deviceless

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.engine import build
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.speculation_config import SpeculationConfig
 from tests.e2e.workloads import assert_same, generate, tokens
 

@@ -10,11 +10,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.batch import BatchLayout, StepUpload
 from jaxserve.execution.runner import Runner
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.plan import StepPlan
 from tests.e2e.workloads import generate, tokens
 

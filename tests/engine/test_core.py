@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from simulation import SeenTokens, SimulatedExecutor, generate_alone, make_request
 
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine import core, load_balancer, replica
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.event_log import EventLog, read_log, replay_log
@@ -28,6 +28,7 @@ from jaxserve.kv_cache import page_pool, prefix_cache
 from jaxserve.metrics import EngineStats
 from jaxserve.models.arch import ArchConfig, RopeConfig
 from jaxserve.request import FinishReason, Request
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling import decode, ledger, prefill, scheduler
 from tests.parameters import mainly
 from tests.random_runs import examples

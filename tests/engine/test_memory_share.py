@@ -7,8 +7,9 @@ import pytest
 from checkpoints import hf_dict
 from jax._src import xla_bridge
 
-from jaxserve.config import EngineConfig, gpu_memory_fraction
+from jaxserve.config import EngineConfig
 from jaxserve.engine import memory
+from jaxserve.environment import gpu_memory_fraction
 from jaxserve.models import registry
 
 TOTAL = 80 * 2**30

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.memory import activation_bytes
 from jaxserve.execution.batch import BatchLayout
 from jaxserve.execution.executor import RoundCounts
@@ -21,6 +21,7 @@ from jaxserve.planner.program import abstract_params, temp_bytes
 from jaxserve.sampling import DRAFT, DraftedTokens, SamplingRows, draw_by_weight, pack_records
 from jaxserve.sampling.random_bits import ACCEPT, RESIDUAL, TARGET, uniform_noise
 from jaxserve.sampling.sampler import accept_or_draw
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.spec_decode.draft_model import DraftModel
 from jaxserve.speculation_config import SpeculationConfig
 from tests.checkpoints import hf_dict

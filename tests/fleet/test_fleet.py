@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from killing import records_by_id
 
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError, EngineDiedError, RequestError
 from jaxserve.fleet import fleet
 from jaxserve.fleet.fleet import (
@@ -28,6 +28,7 @@ from jaxserve.fleet.fleet import (
 from jaxserve.openai.batch_files import run_batch
 from jaxserve.outputs import RequestFailure, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.router import Router
 from jaxserve.text.loading import load_tokenizer
 from jaxserve.text.tokenizer import Tokenizer

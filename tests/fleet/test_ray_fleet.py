@@ -19,7 +19,9 @@ import tiny_tokenizers
 from fake_engine import FakeEngine
 from killing import records_by_id
 
-from jaxserve import cli, config
+from jaxserve import cli
+from jaxserve import environment as variables
+from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from jaxserve.fleet.fleet import MAX_LONE_DEATHS
 from jaxserve.fleet.ray_fleet import plan_actors, ray_fleet
@@ -53,7 +55,7 @@ def environment() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def cluster(environment: None) -> Iterator[None]:
     """Connect this process to a Ray of four CPUs, whatever the machine has."""
-    assert config.ray_address() == "local"
+    assert variables.ray_address() == "local"
     import ray
 
     ray.init(
@@ -97,7 +99,7 @@ def write_batch(path: Path, count: int, **prompts: str) -> Path:
 def expected(model: str, source: Path) -> dict[str, Any]:
     """Return the records of one engine."""
     out = source.with_suffix(".one")
-    run_batch(FakeEngine(load_tokenizer(model), config.EngineConfig(model=model)), source, out, use_tqdm=False)
+    run_batch(FakeEngine(load_tokenizer(model), EngineConfig(model=model)), source, out, use_tqdm=False)
     return records_by_id(out)
 
 
@@ -182,7 +184,7 @@ def test_ray_is_asked_for_and_named_where_it_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.setattr(config.os, "environ", {})
+    monkeypatch.setattr(variables.os, "environ", {})
     source = str(write_batch(tmp_path / "in.jsonl", 1))
     assert cli.main(["batch", source, "out", "--ray"]) == 2
     assert "needs Ray; install the extra ray: pip install 'jaxserve[ray]'" in capsys.readouterr().err

@@ -1,7 +1,7 @@
 import jaxtyping
 import pytest
 
-from jaxserve.config import leave_tpus_alone
+from jaxserve.environment import leave_tpus_alone
 
 leave_tpus_alone()
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxserve.config import ScheduleConfig
 from jaxserve.execution.executor import Executor
+from jaxserve.schedule_config import ScheduleConfig
 from simulate import modelled, serve
 
 SIZES = ScheduleConfig(256, 2048, max_model_len=131_072, page_size=16, num_pages=20_000, few_programs=True)

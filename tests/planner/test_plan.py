@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 import jaxserve.planner
 from jaxserve import EngineConfig, cli
-from jaxserve.config import MIN_FEW_TOKENS
 from jaxserve.engine.build import build_runners
 from jaxserve.engine.checkpoint import build_arch
 from jaxserve.errors import ConfigError
@@ -31,6 +30,7 @@ from jaxserve.planner.plan import Memory, Plan, make_plan, read_model
 from jaxserve.planner.program import Collective, StepCompiler, StepProgram, collectives, layer_collectives
 from jaxserve.planner.report import build_report, capacity_curve, render
 from jaxserve.planner.targets import Target, find_target, parse_target
+from jaxserve.schedule_config import MIN_FEW_TOKENS
 from tests.parameters import mainly
 
 PARAMS = {  # millions of parameters, as published by the makers

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxserve.config import EngineConfig, ScheduleConfig
+from jaxserve.config import EngineConfig
 from jaxserve.engine.backlog import Backlog
 from jaxserve.engine.core import Delta, EngineCore
 from jaxserve.engine.events import Submitted
@@ -16,6 +16,7 @@ from jaxserve.execution.executor import StepResult
 from jaxserve.metrics import EngineStats
 from jaxserve.request import FinishReason, Request
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.schedule_config import ScheduleConfig
 from jaxserve.scheduling.step_costs import Rates, StepCosts
 from jaxserve.scheduling.wait_estimate import OutputLengths, Sizes, Work, estimate_wait
 from simulate import modelled

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import tiny_tokenizers
 
-from jaxserve.config import EngineConfig, resolve_schedule
+from jaxserve.config import EngineConfig
 from jaxserve.engine.engine import Engine
 from jaxserve.execution.executor import StepResult
 from jaxserve.request import Request
+from jaxserve.schedule_config import resolve_schedule
 from jaxserve.scheduling.plan import StepPlan
 from synthetic.null_device import MODEL, NullExecutor
 

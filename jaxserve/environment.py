@@ -1,0 +1,87 @@
+"""Environment of the process: no other module reads or sets its variables."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from jaxserve.errors import ConfigError
+
+DEFAULT_GPU_MEMORY_FRACTION = 0.75  # default of XLA's client
+_MEMORY_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+
+
+def user_cache_dir() -> Path:
+    """Return the directory in which results of expensive computations and measurements are kept between processes."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+
+
+def openai_api_key() -> str | None:
+    """Return the key for servers with OpenAI's interface; None without one."""
+    return os.environ.get("OPENAI_API_KEY") or None
+
+
+def xla_flags() -> str:
+    """Return the user's flags for XLA."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def gpu_memory_fraction() -> float | None:
+    """Return the share of a GPU's memory that the environment sets for XLA's client; None if it is not set."""
+    name = next((name for name in _MEMORY_FRACTIONS if os.environ.get(name)), None)
+    if name is None:
+        return None
+    value = os.environ[name]
+    try:
+        fraction = float(value)
+    except ValueError:
+        fraction = 0.0
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"{name} must be a number in (0, 1], got {value!r}; unset it for gpu_memory_utilization")
+    return fraction
+
+
+@contextlib.contextmanager
+def claiming_gpu_memory(fraction: float) -> Iterator[float]:
+    """Make XLA's client allocate this share of a GPU's memory unless the environment sets another; yield the share.
+
+    Enter this around the start of jax's backend, when XLA reads the setting. Child processes do not inherit it.
+    """
+    told = gpu_memory_fraction()
+    if told is not None:
+        yield told
+        return
+    os.environ[_MEMORY_FRACTIONS[0]] = str(fraction)
+    try:
+        yield fraction
+    finally:
+        del os.environ[_MEMORY_FRACTIONS[0]]
+
+
+def libtpu_args() -> str | None:
+    """Return the user's options for libtpu."""
+    return os.environ.get("LIBTPU_INIT_ARGS")
+
+
+def leave_tpus_alone() -> None:
+    """Restrict libtpu to compilation: it neither looks for TPUs nor locks them. Call this before libtpu is loaded."""
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+
+
+def ray_address() -> str:
+    """Return the Ray cluster named by the environment, or "local" for one on this machine that serves only loopback.
+
+    Call this before importing Ray, which reads the variables set here.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # calls to an actor that has ended fail as expected
+    if address := os.environ.get("RAY_ADDRESS"):
+        os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "1")  # attempts of half a minute each; the default is 20
+        return address
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # restricts Ray to loopback, on Linux too
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, but Ray warns unless it is set
+    return "local"
