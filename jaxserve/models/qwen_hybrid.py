@@ -131,7 +131,7 @@ def param_specs(arch: ArchConfig, *, is_grouped: bool) -> list[ParamSpec]:
         specs = mixtures.param_specs(arch, shared="shared_expert", shared_gate=True)
     of_attention = ("qkv_proj", "qkv_bias", "o_proj", "o_bias", "q_norm", "k_norm")
     own = [spec for spec in specs if spec.path[-1] not in of_attention or spec.path[1] not in arch.state_layers]
-    for layer in sorted(arch.state_layers):
+    for layer in sorted(arch.state_layers & set(range(arch.num_layers))):
         own += delta.delta_specs(arch, layer, is_grouped=is_grouped)
     return [_offset(_gated(spec)) for spec in own]
 
