@@ -51,6 +51,7 @@ def check_exchanges(arch, num_tokens, text, num_copies):
         pytest.param("gpt-neo-2.7b", "h200", None, 800, 850, marks=pytest.mark.full),
         pytest.param("glm-4-9b", "h200", 4, 475, 490, marks=pytest.mark.full),
         pytest.param("glm-4-9b", "v6e:1x1", None, 400, 400, marks=pytest.mark.full),
+        pytest.param("gpt-oss-20b", "h200", 2, 650, 900, marks=pytest.mark.full),
     ],
 )
 def test_steps_work_in_place(targets, name, target, num_layers, decode_megabytes, largest_megabytes):

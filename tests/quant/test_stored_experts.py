@@ -1,5 +1,6 @@
 """Experts of quantised checkpoints: held as they are stored, and multiplied as the layouts define it."""
 
+import json
 import logging
 from functools import partial
 from pathlib import Path
@@ -12,10 +13,13 @@ import pytest
 import torch
 import transformers
 
+import jaxserve.planner
 from jaxserve import LLM, weights
+from jaxserve.models import registry
 from jaxserve.models.params import device_bytes
 from jaxserve.pallas_kernels import packed_linear
 from jaxserve.planner.program import abstract_params
+from jaxserve.quant import weight_format
 from jaxserve.quant.packed import NativeMatrix
 from jaxserve.quant.stored import StoredMatrix
 from jaxserve.weights.rows import leaf_at
@@ -50,6 +54,7 @@ FORMS = {
 PAIRS = [f"{family} {name}" for family in FAMILY_SIZES for name in FORMS]
 SOME = ("deepseek_v3 fp8-block", "qwen3_moe ct-int4")
 NUM_TOKENS = 30
+CONFIGS = Path(jaxserve.planner.__file__).parent / "configs"
 
 
 def write(path: Path, pair: str, seed: int = 0) -> tuple[transformers.PreTrainedModel, str]:
@@ -105,6 +110,29 @@ def test_experts_are_those_that_are_stored(tmp_path: Path, pair: str) -> None:
     for tree in forms:
         logits = np.asarray(run(tree, arch, jnp.asarray(ids))[0])
         assert_near(logits, expected, name)
+
+
+KIMI_K2_THINKING = {
+    **CASES["ct-int4"].config,
+    "ignore": [
+        *("lm_head", "re:.*self_attn.*", "re:.*shared_experts.*"),
+        r"re:.*mlp\.(gate|up|gate_up|down)_proj.*",
+    ],
+}
+
+
+def test_published_configurations_leave_routers_and_arrays_plain() -> None:
+    """Of DeepSeek-V3 all linear modules are quantised, of Kimi K2 Thinking the experts alone."""
+    forms = {}
+    for quantization in (None, KIMI_K2_THINKING):
+        config = json.loads((CONFIGS / "deepseek-v3.json").read_text()) | {"num_hidden_layers": 4}
+        arch = registry.from_hf_config(config | ({} if quantization is None else {"quantization_config": quantization}))
+        form = weight_format(None, arch.schemes)
+        found = {spec.path[-1]: form.at(spec) for spec in registry.param_specs(arch) if spec.is_matrix}
+        forms[quantization is None] = {name for name, own in found.items() if own is not None}
+    experts = {"experts_gate_up", "experts_down"}
+    dense = {"q_a_proj", "q_proj", "kv_a_proj", "o_proj", "gate_up_proj", "down_proj", "shared_gate_up", "shared_down"}
+    assert forms == {True: experts | dense, False: experts}
 
 
 def test_mxfp4_is_what_transformers_loads(tmp_path: Path) -> None:
