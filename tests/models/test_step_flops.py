@@ -101,14 +101,16 @@ def test_steps_read_and_multiply_with_the_experts_of_their_tokens(family: str) -
     params = weights.dummy(specs, 0, jnp.float32)
     num_sparse = arch.num_layers - len(arch.dense_layers)
     expert = num_sparse * 3 * arch.hidden_size * arch.experts.ffn_size  # elements of one in all layers
+    has_biases = "experts_down_bias" in params["layers"][-1]
+    biases = num_sparse * (2 * arch.experts.ffn_size + arch.hidden_size) * has_biases
     row = arch.hidden_size * 4
     trees = [params]
     if not arch.dense_layers:
         trees.append(stack_layers(dict(params, layers=[dict(layer) for layer in params["layers"]]), arch.period))
     for tree in trees:
         reads = WeightReads.of(tree, specs, device_bytes)
-        assert reads.step(1) == step_bytes(params) + row - 13 * 4 * expert
-        assert reads.step(5) == step_bytes(params) + 5 * row - 4 * expert
+        assert reads.step(1) == step_bytes(params) + row - 13 * 4 * (expert + biases)
+        assert reads.step(5) == step_bytes(params) + 5 * row - 4 * (expert + biases)
         assert reads.step(9, 1) == reads.step(1) + 8 * row
         assert reads.step(6) == step_bytes(params) + 6 * row
     every = registry.from_hf_config(hf_dict(family, **sizes, num_experts_per_tok=16))
