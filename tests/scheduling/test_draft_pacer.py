@@ -9,7 +9,6 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve.scheduling.draft_pacer import Acceptance, DraftPacer
-from tests.parameters import mainly
 
 K = 4
 STEP_S, VERIFY_S, DRAFT_S = 0.010, 0.011, 0.001  # one row: bound by memory
@@ -98,7 +97,7 @@ class Simulation:
 PHASES = [Phase(1, 0.85, 60), Phase(1, 0.1, 60), Phase(64, 0.85, 60), Phase(1, 0.85, 60), Phase(64, 0.2, 60)]
 
 
-@pytest.mark.parametrize(("seed", "num_times"), mainly([(2, 1)], (0, 2)))
+@pytest.mark.parametrize(("seed", "num_times"), [pytest.param(2, 1), pytest.param(0, 2, marks=pytest.mark.full)])
 def test_every_phase_goes_nearly_as_fast_as_with_the_best_fixed_number(seed: int, num_times: int) -> None:
     """The times give each phase another best: 4 tokens, none, none or 1, ..."""
     simulation = Simulation(seed)
