@@ -109,7 +109,7 @@ def test_every_phase_goes_nearly_as_fast_as_with_the_best_fixed_number(seed: int
         assert reached > 0.98 * phase.rate(0), phase
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mainly([0], 1, 2))
 def test_short_phases_of_many_rows_hardly_pay_for_drafts_that_are_not_worth_it(seed: int) -> None:
     """A draft model that has missed 64 rows takes as long to catch up as twenty plain steps; a few rows show enough."""
     simulation, hard = Simulation(seed), Phase(64, 0.05, 3)
@@ -121,7 +121,7 @@ def test_short_phases_of_many_rows_hardly_pay_for_drafts_that_are_not_worth_it(s
     assert simulation.run(easy) > 1.2 * easy.rate(0), "and they show when drafts have become worth it"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mainly([0], 1, 2))
 def test_a_costly_probe_of_many_rows_does_not_delay_those_of_one_row(seed: int) -> None:
     """A draft model has missed much of 64 rows; meanwhile the text of one row becomes easy."""
     simulation = Simulation(seed)
@@ -134,7 +134,7 @@ def test_a_costly_probe_of_many_rows_does_not_delay_those_of_one_row(seed: int) 
     assert simulation.run(easy) * (1 + simulation.noise) > 0.95 * max(map(easy.rate, range(K + 1)))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mainly([0], 1, 2))
 def test_plain_steps_that_were_slow_at_first_are_measured_again(seed: int) -> None:
     """Drafts are hardly accepted, and several plain steps in a dispatch are the fastest; single ones are not."""
     simulation, phase = Simulation(seed, multi_step=True, slow_s=2.0), Phase(1, 0.05, 30)
@@ -195,7 +195,7 @@ def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
     assert set(run_accepted(pacer, 1, now_s=200.0)) == {0, 1, 2, 3, 4}
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", mainly([0], 1, 2))
 def test_probes_go_on_though_other_steps_come_between(seed: int) -> None:
     """A probe may be the first dispatch after a prompt, whose time is not known."""
     simulation = Simulation(seed)
