@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from jaxserve.scheduling.draft_pacer import Acceptance, DraftPacer
+from tests.parameters import mainly
 
 K = 4
 STEP_S, VERIFY_S, DRAFT_S = 0.010, 0.011, 0.001  # one row: bound by memory
