@@ -8,7 +8,7 @@ from jaxserve.errors import ConfigError
 from jaxserve.layers.experts import Experts
 from jaxserve.models import registry
 from jaxserve.models.arch import LatentAttention
-from tests.checkpoints import CONFIGS, FAMILIES, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
+from tests.checkpoints import CONFIGS, FAMILIES, HYBRID, LONGROPE, PARTIAL, ROPES, hf_dict, renamed
 
 YARN, LLAMA3 = ROPES["yarn"], ROPES["llama3"]
 LLAMA_FIELDS = [family for family in FAMILIES if "rms_norm_eps" in hf_dict(family)]  # families with Llama's fields
@@ -123,7 +123,7 @@ DENSE_UNSUPPORTED = [
             (f, renamed(f, change), renamed(f, dict.fromkeys(named)))
             for f in FAMILIES
             for change, named in UNSUPPORTED
-            if renamed(f, change) and not (f in PARTIAL and "partial_rotary_factor" in named)
+            if renamed(f, change) and not (f in (*PARTIAL, *HYBRID) and "partial_rotary_factor" in named)
         ),
         *GPT_UNSUPPORTED,
         *MIXTURE_UNSUPPORTED,
