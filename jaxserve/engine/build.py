@@ -40,6 +40,10 @@ def check_sizes(config: EngineConfig, arch: ArchConfig) -> None:
             f"speculative_config needs a model with attention in all layers, as a state cannot go back behind drafts "
             f"that are rejected, got {arch.architecture}; drop it"
         )
+    if config.count_expert_tokens and arch.experts is None:
+        raise ConfigError(
+            f"count_expert_tokens must be False, as {arch.architecture} has no experts, got True; drop it"
+        )
     meshes_of(config)
     arch.local(config.tensor_parallel_size)
 

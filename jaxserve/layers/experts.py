@@ -214,18 +214,20 @@ def mixture(
         routed = routed.add(ids)
     first = 0 if experts.num_shards == 1 else lax.axis_index(experts.shard_axis) * experts.num_held
     pairs = SortedPairs.of(ids - first, experts.num_held)
-    gated, plain = LinearContext(experts.activation, x.dtype), LinearContext(dtype=x.dtype, axis=axis)
+    parts = None if axis is None else _axes_of_parts(axis, experts)
+    gated, plain = LinearContext(experts.activation, x.dtype), LinearContext(dtype=x.dtype, axis=parts)
     gate_up, down, sizes = as_matrix(matrices.gate_up), as_matrix(matrices.down), pairs.group_sizes
     gate_up_bias, down_bias = (_of_share(each, first, experts) for each in (matrices.gate_up_bias, matrices.down_bias))
     inner = gate_up.linear_groups(x[pairs.order // experts.per_token], sizes, gated, gate_up_bias)
-    if axis is not None and down_bias is not None:  # products are summed over the devices that have a part of an expert
-        down_bias = jnp.where(_is_first_part(axis, experts), down_bias, 0)
+    if parts is not None and down_bias is not None:  # products are summed over the devices with parts of an expert
+        down_bias = jnp.where(lax.axis_index(parts) == 0, down_bias, 0)
     outputs = down.linear_groups(inner, sizes, plain, down_bias)
     of_tokens = outputs[pairs.place].reshape(*ids.shape, -1).astype(jnp.float32)
     y = jnp.sum(of_tokens * weights[:, :, None], axis=1).astype(x.dtype)
     if matrices.shared_gate_up is not None and matrices.shared_down is not None:
         inner = linear(x, matrices.shared_gate_up, LinearContext(activation=swiglu))
-        shared = as_matrix(matrices.shared_down).multiply(inner, plain).astype(x.dtype)  # summed below
+        whole = LinearContext(dtype=x.dtype, axis=axis)
+        shared = as_matrix(matrices.shared_down).multiply(inner, whole).astype(x.dtype)  # summed below
         y += shared if matrices.shared_gate is None else jax.nn.sigmoid(linear(x, matrices.shared_gate)) * shared
     return y if axis is None else lax.psum(y, axis), routed
 
@@ -237,7 +239,7 @@ def _of_share(bias: Float[Array, "E N"] | None, first: Any, experts: Experts) ->
     return lax.dynamic_slice_in_dim(bias, first, experts.num_held)
 
 
-def _is_first_part(axis: str | tuple[str, ...], experts: Experts) -> Bool[Array, ""]:
-    """Return whether this device has the first part of each expert of its share."""
+def _axes_of_parts(axis: str | tuple[str, ...], experts: Experts) -> tuple[str, ...]:
+    """Return the mesh axes over whose devices each expert is split; devices along the others have other experts."""
     axes = (axis,) if isinstance(axis, str) else axis
-    return lax.axis_index(tuple(name for name in axes if name != experts.shard_axis)) == 0
+    return tuple(name for name in axes if name != experts.shard_axis)

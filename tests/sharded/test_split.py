@@ -9,6 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jaxserve.config import EngineConfig
+from jaxserve.engine.build import check_sizes
 from jaxserve.engine.engine import Engine
 from jaxserve.engine.memory import build_schedule
 from jaxserve.errors import ConfigError
@@ -73,7 +74,7 @@ def test_pages_are_as_many_as_fit_on_the_fullest_device(monkeypatch: pytest.Monk
     assert num_pages(4, 0, 0, 0, 0) > num_pages(4, 0, 0, 0, 10**8)
 
 
-def test_experts_that_cannot_be_divided() -> None:
+def test_experts_that_cannot_be_divided_or_counted() -> None:
     arch = registry.from_hf_config(hf_dict("olmoe", num_experts=6, intermediate_size=6, num_attention_heads=8))
     with pytest.raises(ConfigError, match=r"expert_parallel_size must divide the number of experts, got 4 and 6"):
         arch.with_expert_shards(4)
@@ -81,6 +82,8 @@ def test_experts_that_cannot_be_divided() -> None:
         registry.from_hf_config(hf_dict("llama")).with_expert_shards(2)
     with pytest.raises(ConfigError, match=r"must divide intermediate_size of an expert x expert_parallel_size, got 8"):
         arch.with_expert_shards(2).local(8)
+    with pytest.raises(ConfigError, match="count_expert_tokens must be False, as LlamaForCausalLM has no experts"):
+        check_sizes(EngineConfig(count_expert_tokens=True), registry.from_hf_config(hf_dict("llama")))
     local = arch.with_expert_shards(2).local(4).experts
     assert local is not None
     assert (local.ffn_size, local.num_held, local.most_read(1), local.most_read(9)) == (3, 3, 2, 3)

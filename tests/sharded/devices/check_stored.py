@@ -26,9 +26,10 @@ from tests.quant.test_stored_experts import write as write_experts
 from tests.weights.gguf_files import write_gguf
 
 
-def split(path: Path, n: int, *, native: bool) -> tuple[Any, Any, Any]:
-    """Return the model, the mesh and parameters over n devices."""
-    arch, mesh = registry.from_hf_config(weights.read_config(path)), tensor_mesh(n)
+def split(path: Path, n: int, *, native: bool, num_shards: int = 1) -> tuple[Any, Any, Any]:
+    """Return the model, the mesh and parameters over n devices, of which sets have `num_shards` shares of experts."""
+    arch = registry.from_hf_config(weights.read_config(path)).with_expert_shards(num_shards)
+    mesh = tensor_mesh(n, num_expert_shards=num_shards)
     assert mesh is not None
     specs = registry.param_specs(arch)
     shardings = {spec.path: named_sharding(mesh, spec.axes) for spec in specs}.__getitem__
@@ -36,9 +37,9 @@ def split(path: Path, n: int, *, native: bool) -> tuple[Any, Any, Any]:
     return arch, mesh, weights.load(path, specs, jnp.float32, shardings, transform, schemes=arch.schemes)
 
 
-def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = False) -> np.ndarray:
+def split_logits(path: Path, token_ids: np.ndarray, n: int, *, native: bool = False, num_shards: int = 1) -> np.ndarray:
     """Return logits [T, V] of one sequence over n devices."""
-    arch, mesh, params = split(path, n, native=native)
+    arch, mesh, params = split(path, n, native=native, num_shards=num_shards)
 
     def run(params: dict, token_ids: jax.Array) -> jax.Array:
         positions = jnp.arange(len(token_ids))
@@ -77,18 +78,21 @@ def test_logits_are_those_of_one_device(tmp_path: Path, case: str) -> None:
 
 
 EXPERTS = ["gpt_oss mxfp4", "qwen3_moe fp8-block", "deepseek_v3 fp8-block", "qwen3_moe ct-int4", "qwen3_moe gptq"]
-EXPERTS_OVER = [f"{pair} over {n}" for pair in EXPERTS for n in (2, 4)]
-SOME_EXPERTS = ("gpt_oss mxfp4 over 4", "deepseek_v3 fp8-block over 2")
+EXPERTS_OVER = [f"{pair} over {n}" for pair in EXPERTS for n in ("2", "4", "4 in 2 shares")]
+EXPERTS_OVER += [f"qwen3_moe ct-w8a8 over {n}" for n in ("2", "4 in 2 shares")]
+SOME_EXPERTS = ("gpt_oss mxfp4 over 4", "deepseek_v3 fp8-block over 4 in 2 shares")
 
 
 @pytest.mark.parametrize("case", some_by_default(EXPERTS_OVER, *SOME_EXPERTS))
 def test_experts_are_split_as_well(tmp_path: Path, case: str) -> None:
-    pair, n = case.split(" over ")
+    """Devices that have different experts have rows of different tokens, and no scale of activations in common."""
+    pair, form = case.split(" over ")
+    n, num_shards = (int(number) for number in [*filter(str.isdigit, form.split()), "1"][:2])
     model, name = write_experts(tmp_path, pair)
     token_ids = np.random.default_rng(0).integers(0, 131, 20).astype(np.int32)
     expected = reference_logits(model, token_ids)
     for native in {False, name in NATIVE and packed_linear.unsupported("int4", "cpu") is None}:
-        assert_near(split_logits(tmp_path, token_ids, int(n), native=native), expected, name)
+        assert_near(split_logits(tmp_path, token_ids, n, native=native, num_shards=num_shards), expected, name)
 
 
 GGUF_OVER = [f"{kind} over {n}" for kind in ("Q4_0", "Q4_K", "Q8_0", "Q6_K") for n in (2, 4)]
