@@ -71,7 +71,7 @@ def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(n
 
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 18, 20, 21, 32, 33, 34])
 def test_prompts_in_chunks_leave_a_snapshot_behind_their_last_page(prompt_len):
-    """Wherever the last chunk begins, perhaps behind that page."""
+    """The last chunk may begin behind that page."""
     loop = Loop(make_scheduler(max_num_batched_tokens=16, page_size=4, num_snapshots=2))
     again = make_request("again", range(prompt_len), 2)
     loop.add(make_request("first", range(prompt_len), 2)).drain().add(again).drain()
