@@ -17,7 +17,17 @@ from numpy.typing import NDArray
 from jaxserve.weights.errors import Mismatch
 from jaxserve.weights.progress import progress_bar
 from jaxserve.weights.quantized import QuantizedPart, Schemes, quantized_view
-from jaxserve.weights.rows import FLOATS, HEADS, Params, Shardings, TensorRow, build_tree, hf_shapes, sharding_at
+from jaxserve.weights.rows import (
+    FLOATS,
+    HEADS,
+    TEXT_PART,
+    Params,
+    Shardings,
+    TensorRow,
+    build_tree,
+    hf_shapes,
+    sharding_at,
+)
 from jaxserve.weights.stored_tensor import HeldTensor, Part, StoredTensor, Tensor, Tensors, host_rows
 from jaxserve.weights.stores import store_of
 from jaxserve.weights.tree import tensors_of
@@ -28,7 +38,6 @@ _NUM_READERS = 8
 _MASKS = tuple(f".{module}.{mask}" for module in ("attn", "attention") for mask in ("bias", "masked_bias"))
 _DRAFT_PROJECTION = "eh_proj.weight"  # end of the name of a tensor that only layers for multi-token prediction have
 _DRAFTING = "mtp."  # first part of the names of such layers where they do not follow the others
-_TEXT_PART = "language_model."  # part of a name in multimodal checkpoints that names of text models lack
 # First parts of names in multimodal checkpoints, behind `model.` or not, of what turns other inputs into embeddings.
 _OTHER_PARTS = ("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "audio_tower.", "embed_vision.")
 # Matrices of an expert, by the names of tensors [E, rows, in] in which some checkpoints have those of all experts.
@@ -217,7 +226,7 @@ def _with_full_names(specs: Sequence[TensorRow], tensors: Mapping[str, TensorT])
 
     Files of a model without its head lack the first part, as GPT-2's do; those of multimodal models have one more.
     """
-    tensors = {name.replace(_TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
+    tensors = {name.replace(TEXT_PART, "", 1): tensor for name, tensor in tensors.items()}
     tensors = _with_experts_apart({name for row in specs for name in row.hf_names}, tensors)
     names = {name.partition(".")[2]: name for row in specs for name in row.hf_names if name not in tensors}
     return {names.get(name, name): tensor for name, tensor in tensors.items()}

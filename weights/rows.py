@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Sharding
 
 FLOATS = {np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)}  # dtypes of weights
+TEXT_PART = "language_model."  # part of a name in multimodal checkpoints that names of text models lack
 HEADS = ("lm_head", "embed_out")  # modules that compute logits, which tied embeddings replace
 Path = tuple[str | int, ...]
 Params = dict[str, Any]  # nested dicts and lists; strings of a path are keys, integers are indices

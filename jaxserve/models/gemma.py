@@ -50,9 +50,9 @@ def gemma2_arch(config: Mapping[str, Any]) -> ArchConfig:
 
 
 def gemma3_arch(config: Mapping[str, Any]) -> ArchConfig:
-    """Read the config.json of a Gemma 3 text model."""
-    defaults = {"max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    config = {**_DEFAULTS, **defaults, **config}
+    """Read the config.json of a Gemma 3 text model; those of text parts leave out most of what is the default."""
+    sizes = {"vocab_size": 262208, "num_attention_heads": 8, "max_position_embeddings": 131072}
+    config = {**_DEFAULTS, **sizes, "rope_theta": 1e6, "rope_local_base_freq": 1e4, **config}
     arch, local = _arch(config, period=6, qk_norm=True), _local_rope(config)
     ropes = (rope if window is None else local for rope, window in zip(arch.ropes, arch.windows, strict=True))
     return dataclasses.replace(arch, ropes=tuple(ropes))

@@ -33,7 +33,7 @@ from jaxserve.models.params import ParamSpec
 from jaxserve.weights import CheckpointError, read_schemes
 
 # Fields of a multimodal config.json that its text part may lack.
-_OF_WHOLE = ("dtype", "eos_token_id", "quantization_config", "tie_word_embeddings", "torch_dtype")
+_OF_WHOLE = ("dtype", "eos_token_id", "tie_word_embeddings", "torch_dtype")
 FAMILIES: Mapping[str, ModelFamily] = {
     "LlamaForCausalLM": llama.LLAMA,
     "MistralForCausalLM": mistral.MISTRAL,
@@ -96,12 +96,14 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchConfig:
 
     Of a multimodal model it is that of the text part.
     """
-    config = text_config(config)
+    whole, config = config, text_config(config)
     names = config.get("architectures")
     if not STRINGS.holds(names) or not names or names[0] not in FAMILIES:
-        raise ConfigError(f"architectures must name one of {sorted(FAMILIES)}, got {names}")
+        known = f"architectures must name one of {sorted(FAMILIES)}, or of {sorted(TEXT_PARTS)} for their text parts"
+        advice = "; convert the text part to a checkpoint of its own" if "text_config" in whole else ""
+        raise ConfigError(f"{known}, got {names}{advice}")
     try:
-        schemes = read_schemes(config)
+        schemes = read_schemes(whole)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     return dataclasses.replace(FAMILIES[names[0]].read_arch(config), schemes=schemes)

@@ -155,10 +155,10 @@ class Prefills:
             return
         for row in range(first_row, plan.num_rows):
             request, start = plan.requests[row], plan.starts[row]
-            stop, num_tokens = start + plan.counts[row], request.branch_tokens
-            if not start < num_tokens <= stop:
-                num_tokens = (stop - 1) // ledger.page_size * ledger.page_size if plan.max_new[row] else 0
-            if num_tokens <= start or request in ledger.unshared:
+            stop, num_known = start + plan.counts[row], request.num_tokens - plan.max_new[row]
+            last = (num_known - 1) // ledger.page_size * ledger.page_size  # its last token is computed in any case
+            num_tokens = next((place for place in (request.branch_tokens, last) if start < place <= stop), None)
+            if num_tokens is None or request in ledger.unshared:
                 continue
             entry = snapshots.take(ledger.cache.hashes(request)[num_tokens // ledger.page_size - 1])
             if entry is not None:

@@ -9,20 +9,25 @@ import safetensors.numpy
 import torch
 import transformers
 
+from jaxserve.errors import ConfigError
+from jaxserve.models import registry
 from tests import checkpoints
 from tests.models.test_parity import assert_close, load_logits
 
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 64}
 VISION |= {"num_position_embeddings": 16, "patch_size": 4}
-TOKENS = {name: 3 + i for i, name in enumerate(["image_token_id", "video_token_id", "vision_start_token_id"])}
+TOKENS = {"image_token_id": 3, "video_token_id": 4, "vision_start_token_id": 5, "vision_end_token_id": 6}
+SIGLIP = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIGLIP |= {"image_size": 8, "patch_size": 4, "vision_use_head": False}
 
 
 def write_multimodal(path: Path, family: str, *, tied: bool) -> transformers.PreTrainedModel:
     """Write a multimodal checkpoint whose text part is of a family; return the model."""
     text = checkpoints.build_config(family, tie_word_embeddings=tied).to_dict()
-    name = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
-    fields = {"text_config": text, "vision_config": VISION, "tie_word_embeddings": tied, **TOKENS}
-    config = getattr(transformers, f"{name}Config")(**fields, vision_end_token_id=6)
+    name = {"gemma3": "Gemma3", "qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe"}[family]
+    of_gemma, of_qwen = {"vision_config": SIGLIP, "mm_tokens_per_image": 1}, {"vision_config": VISION, **TOKENS}
+    own = of_gemma if family == "gemma3" else of_qwen
+    config = getattr(transformers, f"{name}Config")(text_config=text, tie_word_embeddings=tied, **own)
     model = getattr(transformers, f"{name}ForConditionalGeneration")._from_config(config, dtype=torch.float32).eval()
     if family in checkpoints.MIXTURES:
         model.set_experts_implementation("eager")
@@ -46,15 +51,33 @@ def with_fused_experts(file: Path) -> None:
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(("family", "tied"), [("qwen3_5", True), ("qwen3_5_moe", False)])
+@pytest.mark.parametrize(("family", "tied"), [("qwen3_5", True), ("qwen3_5_moe", False), ("gemma3", True)])
 def test_the_text_part_is_served(tmp_path: Path, caplog: pytest.LogCaptureFixture, family: str, tied: bool) -> None:
     model = write_multimodal(tmp_path, family, tied=tied)
     if family in checkpoints.MIXTURES:
         with_fused_experts(tmp_path / "model.safetensors")
     with caplog.at_level(logging.INFO):
         arch, token_ids, logits, _ = load_logits(tmp_path)
-    assert "the text part alone is served; these parts are not read: model.visual." in caplog.text
+    others = "multi_modal_projector., vision_tower." if family == "gemma3" else "model.visual."
+    assert f"the text part alone is served; these parts are not read: {others}" in caplog.text
     assert arch.tied_embeddings == tied
     with torch.no_grad():
         expected = model(input_ids=torch.tensor(token_ids.astype(np.int64))[None]).logits[0].numpy()
     assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("name", ["LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"])
+def test_others_are_refused_by_name(name: str) -> None:
+    text = checkpoints.build_config("llama").to_dict()
+    with pytest.raises(ConfigError, match=f"Gemma3ForConditionalGeneration.* text parts, got .*{name}.*; convert"):
+        registry.from_hf_config({"architectures": [name], "text_config": text})
+
+
+def test_text_parts_leave_out_defaults() -> None:
+    """Read a config.json like the published one of Gemma 3 4B."""
+    rope = {"rope_type": "linear", "factor": 8.0}
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {**text, "rope_scaling": rope}}
+    arch, full = registry.from_hf_config(config), transformers.Gemma3TextConfig(**text)
+    assert (arch.vocab_size, arch.num_heads, arch.num_kv_heads) == (full.vocab_size, full.num_attention_heads, 4)
+    assert (arch.head_dim, arch.norm_eps, arch.windows[0]) == (full.head_dim, full.rms_norm_eps, 1024)

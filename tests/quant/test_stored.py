@@ -193,6 +193,38 @@ def test_modules_that_are_left_out(tmp_path: Path, quirk: str) -> None:
             np.testing.assert_array_equal(rows, torch_rows(model, spec))
 
 
+@pytest.mark.parametrize("stem", ["model.language_model.", "language_model.model."])
+@pytest.mark.parametrize(
+    ("name", "pattern"), [("fp8-block", "{}layers.0.linear_attn.{}"), ("ct-fp8-weights", "re:^{}.*linear_attn.{}$")]
+)
+def test_multimodal_checkpoints_name_modules_of_their_text_part(
+    tmp_path: Path, stem: str, name: str, pattern: str
+) -> None:
+    plain = ["in_proj_a", "in_proj_b"]
+    key = "ignore" if pattern.startswith("re:") else "modules_to_not_convert"
+    case = mixed(CASES[name], **{key: ["lm_head", *(pattern.format("model.", module) for module in plain)]})
+    case = case._replace(is_quantised=lambda module: module.rpartition(".")[2] not in ("lm_head", *plain))
+    sizes = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+    write_quantized(tmp_path, case, family="qwen3_5", **sizes)
+    _, _, expected = loaded(tmp_path)
+    tensors = {
+        name.replace("model.", stem, 1): array for name, array in map_file(tmp_path / "model.safetensors").items()
+    }
+    structs = {name: jax.ShapeDtypeStruct(array.shape, array.dtype) for name, array in tensors.items()}
+    write_file(tmp_path / "moved.safetensors", structs, tensors.__getitem__)
+    (tmp_path / "moved.safetensors").rename(tmp_path / "model.safetensors")
+    text = weights.read_config(tmp_path)
+    quantization = text.pop("quantization_config")
+    quantization[key] = ["lm_head", "re:.*visual.*", *(pattern.format(stem, module) for module in plain)]
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text}
+    for config in (
+        {**whole, "quantization_config": quantization},
+        whole | {"text_config": text | {"quantization_config": quantization}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        jax.tree.map(np.testing.assert_array_equal, loaded(tmp_path)[2], expected)
+
+
 def test_groups_of_modules_with_several_formats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fp8, int4 = (case.config["config_groups"]["group_0"] for case in (FP8, INT4))
     groups = {

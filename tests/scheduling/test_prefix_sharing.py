@@ -67,3 +67,13 @@ def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(n
     loop.drain()
     loop.add(make_request("c", running.tokens(0, 13), 1)).drain()
     assert starts(loop.plans[-1]) == {"c": (12, 1)}  # found in "b", which started after the reset
+
+
+@pytest.mark.parametrize("prompt_len", [15, 16, 17, 18, 20, 21, 32, 33, 34])
+def test_prompts_in_chunks_leave_a_snapshot_behind_their_last_page(prompt_len):
+    """The last chunk may begin behind that page."""
+    loop = Loop(make_scheduler(max_num_batched_tokens=16, page_size=4, num_snapshots=2))
+    again = make_request("again", range(prompt_len), 2)
+    loop.add(make_request("first", range(prompt_len), 2)).drain().add(again).drain()
+    assert again.num_cached_tokens == (prompt_len - 1) // 4 * 4
+    loop.scheduler.check_integrity()

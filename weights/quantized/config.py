@@ -3,6 +3,7 @@
 Rules are tried in order: first modules that are left out, then names, patterns of names, classes.
 """
 
+import dataclasses
 import fnmatch
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -26,10 +27,13 @@ E4M3, E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
 def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
     """Return the schemes that a parsed config.json describes; None if it has no quantised modules.
 
+    Those of a multimodal model are the schemes of its text part.
+
     Raises:
         CheckpointError: a method, or the scheme of some modules, is not supported.
     """
-    quantization = config.get("quantization_config")
+    text = config.get("text_config")
+    quantization = config.get("quantization_config") or (isinstance(text, Mapping) and text.get("quantization_config"))
     if not quantization:
         return None
     if not isinstance(quantization, Mapping):
@@ -41,7 +45,7 @@ def read_schemes(config: Mapping[str, Any]) -> Schemes | None:
             f"use a checkpoint of one of these, or an unquantised one with quantization= of the engine"
         )
     try:
-        return _METHODS[method](quantization)
+        return dataclasses.replace(_METHODS[method](quantization), is_multimodal=text is not None)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         if isinstance(error, CheckpointError):
             raise

@@ -6,8 +6,11 @@ also stands for the same value in all of a group.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from jaxserve.weights.rows import TEXT_PART
 
 Elements = Literal["int4", "int8", "e4m3", "e2m1"]
 # How elements lie in a file: as they are; two in a byte, the low nibble first; in words of 32 bits along the rows of
@@ -16,6 +19,7 @@ Packing = Literal["plain", "nibbles", "words", "gptq", "awq"]
 Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", "input_scale"]
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
 _CLASSES = dict.fromkeys(("embed_tokens", "embed_in", "wte", "wpe"), "Embedding")  # others are linear
+_CLASSES["conv1d"] = "Conv1d"
 _CLASSES |= dict.fromkeys(("gate", "router", "shared_expert_gate"), "Router")  # of experts, never quantised by class
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
@@ -120,19 +124,22 @@ class Schemes:
         method: the tool's name of its method, for messages.
         rules: rules in their order; patterns match names of modules, or `class:` and a class.
         kv_cache: True if the checkpoint has scales for a quantised KV cache.
+        is_multimodal: True if patterns match the names of modules in a multimodal checkpoint, of which the text part is
+            served: its names have one more part there, in one of two places.
     """
 
     method: str
     rules: tuple[Rule, ...]
     kv_cache: bool = False
+    is_multimodal: bool = False
 
     def of_module(self, name: str) -> Scheme | None:
         """Return the scheme of a module; its name also counts with the parts that other engines fuse as one."""
         parent, _, last = name.rpartition(".")
-        names = [name, f"class:{_CLASSES.get(last, 'Linear')}"]
+        names = [*self._stored(name), f"class:{_CLASSES.get(last, 'Linear')}"]
         if last in _FUSED:
-            names.append(f"{parent}.{_FUSED[last]}")
-        return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
+            names += self._stored(f"{parent}.{_FUSED[last]}")
+        return self._first(names)
 
     def of_tensor(self, name: str) -> Scheme | None:
         """Return the scheme of the module whose matrix has this name.
@@ -143,4 +150,15 @@ class Schemes:
         module, _, last = name.rpartition(".")
         if last == "weight":
             return self.of_module(module)
-        return next((rule.scheme for rule in self.rules if rule.matches(name)), None)
+        return self._first(self._stored(name))
+
+    def _stored(self, name: str) -> list[str]:
+        """Return the names that a module of the text model may have in the checkpoint."""
+        if not self.is_multimodal:
+            return [name]
+        first, dot, rest = name.partition(".")
+        return [f"{TEXT_PART}{name}", f"{first}.{TEXT_PART}{rest}" if dot else name]
+
+    def _first(self, names: Sequence[str]) -> Scheme | None:
+        """Return the scheme of the first rule that matches one of these names."""
+        return next((rule.scheme for rule in self.rules if any(map(rule.matches, names))), None)
