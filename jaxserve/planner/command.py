@@ -47,6 +47,7 @@ def run_plan(args: argparse.Namespace, engine_options: Mapping[str, Any]) -> int
 
 
 def _plan(name: str, args: argparse.Namespace, engine_options: Mapping[str, Any]) -> Plan:
+    read_model(args.model)  # first: to find out that there is no such model, nothing need be installed
     target = find_target(name, find_compilers(args.compilers))
     config = EngineConfig(model=args.model, tensor_parallel_size=target.num_devices, **engine_options)
     sizes = {"prompt_tokens": args.prompt_len, "context_tokens": args.context_len, "batch": args.batch}

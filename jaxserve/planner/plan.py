@@ -119,7 +119,7 @@ class Plan:
         target: the chips.
         num_layers: number of layers of the model.
         dtype: dtype of weights and activations.
-        quantization: quantisation of the weights.
+        quantization: quantisation of the weights, on load or as the checkpoint has them.
         kv_dtype: dtype of the KV pool.
         backend: attention backend.
         schedule: sizes of steps and pool; if the model does not fit, the pool holds one request of max_model_len.
@@ -245,7 +245,8 @@ def make_plan(
     memory = _memory(config, sheet, local, tree_bytes(params), schedule, kv_dtype=kv_dtype, backend=backend)
     request_pages = schedule.kv_groups.num_pages(schedule.max_model_len)
     schedule = dataclasses.replace(schedule, num_pages=memory.num_pages or request_pages)
-    names = (name, target, arch.num_layers, dtype.name, config.quantization, kv_dtype.name, backend, schedule)
+    stored = config.quantization or (None if arch.schemes is None else arch.schemes.method)
+    names = (name, target, arch.num_layers, dtype.name, stored, kv_dtype.name, backend, schedule)
     if sheet is None or memory.missing:
         return Plan(*names, memory.times(target.devices_per_chip), num_expert_shards=config.expert_parallel_size)
     # With a pool that fills the memory, XLA assumes that the program does not fit and spends long on rematerialisation.

@@ -138,5 +138,8 @@ def _joined(content: object) -> str:
         raise RequestError(f"a message's content must be a string or a list of text parts, got {brief(content)}")
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise RequestError(f'content parts must be {{"type": "text", "text": str}}, got {brief(part)}')
+            raise RequestError(
+                f'content parts must be {{"type": "text", "text": str}}, as only text is read, got {brief(part)}; '
+                "leave out images, audio and files"
+            )
     return "\n".join(part["text"] for part in content)
