@@ -205,7 +205,7 @@ def mixture(
         matrices: router and experts.
         experts: number of experts, and of those of a token.
         axis: mesh axes over whose devices experts and F are split.
-        routed: what is padding among the tokens; None for none.
+        routed: mask of the tokens that are not padding, and counts so far; None if no token is padding.
     """
     logits = linear(x, matrices.router, LinearContext(dtype=jnp.float32), bias=matrices.logit_bias)
     weights, ids = route(logits, experts, matrices.router_bias)

@@ -17,7 +17,7 @@ bucket: with many rows, of which a draft model has missed much, a probe costs mo
 must not wait for it; nor must plain steps, where drafts do not pay any more.
 
 Scouts are probes in which only some of many rows draft, others in each. While plain steps are the best, they show the
-acceptance, and a draft model catches up with a few rows alone; their times are nobody's. Where they are accepted so
+acceptance, and a draft model catches up with a few rows alone; their times are not kept. Where they are accepted so
 often that rounds of all rows should pay, by the times that those took before, such rounds follow; otherwise probes of
 all rows, which only measure these times again, may be rare.
 

@@ -173,7 +173,7 @@ def test_prefix_hits(pair: tuple[Callable[..., Engine], Oracle]) -> None:
     generate(engine, PROMPTS[1:2], params)
     prompts = [PROMPTS[1][:n] + tokens(3, n) for n in (40, 21, 38)]
     outputs = generate(engine, prompts, params)
-    # Of states there is a snapshot behind the last page before the prompt's last token.
+    # Snapshots of states lie behind the last page before the last token of a prompt.
     assert [output.num_cached_tokens for output in outputs] == ([36, 0, 36] if oracle.has_states else [40, 20, 36])
     for output in outputs:
         assert output.outputs[0].token_ids == oracle.greedy(output.prompt_token_ids)

@@ -122,7 +122,7 @@ KIMI_K2_THINKING = {
 
 
 def test_published_configurations_leave_routers_and_arrays_plain() -> None:
-    """Of DeepSeek-V3 all linear modules are quantised, of Kimi K2 Thinking the experts alone."""
+    """All linear modules of DeepSeek-V3 are quantised, and the experts alone of Kimi K2 Thinking."""
     forms = {}
     for quantization in (None, KIMI_K2_THINKING):
         config = json.loads((CONFIGS / "deepseek-v3.json").read_text()) | {"num_hidden_layers": 4}
