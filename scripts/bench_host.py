@@ -50,9 +50,9 @@ class Stopwatch:
             setattr(target, name, self._timed(part, getattr(target, name)))
 
     def _timed(self, part: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
+        def timed(*args: Any, **options: Any) -> Any:
             started = time.perf_counter_ns()
-            result = method(*args)
+            result = method(*args, **options)
             self.spent_ns[part] += time.perf_counter_ns() - started
             return result
 
