@@ -41,7 +41,8 @@ class Wakes:
         """Wake the threads whose turn it is, or all for the last time.
 
         Returns:
-            Seconds until the next turn; None where nobody waits for it.
+            Seconds until a whole burst is due, unless the next step comes sooner; None where nobody waits for it. A
+            look for each single wake would cost about as much as the wake.
         """
         now_s = time.monotonic()
         self._due_s = max(self._due_s, now_s - (MAX_BURST - 1) * WAKE_S)
@@ -51,4 +52,4 @@ class Wakes:
             self._due_s += 0 if is_last else WAKE_S
             if news.empty():
                 news.put(None)
-        return self._due_s - now_s if self._asleep else None
+        return self._due_s + (MAX_BURST - 1) * WAKE_S - now_s if self._asleep else None

@@ -314,7 +314,7 @@ def test_an_engine_that_cannot_end_its_requests_is_freed_all_the_same(monkeypatc
 
 
 def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens that came too early for their threads to be woken reach them after WAKE_S, not with the next tokens."""
+    """Tokens that come too early for their threads to be woken reach them with a later step, or when a burst is due."""
     now_s = [100.0]
     monkeypatch.setattr(wakes, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
     group = new_llm().engine.frontend.prepare("a", [1, 2], PARAMS)
@@ -325,11 +325,12 @@ def test_threads_that_stream_are_woken_in_turn_though_no_step_follows(monkeypatc
         listener(group)
         news.get_nowait()  # the first news come at once
         listener(group)
-    for num_woken in range(wakes.MAX_BURST, len(many)):
+    for num_woken, passed_s in ((wakes.MAX_BURST, 0.0), (wakes.MAX_BURST + 1, wakes.WAKE_S)):
+        now_s[0] += passed_s
         left_s = waking.wake()
-        assert left_s == pytest.approx(wakes.WAKE_S)
+        assert left_s == pytest.approx(wakes.MAX_BURST * wakes.WAKE_S)
         assert [news.qsize() for news in many] == [1] * num_woken + [0] * (len(many) - num_woken)
-        now_s[0] += left_s
+    now_s[0] += left_s
     assert waking.wake() is None
     assert [news.qsize() for news in many] == [1] * len(many)
     for listener, news in zip(listeners, many, strict=True):
