@@ -5,11 +5,13 @@
 
 Every replica is a scheduler without a device that has so many rows in decode. Between two rounds of requests all make
 and update a plan, so that all loads have changed, and the requests of the round end. A request is one call of
-`LoadBalancer.place` with it in the queue. Its prompt is hashed before: whoever computes it needs the hashes too.
+`LoadBalancer.add` and one of `place`. Its prompt is hashed before: whoever computes it needs the hashes too.
 
-`note_us` is the median of the time per replica in which a call without a request, after the steps of all replicas,
-notes their changes. `route_us` is the median of all requests, `first_us` that of the first of each round: the steps
-have filled the processor's caches, the more so the more rows there are. Prints one JSON line per case.
+`place_us` is the median of all requests, and `lone_us` that before one replica alone, which puts each request into its
+scheduler's queue and chooses nothing; `route_us` is the difference. `first_us` is the median of the first request of
+each round: the steps have filled the processor's caches, the more so the more rows there are. `note_us` is the median
+of the time per replica in which a call without a request, after the steps of all replicas, notes their changes. Prints
+one JSON line per case.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import cast
 
 from jaxserve.engine.load_balancer import LoadBalancer
@@ -74,46 +77,68 @@ def new_request(name: str, num_tokens: int, rng: random.Random) -> Request:
     return Request(name, prompt, SamplingParams(max_tokens=None), seed=0, max_total_tokens=MAX_MODEL_LEN)
 
 
+class Balanced:
+    """Replicas with rows in decode, and the queue before them."""
+
+    def __init__(self, num_replicas: int, num_rows: int, rng: random.Random) -> None:
+        self.replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
+        self.balancer = LoadBalancer(cast("list[Replica]", self.replicas))  # it asks no more of them than these do
+        for index in range(num_replicas * num_rows):
+            self.balancer.add([new_request(f"row {index}", 8 + index % 5, rng)])
+        while self.balancer.num_queued or any(replica.scheduler.num_waiting for replica in self.replicas):
+            self.balancer.place()
+            self.step()
+
+    def step(self) -> None:
+        """Make and update a plan of each replica."""
+        for replica in self.replicas:
+            replica.step()
+
+    def time_round(self, requests: Sequence[Request]) -> tuple[int, list[int]]:
+        """Step all replicas, then route requests one by one and end them.
+
+        Returns:
+            Nanoseconds in which the changes of the steps are noted, and those of each request.
+        """
+        self.step()
+        for request in requests:
+            self.replicas[0].scheduler.admission.prefix_hashes(request)
+        started = time.perf_counter_ns()
+        self.balancer.place()
+        noted_ns, times = time.perf_counter_ns() - started, []
+        for request in requests:
+            started = time.perf_counter_ns()
+            self.balancer.add([request])
+            self.balancer.place()
+            times.append(time.perf_counter_ns() - started)
+            assert not self.balancer.num_queued
+        for request in requests:
+            self.balancer.finish(request, FinishReason.ABORT)
+        return noted_ns, times
+
+
 def measure(num_replicas: int, num_rows: int, prompt_tokens: int, num_requests: int) -> dict[str, float]:
     """Medians over the routed requests, in microseconds."""
     rng = random.Random(0)
-    replicas = [SchedulerReplica(num_rows) for _ in range(num_replicas)]
-    balancer = LoadBalancer(cast("list[Replica]", replicas))  # it asks no more of them than these do
-    for index in range(num_replicas * num_rows):
-        balancer.add([new_request(f"row {index}", 8 + index % 5, rng)])
-    while balancer.num_queued:
-        balancer.place()
-        for replica in replicas:
-            replica.step()
-    route_ns: list[list[int]] = []
+    many, lone = Balanced(num_replicas, num_rows, rng), Balanced(1, num_rows, rng)
     note_ns: list[float] = []
+    place_ns: list[list[int]] = []
+    lone_ns: list[list[int]] = []
     for index in range(num_requests // ROUND):
-        for replica in replicas:
-            replica.step()
-        requests = [new_request(f"new {index}.{i}", prompt_tokens, rng) for i in range(ROUND)]
-        for request in requests:
-            replicas[0].scheduler.admission.prefix_hashes(request)
-        note_ns.append(time_place(balancer) / num_replicas)
-        route_ns.append([])
-        for request in requests:
-            balancer.add([request])
-            route_ns[-1].append(time_place(balancer))
-            assert not balancer.num_queued
-        for request in requests:
-            balancer.finish(request, FinishReason.ABORT)
-    times = {
-        "route_us": statistics.median(itertools.chain(*route_ns)),
-        "first_us": statistics.median(times[0] for times in route_ns),
+        of_many, of_lone = ([new_request(f"{i}.{index}", prompt_tokens, rng) for i in range(ROUND)] for _ in range(2))
+        noted_ns, times = many.time_round(of_many)
+        note_ns.append(noted_ns / num_replicas)
+        place_ns.append(times)
+        lone_ns.append(lone.time_round(of_lone)[1])
+    place, alone = (statistics.median(itertools.chain(*times)) for times in (place_ns, lone_ns))
+    medians = {
+        "route_us": place - alone,
+        "place_us": place,
+        "lone_us": alone,
+        "first_us": statistics.median(times[0] for times in place_ns),
         "note_us": statistics.median(note_ns),
     }
-    return {name: round(ns / 1e3, 1) for name, ns in times.items()}
-
-
-def time_place(balancer: LoadBalancer) -> int:
-    """Nanoseconds that a call takes."""
-    started = time.perf_counter_ns()
-    balancer.place()
-    return time.perf_counter_ns() - started
+    return {name: round(ns / 1e3, 1) for name, ns in medians.items()}
 
 
 def main() -> None:

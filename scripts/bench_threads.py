@@ -11,6 +11,7 @@ import json
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 
@@ -30,14 +31,18 @@ def generate(llm: LLM, requests: list[list[int]], params: SamplingParams) -> flo
 
 
 def stream(llm: LLM, requests: list[list[int]], params: SamplingParams) -> float:
-    """Output tokens per second of a thread for each request, which takes every increment."""
+    """Output tokens per second of a thread for each request, which takes every increment. All threads wait before."""
+    go = Barrier(len(requests) + 1)
 
     def read(request: list[int]) -> int:
+        go.wait()
         return sum(len(part.outputs[0].token_ids) for part in llm.stream(request, params))
 
     with ThreadPoolExecutor(len(requests)) as pool:
+        counts = [pool.submit(read, request) for request in requests]
         started = time.perf_counter()
-        return sum(pool.map(read, requests)) / (time.perf_counter() - started)
+        go.wait()
+        return sum(count.result() for count in counts) / (time.perf_counter() - started)
 
 
 def main() -> None:
