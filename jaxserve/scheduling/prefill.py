@@ -331,16 +331,16 @@ class Prefills:
     @property
     def num_pages_kept(self) -> int:
         """Free pages that newcomers leave to running rows."""
-        ledger = self._ledger
-        num_rest = sum(
-            ledger.num_pages_kept(request) - ledger.groups.size * ledger.can_grow(request)
-            for request in self._unfinished
-            if request.status in RUNS
-        )
-        return ledger.num_pages_to_grow + num_rest
+        ledger, num_kept = self._ledger, self._ledger.num_pages_to_grow
+        for request in self._unfinished:
+            if request.status in RUNS:
+                num_kept += ledger.num_pages_kept(request) - ledger.groups.size * ledger.can_grow(request)
+        return num_kept
 
     def num_budget_left(self) -> int:
         """Tokens that the next plan has for prompts not yet started."""
+        if not self._unfinished:
+            return self._ledger.max_num_batched_tokens - len(self._ledger.running)
         return self._outlook()[0]
 
     def must_wait(self, request: Request) -> bool:
