@@ -64,7 +64,8 @@ class PrefixCache:
 
     def hashes(self, request: Request) -> list[bytes]:
         """Hashes of the request's full pages of known tokens; kept on the request, extended as tokens become known."""
-        hashes, num_full = request.page_hashes, request.num_known_tokens // self.page_size
+        hashes, size = request.page_hashes, self.page_size
+        num_full = (len(request.prompt_token_ids) + len(request.output_token_ids)) // size
         if len(hashes) < num_full:
             if not hashes:
                 hashes += self._prompt_hashes(request)
@@ -82,9 +83,9 @@ class PrefixCache:
     def _extend(self, hashes: list[bytes], request: Request, num_pages: int) -> None:
         """Hash the request's pages that follow those of `hashes`, up to `num_pages` in all."""
         previous = hashes[-1] if hashes else _root_hash(request.salt)
-        size = self.page_size
+        size, pack_page = self.page_size, self._pack
         for start in range(len(hashes) * size, num_pages * size, size):
-            previous = _page_hash(previous, self._pack(*request.tokens(start, start + size)))
+            previous = _page_hash(previous, pack_page(*request.tokens(start, start + size)))
             hashes.append(previous)
 
     def has(self, page_hash: bytes) -> bool:
@@ -184,7 +185,8 @@ class PrefixCache:
         page_by_hash[page_hash] = page
         self._content[page] = group, page_hash, tenant
         self._num_cached[tenant] += 1
-        self._note_size(tenant)
+        if self._by_size is not None:
+            self._note_size(tenant)
 
     def allocate(self, num_pages: int, tenant: str = "") -> list[int] | None:
         """New pages with one reference each and no content, or None (and no change) when there are too few.

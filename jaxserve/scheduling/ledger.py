@@ -12,6 +12,7 @@ from jaxserve.scheduling.plan import StepPlan
 from jaxserve.scheduling.waiting import WaitingQueue
 
 RUNS = (RequestStatus.RUNNING, RequestStatus.BLOCKED)  # has pages and a slot
+TOKENS_AT_ONCE = 64  # output tokens whose pages are registered together: one by one they take twice as long
 
 
 class Ledger:
@@ -26,6 +27,7 @@ class Ledger:
 
     Attributes:
         page_size: tokens per page.
+        columns_at_once: columns of output tokens that are registered together; the rest when their request stops.
         groups: groups of layers with pages of their own.
         max_num_batched_tokens: token budget of a step.
         cache: all pages.
@@ -51,6 +53,9 @@ class Ledger:
     ) -> None:
         self.groups = groups
         self.page_size, self._group_size = groups.page_size, groups.size
+        self.columns_at_once = max(TOKENS_AT_ONCE // groups.page_size, 1)
+        if groups.sliding:  # pages are released behind the window, which may be smaller
+            self.columns_at_once = 1
         self.max_num_batched_tokens = max_num_batched_tokens
         self.cache = PrefixCache(PagePool(num_pages), groups)
         self.running: dict[str, Request] = {}
@@ -120,8 +125,7 @@ class Ledger:
 
     def stop(self, request: Request) -> None:
         """Take slot and pages from a running request."""
-        if request.shares_last_page:
-            self._register_last_page(request)
+        self._register_rest(request)
         self.waiting.stopped(request)
         del self.running[request.request_id]
         self.num_running_of[request.priority] -= 1
@@ -271,18 +275,20 @@ class Ledger:
         """Register the pages of some columns, all of whose tokens are known and certain to be computed."""
         if first >= stop or request in self.unshared:
             return
-        cache, pages, size = self.cache, request.pages, self._group_size
-        hashes = cache.hashes(request)
+        pages, size, register, tenant = request.pages, self._group_size, self.cache.register, request.tenant
+        hashes = self.cache.hashes(request)
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
-                cache.register(hashes[index // size], page, index % size, request.tenant)
+                register(hashes[index // size], page, index % size, tenant)
 
-    def _register_last_page(self, request: Request) -> None:
-        """Register the last page of a running request though it is not full, for others that begin like it to copy."""
+    def _register_rest(self, request: Request) -> None:
+        """Register the full pages of a running request that were not yet, and the last one if others may copy it."""
         num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
         num_tokens = min(request.num_computed_tokens, num_certain)
         column, size = num_tokens // self.page_size, self._group_size
-        if not num_tokens % self.page_size or request in self.unshared:
+        if request.output_token_ids:  # prompts register their pages with each chunk
+            self.register_columns(request, column // self.columns_at_once * self.columns_at_once, column)
+        if not request.shares_last_page or not num_tokens % self.page_size or request in self.unshared:
             return
         page_hash = self.cache.last_page_hash(request, num_tokens)
         for group, page in enumerate(request.pages[column * size : (column + 1) * size]):

@@ -17,11 +17,12 @@ order. Then what a request frees can be handed out at once, although a step in f
 - Pages. The next owner computes the page's positions in a later step, thus after that write.
 - Slots. The next owner is marked `admitted` in a later plan and from then on sets every position that it reads.
 
-Shared pages. A page is registered in the prefix cache as soon as all its ids are known and all its positions are in
-plans made, or in rows already in the plan being made. A request that finds it attends to it in that same plan at the
-earliest, and `ragged_paged_attention` writes all new keys and values of a step before any row of the step attends: the
-page is complete before its content is read. Steps in flight write nothing but this content to it. A row of a plan
-keeps its pages while the plan is made, so that no page registered by it can be handed to another row of the same step.
+Shared pages. A page is registered in the prefix cache when all its ids are known and all its positions are in plans
+made, or in rows already in the plan being made: those of a prompt at once, those of an output some at a time, and what
+is left when its request stops. A request that finds a page attends to it in that same plan at the earliest, and
+`ragged_paged_attention` writes all new keys and values of a step before any row of the step attends: the page is
+complete before its content is read. Steps in flight write nothing but this content to it. A row of a plan keeps its
+pages while the plan is made, so that no page registered by it can be handed to another row of the same step.
 
 States. Layers without attention keep a state of a sequence in its slot, which goes on from zeros, or from a snapshot
 that an earlier plan took behind a cached page. A snapshot is taken inside a row's tokens, at the last full page of its
@@ -138,6 +139,7 @@ class Scheduler:
             num_pages=self.num_pages,
             weights=dict(self.policy.weights),
         )
+        self._columns_at_once = self._ledger.columns_at_once
         self._decodes = Decodes(self._ledger, self.policy, self.num_spare_tokens)
         self._prefills = Prefills(self._ledger, self.policy)
         self._deadlines = Deadlines(self.policy.targets, self.policy.prefill_share)
@@ -431,15 +433,15 @@ class Scheduler:
         return len(token_ids)
 
     def _review(self, request: Request) -> None:
-        """Look at a request whose last token may end it or come behind a full page."""
-        output, num_prompt, page_size = request.output_token_ids, len(request.prompt_token_ids), self.page_size
-        num_known, max_total = num_prompt + len(output), request.max_total_tokens
-        num_full = (num_known - 1) // page_size
-        if num_full * page_size == num_known - 1 <= request.num_computed_tokens:
-            self._ledger.register_columns(request, num_full - 1, num_full)
+        """Look at a request whose last token may end it or come behind full pages that are registered together."""
+        output, num_prompt, columns = request.output_token_ids, len(request.prompt_token_ids), self._columns_at_once
+        num_known, max_total, size = num_prompt + len(output), request.max_total_tokens, columns * self.page_size
+        num_full = (num_known - 1) // size * columns
+        if num_full * self.page_size == num_known - 1 <= request.num_computed_tokens:
+            self._ledger.register_columns(request, num_full - columns, num_full)
         if not request.waits_for_tokens:
-            behind_page = num_full * page_size + page_size + 1
-            request.quiet_outputs = (behind_page if behind_page < max_total else max_total) - num_prompt - 1
+            behind_pages = num_full * self.page_size + size + 1
+            request.quiet_outputs = (behind_pages if behind_pages < max_total else max_total) - num_prompt - 1
         if output[-1] in request.stop_ids and _may_stop(request):
             self._end(request, FinishReason.STOP)
         elif num_known == max_total:

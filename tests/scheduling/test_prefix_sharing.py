@@ -3,6 +3,8 @@
 import pytest
 from simulation import Loop, make_request, make_scheduler, num_computed, starts
 
+from jaxserve.request import FinishReason
+
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_requests_submitted_together_compute_their_common_prefix_once(depth):
@@ -67,6 +69,25 @@ def test_reset_forgets_cached_prefixes_and_what_running_requests_build_on_them(n
     loop.drain()
     loop.add(make_request("c", running.tokens(0, 13), 1)).drain()
     assert starts(loop.plans[-1]) == {"c": (12, 1)}  # found in "b", which started after the reset
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("num_prompt", [3, 60, 64, 70])
+def test_outputs_are_found_up_to_64_tokens_late_and_whole_when_their_request_has_ended(num_prompt, depth):
+    loop = Loop(make_scheduler(num_pages=256, max_model_len=256), depth)
+    running = make_request("a", range(num_prompt), 180)
+    loop.add(running)
+    while running.num_known_tokens < 150:
+        loop.step()
+    meanwhile = make_request("b", running.tokens(0, 150), 1)
+    loop.add(meanwhile).step()
+    assert 128 <= meanwhile.num_cached_tokens < 149
+    num_known = running.num_known_tokens
+    loop.scheduler.finish("a", FinishReason.ABORT)
+    afterwards = make_request("c", running.tokens(0, num_known), 1)
+    loop.add(afterwards).drain()
+    assert afterwards.num_cached_tokens == (num_known - 1) // 4 * 4
+    loop.scheduler.check_integrity()
 
 
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 18, 20, 21, 32, 33, 34])
