@@ -28,18 +28,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.stepped import BatchEngine
 from jaxserve.errors import ConfigError, PeerLostError, RequestError, brief
 from jaxserve.openai.batch_output import BatchOutput, DoneLines, fingerprint_of, make_record, numbered_lines
-from jaxserve.openai.format import (
-    CHAT,
-    COMPLETIONS,
-    EMBEDDINGS,
-    BadRequestError,
-    Json,
-    ParsedRequest,
-    as_bad_request,
-    error_body,
-    parse_body,
-    refuse_unknown,
-)
+from jaxserve.openai.errors import BadRequestError, Json, as_bad_request, error_body
+from jaxserve.openai.format import CHAT, COMPLETIONS, EMBEDDINGS, ParsedRequest, parse_body, refuse_unknown
 from jaxserve.openai.pooling import PoolingReply, parse_pooling
 from jaxserve.openai.replies import Reply
 from jaxserve.outputs import RequestFailure, RequestOutput

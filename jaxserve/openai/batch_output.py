@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from jaxserve.errors import ConfigError
-from jaxserve.openai.format import Json
+from jaxserve.openai.errors import Json
 
 FSYNC_INTERVAL_S = 1.0
 _RECORD_START = b'{"id": "batch_req_'

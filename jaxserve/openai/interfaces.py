@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from jaxserve.openai import messages, responses
-from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, error_body, naming_fields
+from jaxserve.openai.errors import error_body
+from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, naming_fields
 from jaxserve.openai.message_replies import MessageReply, message_error_body
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES, chat_of_count, chat_of_message
 from jaxserve.openai.pooling import TASKS, PoolingReply

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
-from jaxserve.openai.format import as_bad_request
+from jaxserve.openai.errors import as_bad_request
 from jaxserve.openai.partial_json import read_partial_json
 
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
-    from jaxserve.openai.format import Json, ParsedRequest
+    from jaxserve.openai.errors import Json
+    from jaxserve.openai.format import ParsedRequest
     from jaxserve.openai.replies import Reply
     from jaxserve.outputs import RequestOutput
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxserve.errors import brief
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.translation import Fields, Json, Translation, by_type
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"

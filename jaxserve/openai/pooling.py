@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxserve.errors import brief
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.format import (
     CLASSIFICATION,
     EMBEDDINGS,
     POOLING,
     POOLING_PARAMETERS,
-    BadRequestError,
     ParsedRequest,
     check_fields,
     completion_prompts,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from jaxserve.errors import RequestError
     from jaxserve.increments import Increment
-    from jaxserve.openai.format import Json
+    from jaxserve.openai.errors import Json
     from jaxserve.outputs import RequestOutput
 
 TASKS = {EMBEDDINGS: EMBED, POOLING: None, CLASSIFICATION: CLASSIFY}  # tasks by path; None is the model's own

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.deltas import Content, Delta, DeltaReader, delta_json, whole_message
-from jaxserve.openai.format import error_body
+from jaxserve.openai.errors import error_body
 
 if TYPE_CHECKING:
     from jaxserve.errors import RequestError
-    from jaxserve.openai.format import Json, ParsedRequest
+    from jaxserve.openai.errors import Json
+    from jaxserve.openai.format import ParsedRequest
     from jaxserve.outputs import Logprob, RequestOutput
     from jaxserve.text.tokenizer import Tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxserve.errors import brief
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.translation import Fields, Json, Translation, by_type
 
 RESPONSES, INPUT_TOKENS = "/v1/responses", "/v1/responses/input_tokens"

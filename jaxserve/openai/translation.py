@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxserve.errors import RequestError, brief
-from jaxserve.openai.format import BadRequestError, as_bad_request
+from jaxserve.openai.errors import BadRequestError, as_bad_request
 
 Json = dict[str, Any]
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.scheduling.wait_estimate import Wait
 from jaxserve.server.degradation import Ladder
 from jaxserve.server.observer import FRESH_S

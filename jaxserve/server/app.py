@@ -12,7 +12,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from jaxserve.errors import RequestError, brief
-from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, as_bad_request
+from jaxserve.openai.errors import BadRequestError, as_bad_request
+from jaxserve.openai.format import CHAT, COMPLETIONS
 from jaxserve.openai.interfaces import error_body_at
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.pooling import TASKS

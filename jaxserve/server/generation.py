@@ -12,7 +12,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from jaxserve.openai.format import BadRequestError, ParsedRequest, naming_fields, prompt_field
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import ParsedRequest, naming_fields, prompt_field
 from jaxserve.openai.interfaces import INTERFACES, AnyReply, Interface
 from jaxserve.openai.translation import naming
 from jaxserve.server import http

@@ -7,7 +7,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from jaxserve import __version__
 from jaxserve.errors import brief
-from jaxserve.openai.format import BadRequestError, check_messages, refuse_unknown
+from jaxserve.openai.chats import check_messages
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import refuse_unknown
 from jaxserve.openai.interfaces import INTERFACES
 from jaxserve.openai.responses import INPUT_TOKENS
 from jaxserve.server import http

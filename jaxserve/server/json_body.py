@@ -14,7 +14,7 @@ from json import decoder
 from json.scanner import py_make_scanner  # type: ignore[attr-defined]  # the same in all versions since 2.7
 from typing import Any
 
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 
 SHORT_BODY_BYTES = 16384  # a body up to this size is parsed at once
 MAX_ITEMS = 2**18  # lists, objects, and what is in them but for numbers in lists

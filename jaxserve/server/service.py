@@ -18,7 +18,8 @@ from jaxserve.server.traces import Traces
 
 if TYPE_CHECKING:
     from jaxserve.engine.engine import Engine
-    from jaxserve.openai.format import Json, ParsedRequest
+    from jaxserve.openai.errors import Json
+    from jaxserve.openai.format import ParsedRequest
     from jaxserve.server.config import ServerConfig
 
 

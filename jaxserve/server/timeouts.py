@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxserve.errors import brief
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 
 _TOTAL = {b"x-litellm-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}  # headers and their units in seconds
 _FIRST = {b"x-litellm-stream-timeout": 1.0}

@@ -15,7 +15,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
 from jaxserve.increments import OutputReader
-from jaxserve.openai.format import CHAT, COMPLETIONS, BadRequestError, ParsedRequest, parse_body
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import CHAT, COMPLETIONS, ParsedRequest, parse_body
 from jaxserve.openai.replies import Reply
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.sampling_params import SamplingParams

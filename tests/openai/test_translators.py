@@ -21,7 +21,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from jaxserve.increments import Increment, OutputReader
 from jaxserve.openai.chat_formats import chat_format
 from jaxserve.openai.deltas import Content, Delta, Reasoning, ToolArguments, ToolCall
-from jaxserve.openai.format import BadRequestError, ParsedRequest, parse_body
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import ParsedRequest, parse_body
 from jaxserve.openai.interfaces import INTERFACES, AnyReply
 from jaxserve.openai.messages import COUNT_TOKENS, MESSAGES
 from jaxserve.openai.partial_json import read_partial_json

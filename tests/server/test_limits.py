@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxserve.errors import ConfigError
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.server.admission import is_over_share
 from jaxserve.server.auth import Keys
 from jaxserve.server.config import ServerConfig

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from jaxserve.engine.engine import Engine
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.openai.replies import Reply
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.scheduling.wait_estimate import Wait

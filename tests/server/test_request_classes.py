@@ -3,7 +3,8 @@
 import pytest
 
 from jaxserve.errors import ConfigError
-from jaxserve.openai.format import COMPLETIONS, BadRequestError, parse_body
+from jaxserve.openai.errors import BadRequestError
+from jaxserve.openai.format import COMPLETIONS, parse_body
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.server.classes import in_class, read_objectives
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import jaxserve
 from jaxserve.engine.engine import Engine
 from jaxserve.errors import RequestError
-from jaxserve.openai.format import BadRequestError
+from jaxserve.openai.errors import BadRequestError
 from jaxserve.server import connection, json_body
 from jaxserve.server.app import _OPEN_PATHS
 from jaxserve.text import chat_template

@@ -1,0 +1,45 @@
+"""Errors of OpenAI's interfaces: what is wrong with which field of a body."""
+
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any
+
+from jaxserve.errors import EngineDiedError, RequestError, brief
+
+Json = dict[str, Any]
+
+
+@dataclass(eq=False)
+class BadRequestError(RequestError):
+    """Error of a body that cannot be served, with the fields of OpenAI's error object."""
+
+    message: str
+    param: str | None = None
+    code: str = "invalid_request"
+    status_code: int = 400
+
+    def __str__(self) -> str:
+        return self.message
+
+
+def check_type(given: Json, name: str, wanted: type | UnionType) -> None:
+    """Raise BadRequestError where a field is given and not of a type."""
+    if name in given and not isinstance(given[name], wanted):
+        kind = wanted.__name__ if isinstance(wanted, type) else wanted
+        raise BadRequestError(f"{name} must be a {kind}, got {brief(given[name])}", name)
+
+
+def as_bad_request(error: RequestError) -> BadRequestError:
+    """Return an error with the fields of OpenAI's error object."""
+    if isinstance(error, BadRequestError):
+        return error
+    if isinstance(error, EngineDiedError):
+        return BadRequestError(str(error), code="engine_died", status_code=500)
+    return BadRequestError(str(error))
+
+
+def error_body(error: RequestError) -> Json:
+    """Return OpenAI's error object."""
+    known = as_bad_request(error)
+    kind = "invalid_request_error" if known.status_code < 500 else "server_error"
+    return {"error": {"message": known.message, "type": kind, "param": known.param, "code": known.code}}
