@@ -117,7 +117,7 @@ class Admission:
         for replica in self._engine.replicas:
             replica.may_draft = not self.ladder.has("speculation")
         if self._streams is not None:
-            self._streams.interval_s = COALESCED_S if self.ladder.has("coalesce") else None
+            self._streams.interval_s = COALESCED_S if self.ladder.has("coalesce") else 0.0
         if self.ladder.has("shed"):
             self._shed()
         elif not self.ladder.has("batch"):

@@ -3,6 +3,10 @@
 The engine's frontend calls listeners on a thread of its own. They leave their requests in a queue and wake the loop
 once, however many requests have news by then: to wake it takes longer than all else that a token costs. The callback
 that wakes it writes to all connections; the tasks of the requests sleep until their replies are through.
+
+Writing to many connections takes processor time that the engine's own threads need. Where it would take more than a
+small share of all time, as of many streams of a fast model, parts wait, and what comes meanwhile goes with them. The
+first part of a reply and its end never wait.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -29,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MOST_WRITING = 1 / 20  # share of the time in which parts of streams are written, but for first and last ones
+LONGEST_WAIT_S = 0.03  # time that parts wait for that at most
 Write = Callable[[int, Sequence[Increment]], bool]
 
 
@@ -47,12 +54,14 @@ class Stream:
     Attributes:
         groups: the requests.
         is_whole: True to be told of ends alone.
+        begun: ids of the requests that have had news, on the frontend's thread.
         is_cancelled: True once nobody waits for the reply.
         is_late: True once a timeout of the client's has passed.
     """
 
     def __init__(self, groups: Sequence[RequestGroup], lock: Lock, *, is_whole: bool) -> None:
         self.groups, self.is_whole = groups, is_whole
+        self.begun: set[str] = set()
         self._lock = lock
         self.is_cancelled = self.is_late = False
         self._numbers = {group.request_id: number for number, group in enumerate(groups)}
@@ -161,17 +170,19 @@ class Streams:
 
     Attributes:
         num_wakes: calls that have woken the loop.
-        interval_s: least time between two of them; None for none.
+        interval_s: least time between two parts of a stream, but for its first and its last.
     """
 
     def __init__(self, engine: Engine, observer: Observer) -> None:
         self.num_wakes = 0
-        self.interval_s: float | None = None
+        self.interval_s = 0.0
         self._engine, self._threads, self._observer = engine, EngineThreads(engine), observer
         self._loop = asyncio.get_running_loop()
         self._open: dict[str, Stream] = {}  # keys are the ids of its requests
-        self._news: deque[RequestGroup] = deque()
-        self._is_woken = False
+        self._urgent: deque[RequestGroup] = deque()  # requests with first tokens or ends
+        self._news: deque[RequestGroup] = deque()  # requests with other tokens
+        self._is_woken = self._is_timed = False  # True if `_wake`, or `_tell_rest` at its time, is about to be called
+        self._due_s = 0.0  # time at which other tokens may be written next
 
     def __len__(self) -> int:
         """Requests whose replies are not through."""
@@ -208,20 +219,39 @@ class Streams:
         stream = self._open.get(group.request_id)
         if stream is None or (stream.is_whole and not group.output.finished):
             return
-        self._news.append(group)
-        if not self._is_woken:
+        is_urgent = group.output.finished or group.request_id not in stream.begun
+        if is_urgent:
+            stream.begun.add(group.request_id)
+        (self._urgent if is_urgent else self._news).append(group)
+        if not self._is_woken and (is_urgent or not self._is_timed):
             self._is_woken = True
-            self._loop.call_soon_threadsafe(self._wake if self.interval_s is None else self._wake_later)
-
-    def _wake_later(self) -> None:
-        self._loop.call_later(self.interval_s or 0.0, self._wake)
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         self.num_wakes += 1
         self._is_woken = False  # first: what comes from now on wakes the loop again
+        self._tell(self._urgent)
+        if not self._news or self._is_timed:
+            return
+        wait_s = self._due_s - time.monotonic()
+        if wait_s <= 0:
+            self._tell_rest()
+        else:
+            self._is_timed = True
+            self._loop.call_later(wait_s, self._tell_rest)
+
+    def _tell_rest(self) -> None:
+        self._is_timed = False  # first: see `_wake`
+        began_s = time.monotonic()
+        self._tell(self._news)
+        ended_s = time.monotonic()
+        wait_s = min((ended_s - began_s) * (1 / MOST_WRITING - 1), LONGEST_WAIT_S)
+        self._due_s = max(began_s + self.interval_s, ended_s + wait_s)
+
+    def _tell(self, news: deque[RequestGroup]) -> None:
         told: dict[RequestGroup, None] = {}  # once each, though steps may have come faster than wakes
-        while self._news:
-            told[self._news.popleft()] = None
+        while news:
+            told[news.popleft()] = None
         for group in told:
             if (stream := self._open.get(group.request_id)) is not None:
                 stream.tell(group)

@@ -1,23 +1,31 @@
 """Streams: whatever the client takes and when, it gets all of its outputs, in the callbacks that have news."""
 
 import asyncio
+import contextlib
 import random
 from collections.abc import Sequence
 from threading import Lock
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from jaxserve.increments import Increment
 from jaxserve.outputs import CompletionOutput, RequestOutput
-from jaxserve.server.streams import BrokenStepError, Stream
+from jaxserve.server import streams
+from jaxserve.server.streams import BrokenStepError, Stream, Streams
+
+
+class Group(SimpleNamespace):
+    """Stand-in for a request of the frontend."""
+
+    __hash__ = object.__hash__
 
 
 def new_group(name: str, num_samples: int = 1) -> Any:
     """Return a request without an engine."""
     output = RequestOutput(name, None, [1], [CompletionOutput(index) for index in range(num_samples)])
-    return SimpleNamespace(request_id=name, output=output, error=None)
+    return Group(request_id=name, output=output, error=None)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -95,5 +103,59 @@ def test_an_end_and_errors_reach_who_waits() -> None:
         failing.tell(group)
         with pytest.raises(ZeroDivisionError):
             await asyncio.wait_for(failing.run(write), 5)
+
+    asyncio.run(run())
+
+
+def test_parts_of_many_streams_go_together_where_writing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First parts and ends are written at once, what comes between a few times, and nothing is lost."""
+    now_s, listeners, num_writes = [100.0], [], 0
+    threads = SimpleNamespace(submit=lambda _, listener: listeners.append(listener))
+    monkeypatch.setattr(streams, "EngineThreads", lambda _: threads)
+    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    engine = SimpleNamespace(frontend=SimpleNamespace(cancel=lambda _: None))
+    groups, taken = [new_group(str(index)) for index in range(8)], ["" for _ in range(8)]
+
+    def grow(*, is_last: bool = False) -> None:
+        for group in groups:
+            completion = group.output.outputs[0]
+            completion.token_ids.append(1)
+            completion.text += "a"
+            if is_last:
+                completion.finish_reason, group.output.finished = "length", True
+            listeners[0](group)
+
+    def serve(index: int, opened: Stream) -> Any:
+        def write(_: int, increments: Sequence[Increment]) -> bool:
+            nonlocal num_writes
+            num_writes += 1
+            now_s[0] += 1e-3
+            taken[index] += "".join(increment.text for increment in increments)
+            return True
+
+        return opened.run(write)
+
+    async def run() -> None:
+        served = Streams(cast(Any, engine), cast(Any, SimpleNamespace(note=lambda _: None)))
+        with contextlib.ExitStack() as stack:
+            opened = [stack.enter_context(served.opened(Stream([g], Lock(), is_whole=False))) for g in groups]
+            replies = [asyncio.ensure_future(serve(index, stream)) for index, stream in enumerate(opened)]
+            await asyncio.sleep(0)
+            grow()
+            await asyncio.sleep(0)
+            assert taken == ["a"] * 8
+            for _ in range(50):
+                grow()
+                await asyncio.sleep(0)
+            assert num_writes == 16, "tokens after the second wait"
+            now_s[0] += streams.LONGEST_WAIT_S
+            await asyncio.sleep(2 * streams.LONGEST_WAIT_S)
+            assert (taken, num_writes) == (["a" * 51] * 8, 24)
+            grow()
+            await asyncio.sleep(0)
+            assert num_writes == 24
+            grow(is_last=True)
+            await asyncio.gather(*replies)
+            assert (taken, num_writes) == (["a" * 53] * 8, 32)
 
     asyncio.run(run())
