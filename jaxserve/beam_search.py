@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxserve.request import TokenIds
 
 MAX_BEAM_WIDTH = 256
-MAX_LENGTH_PENALTY = 32  # of which the power of any length is a finite float
+MAX_LENGTH_PENALTY = 32  # the power of any length is a finite float
 
 
 @no_type_check  # tests pass wrong types, which __post_init__ must reject with a RequestError

@@ -51,8 +51,8 @@ class EngineConfig:
             without a head, and where sentence-transformers has left its files.
         convert: "embed" makes embeddings of any model, "classify" reads the head `score`; "auto" and "none" decide as
             the checkpoint does.
-        pooler_config: how a model pools, under vLLM's names, as a dict or as JSON: `pooling_type` LAST, MEAN or CLS,
-            `normalize` and `use_activation`. What it leaves out is as in the checkpoint, else LAST and True.
+        pooler_config: pooling under vLLM's names, as a dict or as JSON: `pooling_type` LAST, MEAN or CLS, `normalize`,
+            `use_activation`. What it leaves out is as in the checkpoint, else LAST and True.
         tokenizer: directory of the tokenizer, or a GGUF file; None takes the model's.
         skip_tokenizer_init: work on token ids alone.
         dtype: dtype of weights and activations; "auto" is the checkpoint's on accelerators, where a float32 checkpoint

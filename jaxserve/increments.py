@@ -61,7 +61,7 @@ class OutputReader:
 
 @dataclass(slots=True)
 class _Place:
-    """How far a completion has been read."""
+    """Position up to which a completion has been read."""
 
     completion: CompletionOutput
     num_chars: int = 0

@@ -132,7 +132,7 @@ class PoolingParams:
     """Parameters of one request to a model that pools. Names, meanings and defaults are vLLM's.
 
     Attributes:
-        truncate_prompt_tokens: as in SamplingParams.
+        truncate_prompt_tokens: the same as in SamplingParams.
         dimensions: elements of an embedding to keep, the first ones; it is normalised afterwards. None keeps all. No
             model is refused that does not say that it was trained for this (Matryoshka); one that names sizes takes
             these alone.

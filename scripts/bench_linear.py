@@ -54,7 +54,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.measure:
         (instruction_set,) = args.isa
-        os.sched_setaffinity(0, range(args.threads))  # before jax starts its threads
+        os.sched_setaffinity(0, range(args.threads))  # jax has not started its threads yet
         clock = time.process_time if args.threads == 1 else time.perf_counter
         print(json.dumps({"blas": blas_core(), "isa": instruction_set}), flush=True)
         for shape in args.shapes:

@@ -74,7 +74,7 @@ def cpu_s() -> float:
 
 
 class Meter:
-    """What rounds have cost, by way.
+    """Costs of rounds by way.
 
     Attributes:
         rounds: seconds, processor seconds of the process and of the loop's thread, and steps of the engine.

@@ -100,7 +100,7 @@ def write_model(directory: Path) -> None:
             record["offline"] = [offline(llm, record["query"], choice) for choice in CHOICES]
             greedy = SamplingParams(temperature=0, max_tokens=16, stop=["\n\n\n"])
             assert llm.engine.tokenizer is not None
-            ids = llm.engine.tokenizer.encode(record["query"], False)  # as lm-eval encodes it
+            ids = llm.engine.tokenizer.encode(record["query"], False)  # the encoding of lm-eval
             record["text"] = llm.generate([ids], greedy, use_tqdm=False)[0].outputs[0].text
             record["transformers"] = by_transformers(directory, record["query"])
     (directory / "task.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

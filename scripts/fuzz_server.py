@@ -326,7 +326,7 @@ def main() -> None:
                 failures += found[1]
                 rss_mib.append(round(psutil.Process().memory_info().rss / 2**20))
                 print(f"part {part + 1} of {PARTS}: {rss_mib[-1]} MiB, {healthy.num_streams} streams", file=sys.stderr)
-            growth = rss_mib[-1] - rss_mib[PARTS // 2 - 1]  # by the first half all is loaded that is loaded once
+            growth = rss_mib[-1] - rss_mib[PARTS // 2 - 1]  # all that is loaded once is loaded in the first half
             if args.schemathesis:
                 result["schemathesis"] = schemathesis(args.schemathesis, urls[0], args.examples, args.seed)
         is_drained = drained(engine)

@@ -39,7 +39,7 @@ LOOK_S = 0.05
 class Reply(NamedTuple):
     """One request, as the client saw it."""
 
-    sent_s: float  # by the clock of the system
+    sent_s: float  # time by the clock of the system
     late_s: float
     status: int
     first_s: float | None

@@ -92,7 +92,7 @@ def run_remote(server: Server, requests: Sequence[TimedRequest], *, max_concurre
 
 async def _run(server: Server, requests: Sequence[TimedRequest], max_concurrency: int) -> LoadTrace:
     start_s = time.monotonic()
-    free_since_s: asyncio.Queue[float] = asyncio.Queue()  # when each free place became free
+    free_since_s: asyncio.Queue[float] = asyncio.Queue()  # time since which each free place is free
     for _ in range(max_concurrency):
         free_since_s.put_nowait(0.0)
     tasks: dict[int, asyncio.Task[_Reply]] = {}

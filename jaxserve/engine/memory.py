@@ -67,7 +67,7 @@ def select_backend(config: EngineConfig, arch: ArchConfig, kv_dtype: jnp.dtype, 
         config: options of the engine.
         arch: sizes of one device's part of the model.
         kv_dtype: dtype of the pool.
-        platform: as of `ragged_paged_attention.select_backend`.
+        platform: platform as in `ragged_paged_attention.select_backend`.
     """
     try:
         return arch.kv.select_backend(

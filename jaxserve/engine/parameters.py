@@ -169,7 +169,7 @@ def matrix_dtype(config: EngineConfig, arch: ArchConfig, *, on_cpu: bool | None 
     Args:
         config: options of the engine.
         arch: the model.
-        on_cpu: as of `compute_dtype`.
+        on_cpu: the same as in `compute_dtype`.
     """
     dtype = compute_dtype(config, arch, on_cpu=on_cpu)
     on_cpu = jax.default_backend() == "cpu" if on_cpu is None else on_cpu

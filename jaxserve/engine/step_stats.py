@@ -56,7 +56,7 @@ class StepStatsWriter:
         stats: totals since start.
         last_step: statistics written last.
         last_end_s: end of the last step, by the executor's clock.
-        costs: what steps take.
+        costs: time and bytes of steps.
     """
 
     def __init__(self, arch: ArchConfig, executor: Executor, stats: EngineStats) -> None:

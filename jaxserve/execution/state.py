@@ -74,7 +74,7 @@ class ServeState:
     slots: SlotTable  # inputs of sampling: tokens, their counts, biases and stop ids
     states: Any = None  # pool of the states of layers without attention; None where there are none
     draft: Any = None  # state of the proposer of speculative decoding; None without one
-    pooled: Float[Array, "S D"] | None = None  # what the chunks of prompts so far leave to the next: see `pooling.pool`
+    pooled: Float[Array, "S D"] | None = None  # sums over the chunks of prompts so far: see `pooling.pool`
     expert_tokens: Int[Array, "L E"] | None = None  # tokens of experts in the last step; None where they do not count
 
 
@@ -143,7 +143,7 @@ def new_state(
         sequences = new_sequences(schedule)
         return ServeState(pool, sequences, slots, states, draft=new_draft(), expert_tokens=counts)
     kept = None if pooler.kind is PoolingKind.LAST else jnp.zeros((schedule.max_num_seqs, arch.hidden_size))
-    slots = new_slots(dataclasses.replace(arch, vocab_size=1), schedule.max_num_seqs, 1)  # which nothing reads
+    slots = new_slots(dataclasses.replace(arch, vocab_size=1), schedule.max_num_seqs, 1)  # nothing reads them
     return ServeState(pool, new_sequences(schedule), slots, states, pooled=kept, expert_tokens=counts)
 
 

@@ -137,7 +137,7 @@ class PrefixCache:
         Empty if there are none: they are partly filled, and cached if a request whose last page is shared ended so.
         """
         num_tokens = request.num_known_tokens - 1
-        if self.snapshots is not None:  # which are taken behind full pages
+        if self.snapshots is not None:  # snapshots are taken behind full pages
             return []
         if num_tokens // self.page_size != num_columns or not num_tokens % self.page_size:
             return []

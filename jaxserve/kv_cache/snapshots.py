@@ -22,8 +22,8 @@ class Snapshots:
         """Forget all content."""
         self._free = list(range(self._num_entries - 1, -1, -1))
         self._entry_by_hash: OrderedDict[bytes, int] = OrderedDict()  # the least recently used in front
-        self._taken: dict[bytes, int] = {}  # by the last plan
-        self._read: set[int] = set()  # by the last plan
+        self._taken: dict[bytes, int] = {}  # snapshots that the last plan takes
+        self._read: set[int] = set()  # entries that the last plan reads
 
     def begin_plan(self) -> None:
         """Note that a new plan begins, whose step runs behind those of all plans before."""

@@ -110,7 +110,7 @@ class ArchConfig:
     state: StateForm | None = None  # form of the state of layers without attention; None where there are none
     state_layers: frozenset[int] = frozenset()  # layers with a state and without attention
     one_kv_group: bool = False  # True where all layers keep their keys and values under the same pages
-    pooler: Pooler | None = None  # what a model has in the place of logits that does not generate
+    pooler: Pooler | None = None  # pooling of a model that does not generate
 
     def __post_init__(self) -> None:
         assert len(self.windows) == len(self.ropes) == self.num_layers, (

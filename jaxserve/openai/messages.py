@@ -222,4 +222,4 @@ class _Blocks:
     def _thinking(self, block: Fields) -> None:
         message = self.messages[-1]
         message["reasoning"] = message.get("reasoning", "") + block.need("thinking", str)
-        block.skip("signature")  # what signs nothing here
+        block.skip("signature")  # nothing is signed here

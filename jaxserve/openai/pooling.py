@@ -51,7 +51,7 @@ def parse_pooling(
         own_name: name of the model if a request gives none.
         model_names: accepted values of `model`; if empty, any name is accepted.
         labels: names of the model's labels.
-        may_stream: as of `parse_body`.
+        may_stream: the same as in `parse_body`.
 
     Raises:
         BadRequestError: the body cannot be served.

@@ -47,7 +47,7 @@ class Reply:
             "model": request.model,
         }
         self._response_id = response_id
-        self._readers: dict[int, DeltaReader] = {}  # of each choice of a chat
+        self._readers: dict[int, DeltaReader] = {}  # readers by choice of a chat
         self._num_chars: dict[int, int] = {}  # characters of each choice so far, where log probabilities count them
         self._begun: set[int] = set()  # choices whose prompt has been echoed
         suffix = ".chunk" if request.is_chat else ""
@@ -115,7 +115,7 @@ class Reply:
                     if type(delta) is not Content:
                         yield self._event(index, {"delta": delta_json(delta)} | _OPEN, output)
                     elif delta.text:
-                        text = encode_basestring_ascii(delta.text)  # what `json.dumps` comes to
+                        text = encode_basestring_ascii(delta.text)  # `json.dumps` comes to the same
                         yield f"data: {self._chunk_head}{index}{self._text_head}{text}{self._text_tail}".encode()
                 continue
             choice = self._choice(number, output, increment)

@@ -44,7 +44,7 @@ class ResponseReply:
         self._chat, self._created_s = chat, created_s
         self._items = _Items(response_id)
         self._num_events = 0
-        self._is_cut = False  # by the limit on its tokens
+        self._is_cut = False  # True if the limit on tokens has ended it
         self._response = {"id": f"resp_{response_id}", "created_at": created_s} | _response(request, body)
 
     def body(self, outputs: Sequence[RequestOutput]) -> Json:

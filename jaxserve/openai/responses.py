@@ -36,7 +36,7 @@ def chat_of_response(body: Json) -> Translation:
         BadRequestError: the request asks for something that there is not here; it names the field.
     """
     fields = Fields(body, "the body", None)
-    ignored = set(fields.skip(*_LABELS, "max_tool_calls"))  # which limits tools that the server runs, of which are none
+    ignored = set(fields.skip(*_LABELS, "max_tool_calls"))  # it limits tools that the server runs, and there are none
     fields.take("metadata", dict)  # part of the reply
     options = Fields(fields.take("stream_options", dict, {}), "stream_options", "stream_options")
     ignored |= {"stream_options"} if options.skip("include_obfuscation") else set()
@@ -120,7 +120,7 @@ def _tool(fields: Fields) -> Json:
     for name, kind in (("description", str), ("parameters", dict), ("strict", bool)):
         if (value := fields.take(name, kind)) is not None:
             function[name] = value
-    fields.skip("output_schema")  # what the caller's function returns is not generated here
+    fields.skip("output_schema")  # the caller's function generates it
     fields.demand("defer_loading", False)
     fields.demand("allowed_callers", ["direct"])
     return {"type": "function", "function": function}

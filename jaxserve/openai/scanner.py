@@ -436,6 +436,6 @@ class Scanner:
 
 def _by_begin(syntaxes: tuple[CallSyntax, ...]) -> dict[str, list[CallSyntax]]:
     found: dict[str, list[CallSyntax]] = {}
-    for syntax in sorted(syntaxes, key=lambda each: not each.opening):  # those without one come last
+    for syntax in sorted(syntaxes, key=lambda each: not each.opening):  # syntaxes without one come last
         found.setdefault(syntax.begin, []).append(syntax)
     return found

@@ -382,7 +382,7 @@ class DraftPacer:
     def _probed(self, bucket: int, best: int, best_drafts: int, usual_s: float) -> tuple[int, bool]:
         """Return what `_best` does, for a probe while one is due; a token of each row usually takes `usual_s`."""
         if self._probe is not None and (self._probe.bucket != bucket or self._probe.kind == best):
-            self._probe = None  # in the latter case the choice has followed it
+            self._probe = None  # if its rounds paid, the choice has followed it
         costs = self._costs[bucket]
         kinds = [*self._plain, *range(1, self._max_drafts + 1)] if best else [self._max_drafts, best_drafts]
         sort_of = {kind: DRAFTS if kind > 0 else PLAIN for kind in kinds if kind != best}

@@ -33,7 +33,7 @@ class _Tenant:
     """Requests of a tenant in one class.
 
     Attributes:
-        cost: what the counter grows by for a unit of service.
+        cost: growth of the counter for a unit of service.
         counter: service got, divided by the weight.
         queue: waiting requests by id, in the order of arrival, preempted ones in front.
         num_running: running requests.

@@ -65,7 +65,7 @@ class Admission:
 
     Attributes:
         num_open: unfinished samples by tenant.
-        ladder: what requests do without.
+        ladder: features that requests do without.
     """
 
     def __init__(

@@ -35,8 +35,8 @@ class ServerConfig:
         max_queued_tokens: prompt tokens of requests that wait; a request that would exceed them is refused with 503.
         admission_ttft_ms: time to the first token beyond which a request is refused, as estimated when it comes: MS for
             all, or PRIORITY=MS for one class.
-        degradation: what requests may have to do without under load: "speculation", "coalesce", "extras", "batch" and
-            "shed"; "none" for nothing.
+        degradation: features that requests may lose under load: "speculation", "coalesce", "extras", "batch", "shed";
+            "none" for nothing.
         requests_per_minute_per_key: requests of a key in a minute; 0 for any number.
         tokens_per_minute_per_key: tokens of prompts and outputs of a key in a minute; 0 for any number.
         max_open_requests_per_key: unfinished requests of a key; later ones are refused with 429.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-RUNGS = ("speculation", "coalesce", "extras", "batch", "shed")  # from the first to the last
+RUNGS = ("speculation", "coalesce", "extras", "batch", "shed")  # rungs in their order
 FIRST_AT, STEP = 0.5, 0.1  # loads at which the first rung comes on, and by which each further one is later
 BAND = 0.2  # fall of the load below its threshold with which a rung goes off
 DWELL_S = 1.0  # least time between two rungs that go off

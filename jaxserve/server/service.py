@@ -38,7 +38,7 @@ class Service:
         traces: spans of requests; None if nobody wants them.
         health: watch over the engine.
         chat_format: format of the model's messages in chats.
-        keys: who may send requests.
+        keys: keys of those who may send requests.
         admission: gate of requests.
         is_draining: True once no further requests are served.
     """

@@ -68,7 +68,7 @@ class Stream:
         self._readers = [OutputReader(group.output) for group in groups]
         self._news: dict[int, None] = {}  # indices of the requests with news
         self._open = set(range(len(groups)))  # indices of the requests whose ends have not been read
-        self._is_waiting = True  # for `run`, or for the client to take something
+        self._is_waiting = True  # True before `run`, and while the client must take something
         self._write: Write | None = None
         self._through: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 

@@ -11,7 +11,7 @@ from jaxserve.openai.errors import BadRequestError
 
 _TOTAL = {b"x-litellm-timeout": 1.0, b"x-envoy-expected-rq-timeout-ms": 1e-3}  # headers and their units in seconds
 _FIRST = {b"x-litellm-stream-timeout": 1.0}
-_READ = b"x-stainless-read-timeout"  # of OpenAI's and Anthropic's clients: time without a byte, in seconds
+_READ = b"x-stainless-read-timeout"  # seconds without a byte, from OpenAI's and Anthropic's clients
 
 
 class Timeouts(NamedTuple):

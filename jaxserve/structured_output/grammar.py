@@ -20,7 +20,7 @@ from jaxserve.structured_output.params import StructuredOutputsParams
 MAX_COMPILED = 64  # grammars that are kept compiled
 COMPILE_S = 5.0  # time that compiling one may take: that of a schema grows with the square of its optional properties
 COMPILE_THREADS = 2  # grammars that are compiled at a time, those that were given up included
-WHITESPACE = r"[ \t\n\r]{1,32}"  # between tokens of JSON: without a limit, a weak model may sample nothing else
+WHITESPACE = r"[ \t\n\r]{1,32}"  # space between tokens of JSON: without a limit, a weak model may sample nothing else
 _WORD_BITS = 32
 _LIMITS: dict[str, Any] = {"max_grammar_size": 500_000, "max_items_in_row": 2_000, "step_max_items": 50_000}
 

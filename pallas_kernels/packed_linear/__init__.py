@@ -45,7 +45,7 @@ class PackedMatrix:
 
     weights: Shaped[Array, "panels K parts rows"]  # two parts if it is gated, else one; int4 has words in place of K
     scales: Float[Array, "panels groups parts rows"]  # no groups unless weights are int8 or int4
-    zeros: Float[Array, "panels zeros parts rows"]  # as scales, or none: zero points of elements from 0 to 15
+    zeros: Float[Array, "panels zeros parts rows"]  # zero points of elements from 0 to 15, or none
     num_outputs: int = field(metadata={"static": True})  # outputs of the product: N, or N / 2 if it is gated
     num_inputs: int = field(metadata={"static": True})  # K
     num_matrices: int = field(default=1, metadata={"static": True})

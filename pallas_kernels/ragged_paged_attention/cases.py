@@ -27,7 +27,7 @@ STEPS = {
     "bfloat16": 2**-7,
     "int8": 1 / 127,
     "float8_e4m3fn": 32 / 448,
-    "int4": 2 / 15,  # of a vector with elements as large as the largest on either side of zero
+    "int4": 2 / 15,  # step of a vector whose extremes are alike on either side of zero
 }
 """Relative distance of neighbouring values of a dtype; of quantised values relative to the vector's largest element."""
 
@@ -93,7 +93,7 @@ class Case:
         """Largest `pool_error` allowed: rotated keys may round to the neighbouring value, all others must be exact."""
         if not self.has_rope:
             return 0.0
-        rounding = 1.02 if self.kv_dtype == "int4" else 1.01 if self.kv_dtype in QUANTIZED else 1  # of scales
+        rounding = 1.02 if self.kv_dtype == "int4" else 1.01 if self.kv_dtype in QUANTIZED else 1  # rounding of scales
         return STEPS[self.kv_dtype] * rounding
 
     @property

@@ -30,7 +30,7 @@ class Plot:
 
     Attributes:
         caption: heading.
-        text: how to read it.
+        text: explanation below it.
         figure: the plot.
     """
 

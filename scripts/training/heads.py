@@ -64,7 +64,7 @@ class HeadLoss:
     """Mean over the text of the cross-entropy against the model's own distribution, each token later counting less."""
 
     heads: Heads
-    decay: float = 0.8  # of Medusa and of EAGLE-3
+    decay: float = 0.8  # value of Medusa and of EAGLE-3
 
     def __call__(self, tensors: Tensors, tokens: Array, target: Params) -> Array:
         weight, total = 1.0, jnp.zeros(())
@@ -198,7 +198,7 @@ class Eagle3Layer:
             attend = dense_attend(len(places))
             out, carry = apply_layer(own, self.head, embedding, feature.reshape(-1, D), positions, attend, carry)
             feature = out.reshape(B, -1, D)
-            if step == 0:  # at the other places it is for keys and values alone
+            if step == 0:  # elsewhere it gives keys and values alone
                 places, feature = places[::EVERY], feature[:, ::EVERY]
             drafted = rms_norm(feature, own["final_norm"], self.head.arch.norm_eps)
             model = hidden[:, 1 + step + places]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from training import bpe_tokenizer
 
 Tensors = dict[str, Array]  # keyed by name in a checkpoint: Muon is to see each projection by itself, not fused ones
-Loss = Callable[[Tensors, Array, Any], Array]  # of tensors, tokens i32[B, S + 1] and what is not trained; hashable
+Loss = Callable[[Tensors, Array, Any], Array]  # takes tensors, tokens i32[B, S + 1] and what is not trained; hashable
 
 _NOT_MATRICES = ("embed", "norm", "bias")  # parts of names; what Muon leaves out has no shape where it asks
 

@@ -154,7 +154,7 @@ def test_steps_without_drafts_are_those_of_an_engine_without_a_proposer(
                 replica.draft_pacer, "choose", lambda bucket, slots, max_steps: (np.zeros(len(slots), int), 0)
             )
             patch.setattr(replica.executor.packer, "pack", noted)
-            generate(engine, prompts, replace(GREEDY, max_tokens=12))  # without preemptions
+            generate(engine, prompts, replace(GREEDY, max_tokens=12))  # there are no preemptions
         seen.append(uploads)
     assert seen[0] == seen[1]
     assert len(seen[0]) > 5

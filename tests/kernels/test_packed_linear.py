@@ -65,7 +65,7 @@ def dequantized(elements, scales, zeros=0.0):
     return ((groups - np.asarray(zeros, np.float64)[..., None]) * scales[..., None]).reshape(elements.shape)
 
 
-GROUPED = [((40, 64), 2), ((17, 33), 1), ((33, 66), 2), ((50, 520), 40), ((24, 384), 3)]  # of odd sizes, too
+GROUPED = [((40, 64), 2), ((17, 33), 1), ((33, 66), 2), ((50, 520), 40), ((24, 384), 3)]  # odd sizes, too
 
 
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)

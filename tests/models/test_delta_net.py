@@ -69,7 +69,7 @@ STEPS = [  # tokens of the first three sequences in each step
     [0, 3, CHUNK],
     [90, 1, 2],
 ]
-NUM_TOKENS = 2 * CHUNK + 16  # of each step, with padding
+NUM_TOKENS = 2 * CHUNK + 16  # tokens of each step, with padding
 
 
 @pytest.mark.parametrize("alike", [False, True])

@@ -139,7 +139,7 @@ def test_no_cut_changes_how_any_text_is_read(
 
 @settings(max_examples=examples(60), deadline=None)
 @given(
-    st.sampled_from([name for name in FORMATS if name != "openai"]),  # whose headers may have any words
+    st.sampled_from([name for name in FORMATS if name != "openai"]),  # its headers may have any words
     st.lists(
         st.one_of(MARKED, st.sampled_from(["w0", "w1", "w2 w3", '{"name": "f", "arguments": {', "w4}"])), max_size=12
     ),

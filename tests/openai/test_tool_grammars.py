@@ -103,8 +103,8 @@ def test_what_models_write_is_allowed_if_it_obeys_the_schema(name: str, choice: 
     reasoning = "" if name == "llama3_json" else "hm"
     content = "well" if choice == "auto" and name != "llama3_json" else ""
     for arguments, is_valid in (({"a": 1, "b": "<b>"}, True), ({"a": "x"}, False)):
-        calls = [Call("f", arguments), Call("g", {})][: 1 if name == "openai" else 2]  # whose calls end a reply
-        text = written(name, Message(content, reasoning, calls)).replace("[CALL_ID]abcdefghi", "")  # which is optional
+        calls = [Call("f", arguments), Call("g", {})][: 1 if name == "openai" else 2]  # its calls end a reply
+        text = written(name, Message(content, reasoning, calls)).replace("[CALL_ID]abcdefghi", "")  # the id is optional
         constraint, token_ids = constraint_of(request, True), TOKENIZERS[True].encode(text, add_special_tokens=False)
         constraint.advance(token_ids)
         assert bool(constraint.error) != is_valid, constraint.error

@@ -200,7 +200,7 @@ def test_responses_add_up(script: tuple[list[Delta], str], cuts: list[int]) -> N
     done: dict[int, Any] = {}
     for event, line in zip(events, [line for line in stream.split(b"\n") if line.startswith(b"data: {")], strict=True):
         content = json.loads(line.removeprefix(b"data: "))
-        EVENT.validate_python(content)  # as sent, not as the client repairs it
+        EVENT.validate_python(content)  # the event itself: the client repairs it
         assert event.sequence_number == content["sequence_number"]
         if event.type.endswith(".delta"):
             texts[event.output_index] = texts.get(event.output_index, "") + event.delta
@@ -302,7 +302,7 @@ def test_turns_of_a_message() -> None:
 
 
 def test_unwanted_thoughts_are_named_as_the_client_names_them() -> None:
-    """Where the template knows no such switch, which is so here."""
+    """The template here knows no such switch."""
     body = BODIES[MESSAGES] | {"thinking": {"type": "disabled"}}
     assert read(MESSAGES, body).ignored == ("thinking",)
     body = BODIES[MESSAGES] | {"output_config": {"effort": "low"}, "thinking": {"type": "enabled", "budget_tokens": 9}}

@@ -183,7 +183,7 @@ def test_a_cpu_is_planned_as_its_engine_allocates(options: dict[str, Any], monke
     assert report["slots_bytes_per_chip"] == device_bytes(runner.state.slots)
     assert plan.schedule == dataclasses.replace(
         runner.schedule, has_split_steps=False
-    )  # which take no memory of their own
+    )  # they take no memory of their own
     assert plan.backend == runner.programs._backend
 
 

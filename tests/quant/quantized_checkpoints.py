@@ -75,7 +75,7 @@ def e2m1_codes(x: np.ndarray) -> np.ndarray:
 
 def write_fp4(tool: str, *, static: bool = True) -> Writer:
     def write(w: np.ndarray, rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
-        factor = np.float32(448 * 6 / 3.0)  # of all modules, as of parts that are fused
+        factor = np.float32(448 * 6 / 3.0)  # factor of all modules, as parts are fused
         own = (factor * (largest(w, 16) / np.float32(6))).astype(E4M3)
         second = np.float32(1) / factor
         wide = own.astype(np.float32)
@@ -368,7 +368,7 @@ def write_quantized(
             own, values = case.write(parameter.detach().numpy(), rng)
             tensors |= {f"{module}.{suffix}": array for suffix, array in own.items()}
             parameter.data = torch.tensor(values)
-            if case.fake is not None and not module.endswith("kv_b_proj"):  # which is multiplied with other operands
+            if case.fake is not None and not module.endswith("kv_b_proj"):  # it is multiplied with other operands
                 fake = case.fake
                 model.get_submodule(module).register_forward_pre_hook(
                     lambda _, inputs, fake=fake, own=own: (fake(inputs[0], own),)

@@ -137,7 +137,7 @@ def test_zero_points_of_gptq_borrow(tmp_path: Path) -> None:
     write = write_gptq(4, 32, symmetric=False)
 
     def with_zeros(w: np.ndarray, rng: np.random.Generator) -> Any:
-        w = np.abs(w) if w.shape[0] == 224 else w  # of the up and gate projections, all groups
+        w = np.abs(w) if w.shape[0] == 224 else w  # all groups of the up and gate projections
         return write(w, rng)
 
     assert (integers(np.abs(np.ones((8, 32))), 4, 32, symmetric=False)[1] == 0).all()

@@ -90,7 +90,7 @@ def test_grids_round_as_torch_does():
     weight[3] = 0
     weight[140:, 128:] *= 1e-3
     for dtype in (np.float32, jnp.bfloat16):
-        blocks = Grid(8, True, 128, 128, np.dtype(dtype))  # of which those at the edges are smaller
+        blocks = Grid(8, True, 128, 128, np.dtype(dtype))  # blocks at the edges are smaller
         codes, scale = map(np.asarray, round_to_nearest(jnp.asarray(weight), blocks))
         assert scale.shape == (2, 2)
         for i, j in np.ndindex(2, 2):
@@ -104,7 +104,7 @@ def test_grids_round_as_torch_does():
     expected_scale = torch.tensor(weight).abs().amax(1, keepdim=True) / 127.5
     expected_scale[expected_scale == 0] = 1
     np.testing.assert_allclose(scale, expected_scale.numpy(), rtol=2**-22)  # XLA multiplies by the reciprocal
-    largest = np.abs(weight) == np.abs(weight).max(1, keepdims=True)  # on the edge between two codes, by the convention
+    largest = np.abs(weight) == np.abs(weight).max(1, keepdims=True)  # the edge between two codes, by the convention
     expected = (torch.tensor(weight) / torch.tensor(scale)).round().clamp(-128, 127).numpy()
     np.testing.assert_array_equal(codes[~largest], expected[~largest])
     assert np.isin(codes[largest], [-128, -127, 0, 127]).all()

@@ -183,7 +183,7 @@ def run_accepted(
 
 @pytest.mark.parametrize("max_steps", [1, 16])
 def test_drafts_are_tried_where_plain_dispatches_have_one_step(max_steps: int) -> None:
-    """On accelerators programs of several plain steps have fewer rows than those with drafts."""
+    """Programs of several plain steps have fewer rows than those with drafts on accelerators."""
     pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=True, max_rounds=lambda bucket: 3)
     assert run_accepted(pacer, max_steps).count(K) > 400
 
@@ -191,7 +191,7 @@ def test_drafts_are_tried_where_plain_dispatches_have_one_step(max_steps: int) -
 def test_a_probe_that_could_not_be_planned_is_not_waited_for() -> None:
     pacer = DraftPacer(K, 64, adaptive=True, has_multi_step=False, max_rounds=lambda bucket: 3)
     run_accepted(pacer, 1)
-    chosen = run_accepted(pacer, 1, lambda k: k if k in (0, K) else 0, now_s=100.0)  # as if pages were short
+    chosen = run_accepted(pacer, 1, lambda k: k if k in (0, K) else 0, now_s=100.0)  # as where pages are short
     assert 1 < sum(k not in (0, K) for k in chosen) < 20
     assert set(run_accepted(pacer, 1, now_s=200.0)) == {0, 1, 2, 3, 4}
 

@@ -42,7 +42,7 @@ class Browser:
         for descriptor in (their_in, their_out):
             os.close(descriptor)
         self._ids, self._rest, self._session = itertools.count(1), b"", None
-        self.messages: list[dict[str, Any]] = []  # of the console, and failures
+        self.messages: list[dict[str, Any]] = []  # messages of the console, and failures
         target = self.call("Target.createTarget", url=url)["targetId"]
         self._session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Runtime", "Log", "Page"):

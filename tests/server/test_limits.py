@@ -109,8 +109,8 @@ def test_the_ladder_follows_the_load_with_hysteresis(course: list[tuple[float, f
     for load, gap_s in course:
         now_s += gap_s
         ladder.update(load, now_s)
-        assert ladder.on == list(RUNGS[: ladder.height])  # in their order
-        assert ladder.height >= sum(load >= threshold(index) for index in range(len(RUNGS)))  # at once
+        assert ladder.on == list(RUNGS[: ladder.height])  # rungs in their order
+        assert ladder.height >= sum(load >= threshold(index) for index in range(len(RUNGS)))  # the ladder rises at once
         if ladder.height < heights[-1]:
             assert ladder.height == heights[-1] - 1
             assert load <= threshold(heights[-1] - 1) - BAND

@@ -276,7 +276,7 @@ def test_costly_parameters_cost_nothing(server: Running) -> None:
     post = server.client.post
     base: dict[str, Any] = {"prompt": "a", "max_tokens": 2}
     with Healthy(server):
-        for extra in COSTLY[:3]:  # what is loaded once
+        for extra in COSTLY[:3]:  # modules are loaded once
             post("/v1/completions", json=base | extra)
         before = process.memory_info().rss
         for extra in COSTLY:

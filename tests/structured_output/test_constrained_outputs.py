@@ -35,7 +35,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     llm = LLM(str(MODEL), **SIZES)
-    llm.engine.wait_until_warm()  # with the programs of split plans
+    llm.engine.wait_until_warm()  # programs of split plans come last
     yield llm
     assert llm.engine.stats.num_compiles == 0
     llm.engine.check_integrity()
@@ -119,7 +119,7 @@ def busy() -> Iterator[LLM]:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(5))
 def test_outputs_follow_random_forms(busy: LLM, seed: int) -> None:
-    """In all, 200 schemas and 50 regular expressions, among rows that are free."""
+    """200 schemas and 50 regular expressions in all, among rows that are free."""
     rng = random.Random(seed)
     forms = [
         StructuredOutputsParams(
@@ -293,7 +293,7 @@ def test_the_model_runs_before_the_masks_are_there(llm: LLM, monkeypatch: pytest
 
 
 def test_rows_with_constraints_share_steps_and_alternate_beside_others(llm: LLM) -> None:
-    """Without programs for split plans, all constrained rows share a step, or every second one beside other rows."""
+    """Constrained rows share a step, or every second one beside other rows, where no program splits plans."""
     plans: list[list[bool]] = []
     replica = llm.engine.core.replicas[0]
     schedule, programs = replica.scheduler.schedule, replica.executor.programs  # type: ignore[attr-defined]

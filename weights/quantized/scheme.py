@@ -20,7 +20,7 @@ Role = Literal["elements", "scale", "zero", "minimum", "order", "global_scale", 
 NIBBLES = ("int4", "e2m1")  # kinds of elements of four bits
 _CLASSES = dict.fromkeys(("embed_tokens", "embed_in", "wte", "wpe"), "Embedding")  # others are linear
 _CLASSES["conv1d"] = "Conv1d"
-_CLASSES |= dict.fromkeys(("gate", "router", "shared_expert_gate"), "Router")  # of experts, never quantised by class
+_CLASSES |= dict.fromkeys(("gate", "router", "shared_expert_gate"), "Router")  # parts of experts, never quantised
 _FUSED = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj"}
 _FUSED |= {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj"}
 
