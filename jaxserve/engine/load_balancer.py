@@ -47,6 +47,7 @@ class LoadBalancer:
         self._prefixes: dict[str, Prefix] = {}  # prefixes of queued requests that were routed, keyed by request id
         self._idle = dict.fromkeys(range(len(replicas)))  # replicas without requests
         self._with_waiting: dict[int, None] = {}  # replicas with waiting requests
+        self._overdue: set[int] = set()  # those of them that have made a plan since the oldest was added
         self._num_schedules = [0] * len(
             replicas
         )  # number of schedules of each replica when its oldest waiting request was added
@@ -94,7 +95,7 @@ class LoadBalancer:
                 self._bind(request, 0)
             return
         self._note_changes()
-        if self._with_waiting:
+        if self._overdue or (self._idle and self._with_waiting):
             self._give_to_idle(self._take_back())
         if self._queue:
             self._give_to_idle(self._route_queue())
@@ -115,9 +116,12 @@ class LoadBalancer:
             self._idle[index] = None
         if not scheduler.num_waiting:
             self._with_waiting.pop(index, None)
+            self._overdue.discard(index)
         elif index not in self._with_waiting:
             self._with_waiting[index] = None
             self._num_schedules[index] = scheduler.num_schedules
+        elif scheduler.num_schedules != self._num_schedules[index]:
+            self._overdue.add(index)
         if scheduler.num_cache_resets != self._num_cache_resets[index]:
             self._num_cache_resets[index] = scheduler.num_cache_resets
             self._router.forget(index)
@@ -155,7 +159,9 @@ class LoadBalancer:
 
     def _give_to_idle(self, requests: Sequence[Request]) -> None:
         """Bind queued requests to idle replicas, one to each, wherever their prefixes are."""
-        for index, request in zip(list(self._idle) if requests else (), requests, strict=False):
+        if not requests or not self._idle:
+            return
+        for index, request in zip(list(self._idle), requests, strict=False):
             request.num_shared_tokens = 0
             self._bind(request, index)
 
@@ -188,7 +194,7 @@ class LoadBalancer:
         returned: list[Request] = []
         for index in list(self._with_waiting):
             replica = self._replicas[index]
-            if self._idle or replica.scheduler.num_schedules != self._num_schedules[index]:
+            if self._idle or index in self._overdue:
                 with replica.changing:
                     withdrawn = replica.withdraw()
                     self._queue.update({request.request_id: request for request in withdrawn})
