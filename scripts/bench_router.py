@@ -102,7 +102,7 @@ class Balanced:
         """
         self.step()
         for request in requests:
-            self.replicas[0].scheduler.admission.prefix_hashes(request)
+            self.replicas[0].scheduler.admission.prefix(request)
         started = time.perf_counter_ns()
         self.balancer.place()
         noted_ns, times = time.perf_counter_ns() - started, []

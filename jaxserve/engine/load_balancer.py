@@ -145,6 +145,8 @@ class LoadBalancer:
             for request in chunk:
                 yield request
                 num_left += request.request_id in self._queue
+            if len(chunk) < _CHUNK:
+                return
 
     def _fits(self, request: Request, route: Route) -> bool:
         request.num_shared_tokens = route.num_shared_tokens
@@ -180,10 +182,7 @@ class LoadBalancer:
     def _prefix(self, request: Request) -> Prefix:
         prefix = self._prefixes.get(request.request_id)
         if prefix is None:
-            scheduler = self._replicas[0].scheduler
-            hashes, page_size = scheduler.admission.prefix_hashes(request), scheduler.page_size
-            prefix = Prefix.of(hashes, page_size)
-            self._prefixes[request.request_id] = prefix
+            prefix = self._prefixes[request.request_id] = self._replicas[0].scheduler.admission.prefix(request)
         return prefix
 
     def _usable_prefix(self, request: Request) -> Prefix:

@@ -3,7 +3,7 @@
 from jaxserve.request import Request
 from jaxserve.scheduling.ledger import Ledger
 from jaxserve.scheduling.prefill import Prefills
-from jaxserve.scheduling.router import ROW_CHARGE_TOKENS
+from jaxserve.scheduling.router import ROW_CHARGE_TOKENS, Prefix
 
 
 class Admission:
@@ -59,6 +59,7 @@ class Admission:
         """Return whether the next plan would pass over `request`, because it waits for an unfinished prompt."""
         return self._prefills.must_wait(request)
 
-    def prefix_hashes(self, request: Request) -> list[bytes]:
-        """Return the hashes of the pages of a request that others may share with it."""
-        return self._ledger.cache.hashes(request)[: (request.num_known_tokens - 1) // self._ledger.page_size]
+    def prefix(self, request: Request) -> Prefix:
+        """Return the sampled prefixes of a request that others may share with it."""
+        page_size = self._ledger.page_size
+        return Prefix.of(self._ledger.cache.hashes(request), page_size, (request.num_known_tokens - 1) // page_size)

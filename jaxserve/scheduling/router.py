@@ -59,9 +59,15 @@ class Prefix(NamedTuple):
     hashes: Sequence[bytes]
 
     @classmethod
-    def of(cls, hashes: Sequence[bytes], block_size: int) -> "Prefix":
-        """Return the samples of a prompt, given the hash of each block and all before it."""
-        lengths, pick = _sampler(len(hashes), block_size)
+    def of(cls, hashes: Sequence[bytes], block_size: int, num_blocks: int | None = None) -> "Prefix":
+        """Return the samples of a prompt.
+
+        Args:
+            hashes: hash of each block and all before it.
+            block_size: tokens of a block.
+            num_blocks: blocks at the start of the prompt that are sampled; None for all.
+        """
+        lengths, pick = _sampler(len(hashes) if num_blocks is None else num_blocks, block_size)
         return cls(lengths, pick(hashes))
 
 
@@ -74,7 +80,7 @@ def _sampler(num_blocks: int, block_size: int) -> tuple[Sequence[int], Callable[
     depths = sample_depths(num_blocks)
     lengths = tuple(depth * block_size for depth in depths)
     if len(depths) < 2:  # `itemgetter` of one index returns no tuple
-        return lengths, tuple
+        return lengths, lambda hashes: tuple(hashes[: len(depths)])
     return lengths, itemgetter(*[depth - 1 for depth in depths])
 
 
@@ -129,9 +135,12 @@ class Router:
             prefix: sampled prefixes of the prompt.
             only_open: True to consider only open replicas; else a closed one is chosen if waiting for it costs less.
         """
-        best = self._least_loaded()
-        if best is None:
+        least = min(self._open_loads)
+        if least == _CLOSED:
             return None
+        best = self._open_loads.index(least)
+        if not prefix.hashes or prefix.hashes[0] not in self._holders:
+            return Route(best, True, 0)
         shared = self._find_holders(prefix)
         best_cost = self._open_loads[best] - _SAVING_WEIGHT * shared.get(best, 0)
         for replica, num_tokens in shared.items():
@@ -218,10 +227,6 @@ class Router:
     def _set_open_load(self, replica: int) -> None:
         load = self._loads[replica] + self._waiting_loads[replica]
         self._open_loads[replica] = load if self._is_open[replica] else _CLOSED
-
-    def _least_loaded(self) -> int | None:
-        least = min(self._open_loads)
-        return None if least == _CLOSED else self._open_loads.index(least)
 
     def _find_holders(self, prefix: Prefix) -> dict[int, int]:
         """Return the replicas that hold a part of the prompt, with the number of tokens of the longest such part."""
