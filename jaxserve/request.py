@@ -97,6 +97,7 @@ class Request:
     first_due_s: float = 0.0  # time at which its first token was due, or came if that was later; 0 before
     pages: list[int] = field(default_factory=list)  # ids of all KV groups, by column; append-only while running
     num_released_columns: int = 0  # leading columns whose pages in sliding groups were released
+    num_registered_columns: int = 0  # leading columns whose pages were registered in the prefix cache
     page_hashes: list[bytes] = field(default_factory=list)  # hashes of the full pages of known tokens
     branch_tokens: int = 0  # tokens up to which others begin alike, though no snapshot of a state is there; else 0
     slot: int = -1  # row of the per-request device state; -1 while not running

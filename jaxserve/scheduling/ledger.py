@@ -114,6 +114,7 @@ class Ledger:
         request.slot = self.free_slots.pop()
         request.pages = pages
         request.num_computed_tokens = num_computed_tokens
+        request.num_registered_columns = num_computed_tokens // self.page_size
         if self.groups.sliding:  # its only pages are those of the cached prefix
             num_cached = num_computed_tokens // self.page_size
             request.num_released_columns = max(num_cached - self.groups.num_window_columns, 0)
@@ -138,7 +139,7 @@ class Ledger:
         self.cache.release(request.pages)
         request.slot = -1
         request.pages = []
-        request.num_released_columns = 0
+        request.num_released_columns = request.num_registered_columns = 0
         request.num_computed_tokens = 0
         request.quiet_until = 0
 
@@ -271,8 +272,9 @@ class Ledger:
         num_new = groups.num_columns(num_tokens) - num_shared
         return self.cache.num_evictable(cached) + num_new * groups.size
 
-    def register_columns(self, request: Request, first: int, stop: int) -> None:
-        """Register the pages of some columns, all of whose tokens are known and certain to be computed."""
+    def register_columns(self, request: Request, stop: int) -> None:
+        """Register the pages of the columns before `stop` that were not yet; all their tokens are known and certain."""
+        first = request.num_registered_columns
         if first >= stop or request in self.unshared:
             return
         pages, size, register, tenant = request.pages, self._group_size, self.cache.register, request.tenant
@@ -280,14 +282,14 @@ class Ledger:
         for index in range(first * size, stop * size):
             if (page := pages[index]) != RELEASED:
                 register(hashes[index // size], page, index % size, tenant)
+        request.num_registered_columns = stop
 
     def _register_rest(self, request: Request) -> None:
         """Register the full pages of a running request that were not yet, and the last one if others may copy it."""
         num_certain = request.num_known_tokens - bool(request.output_token_ids)  # the last output may not be computed
         num_tokens = min(request.num_computed_tokens, num_certain)
         column, size = num_tokens // self.page_size, self._group_size
-        if request.output_token_ids:  # prompts register their pages with each chunk
-            self.register_columns(request, column // self.columns_at_once * self.columns_at_once, column)
+        self.register_columns(request, column)
         if not request.shares_last_page or not num_tokens % self.page_size or request in self.unshared:
             return
         page_hash = self.cache.last_page_hash(request, num_tokens)

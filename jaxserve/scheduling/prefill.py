@@ -398,8 +398,7 @@ class Prefills:
             request.status = RequestStatus.BLOCKED
         plan.wants_logprobs |= samples and request.params.logprobs is not None
         plan.wants_prompt_logprobs |= wants_prompt_logprobs(request, start)
-        page_size = self._ledger.page_size
-        self._ledger.register_columns(request, start // page_size, request.num_computed_tokens // page_size)
+        self._ledger.register_columns(request, request.num_computed_tokens // self._ledger.page_size)
 
 
 def _last_running(rows: Sequence[Request]) -> Request | None:

@@ -438,7 +438,7 @@ class Scheduler:
         num_known, max_total, size = num_prompt + len(output), request.max_total_tokens, columns * self.page_size
         num_full = (num_known - 1) // size * columns
         if num_full * self.page_size == num_known - 1 <= request.num_computed_tokens:
-            self._ledger.register_columns(request, num_full - columns, num_full)
+            self._ledger.register_columns(request, num_full)
         if not request.waits_for_tokens:
             behind_pages = num_full * self.page_size + size + 1
             request.quiet_outputs = (behind_pages if behind_pages < max_total else max_total) - num_prompt - 1

@@ -383,7 +383,11 @@ def record_log(
                     case 2:  # fails in the middle of a plan, or of taking tokens
                         vars(replica.scheduler._ledger)["register_columns"] = break_off
             case _:
-                driven.core.step(0.0)
+                try:
+                    driven.core.step(0.0)
+                except RuntimeError as error:  # as the thread of the core does where a cancel breaks off
+                    assert error is FAILURE
+                    driven.core.recover(error)
                 driven.take()
                 counts["preempted"] = max(
                     [counts["preempted"], *(request.num_preemptions for request in driven.unfinished)]

@@ -90,6 +90,20 @@ def test_outputs_are_found_up_to_64_tokens_late_and_whole_when_their_request_has
     loop.scheduler.check_integrity()
 
 
+def test_pages_that_appended_tokens_fill_are_found():
+    loop = Loop(make_scheduler(num_pages=256))
+    running = make_request("a", range(3), 180, waits_for_tokens=True, may_be_extended=True)
+    loop.add(running)
+    while running.num_known_tokens < 62:
+        loop.step()
+    loop.scheduler.extend("a", [1, 2, 3, 4, 5])
+    while running.num_known_tokens < 80:
+        loop.step()
+    meanwhile = make_request("b", running.tokens(0, 80), 1)
+    loop.add(meanwhile).step()
+    assert meanwhile.num_cached_tokens >= 64
+
+
 @pytest.mark.parametrize("prompt_len", [15, 16, 17, 18, 20, 21, 32, 33, 34])
 def test_prompts_in_chunks_leave_a_snapshot_behind_their_last_page(prompt_len):
     """The last chunk may begin behind that page."""
