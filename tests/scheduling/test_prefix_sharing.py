@@ -91,16 +91,21 @@ def test_outputs_are_found_up_to_64_tokens_late_and_whole_when_their_request_has
 
 
 def test_pages_that_appended_tokens_fill_are_found():
-    loop = Loop(make_scheduler(num_pages=256))
+    scheduler = make_scheduler(num_pages=256)
     running = make_request("a", range(3), 180, waits_for_tokens=True, may_be_extended=True)
-    loop.add(running)
-    while running.num_known_tokens < 62:
-        loop.step()
-    loop.scheduler.extend("a", [1, 2, 3, 4, 5])
-    while running.num_known_tokens < 80:
-        loop.step()
+    scheduler.add(running)
+
+    def go_on(num_tokens):
+        while running.num_known_tokens < num_tokens:
+            plan = scheduler.schedule()
+            scheduler.update(plan, [[len(plan.requests)] * most for most in plan.max_new])
+
+    go_on(62)
+    scheduler.extend("a", [1, 2, 3, 4, 5])
+    go_on(80)
     meanwhile = make_request("b", running.tokens(0, 80), 1)
-    loop.add(meanwhile).step()
+    scheduler.add(meanwhile)
+    scheduler.schedule()
     assert meanwhile.num_cached_tokens >= 64
 
 
