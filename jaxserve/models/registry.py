@@ -11,6 +11,7 @@ from jaxserve.models import (
     cohere,
     deepseek,
     gemma,
+    gemma4,
     glm,
     gpt,
     gpt_oss,
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     "Qwen3ForCausalLM": qwen.QWEN3,
     "Gemma2ForCausalLM": gemma.GEMMA2,
     "Gemma3ForCausalLM": gemma.GEMMA3,
+    "Gemma4ForCausalLM": gemma4.GEMMA4,
     "GPT2LMHeadModel": gpt.GPT2,
     "GPTNeoForCausalLM": gpt.GPT_NEO,
     "GraniteForCausalLM": granite.GRANITE,
@@ -76,6 +78,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
 # Multimodal architectures, of which the text part is served.
 TEXT_PARTS: Mapping[str, str] = {
     "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Gemma4ForConditionalGeneration": "Gemma4ForCausalLM",
     "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5MoeForCausalLM",
 }

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32
@@ -41,6 +42,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.interface import (
 from jaxserve.pallas_kernels.ragged_paged_attention.layout import Layout, PoolDims
 from jaxserve.pallas_kernels.ragged_paged_attention.moves import move_tokens as _move_tokens
 from jaxserve.pallas_kernels.ragged_paged_attention.quantized import (
+    QUANTIZED,
     QUANTIZED_MAX,
     SCALE_DTYPE,
     Pages,
@@ -55,6 +57,7 @@ from jaxserve.pallas_kernels.ragged_paged_attention.rope import apply_rope
 
 __all__ = [
     "BACKENDS",
+    "QUANTIZED",
     "AttentionInputs",
     "AttentionOptions",
     "Pages",
@@ -72,6 +75,7 @@ __all__ = [
     "new_pages",
     "ragged_paged_attention",
     "select_backend",
+    "split_pages",
     "to_canonical",
 ]
 
@@ -200,6 +204,27 @@ def move_tokens(
 ) -> Pages:
     """Copy keys and values within the rows of a pool of a named backend, in all layers: see `moves.move_tokens`."""
     return _move_tokens(_layout_of(backend), kv_pages, page_table, first, source)
+
+
+def split_pages(backend: str, kv_pages: Pages, *, num_parts: int, num_kv_heads: int, head_dim: int) -> Array:
+    """Return the pool of a named backend as one for other heads: its page n as the pages from `n * num_parts` on.
+
+    Nothing moves where arrays are row-major. The pool has the result, reshaped to its own shape, again.
+
+    Raises:
+      ValueError: the pool has scales, or a page is not so many of the other heads'.
+    """
+    if isinstance(kv_pages, QuantizedPages) or not isinstance(kv_pages, jax.Array):
+        raise ValueError(f"a pool whose pages are split must be an array of floats, got {_form(kv_pages)}")
+    layout = _layout_of(backend)
+    dims = layout.pool_dims(kv_pages.shape)
+    if dims.num_kv_heads * dims.head_dim != num_parts * num_kv_heads * head_dim:
+        raise ValueError(
+            f"a page of {dims.num_kv_heads} kv heads of {dims.head_dim} must be {num_parts} pages of other heads, "
+            f"got {num_kv_heads} of {head_dim}"
+        )
+    sizes = {"num_pages": dims.num_pages * num_parts, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    return kv_pages.reshape(layout.kv_shape(dims._replace(**sizes)))
 
 
 def _layout_of(backend: str) -> Layout:

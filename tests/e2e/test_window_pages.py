@@ -13,11 +13,11 @@ from tests.e2e.workloads import generate, tokens
 from tests.parameters import mainly
 
 # Window of 9 in pages of 4: a sequence holds 4 pages of a sliding group. A sequence of 60 tokens has 15 of a full one.
-NEEDED = {"mistral": 4, "gemma3": 15 + 4, "qwen2": 15 + 4, "gpt_neo": 15 + 4}
+NEEDED = {"mistral": 4, **dict.fromkeys(("gemma3", "gemma4", "gemma4_moe", "qwen2", "gpt_neo"), 15 + 4)}
 LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=mainly(["gemma3"], *sorted({*NEEDED} - {"gemma3"})))
+@pytest.fixture(scope="module", params=mainly(["gemma3", "gemma4"], *sorted({*NEEDED} - {"gemma3", "gemma4"})))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Oracle]:
     path: Path = tmp_path_factory.mktemp(request.param)
     return request.param, path, Oracle(checkpoints.write_checkpoint(path, request.param))
