@@ -315,12 +315,13 @@ def write_checkpoint(
 ) -> transformers.PreTrainedModel:
     """Write a random checkpoint in `dtype` to `path`; return the model in float32, with the values as written."""
     model = build_model(family, seed, **overrides)
-    for parameter in model.parameters():  # rotary buffers stay float32 in the oracle
-        parameter.data = parameter.data.to(getattr(torch, dtype))
+    scalars = [buffer for name, buffer in model.named_buffers() if name.endswith("layer_scalar")]
+    for tensor in (*model.parameters(), *scalars):  # rotary buffers stay float32 in the oracle
+        tensor.data = tensor.data.to(getattr(torch, dtype))
     model.config.dtype = dtype
     model.save_pretrained(path, max_shard_size=max_shard_size)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
+    for tensor in (*model.parameters(), *scalars):
+        tensor.data = tensor.data.float()
     return model
 
 

@@ -182,8 +182,11 @@ def _parts(row: TensorRow, open_tensor: Callable[[str], Part]) -> list[Part]:
         stacks = {name: open_tensor(name) for name in names}
         places: Counter[str] = Counter()
         matrices = []
-        for name in row.hf_names:
-            matrices.append(stacks[name][places[name]])
+        num_parts = len(row.hf_names) // (len(names) * row.num_matrices)
+        for name, num_rows in zip(row.hf_names, row.hf_rows, strict=True):
+            number, part = divmod(places[name], num_parts)
+            matrix = stacks[name][number]
+            matrices.append(matrix if num_parts == 1 else matrix[part * num_rows : (part + 1) * num_rows])
             places[name] += 1
         return [matrix.T for matrix in matrices] if row.transposed else matrices
     tensors = {name: open_tensor(name).T if row.transposed else open_tensor(name) for name in names}

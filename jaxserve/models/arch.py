@@ -180,11 +180,11 @@ class ArchConfig:
                 f"num_attention_heads must be a multiple of num_key_value_heads, "
                 f"got {self.num_heads} and {self.num_kv_heads}"
             )
-        if self.global_attention is not None:
-            self._check_heads(self.global_attention.heads)
         for rope, head_dim in dict.fromkeys(self.rotations):
             if rope is not None:
                 self._check_rope(rope, head_dim)
+        if self.global_attention is not None:
+            self._check_heads(self.global_attention.heads)
 
     def _check_heads(self, other: HeadVectors) -> None:
         if self.num_heads % other.num_kv_heads:

@@ -82,7 +82,8 @@ def arch(config: Mapping[str, Any]) -> ArchConfig:
     kinds = kinds or [SLIDING if (layer + 1) % 6 else FULL for layer in range(num_layers)]
     kinds = [*kinds[:-1], FULL]  # whatever it says, as in transformers
     windows = layer_windows(kinds, num_layers, values["sliding_window"])
-    tables = read_fields(values["rope_parameters"] or _ROPES, {SLIDING: TABLE, FULL: TABLE})
+    rope, both = values["rope_parameters"] or _ROPES, dict.fromkeys(_ROPES, TABLE)
+    tables = read_fields(rope if {*_ROPES} & {*rope} else dict.fromkeys(_ROPES, rope), both)
     ropes = {kind: read_rope({**config, "rope_parameters": table}) for kind, table in tables.items()}
     if set(kinds[: max(0, num_layers - values["num_kv_shared_layers"])]) != set(kinds):
         raise ConfigError(
@@ -134,7 +135,7 @@ def _global_attention(values: Mapping[str, Any], kinds: list[str]) -> GlobalAtte
         read_fields(heads, dict.fromkeys(own, SIZE))
     local, wide = (HeadVectors(each["num_key_value_heads"], each["head_dim"]) for each in (own, heads))
     most = max(local.token_size, wide.token_size)
-    room = (most // local.token_size, most // wide.token_size)
+    room = most // local.token_size, most // wide.token_size
     return GlobalAttention(layers, wide, room, values["attention_k_eq_v"])
 
 
@@ -190,7 +191,7 @@ def _layer_specs(arch: ArchConfig, layer: int) -> list[ParamSpec]:
         router, *matrices = mixtures.mixture_specs(arch, layer, module, ("gate_proj", "up_proj", "down_proj"))
         specs += [
             dataclasses.replace(router, hf_names=(f"{module}.router.proj.weight",)),
-            *matrices,
+            *(mixtures.stacked(arch, spec, f"{module}.experts") for spec in matrices),
             vector("router_norm", "router.scale"),
             vector("expert_factors", "router.per_expert_scale", arch.experts.num_experts, exact=True),
             vector("dense_post_norm", "post_feedforward_layernorm_1.weight"),

@@ -60,7 +60,7 @@ class ParamSpec:
         gated: True if SwiGLU follows the product: the first half of the rows is the gate, the second the up projection.
         heads: number of heads of each of `hf_names` whose rows belong to heads, which are not split within a head.
         transposed: True if checkpoints have the matrix as [in, out].
-        stacked: True if each of `hf_names` is one tensor of several matrices, as many as the times that it is named.
+        stacked: True if each of `hf_names` is one tensor of several matrices, named once for each, or for each part.
         experts: experts whose matrices follow each other in this one; None for a single matrix.
         exact: True if a matrix is never quantised; a vector is then float32, whatever the dtype of the others.
         is_array: True if the block computes with the array itself, so that it is not packed for native kernels either.
