@@ -227,10 +227,13 @@ class PartOfPages(HeadVectors):
         backend: str,
     ) -> tuple[Float[Array, "T Q V"], Pages]:
         """Run `ragged_paged_attention` over the part of each page that a layer has."""
+        assert new.v is not None, "keys and values differ"
         rows = rows._replace(page_table=rows.page_table * self.num_parts + layer % self.num_parts)
-        seen: Pages = self._split(backend, kv_pages)
-        out, seen = super().attend(new, rows, seen, layer // self.num_parts, options, backend=backend)
-        return out, _joined(seen, kv_pages)
+        inputs = AttentionInputs(new.q, new.k, new.v, rows, new.rope, new.sinks, new.tree_mask)
+        layer //= self.num_parts
+        return ragged_paged_attention.ragged_paged_attention(
+            inputs, kv_pages, layer, options, num_parts=self.num_parts, backend=backend
+        )
 
     def _split(self, backend: str, kv_pages: Pages) -> Array:
         """Return a pool for larger heads as one of `num_parts` times as many pages."""

@@ -94,6 +94,7 @@ def ragged_paged_attention(
     layer: int | Int32[Array, ""],
     options: AttentionOptions,
     *,
+    num_parts: int | None = None,
     backend: str = AUTO,
 ) -> tuple[Float[Array, "T Q H"], Pages]:
     """Write the new keys and values to the pages of their rows, then attend; return the output and the updated pool.
@@ -106,6 +107,8 @@ def ragged_paged_attention(
       kv_pages: pool made by `new_pages(backend, ...)`. Consumed: donate it under jit and use the returned one.
       layer: layer of the pool to use; an int or a traced scalar.
       options: static options.
+      num_parts: pages of these heads in each page of a pool of floats that was made for others; the page table then has
+        numbers of these: page n of the pool is those from `n * num_parts` on. None for a pool of these heads.
       backend: "auto" or a name in `BACKENDS`.
 
     Raises:
@@ -117,9 +120,16 @@ def ragged_paged_attention(
     _check_sinks(inputs)
     _check_rope(inputs)
     check_tree_mask(inputs.tree_mask, inputs.q.shape[0])
-    chosen = BACKENDS[_select_for_pool(backend, inputs, kv_pages)]
-    _check_pool(chosen.LAYOUT, inputs.k, kv_pages, layer)
-    return chosen.write_and_attend(inputs, kv_pages, layer, options)
+    name = _select_for_pool(backend, inputs, kv_pages)
+    chosen, seen = BACKENDS[name], kv_pages
+    if num_parts is not None:
+        sizes = {"num_kv_heads": inputs.k.shape[1], "head_dim": inputs.k.shape[2]}
+        seen = split_pages(name, kv_pages, num_parts=num_parts, **sizes)
+    _check_pool(chosen.LAYOUT, inputs.k, seen, layer)
+    if seen is kv_pages or chosen.SPLITS_PAGES:
+        return chosen.write_and_attend(inputs, kv_pages, layer, options)
+    out, seen = chosen.write_and_attend(inputs, seen, layer, options)
+    return out, values_of(seen).reshape(values_of(kv_pages).shape)
 
 
 def select_backend(
