@@ -17,7 +17,7 @@ NEEDED = {"mistral": 4, **dict.fromkeys(("gemma3", "gemma4", "gemma4_moe", "qwen
 LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
-@pytest.fixture(scope="module", params=mainly(["gemma3", "gemma4"], *sorted({*NEEDED} - {"gemma3", "gemma4"})))
+@pytest.fixture(scope="module", params=mainly(["gemma3"], *sorted({*NEEDED} - {"gemma3"})))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Oracle]:
     path: Path = tmp_path_factory.mktemp(request.param)
     return request.param, path, Oracle(checkpoints.write_checkpoint(path, request.param))
